@@ -1,0 +1,1 @@
+"""The bundled plugins: one class in one file each."""

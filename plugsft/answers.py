@@ -1,0 +1,73 @@
+"""The core's own answers to the hooks of the data path. They need no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .console import progress, say
+from .hooks import hookimpl
+from .plan import Windows
+from .publish import once
+from .recipe import Data, Train
+from .templates import render as render_rows
+from .tokenizer import encode as encode_texts
+from .tokens import digest
+from .types import Build, Encoded, Feed, Ints, Layouts, Rendered, Row, Shard, Slice, Work
+
+
+@dataclass
+class DataAnswers:
+    """From rows to windows, one after the other, in this process."""
+
+    output: Path
+
+    @hookimpl
+    def render(
+        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data
+    ) -> Rendered | None:
+        """Render messages, prompt and completion, or text."""
+        return render_rows(rows, tokenizer, data)
+
+    @hookimpl
+    def encode(
+        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool
+    ) -> Encoded:
+        """Encode with the model's own tokenizer."""
+        return encode_texts(texts, tokenizer, special_tokens)
+
+    @hookimpl
+    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
+        """Do one slice after the other."""
+        shards, tokens = [], 0
+        with progress("tokenizing", sum(one.stop - one.start for one in slices), "rows") as advance:
+            for one in slices:
+                shards.append(work(one))
+                tokens += shards[-1].tokens
+                advance(one.stop - one.start, f"{tokens:,} tokens")
+        return shards
+
+    @hookimpl
+    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Path:
+        """Keep tokens in the run's own output."""
+        folder = self.output / "tokens" / digest(key)
+        said: list[str] = []
+
+        def waiting() -> None:
+            if not said:
+                said.append("waiting for another process to prepare the data")
+                say(said[0])
+
+        return once(folder, build, waiting)
+
+    @hookimpl
+    def batches(self, order: Ints, ranks: int, train: Train) -> Layouts:
+        """Take `batch_size` examples at a time, in order."""
+        return Windows(order, ranks, train)
+
+    @hookimpl
+    def feed(self, build: Build, steps: range) -> Feed:
+        """Build each window when it is asked for."""
+        return map(build, steps)

@@ -1,0 +1,182 @@
+"""Checkpoints: published whole or not at all, without pickled code, tied to their recipe."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import Module
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from .console import say
+from .errors import CheckpointError
+from .publish import damage, discard, is_published, publish, sweep
+from .recipe import Recipe, flatten
+
+# Full tensors under their own names: what is saved does not depend on the number of ranks.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# What may differ between a checkpoint's recipe and the one that goes on from it: where things lie,
+# how they are laid out and shown, and plugins, which change nothing or are compared by themselves.
+FREE = ("output", "train.micro_batch", "train.log_every", "checkpoint.", "eval.", "plugins.")
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, recipe: Recipe, data_key: str, accelerator: Accelerator) -> None:
+        self.folder = recipe.folder / "checkpoints"
+        self._recipe, self._data_key, self._accelerator = recipe, data_key, accelerator
+        self.saved = 0
+        self.seconds = 0.0
+        self.possible = accelerator.distributed_type != DistributedType.DEEPSPEED
+        if recipe.checkpoint.every and not self.possible:
+            raise CheckpointError(
+                "checkpoint.every: checkpoints are not written under DeepSpeed yet; set it to 0 "
+                "(the final model is saved), or launch with recipes/accelerate/fsdp2.yaml"
+            )
+
+    def save(self, step: int, model: Module, optimizer: Optimizer) -> None:
+        """Publish a checkpoint of a finished step, and remove the oldest."""
+        if not self.possible or self.saved == step:
+            return
+        started = time.perf_counter()
+        # Collective under FSDP2: every rank takes part, the main process alone writes.
+        weights: dict[str, Any] = get_model_state_dict(model, options=WHOLE)
+        moments = get_optimizer_state_dict(model, _inner(optimizer), options=WHOLE)
+        if self._accelerator.is_main_process:
+            sweep(self.folder)
+            target = self.folder / f"step-{step:06d}"
+            with publish(target, replace=True) as folder:
+                save_file(separate(weights), folder / "model.safetensors")
+                torch.save(moments, folder / "optimizer.pt")
+                facts = {
+                    "step": step,
+                    "data": self._data_key,
+                    "recipe": _identity(self._recipe),
+                    "plugins": self._recipe.plugins,
+                }
+                (folder / "state.json").write_text(json.dumps(facts, indent=1))
+            for old in listed(self.folder)[: -self._recipe.checkpoint.keep]:
+                discard(old)
+        self.saved = step
+        self.seconds += time.perf_counter() - started
+
+    def restore(self, path: Path | None, model: Module, optimizer: Optimizer) -> int:
+        """Load a checkpoint into model and optimizer; return its step."""
+        if path is None:
+            return 0
+        facts = read(path)
+        _compare(facts, self._recipe, self._data_key, path)
+        weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
+        set_model_state_dict(model, weights, options=WHOLE)
+        moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
+        set_optimizer_state_dict(model, _inner(optimizer), moments, options=WHOLE)
+        self.saved = int(facts["step"])
+        return self.saved
+
+
+def find(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
+    """Return the checkpoint to go on from; say so if there is none."""
+    if given is not None:
+        if not is_published(given):
+            raise CheckpointError(f"--resume-from {given}: this is no checkpoint folder")
+        return given
+    if not resume:
+        return None
+    folder = recipe.folder / "checkpoints"
+    found = listed(folder)
+    if not found:
+        raise CheckpointError(
+            f"--resume: there is no checkpoint in {folder}. Start without --resume; "
+            "checkpoint.every says how often one is written"
+        )
+    # Disks fail: an older whole checkpoint beats a newer damaged one.
+    for path in reversed(found):
+        if (wrong := damage(path)) is None:
+            return path
+        say(f"warning: {path} is damaged: {wrong}; trying the one before")
+    raise CheckpointError(f"--resume: every checkpoint in {folder} is damaged")
+
+
+def listed(folder: Path) -> list[Path]:
+    """Return the published checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if is_published(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Check a checkpoint against its manifest, and read what it says of itself."""
+    wrong = damage(path)
+    if wrong is not None:
+        raise CheckpointError(f"{path}: the checkpoint is damaged: {wrong}")
+    facts: dict[str, Any] = json.loads((path / "state.json").read_text())
+    return facts
+
+
+def save_model(
+    accelerator: Accelerator, model: Module, tokenizer: PreTrainedTokenizerBase, target: Path
+) -> None:
+    """Publish the trained model as a Hugging Face folder."""
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        with publish(target, replace=True) as folder:
+            plain: Any = accelerator.unwrap_model(model)
+            plain.save_pretrained(folder, state_dict=separate(weights))
+            tokenizer.save_pretrained(folder)
+    accelerator.wait_for_everyone()
+
+
+def separate(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors that share memory (tied embeddings): safetensors refuses them."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in weights.items():
+        shared = tensor.data_ptr() in seen
+        seen.add(tensor.data_ptr())
+        apart[name] = tensor.clone() if shared else tensor.contiguous()
+    return apart
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _identity(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys of a recipe that decide what is learned."""
+    flat = flatten(recipe.model_dump(exclude_none=True))
+    return {
+        key: value
+        for key, value in flat.items()
+        # Data counts by its key, which holds for moved files and notices changed ones.
+        if not key.startswith((*FREE, "data.source", "data.split"))
+    }
+
+
+def _compare(facts: dict[str, Any], recipe: Recipe, data_key: str, path: Path) -> None:
+    then, now = facts["recipe"], _identity(recipe)
+    differing = [
+        f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key)
+    ]
+    if facts["data"] != data_key:
+        differing.append("the data, its options or the tokenizer have changed")
+    if differing:
+        raise CheckpointError(
+            f"{path} belongs to another recipe: {'; '.join(differing)}. "
+            "Undo the changes, or start anew in another output folder"
+        )
+    if facts["plugins"] != recipe.plugins:
+        say("warning: the plugins or their options differ from those of the checkpoint")

@@ -1,0 +1,184 @@
+"""The command line: `plugsft RECIPE` trains; every other command is named."""
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from .console import complain
+from .errors import PlugsftError, RecipeError, did_you_mean
+
+app = typer.Typer(
+    help="Fine-tune language models: SFT in one readable loop, every optimisation a plugin.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog="`plugsft RECIPE` trains. On several processes: accelerate launch -m plugsft RECIPE",
+)
+
+RecipeFile = Annotated[Path, typer.Argument(help="A recipe in TOML.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY.PATH=VALUE]...", help="Set keys for this run.", show_default=False
+    ),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Switch a plugin off for this run.", show_default=False),
+]
+
+
+def late(module: str) -> ModuleType:
+    """Import one of our modules when a command needs it: torch takes seconds, --help must not."""
+    return importlib.import_module(f"plugsft.{module}")
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the latest checkpoint.")
+    ] = False,
+    resume_from: Annotated[
+        Path | None, typer.Option(help="Go on from this checkpoint.", show_default=False)
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove what an earlier run left in the output.")
+    ] = False,
+) -> None:
+    """Train. Also what `plugsft RECIPE` does."""
+    late("run").train(recipe, overrides or [], without or [], resume, resume_from, overwrite)
+
+
+@app.command()
+def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = None) -> None:
+    """Tokenize a recipe's data ahead of training, on any machine with its files."""
+    late("run").prepare(recipe, overrides or [], without or [])
+
+
+@app.command()
+def check(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes it will be launched with.", show_default=False),
+    ] = None,
+) -> None:
+    """Find what is wrong with a recipe before money is spent: keys, plugins, data, disk."""
+    late("preflight").check(recipe, overrides or [], without or [], ranks)
+
+
+@app.command()
+def inspect(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    first: Annotated[int, typer.Option(min=0, help="The first row to show.")] = 0,
+) -> None:
+    """Show rows as the model will see them: tokens, trained ones marked, lengths."""
+    late("inspection").inspect(recipe, overrides or [], without or [], rows, first)
+
+
+@app.command()
+def plugins(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe in TOML.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    without: Without = None,
+) -> None:
+    """List the plugins there are; with a recipe, who answers and who wraps each hook."""
+    if recipe is None:
+        late("listing").list_plugins()
+    else:
+        late("listing").list_hooks(recipe, overrides or [], without or [])
+
+
+@app.command()
+def show(
+    place: Annotated[Path, typer.Argument(help="A recipe, or a run's output folder.")],
+    overrides: Overrides = None,
+) -> None:
+    """Show a recipe with every default filled in, or what came of a run."""
+    late("listing").show(place, overrides or [])
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, with every plugin's options, for editors."""
+    late("listing").schema()
+
+
+@app.command()
+def chat(
+    output: Annotated[Path, typer.Argument(help="A run's output folder, or a model's.")],
+    ask: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Ask this, print the answer, and end.", show_default=False
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 always takes the likeliest token.")
+    ] = 0.0,
+) -> None:
+    """Talk to a trained model."""
+    late("talk").chat(output, ask or [], max_tokens, temperature)
+
+
+@app.command()
+def new_plugin(
+    name: Annotated[str, typer.Argument(help="Its name in recipes: lower case, underscores.")],
+    folder: Annotated[Path, typer.Option(help="Where to make its folder.")] = Path(),
+) -> None:
+    """Write the skeleton of a plugin of your own: package, options, hook, passing test."""
+    late("skeleton").new_plugin(name, folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; mistakes end with one line each and exit code 2."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    commands = [
+        command.name or command.callback.__name__.replace("_", "-")
+        for command in app.registered_commands
+        if command.callback
+    ]
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        if not Path(words[0]).exists() and (hint := did_you_mean(words[0], commands)):
+            _leave(RecipeError(f"'{words[0]}' is neither a command nor a recipe{hint}"))
+        words.insert(0, "train")
+    try:
+        app(words, prog_name="plugsft")
+    except PlugsftError as error:
+        _leave(error)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`): that is no error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _leave(error: PlugsftError) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        # Only the main process speaks. Most mistakes are everyone's, and it ends us all; if we
+        # are still here after a while, this one was ours alone.
+        time.sleep(5)
+    for line in str(error).splitlines():
+        complain(f"error: {line}")
+    sys.exit(error.exit_code)

@@ -1,0 +1,57 @@
+"""What can go wrong, as one family of exceptions that the command line prints as one line each.
+
+PlugsftError
+├── RecipeError      the recipe, or an override of it, is wrong
+├── PluginError      a plugin cannot be found, loaded, combined, or broke its contract
+├── DataError        a source cannot be read, or its rows cannot be trained on
+├── LaunchError      what the launcher asked for is not what came up
+├── CheckpointError  a checkpoint is missing, damaged, or of another run
+└── TrainError       training itself went wrong (exit code 1: not a mistake in the input)
+
+Each message says where, what, and the cure.
+"""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class PlugsftError(Exception):
+    """A failure that the user can act on; printed without a traceback."""
+
+    exit_code = 2
+
+
+class RecipeError(PlugsftError):
+    """The recipe is wrong. Holds every problem found, one line each."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class PluginError(PlugsftError):
+    """A plugin cannot be used, or broke its contract."""
+
+
+class DataError(PlugsftError):
+    """A source cannot be read, or its rows cannot be trained on."""
+
+
+class LaunchError(PlugsftError):
+    """The processes that came up are not those the launcher was asked for."""
+
+
+class CheckpointError(PlugsftError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class TrainError(PlugsftError):
+    """Training went wrong by itself."""
+
+    exit_code = 1
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the nearest option, or nothing."""
+    close = get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""

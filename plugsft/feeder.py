@@ -1,0 +1,34 @@
+"""Windows with their tensors, through the hook that may build them ahead."""
+
+from collections.abc import Callable
+
+from accelerate import Accelerator
+
+from .hooks import Hooks
+from .tokens import Tokens
+from .types import Fed, Feed, Window
+
+
+class Feeder:
+    """Builds this rank's batches of each window."""
+
+    def __init__(self, hook: Hooks, accelerator: Accelerator, pad: int) -> None:
+        self._hook, self._pad = hook, pad
+        self._rank, self._device = accelerator.process_index, accelerator.device
+
+    def feed(self, window: Callable[[int], Window], tokens: Tokens, steps: range) -> Feed:
+        """Iterate over windows, in order, with their batches on the device."""
+
+        def build(step: int) -> Fed:
+            chosen = window(step)
+            collated = (
+                self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
+                for examples in chosen.layout[self._rank]
+            )
+            batches = [
+                {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
+                for batch in collated
+            ]
+            return Fed(chosen, batches)
+
+        return self._hook.feed(build=build, steps=steps)

@@ -1,0 +1,178 @@
+"""Every hook of plugsft, in the order in which a run calls them, and how a plugin is declared.
+
+A *stage* turns one thing into the next. The core answers it; at most one plugin may answer in its
+place; any number may wrap:
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self, load):
+        load.kwargs["attn_implementation"] = "sdpa"   # before the core's answer
+        model = yield
+        return model                                  # what the next wrapper gets
+
+A *notice* is heard by every plugin, and its order never matters.
+An implementation takes any part of a hook's arguments, by their names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast, dataclass_transform
+
+import pluggy
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from transformers import PreTrainedTokenizerBase
+
+    from .machine import Machine
+    from .recipe import Data, Recipe, Train
+    from .tokens import Tokens
+    from .types import (
+        Batch,
+        Build,
+        Encoded,
+        Feed,
+        Ints,
+        Layouts,
+        ModelLoad,
+        Rendered,
+        Row,
+        Shard,
+        Slice,
+        Work,
+    )
+
+hookimpl = pluggy.HookimplMarker("plugsft")
+_spec = pluggy.HookspecMarker("plugsft")
+stage = _spec(firstresult=True)
+notice = _spec
+
+PLUGIN = "__plugsft__"
+"""Where a plugin's class keeps its contract."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """What a plugin needs of its company."""
+
+    after: tuple[str, ...]
+    requires: tuple[str, ...]
+    conflicts: dict[str, str]
+
+
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+def plugin(
+    *,
+    after: Sequence[str] = (),
+    requires: Sequence[str] = (),
+    conflicts: dict[str, str] | None = None,
+) -> Callable[[type[T]], type[T]]:
+    """Make a class a plugin: its fields are its options, its marked methods its hooks.
+
+    `after` names plugins that this one wraps where both are active; `requires`, plugins that must
+    be active too; `conflicts`, plugins that must not, each with the reason. State that is no
+    option is declared with `state(default)`.
+    """
+    contract = Contract(tuple(after), tuple(requires), dict(conflicts or {}))
+    config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def declare(cls: type[T]) -> type[T]:
+        made: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
+        setattr(made, PLUGIN, contract)
+        return cast("type[T]", made)
+
+    return declare
+
+
+def state(default: Any = None) -> Any:
+    """Declare an attribute of a plugin that is no option of it."""
+    return dataclasses.field(init=False, default=default, repr=False, compare=False)
+
+
+class Hooks:
+    """The specs. The registry hands this class out as the type of its caller."""
+
+    @notice
+    def check(self, recipe: Recipe, machine: Machine) -> None:
+        """Look at the whole recipe before anything is loaded; raise RecipeError to refuse it."""
+
+    @stage
+    def render(
+        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data
+    ) -> Rendered | None:
+        """Turn rows into text with trained spans. Returning None means: not my format."""
+        raise AssertionError
+
+    @stage
+    def encode(
+        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool
+    ) -> Encoded:
+        """Turn texts into token ids, with the place in its text where each token ends."""
+        raise AssertionError
+
+    @stage
+    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
+        """Call `work` on every slice of the sources, anywhere; return the shards in order."""
+        raise AssertionError
+
+    @stage
+    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Path:
+        """Return the folder of a key; where there is none, `build` fills a new one."""
+        raise AssertionError
+
+    @stage
+    def optimize_model(self, load: ModelLoad) -> Module:
+        """Load the model. Edit `load` before the yield, the model after it."""
+        raise AssertionError
+
+    @stage
+    def annotate(self, model: Module, tokens: Tokens) -> Tokens:
+        """Add what must be computed with the model before step 1; return the tokens."""
+        raise AssertionError
+
+    @stage
+    def optimizer(self, model: Module, train: Train) -> Optimizer:
+        """Make the optimizer."""
+        raise AssertionError
+
+    @stage
+    def batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
+        """Lay an epoch's examples out as windows: [window][rank][micro-step] -> examples.
+
+        `order` is the epoch's shuffled order, `lengths` the tokens of every example. Every rank
+        gets the same number of micro-steps; one without examples is an empty array.
+        """
+        raise AssertionError
+
+    @stage
+    def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
+        """Turn examples into tensors; none of them gives a batch that trains nothing."""
+        raise AssertionError
+
+    @stage
+    def feed(self, build: Build, steps: range) -> Feed:
+        """Iterate over `build(step)`, in order. `build` is pure: it may be called ahead."""
+        raise AssertionError
+
+    @stage
+    def step(self, model: Module, batch: Batch, total: int) -> Tensor:
+        """Return the micro-batch's loss, summed over its targets and divided by `total`."""
+        raise AssertionError
+
+    @notice
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Hear the metrics of a step, on the main process."""
+
+    @notice
+    def verdict(self) -> str | None:
+        """Say in one line what the plugin did; asked once the model is there, and at the end."""

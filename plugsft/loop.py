@@ -1,0 +1,270 @@
+"""The loop: a whole run, from its first step to its last."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler, set_seed
+
+from .answers import DataAnswers
+from .answers_model import ModelAnswers
+from .checkpoint import Checkpoints, find, save_model
+from .console import say
+from .errors import TrainError
+from .feeder import Feeder
+from .hooks import Hooks
+from .machine import Machine
+from .models import check_context, load_of, make_model
+from .plan import Plan
+from .prepare import Work, prepare
+from .publish import once
+from .ranks import connect, exchange, name_of, seed_step
+from .recipe import Recipe, Train
+from .record import Record, data_facts, memory_gib
+from .registry import Active, check
+from .stop import Stop, Stopped
+from .tokenizer import pad_id
+from .tokens import Tokens, digest
+from .types import Window
+
+
+def train(
+    recipe: Recipe,
+    active: Active,
+    machine: Machine,
+    resume: bool = False,
+    given: Path | None = None,
+) -> None:
+    """Run a recipe from its first step to its last."""
+    record = Record(recipe, machine, active)
+    hook = active.answer(DataAnswers(recipe.folder), ModelAnswers(), record).hook
+    check(active, recipe, machine)
+    check_context(recipe)
+    checkpoint = find(recipe, resume, given)
+    work, tokens, held_out = prepare(recipe, active)
+
+    accelerator = connect(recipe.train, machine)
+    model, optimizer = load(recipe, hook, work, accelerator)
+    tokens = hook.annotate(model=model, tokens=tokens)
+    plan = Plan(tokens, recipe, accelerator.num_processes, hook)
+    schedule = make_schedule(recipe.train, optimizer, plan.steps)
+    feeder = Feeder(hook, accelerator, pad_id(work.tokenizer))
+    checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator)
+    done = checkpoints.restore(checkpoint, model, optimizer)
+    fast_forward(schedule, done)
+    describe(record, recipe, accelerator, model, tokens, held_out, plan, done)
+
+    with Stop() as stop, record:
+        clock = time.perf_counter()
+        for fed in feeder.feed(plan.window, tokens, range(done + 1, plan.steps + 1)):
+            window, parts = fed.window, []
+            seed_step(recipe.train.seed, window.step, accelerator.process_index)
+            for number, batch in enumerate(fed.batches, start=1):
+                # Gradients travel between ranks once per step, with the last micro-batch.
+                with exchange(accelerator, model, last=number == len(fed.batches)):
+                    part = hook.step(model=model, batch=batch, total=window.total)
+                    # The total counts every rank, but ranks average their gradients: undo that.
+                    accelerator.backward(part * accelerator.num_processes)
+                parts.append(part.detach())
+            loss, stopping = together(accelerator, parts, stop)
+            norm = clip(accelerator, model, recipe.train.max_grad_norm)
+            ensure_finite(loss, norm, window, tokens)
+            rate = float(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            now = time.perf_counter()
+            if accelerator.is_main_process:
+                metrics = measure(window, plan, loss, norm, rate, now - clock)
+                hook.log(step=window.step, metrics=metrics)
+            clock = now
+            last = stopping or window.step == plan.steps
+            if held_out is not None and (last or is_due(window.step, recipe.eval)):
+                evaluate(accelerator, model, hook, feeder, held_out, recipe, window.step)
+            if last or is_due(window.step, recipe.checkpoint):
+                checkpoints.save(window.step, model, optimizer)
+            if stopping:
+                raise Stopped(stop.name, window.step, recipe.output, checkpoints.possible)
+        save_model(accelerator, model, work.tokenizer, recipe.folder / "model")
+    accelerator.end_training()
+
+
+def load(
+    recipe: Recipe, hook: Hooks, work: Work, accelerator: Accelerator
+) -> tuple[Module, Optimizer]:
+    """Load the model and make its optimizer, spread over the ranks."""
+    set_seed(recipe.train.seed)
+    loading = load_of(recipe.model, scratch_model(recipe, work))
+    model = hook.optimize_model(load=loading)
+    model.train()
+    optimizer = hook.optimizer(model=model, train=recipe.train)
+    prepared: tuple[Module, Optimizer] = accelerator.prepare(model, optimizer)
+    return prepared
+
+
+def scratch_model(recipe: Recipe, work: Work) -> Path:
+    """Make the recipe's new model, once, as a folder that is loaded like any other."""
+    scratch = recipe.model.scratch
+    if scratch is None:
+        return Path()
+    key = {
+        "scratch": scratch.model_dump(),
+        "seed": recipe.train.seed,
+        "tokenizer": str(work.tokenizer_folder.name),
+    }
+
+    def build(folder: Path) -> None:
+        make_model(scratch, work.tokenizer, recipe.train.seed).save_pretrained(folder)
+
+    return once(recipe.folder / "scratch" / f"model-{digest(key)}", build)
+
+
+def make_schedule(train: Train, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """Make the learning-rate schedule, in optimizer steps."""
+    warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
+    # Not prepared by accelerate, which would step it once per process.
+    schedule: LRScheduler = get_scheduler(
+        train.schedule,
+        getattr(optimizer, "optimizer", optimizer),
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs=dict(train.schedule_options),
+    )
+    return schedule
+
+
+def fast_forward(schedule: LRScheduler, done: int) -> None:
+    """Set the schedule to where it was after `done` steps: it is a function of the step alone."""
+    if done:
+        schedule.last_epoch = done - 1
+        schedule.step()
+
+
+def together(accelerator: Accelerator, parts: list[torch.Tensor], stop: Stop) -> tuple[float, bool]:
+    """Sum the loss over ranks, and learn in the same exchange whether any rank was told to stop."""
+    mine = torch.stack(parts).sum().float()
+    flag = torch.tensor(float(stop.asked), device=mine.device)
+    summed: torch.Tensor = accelerator.reduce(torch.stack([mine, flag]), reduction="sum")
+    return float(summed[0]), bool(summed[1] > 0)
+
+
+def clip(accelerator: Accelerator, model: Module, limit: float) -> float:
+    """Clip the gradients to a norm (0: do not); return the norm before."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), limit or math.inf)
+    return float("nan") if norm is None else float(norm)
+
+
+def ensure_finite(loss: float, norm: float, window: Window, tokens: Tokens) -> None:
+    """Stop before a broken gradient reaches the weights."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    examples = [int(number) for rank in window.layout for part in rank for number in part]
+    rows = [tokens.source_of(number) for number in examples[:20]]
+    named = ", ".join(f"{tokens.facts['sources'][source]['name']}:{row}" for source, row in rows)
+    more = f" and {len(examples) - 20} more" if len(examples) > 20 else ""
+    raise TrainError(
+        f"step {window.step}: loss {loss}, gradient norm {norm}. The weights are untouched by this "
+        f"step; earlier checkpoints stand. Rows of its window: {named}{more}. A lower learning "
+        "rate, a longer warm-up, or bfloat16 in place of float16 usually mends it"
+    )
+
+
+def measure(
+    window: Window, plan: Plan, loss: float, norm: float, rate: float, seconds: float
+) -> dict[str, Any]:
+    """Return the metrics of a step."""
+    return {
+        "epoch": round(window.step / plan.per_epoch, 4),
+        "loss": loss,
+        "grad_norm": norm,
+        "learning_rate": rate,
+        "trained_tokens": window.total,
+        "tokens": window.tokens,
+        "tokens_per_second": round(window.tokens / seconds, 1),
+        "step_seconds": round(seconds, 5),
+        "memory_gib": round(memory_gib(), 3),
+    }
+
+
+def is_due(step: int, table: Any) -> bool:
+    """Tell whether an [eval] or [checkpoint] table wants something after this step."""
+    return table is not None and table.every > 0 and step % table.every == 0
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: Module,
+    hook: Hooks,
+    feeder: Feeder,
+    held_out: Tokens,
+    recipe: Recipe,
+    step: int,
+) -> None:
+    """Measure the loss on held-out data: the sum over its targets by their number."""
+    plan = Plan.once_through(held_out, recipe, accelerator.num_processes, hook)
+    summed = torch.zeros((), device=accelerator.device, dtype=torch.float64)
+    model.eval()
+    for fed in feeder.feed(plan.window, held_out, range(1, plan.steps + 1)):
+        for batch in fed.batches:
+            summed += hook.step(model=model, batch=batch, total=1).double()
+    model.train()
+    total = int(held_out.trained.sum())
+    loss = float(accelerator.reduce(summed, reduction="sum")) / total
+    if accelerator.is_main_process:
+        hook.log(step=step, metrics={"eval_loss": loss, "eval_tokens": total})
+
+
+def describe(
+    record: Record,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    model: Module,
+    tokens: Tokens,
+    held_out: Tokens | None,
+    plan: Plan,
+    done: int,
+) -> None:
+    """Say what is about to run, and write it into the record."""
+    plain: Any = accelerator.unwrap_model(model)
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in plain.parameters()]
+    ranks = accelerator.num_processes
+    facts = {
+        "source": recipe.model.path or "scratch",
+        "type": plain.config.model_type,
+        "parameters": sum(size for size, _ in sizes),
+        "trained_parameters": sum(size for size, trained in sizes if trained),
+        "dtype": recipe.model.dtype,
+    }
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    record.run["machine"] |= {
+        "device": str(accelerator.device.type),
+        "gpus": gpus,
+        "ranks": ranks,
+        "launcher": name_of(accelerator),
+    }
+    record.run |= {
+        "model": facts,
+        "data": data_facts(tokens),
+        "eval": data_facts(held_out) if held_out is not None else None,
+        "plugins": record.plugins(),
+    }
+    say(
+        f"model: {facts['type']} ({facts['source']}), {facts['parameters']:,} parameters, "
+        f"{facts['dtype']}, {accelerator.device.type}, {name_of(accelerator)}"
+        + (f" of {ranks}" if ranks > 1 else "")
+    )
+    for plugin in record.run["plugins"]:
+        say(f"plugin {plugin['name']}: {plugin['verdict']}")
+    say(
+        f"steps: {plan.steps} of {recipe.train.batch_size} examples, {plan.per_epoch} an epoch"
+        + (f"; going on after step {done}" if done else "")
+    )
+    record.open({"total": plan.steps, "per_epoch": plan.per_epoch}, done)

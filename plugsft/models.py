@@ -1,0 +1,107 @@
+"""The model: loaded from a folder or the hub, or made new from a few numbers."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from .errors import RecipeError
+from .recipe import Model, Recipe, Scratch
+
+
+@dataclass
+class Load:
+    """How the model will be loaded; plugins edit it before it is."""
+
+    path: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
+
+    def build(self) -> PreTrainedModel:
+        """Load it."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(self.path, **self.kwargs)
+        except Exception as error:  # transformers raises whatever its readers and the hub raise
+            raise _not_loaded(self.path, error) from error
+        # A cache has no use in training, and with packed rows it lets documents see each other.
+        model.config.use_cache = False
+        return model
+
+
+def load_of(model: Model, scratch: Path) -> Load:
+    """Return how a recipe's model is loaded, before any plugin."""
+    kwargs: dict[str, Any] = {
+        "dtype": getattr(torch, model.dtype),
+        "trust_remote_code": model.trust_remote_code,
+    }
+    if model.revision:
+        kwargs["revision"] = model.revision
+    return Load(model.path or str(scratch), kwargs)
+
+
+def load_config(model: Model) -> PretrainedConfig:
+    """Read the configuration of a model, without its weights."""
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.revision:
+        options["revision"] = model.revision
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(model.path), **options)
+    except Exception as error:  # as above
+        raise _not_loaded(str(model.path), error) from error
+    return config
+
+
+def check_context(recipe: Recipe) -> None:
+    """Refuse examples longer than the model was made for."""
+    scratch = recipe.model.scratch
+    context = scratch.context if scratch else context_of(load_config(recipe.model))
+    if context is not None and recipe.data.max_length > context:
+        raise RecipeError(
+            f"data.max_length: given {recipe.data.max_length}, but the model reads {context} "
+            f"tokens at most; set data.max_length = {context}"
+            + (", or raise model.scratch.context" if scratch else "")
+        )
+
+
+def make_model(scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """Make a small decoder with random weights that follow from the seed."""
+    set_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=scratch.hidden,
+        intermediate_size=scratch.mlp or 4 * scratch.hidden,
+        num_hidden_layers=scratch.layers,
+        num_attention_heads=scratch.heads,
+        num_key_value_heads=scratch.kv_heads or scratch.heads,
+        max_position_embeddings=scratch.context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def context_of(config: PretrainedConfig) -> int | None:
+    """Return the longest sequence a model was made for, where its configuration says."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def _not_loaded(path: str, error: Exception) -> RecipeError:
+    first = str(error).strip().partition("\n")[0]
+    return RecipeError(
+        f"model.path: no causal language model could be loaded from '{path}': "
+        f"{type(error).__name__}: {first}"
+    )

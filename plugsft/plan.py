@@ -1,0 +1,110 @@
+"""Which examples make which step: a pure function of lengths, seed, epoch and step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self, cast, overload
+
+import numpy as np
+
+from .errors import PluginError
+from .hooks import Hooks
+from .recipe import Recipe, Train
+from .tokens import Tokens
+from .types import Ints, Layout, Layouts, Window
+
+
+class Windows(Sequence[Layout]):
+    """The core's layout: windows of `batch_size` in the epoch's order, each rank its share."""
+
+    def __init__(self, order: Ints, ranks: int, train: Train) -> None:
+        self._order, self._ranks, self._train = order, ranks, train
+
+    def __len__(self) -> int:
+        return -(-len(self._order) // self._train.batch_size)
+
+    @overload
+    def __getitem__(self, number: int) -> Layout: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Layout]: ...
+    def __getitem__(self, number: int | slice) -> Layout | Sequence[Layout]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        size = self._train.batch_size
+        return lay_out(
+            self._order[number * size : (number + 1) * size], self._ranks, self._train.micro_batch
+        )
+
+
+def lay_out(examples: Ints, ranks: int, micro: int) -> Layout:
+    """Deal examples to ranks, a micro-batch at a time; the last ranks may get none."""
+    steps = -(-len(examples) // (ranks * micro))
+    return [
+        [examples[(step * ranks + rank) * micro :][:micro] for step in range(steps)]
+        for rank in range(ranks)
+    ]
+
+
+class Plan:
+    """All steps of a run. Seeking costs the same for every step."""
+
+    def __init__(self, tokens: Tokens, recipe: Recipe, ranks: int, hook: Hooks) -> None:
+        self.tokens, self._train, self._ranks, self._hook = tokens, recipe.train, ranks, hook
+        self._sources = [
+            (source["examples"], source["weight"]) for source in tokens.facts["sources"]
+        ]
+        self._epochs: dict[int, Layouts] = {}
+        self.per_epoch = len(self._epoch(0))
+        self.steps = recipe.train.steps or recipe.train.epochs * self.per_epoch
+
+    @classmethod
+    def once_through(cls, tokens: Tokens, recipe: Recipe, ranks: int, hook: Hooks) -> Self:
+        """Plan a single epoch of evaluation."""
+        train = recipe.train.model_copy(update={"epochs": 1, "steps": None})
+        return cls(tokens, recipe.model_copy(update={"train": train}), ranks, hook)
+
+    def window(self, step: int) -> Window:
+        """Return the window of a step; the first is step 1."""
+        epoch, number = divmod(step - 1, self.per_epoch)
+        layout = self._epoch(epoch)[number]
+        chosen = np.concatenate([part for rank in layout for part in rank])
+        return Window(
+            step=step,
+            epoch=epoch,
+            layout=layout,
+            total=int(self.tokens.trained[chosen].sum()),
+            tokens=int(self.tokens.lengths[chosen].sum()),
+        )
+
+    def _epoch(self, epoch: int) -> Layouts:
+        if epoch not in self._epochs:
+            # Two at most: the one that trains, and the next, of which a feeder builds ahead.
+            self._epochs = {old: kept for old, kept in self._epochs.items() if old >= epoch - 1}
+            layouts = self._hook.batches(
+                order=shuffled(self._sources, self._train.seed, epoch),
+                lengths=self.tokens.lengths,
+                ranks=self._ranks,
+                train=self._train,
+            )
+            if self._epochs and len(layouts) != self.per_epoch:
+                raise PluginError(
+                    f"'batches' gave {len(layouts)} windows for epoch {epoch} and {self.per_epoch} "
+                    "for the first; every epoch must have the same number"
+                )
+            self._epochs[epoch] = layouts
+        return self._epochs[epoch]
+
+
+def shuffled(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Ints:
+    """Return an epoch's examples in order; a source's weight says how often each is taken."""
+    # Philox is counter-based: its stream follows from (seed, epoch) alone, on every platform.
+    random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    parts, first = [], 0
+    for count, weight in sources:
+        whole, rest = divmod(weight, 1.0)
+        parts += [np.arange(first, first + count)] * int(whole)
+        parts.append(first + random.permutation(count)[: round(rest * count)])
+        first += count
+    return cast("Ints", random.permutation(np.concatenate(parts)).astype(np.int64))

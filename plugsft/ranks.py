@@ -1,0 +1,121 @@
+"""The processes of a run: who came up, and whether it is what the launcher was asked for."""
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
+from torch.nn import Module
+from transformers import set_seed
+
+from .errors import LaunchError
+from .machine import Machine
+from .recipe import Train
+
+CURE = (
+    "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
+    "the visible devices"
+)
+
+
+def connect(train: Train, machine: Machine) -> Accelerator:
+    """Bring up the process group, and make sure that it is the one that was asked for."""
+    asked = _asked_of_launcher()
+    if asked > machine.world_size:
+        raise LaunchError(
+            f"accelerate launch was asked for {asked} processes and started {machine.world_size}. "
+            f"{CURE}"
+        )
+    cpu = not torch.cuda.is_available()
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if cpu:
+        # Else every import of DeepSpeed, if it is installed, says that it found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, machine.cores // local))
+        _prepare_cpu(fsdp, deepspeed)
+    # Without cpu=True, ranks on a machine without GPU come up as strangers to each other.
+    accelerator = Accelerator(cpu=cpu and not (fsdp or deepspeed))
+    kind = accelerator.distributed_type
+    wanted = {"FSDP": fsdp, "DEEPSPEED": deepspeed}
+    if accelerator.num_processes != machine.world_size or any(
+        on and kind != DistributedType[name] for name, on in wanted.items()
+    ):
+        raise LaunchError(
+            f"the launcher asked for {machine.world_size} ranks of "
+            f"{next((name for name, on in wanted.items() if on), 'DDP')}, and what came up is "
+            f"{accelerator.num_processes} of {kind.value}. {CURE}"
+        )
+    if deepspeed:
+        # One source for each setting: the recipe. DeepSpeed would take its own file's.
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["gradient_clipping"] = train.max_grad_norm
+        config["gradient_accumulation_steps"] = 1
+        config["train_micro_batch_size_per_gpu"] = train.micro_batch
+    return accelerator
+
+
+@contextmanager
+def exchange(accelerator: Accelerator, model: Module, last: bool) -> Iterator[None]:
+    """Let gradients travel between ranks with the last micro-batch of a window only."""
+    # DeepSpeed takes its step inside backward, and looks here for when.
+    accelerator.sync_gradients = last
+    with nullcontext() if last else accelerator.no_sync(model):
+        yield
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make a step's randomness (dropout) follow from its number: resuming needs no state."""
+    words = np.random.SeedSequence([seed, step, rank]).generate_state(1)
+    set_seed(int(words[0]))
+
+
+def name_of(accelerator: Accelerator) -> str:
+    """Say how the ranks work together."""
+    if accelerator.num_processes == 1:
+        return "single process"
+    return (
+        str(accelerator.distributed_type.value)
+        .replace("MULTI_CPU", "DDP")
+        .replace("MULTI_GPU", "DDP")
+    )
+
+
+def _prepare_cpu(fsdp: bool, deepspeed: bool) -> None:
+    if deepspeed:
+        # This operator is compiled at every start, and a stale lock of it hangs for ever.
+        ops: Any = importlib.import_module("deepspeed.ops")
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if fsdp or deepspeed:
+        PartialState(backend="gloo")
+    if fsdp:
+        # accelerate switches FSDP on for types that are not CPU's; gloo does the rest.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _asked_of_launcher() -> int:
+    """Return the processes that `accelerate launch` above us was asked for.
+
+    Asked for several on a machine without GPU, it starts one and says nothing.
+    """
+    for parent in psutil.Process().parents():
+        try:
+            words = parent.cmdline()
+        except psutil.Error:
+            return 1
+        names = [os.path.basename(word) for word in words]
+        if "launch" in words[:4] and any(name.startswith("accelerate") for name in names[:3]):
+            known, _ = launch_command_parser().parse_known_args(words[words.index("launch") + 1 :])
+            if known.num_processes is None and known.config_file:
+                return int(load_config_from_file(known.config_file).num_processes or 1)
+            return int(known.num_processes or 1)
+    return 1

@@ -1,0 +1,218 @@
+"""What a run leaves behind besides weights: recipe.toml, run.json, metrics.jsonl, report.html."""
+
+import importlib.metadata
+import json
+import platform
+import resource
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import numpy as np
+import tomli_w
+import torch
+
+from . import report
+from .console import say
+from .hooks import hookimpl
+from .machine import Machine
+from .publish import write_text
+from .recipe import Recipe
+from .registry import Active, options_of, version_of
+from .stop import Stopped
+from .tokens import Tokens
+
+PACKAGES = ("plugsft", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+
+
+class Record:
+    """The record of a run, written by the main process as it goes."""
+
+    def __init__(self, recipe: Recipe, machine: Machine, active: Active) -> None:
+        self.folder, self._recipe, self._active = recipe.folder, recipe, active
+        self._metrics: TextIO | None = None
+        self._started = time.perf_counter()
+        self._speeds: list[tuple[float, int, int]] = []
+        self.writes = machine.is_main
+        self.run: dict[str, Any] = {
+            "format": 1,
+            "status": "running",
+            "reason": None,
+            "name": recipe.folder.name,
+            "output": recipe.output,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": _versions(),
+            "machine": {
+                "host": machine.host,
+                "system": machine.system,
+                "cores": machine.cores,
+                "memory_gib": round(machine.memory / 2**30, 1),
+            },
+            "warnings": [],
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if error is None:
+            self.close("finished")
+        else:
+            stopped = isinstance(error, Stopped | KeyboardInterrupt)
+            self.close("stopped" if stopped else "failed", str(error) or type(error).__name__)
+
+    def open(self, steps: dict[str, Any], done: int) -> None:
+        """Begin, or go on after step `done`: lines of steps that were lost are taken back."""
+        self.run["steps"] = {"done": done, **steps}
+        if not self.writes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "recipe.toml", resolved(self._recipe))
+        path = self.folder / "metrics.jsonl"
+        kept = [line for line in read_metrics(path) if line["step"] <= done] if done else []
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._metrics = path.open("a", encoding="utf8")
+        self.write()
+
+    @hookimpl
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write a line to metrics.jsonl, and every so often one to the console."""
+        assert self._metrics is not None
+        # JSON has no NaN; null stands for what is no number.
+        line = {name: _number(value) for name, value in metrics.items()}
+        self._metrics.write(json.dumps({"step": step, **line}) + "\n")
+        self._metrics.flush()
+        if "eval_loss" in metrics:
+            self.run.setdefault("final", {})["eval_loss"] = line["eval_loss"]
+            say(f"step {step}  eval loss {metrics['eval_loss']:.4f}")
+            return
+        self.run["steps"]["done"] = step
+        self.run.setdefault("final", {})["loss"] = line["loss"]
+        self._speeds.append((metrics["step_seconds"], metrics["tokens"], metrics["trained_tokens"]))
+        total = self.run["steps"]["total"]
+        if step % self._recipe.train.log_every == 0 or step in (1, total):
+            say(
+                f"step {step}/{total}  epoch {metrics['epoch']:.2f}  loss {metrics['loss']:.4f}  "
+                f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
+                f"{metrics['tokens_per_second']:,.0f} tokens/s  {metrics['memory_gib']:.1f} GiB  "
+                f"left {self._left(total - step)}"
+            )
+
+    def close(self, status: str, reason: str | None = None) -> None:
+        """End the record, and draw the report."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self.run.update(status=status, reason=reason, plugins=self.plugins())
+        self.run["seconds"] = round(time.perf_counter() - self._started, 2)
+        if self._speeds:
+            seconds, tokens, trained = np.array(self._speeds).T
+            self.run["throughput"] = {
+                "tokens_per_second": round(float(tokens.sum() / seconds.sum()), 1),
+                "trained_tokens_per_second": round(float(trained.sum() / seconds.sum()), 1),
+                "step_seconds_median": round(float(np.median(seconds)), 4),
+            }
+            self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
+        if self.writes and self._metrics is not None:
+            self.write()
+            report.write(self.folder)
+
+    def write(self) -> None:
+        """Write run.json as it stands."""
+        if self.writes:
+            write_text(self.folder / "run.json", json.dumps(self.run, indent=1) + "\n")
+
+    def plugins(self) -> list[dict[str, Any]]:
+        """Return the active plugins with what they say they did."""
+        verdicts = self._active.verdicts()
+        return [
+            {
+                "name": name,
+                "origin": self._active.found[name].origin,
+                "version": version_of(plugin),
+                "options": options_of(plugin),
+                "verdict": verdicts[name],
+            }
+            for name, plugin in self._active.plugins.items()
+        ]
+
+    def _left(self, steps: int) -> str:
+        recent = [seconds for seconds, _, _ in self._speeds[-50:]]
+        minutes, seconds = divmod(round(steps * sum(recent) / len(recent)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def data_facts(tokens: Tokens) -> dict[str, Any]:
+    """Return what the record says of a data set."""
+    lengths = tokens.lengths
+    edges = np.unique(np.histogram_bin_edges(lengths, bins=24).astype(np.int64))
+    edges[-1] = lengths.max() + 1
+    counts, _ = np.histogram(lengths, edges)
+    facts = {name: value for name, value in tokens.facts.items() if name != "key_parts"}
+    return {
+        **facts,
+        "lengths": {
+            "edges": edges.tolist(),
+            "counts": counts.tolist(),
+            "min": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "mean": round(float(lengths.mean()), 1),
+            "p95": float(np.percentile(lengths, 95)),
+            "max": int(lengths.max()),
+        },
+    }
+
+
+def resolved(recipe: Recipe) -> str:
+    """Return the recipe as TOML with everything in it; it runs again, from any folder."""
+    tables = recipe.model_dump(exclude_none=True)
+    tables["output"] = _absolute(tables["output"], always=True)
+    for name in ("path", "tokenizer", "chat_template"):
+        if name in tables["model"]:
+            tables["model"][name] = _absolute(tables["model"][name])
+    for table in (tables["data"], tables.get("eval", {}), *tables["data"].get("sources", [])):
+        if "source" in table:
+            table["source"] = _absolute(table["source"])
+    if "sources" in tables["data"]:
+        del tables["data"]["split"]
+    return tomli_w.dumps(tables)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl; a last line that a kill cut short does not count."""
+    lines = []
+    if path.is_file():
+        for text in path.read_text(encoding="utf8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                break
+    return lines
+
+
+def memory_gib() -> float:
+    """Return the most memory this process has held: the GPU's where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _absolute(name: str, always: bool = False) -> str:
+    path = Path(name)
+    return str(path.absolute()) if always or path.exists() else name

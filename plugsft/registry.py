@@ -1,0 +1,353 @@
+"""Plugins: find, import, configure, check, order, and hand out as one typed caller."""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, cast
+
+import pluggy
+from pydantic import ValidationError
+
+from . import recipe as recipes
+from .console import complain
+from .errors import PluginError, RecipeError, did_you_mean
+from .hooks import PLUGIN, Contract, Hooks
+from .machine import Machine
+from .publish import file_digest
+from .recipe import Recipe
+
+BUNDLED = "plugsft.plugins"
+GROUP = "plugsft"
+SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
+CORE = "core"
+"""The name under which the core's own answers are registered, before any plugin."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plugin that is there, not imported yet."""
+
+    name: str
+    origin: str
+    target: str
+    """"module" or "module:Class"."""
+    summary: str
+
+
+def find() -> dict[str, Found]:
+    """Return every plugin of this installation by name, without importing one."""
+    found = {}
+    folder = Path(importlib.import_module(BUNDLED).__path__[0])
+    for path in sorted(folder.glob("[!_]*.py")):
+        summary = ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or ""
+        first = summary.partition("\n")[0]
+        found[path.stem] = Found(path.stem, "bundled", f"{BUNDLED}.{path.stem}", first)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        other = found.get(point.name)
+        origin = _distribution(point)
+        if other is not None and other.target != point.value:
+            raise PluginError(
+                f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
+            )
+        summary = point.dist.metadata["Summary"] or "" if point.dist else ""
+        found[point.name] = Found(point.name, origin, point.value, summary)
+    return found
+
+
+def load_class(found: Found) -> type[Any]:
+    """Import a plugin; return its class."""
+    module_name, _, class_name = found.target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise PluginError(
+            f"plugin '{found.name}' needs the package '{package}': pip install {package}"
+        ) from error
+    except ImportError as error:
+        raise PluginError(f"plugin '{found.name}' cannot be imported: {error}") from error
+    own = [
+        value
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and PLUGIN in vars(value) and class_name in ("", name)
+    ]
+    if len(own) != 1:
+        raise PluginError(
+            f"plugin '{found.name}': {found.target} holds {len(own)} classes marked @plugin, "
+            "and needs exactly one"
+        )
+    return cast("type[Any]", own[0])
+
+
+class Active:
+    """The core's answers and the plugins of one recipe, checked, in order."""
+
+    def __init__(self, plugins: Mapping[str, Any], found: Mapping[str, Found]) -> None:
+        self.plugins = dict(plugins)
+        self.found = found
+        self._manager = pluggy.PluginManager("plugsft")
+        self._manager.add_hookspecs(Hooks)
+        if os.environ.get("PLUGSFT_TRACE") == "1":
+            _Trace(self._manager)
+        # The type checker sees the specs: a missing argument or a wrong result is an error there.
+        self.hook = cast(Hooks, self._manager.hook)
+
+    def answer(self, *answers: object) -> "Active":
+        """Register the core's answers, and after them the plugins, so that these come first."""
+        for number, core in enumerate(answers):
+            self._manager.register(core, f"{CORE}{number or ''}")
+        for name, plugin in self.plugins.items():
+            self._manager.register(plugin, name)
+        for hook in SPECS:
+            for impl in self._impls(hook):
+                if impl.wrapper:
+                    checked = _must_return(impl.function, impl.plugin_name, hook)
+                    # pluggy has no seam of its own around a single wrapper.
+                    object.__setattr__(impl, "function", checked)
+        return self
+
+    def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
+        """Yield each hook: name, whether a stage, who answers, who wraps (outermost last)."""
+        for hook, spec in SPECS.items():
+            names = [(impl.plugin_name, impl.wrapper) for impl in self._impls(hook)]
+            is_stage = bool(vars(spec)["plugsft_spec"]["firstresult"])
+            answers = [name for name, wrapper in reversed(names) if not wrapper]
+            yield hook, is_stage, answers, [name for name, wrapper in names if wrapper]
+
+    def verdicts(self) -> dict[str, str]:
+        """Return what each plugin says it did."""
+        said = {impl.plugin_name: impl.function() for impl in self._impls("verdict")}
+        return {name: str(said.get(name) or "active") for name in self.plugins}
+
+    def implements(self, name: str, hooks: Sequence[str]) -> bool:
+        """Tell whether a plugin answers or wraps one of these hooks."""
+        return any(hook in vars(type(self.plugins[name])) for hook in hooks)
+
+    def source_digest(self, name: str) -> str:
+        """Return a checksum of the file that a plugin's class stands in."""
+        return file_digest(Path(inspect.getfile(type(self.plugins[name]))))
+
+    def _impls(self, hook: str) -> list[pluggy.HookImpl]:
+        caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
+        return caller.get_hookimpls()
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> tuple[Recipe, Active]:
+    """Read a recipe with its plugins; raise every mistake in it at once."""
+    raw = recipes.read(path, overrides)
+    return resolve(raw, without, path)
+
+
+def resolve(
+    raw: dict[str, Any], without: Sequence[str] = (), path: str | Path = "recipe"
+) -> tuple[Recipe, Active]:
+    """Make a recipe and its plugins from tables; the recipe then holds every option."""
+    found = find()
+    tables = raw.get("plugins", {})
+    tables = dict(tables) if isinstance(tables, dict) else {}
+    problems: list[str] = []
+    for name in without:
+        if tables.pop(name, None) is None:
+            problems.append(f"--without {name}: the recipe has no [plugins.{name}]")
+    made = {}
+    for name, options in tables.items():
+        try:
+            plugin = _configure(name, options, found, str(path))
+            if plugin is not None:
+                made[name] = plugin
+        except RecipeError as error:
+            problems += error.problems
+    core = {**raw, "plugins": {name: options_of(plugin) for name, plugin in made.items()}}
+    if not isinstance(raw.get("plugins", {}), dict):
+        core["plugins"] = raw["plugins"]
+    recipe, wrong = recipes.validate(core, path)
+    problems = wrong + problems + [f"{path}: {line}" for line in _combine(made, tables)]
+    if problems or recipe is None:
+        raise RecipeError(problems)
+    return recipe, Active({name: made[name] for name in order(made)}, found)
+
+
+def order(plugins: Mapping[str, Any]) -> list[str]:
+    """Sort plugins: each after those it names, and by name where it does not matter."""
+    sorter = TopologicalSorter(
+        {
+            name: [other for other in contract_of(plugins[name]).after if other in plugins]
+            for name in sorted(plugins)
+        }
+    )
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " after ".join(error.args[1])
+        raise PluginError(
+            f"plugins cannot be ordered, each comes after the next: {circle}"
+        ) from error
+    ordered: list[str] = []
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        ordered += ready
+        sorter.done(*ready)
+    return ordered
+
+
+def contract_of(plugin: Any) -> Contract:
+    """Return what a plugin declared in @plugin(...)."""
+    return cast(Contract, getattr(plugin, PLUGIN))
+
+
+def options_of(plugin: Any) -> dict[str, Any]:
+    """Return the values of a plugin's options; None is no TOML value, and means the default."""
+    values = {name: getattr(plugin, name) for name, _ in recipes.fields(type(plugin))}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def check(active: Active, recipe: Recipe, machine: Machine) -> None:
+    """Let every plugin look at the recipe; raise all their objections together."""
+    problems: list[str] = []
+    for impl in active._impls("check"):
+        given = {"recipe": recipe, "machine": machine}
+        try:
+            impl.function(*(given[name] for name in impl.argnames))
+        except RecipeError as error:
+            problems += [f"plugins.{impl.plugin_name}: {line}" for line in error.problems]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _configure(name: str, options: Any, found: Mapping[str, Found], path: str) -> Any:
+    where = f"{path}: plugins.{name}"
+    if name not in found:
+        hint = did_you_mean(name, found) or ";"
+        raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
+    if not isinstance(options, dict):
+        raise RecipeError(f"{where}: given {options!r}; it should be a table: [plugins.{name}]")
+    options = dict(options)
+    enabled = options.pop("enabled", True)
+    if not isinstance(enabled, bool):
+        raise RecipeError(f"{where}.enabled: given {enabled!r}; it should be true or false")
+    if not enabled:
+        return None
+    try:
+        cls = load_class(found[name])
+        _inspect(cls, name)
+        return cls(**options)
+    except PluginError as error:
+        raise RecipeError(f"{where}: {error}") from error
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        raise RecipeError(recipes.explain(errors, cls, path, ("plugins", name))) from error
+
+
+def _inspect(cls: type[Any], name: str) -> None:
+    """Find the slips that pluggy would pass over: misspelt hooks, forgotten marks, wrong names."""
+    for attribute, value in vars(cls).items():
+        mark = getattr(value, "plugsft_impl", None)
+        where = f"plugin '{name}': {attribute}()"
+        if mark is None:
+            if attribute in SPECS and inspect.isfunction(value):
+                raise PluginError(f"{where} is named like a hook; mark it with @hookimpl")
+            continue
+        if attribute not in SPECS:
+            raise PluginError(f"{where} is no hook{did_you_mean(attribute, SPECS)}")
+        if mark["tryfirst"] or mark["trylast"] or mark["hookwrapper"]:
+            raise PluginError(
+                f"{where}: only wrapper=True is understood; order comes from @plugin(after=...)"
+            )
+        if bool(mark["wrapper"]) != inspect.isgeneratorfunction(value):
+            raise PluginError(
+                f"{where}: a wrapper is marked @hookimpl(wrapper=True) and yields once; "
+                "an answer does neither"
+            )
+        allowed = list(inspect.signature(SPECS[attribute]).parameters)
+        for argument in inspect.signature(value).parameters:
+            if argument not in allowed:
+                raise PluginError(
+                    f"{where} has no argument '{argument}'{did_you_mean(argument, allowed)} "
+                    f"allowed: {', '.join(allowed[1:])}"
+                )
+
+
+def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with this company of plugins."""
+    replaced: dict[str, str] = {}
+    for name, plugin in sorted(made.items()):
+        contract = contract_of(plugin)
+        for other in contract.requires:
+            if other not in made:
+                off = " (it is switched off)" if other in tables else ""
+                yield f"plugins.{name}: requires '{other}'{off}: add [plugins.{other}]"
+        for other, reason in contract.conflicts.items():
+            if other in made:
+                yield f"plugins.{name}: cannot be used with '{other}': {reason}. Remove one."
+        for hook, spec in SPECS.items():
+            mark = getattr(vars(type(plugin)).get(hook), "plugsft_impl", None)
+            if mark is None or mark["wrapper"] or not vars(spec)["plugsft_spec"]["firstresult"]:
+                continue
+            if hook in replaced:
+                yield (
+                    f"plugins.{name}: answers '{hook}', and so does '{replaced[hook]}': "
+                    f"remove one, or switch it off with --without"
+                )
+            replaced.setdefault(hook, name)
+
+
+def _must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any) -> Any:
+        result = yield from function(*args)
+        if result is None:
+            raise PluginError(
+                f"plugin '{name}': its wrapper of '{hook}' returned nothing; "
+                "end it with: return what the yield gave"
+            )
+        return result
+
+    return checked
+
+
+class _Trace:
+    """Print each call of a hook with its time, indented by depth."""
+
+    def __init__(self, manager: pluggy.PluginManager) -> None:
+        self._started: list[float] = []
+        manager.add_hookcall_monitoring(self._before, self._after)
+
+    def _before(self, hook: str, impls: Sequence[pluggy.HookImpl], args: Mapping[str, Any]) -> None:
+        self._started.append(time.perf_counter())
+
+    def _after(
+        self,
+        outcome: pluggy.Result[Any],
+        hook: str,
+        impls: Sequence[pluggy.HookImpl],
+        args: Mapping[str, Any],
+    ) -> None:
+        took = (time.perf_counter() - self._started.pop()) * 1e3
+        who = ", ".join(impl.plugin_name for impl in reversed(impls))
+        result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
+        depth = "  " * len(self._started)
+        complain(f"trace {depth}{hook}({', '.join(args)}) by {who} -> {result}, {took:.3f} ms")
+
+
+def _distribution(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+
+
+def version_of(plugin: Any) -> str:
+    """Return the version of the distribution a plugin came with."""
+    package = type(plugin).__module__.partition(".")[0]
+    return str(getattr(sys.modules[package], "__version__", ""))

@@ -1,0 +1,120 @@
+"""The tokenizer: loaded, or trained on the recipe's data; and the core's answer to `encode`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .errors import DataError, RecipeError
+from .recipe import Data, Model
+from .sources import Rows
+from .templates import CHATML, render
+from .types import Encoded
+
+PAD, END = "<|pad|>", "<|im_end|>"
+SPECIAL = [PAD, "<|im_start|>", END]
+
+
+def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
+    """Load a recipe's tokenizer; `folder` holds the one of a model made from scratch."""
+    where = model.tokenizer or model.path or str(folder)
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.revision and not model.tokenizer:
+        options["revision"] = model.revision
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    except Exception as error:  # transformers raises whatever its readers and the hub raise
+        first = str(error).strip().partition("\n")[0]
+        raise RecipeError(
+            f"model.{'tokenizer' if model.tokenizer else 'path'}: no tokenizer could be loaded "
+            f"from '{where}': {type(error).__name__}: {first}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise RecipeError(
+            f"model.tokenizer: '{where}' gives a slow tokenizer ({type(tokenizer).__name__}), "
+            "which cannot tell where its tokens end; plugsft needs one with a tokenizer.json"
+        )
+    if model.chat_template:
+        tokenizer.chat_template = read_template(model.chat_template)
+    return tokenizer
+
+
+def read_template(name: str) -> str:
+    """Read a chat template's file."""
+    try:
+        return Path(name).read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"model.chat_template: '{name}' cannot be read ({error})") from error
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return what fills a row's end.
+
+    Any token will do: masks come from the lengths of examples, never from looking for this one,
+    so that a real end-of-text token is trained and seen even where it doubles as padding.
+    """
+    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)
+    return 0
+
+
+def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool) -> Encoded:
+    """Encode with the model's own fast tokenizer."""
+    backend = tokenizer.backend_tokenizer
+    encoded = backend.encode_batch(texts, add_special_tokens=special_tokens)
+    counts = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    total = int(counts.sum())
+    ids = np.fromiter((token for one in encoded for token in one.ids), np.int32, total)
+    ends = [_ends(one.offsets) for one in encoded]
+    return Encoded(ids, counts, np.concatenate(ends) if ends else np.zeros(0, np.int64))
+
+
+def _ends(offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
+    # A token that the tokenizer adds at the end says (0, 0); it ends where the text does.
+    ends = np.fromiter((stop for _, stop in offsets), np.int64, len(offsets))
+    return np.maximum.accumulate(ends) if len(ends) else ends
+
+
+def train_tokenizer(sources: list[Rows], data: Data, vocab: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with a chat template on the text of the recipe's data."""
+    plain = _wrap(Tokenizer(models.BPE()))
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_texts(sources, data, plain), trainer)
+    return _wrap(bpe)
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped upstream
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD
+    )
+    wrapped.chat_template = CHATML.read_text(encoding="utf8")
+    return wrapped
+
+
+def _texts(
+    sources: list[Rows], data: Data, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[str]]:
+    for rows in sources:
+        for start in range(0, len(rows), 1000):
+            batch = [row for row in rows.read(start, start + 1000) if row is not None]
+            rendered = render(batch, tokenizer, data)
+            if rendered is None:
+                columns = ", ".join(sorted({column for row in batch for column in row})) or "none"
+                raise DataError(f"the tokenizer cannot be trained: unknown columns: {columns}")
+            for text in rendered.texts:
+                for marker in SPECIAL:
+                    text = text.replace(marker, "")
+                yield [text]

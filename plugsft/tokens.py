@@ -1,0 +1,157 @@
+"""Tokens on disk: an Arrow folder that `datasets.load_from_disk` opens, as flat numpy views.
+
+input_ids  list<int32>   the tokens of an example
+loss_mask  list<bool>    which of them are trained targets
+lengths    list<int32>   the sequences inside it: one for SFT, chosen and rejected for DPO
+trained    int32         how many targets it has, so that a window's total needs no tokens
+row        int64         the row of its source
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+FORMAT = 1
+SCHEMA = pa.schema(
+    {
+        "input_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "lengths": pa.list_(pa.int32()),
+        "trained": pa.int32(),
+        "row": pa.int64(),
+    }
+)
+
+
+@dataclass
+class Examples:
+    """A batch of examples in memory, flat, on its way to disk."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    counts: NDArray[np.int64]
+    """Tokens of each sequence."""
+    pieces: NDArray[np.int64]
+    """Sequences of each example."""
+    rows: NDArray[np.int64]
+
+
+def write_shard(path: Path, examples: Examples) -> int:
+    """Write one Arrow file; return its number of trained targets."""
+    first = _offsets(examples.pieces)
+    ends = _offsets(examples.counts)[first]
+    marks = np.append(examples.mask, False).astype(np.int32)
+    trained = np.add.reduceat(marks, ends[:-1]) if len(first) > 1 else marks[:0]
+    batch = pa.record_batch(
+        [
+            _lists(ends, examples.ids),
+            _lists(ends, examples.mask),
+            _lists(first, examples.counts.astype(np.int32)),
+            pa.array(trained, pa.int32()),
+            pa.array(examples.rows, pa.int64()),
+        ],
+        schema=SCHEMA,
+    )
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_batch(batch)
+    return int(np.sum(trained))
+
+
+def write_index(folder: Path, shards: list[str], facts: dict[str, Any]) -> None:
+    """Write what makes a folder of shards a dataset, and the facts about it."""
+    state = {
+        "_data_files": [{"filename": name} for name in shards],
+        "_fingerprint": facts["key"],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    values: dict[str, Any] = {}
+    for field in SCHEMA:
+        is_list = pa.types.is_list(field.type)
+        value = {"dtype": str(field.type.value_type if is_list else field.type), "_type": "Value"}
+        values[field.name] = {"feature": value, "_type": "List"} if is_list else value
+    (folder / "dataset_info.json").write_text(json.dumps({"features": values}, indent=1))
+    (folder / "facts.json").write_text(json.dumps(facts, indent=1))
+
+
+def digest(key: dict[str, Any]) -> str:
+    """Return a short name for a key: equal keys, equal names, in every process."""
+    return xxhash.xxh3_128(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Tokens:
+    """Prepared examples, mapped from disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+        state = json.loads((folder / "state.json").read_text())
+        self._chunks: list[tuple[NDArray[np.int32], NDArray[np.int64], Bits]] = []
+        columns: dict[str, list[Any]] = {"lengths": [], "trained": [], "row": []}
+        for file in state["_data_files"]:
+            table = pa.ipc.open_stream(pa.memory_map(str(folder / file["filename"]))).read_all()
+            for batch in table.to_batches():
+                ids, mask = batch.column("input_ids"), batch.column("loss_mask")
+                offsets = ids.offsets.to_numpy()
+                self._chunks.append((ids.values.to_numpy(), offsets, _bits(mask.values)))
+                columns["lengths"].append(np.diff(offsets))
+                columns["trained"].append(batch.column("trained").to_numpy())
+                columns["row"].append(batch.column("row").to_numpy())
+        self.lengths = _joined(columns["lengths"])
+        self.trained = _joined(columns["trained"])
+        self.rows = _joined(columns["row"])
+        self._starts = _offsets([len(offsets) - 1 for _, offsets, _ in self._chunks])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def example(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return the tokens of one example (a view of the disk) and its mask."""
+        chunk = int(np.searchsorted(self._starts, number, "right")) - 1
+        ids, offsets, bits = self._chunks[chunk]
+        inside = number - self._starts[chunk]
+        start, stop = int(offsets[inside]), int(offsets[inside + 1])
+        return ids[start:stop], bits(start, stop)
+
+    def source_of(self, number: int) -> tuple[int, int]:
+        """Return the source and the row in it that an example was made from."""
+        firsts = _offsets([source["examples"] for source in self.facts["sources"]])
+        return int(np.searchsorted(firsts, number, "right")) - 1, int(self.rows[number])
+
+
+Bits = Callable[[int, int], NDArray[np.bool_]]
+
+
+def _bits(values: pa.BooleanArray) -> Bits:
+    """Read stretches of an Arrow array of booleans, which holds eight to a byte."""
+    packed = np.frombuffer(values.buffers()[1] or b"", np.uint8)
+
+    def read(start: int, stop: int) -> NDArray[np.bool_]:
+        first, last = start // 8, -(-stop // 8)
+        bits = np.unpackbits(packed[first:last], bitorder="little")
+        return bits[start - first * 8 : stop - first * 8].view(np.bool_)
+
+    return read
+
+
+def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))
+
+
+def _offsets(counts: Any) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+def _joined(parts: list[Any]) -> NDArray[np.int64]:
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)

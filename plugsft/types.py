@@ -1,0 +1,114 @@
+"""The values that travel between hooks. Importing this costs nothing: numpy and torch are hints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+Ints: TypeAlias = "NDArray[np.int64]"
+Batch: TypeAlias = "dict[str, Tensor]"
+
+Row: TypeAlias = dict[str, Any]
+"""One row of a source, as JSON would give it."""
+
+Span: TypeAlias = tuple[int, int]
+"""A trained stretch of a text: its first character, and the one after its last."""
+
+Layout: TypeAlias = "list[list[Ints]]"
+"""The examples of one window: [rank][micro-step] -> example numbers."""
+
+
+@dataclass
+class Rendered:
+    """Rows as text. A row may give several texts (DPO gives two): they follow each other."""
+
+    texts: list[str] = field(default_factory=list)
+    spans: list[list[Span]] = field(default_factory=list)
+    """For each text, what is trained on."""
+    rows: list[int] = field(default_factory=list)
+    """For each text, the number of its row in the batch."""
+    bad: dict[int, str] = field(default_factory=dict)
+    """Rows that cannot be used: number in the batch -> reason."""
+    special_tokens: bool = False
+    """Whether the tokenizer adds its own first and last tokens (a chat template writes them)."""
+    mask: str = "every token of the text"
+    """Where the spans come from, in words for the record."""
+
+
+@dataclass
+class Encoded:
+    """Texts as tokens, flat."""
+
+    ids: NDArray[np.int32]
+    counts: Ints
+    """How many tokens each text has."""
+    ends: Ints
+    """For each token, the place in its text (in characters) where it ends."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of a source's rows: the unit of work of `tokenize`."""
+
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Shard:
+    """What became of one slice: a file of examples, and what was left out."""
+
+    file: str
+    examples: int = 0
+    tokens: int = 0
+    trained: int = 0
+    source: int = 0
+    rows: int = 0
+    bad: dict[str, list[int]] = field(default_factory=dict)
+    """Reason -> row numbers."""
+    too_long: list[int] = field(default_factory=list)
+    """Rows left out because of their length."""
+    truncated: list[int] = field(default_factory=list)
+    mask: str = ""
+
+
+Work: TypeAlias = Callable[[Slice], Shard]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One optimizer step: which examples, laid out how, and what their loss is divided by."""
+
+    step: int
+    epoch: int
+    layout: Layout
+    total: int
+    """Trained targets in the window, over all ranks."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A window with this rank's batches, ready for the device."""
+
+    window: Window
+    batches: list[Batch]
+
+
+Build: TypeAlias = Callable[[int], Fed]
+Feed: TypeAlias = Iterator[Fed]
+Layouts: TypeAlias = Sequence[Layout]
+
+
+class ModelLoad(Protocol):
+    """How the model will be loaded; a wrapper of `optimize_model` edits it before its yield."""
+
+    path: str
+    kwargs: dict[str, Any]
