@@ -28,7 +28,7 @@ def train(
 ) -> None:
     """Train a recipe, in a folder that holds no other run."""
     # Their bars and notes would stand between our lines.
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped upstream
     recipe, active = load(path, overrides, without)
     machine = look()
     if (resume or given) and overwrite:
