@@ -12,7 +12,8 @@ Points = list[tuple[float, float | None]]
 
 SKELETON = Path(__file__).with_name("report.html")
 NOT_CURVES = {"step", "epoch", "eval_tokens"}
-NOT_FACTS = {"name", "status", "reason", "warnings", "plugins", "data", "eval", "final"}
+NOT_FACTS = {"name", "status", "reason", "warnings", "plugins", "data", "eval", "final", "started"}
+STEADY = {"learning_rate", "memory_gib", "eval_loss"}
 # A point takes at most some 20 bytes; with the limits on texts a page stays below 400 kB.
 MAX_POINTS, MAX_CURVES, MAX_ITEMS, MAX_TEXT = 13_000, 60, 30, 600
 
@@ -40,10 +41,12 @@ def write(folder: Path) -> Path:
 def render(run: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
     """Return a run's page."""
     series = _series(metrics)
-    limit = max(8, min(1200, MAX_POINTS // (2 + min(len(series), MAX_CURVES))))
+    drawn = dict(islice(series.items(), MAX_CURVES))
+    noisy = {key: drawn[key] for key in drawn if key not in STEADY and len(drawn[key]) >= 60}
+    limit = min(1200, MAX_POINTS // max(1, len(drawn)))
     numbers = {
-        "curves": {key[:80]: _curve(series[key], limit) for key in islice(series, MAX_CURVES)},
-        "smooth": _curve(_smooth(series.get("loss", [])), limit),
+        "curves": {key: _curve(points, limit) for key, points in drawn.items()},
+        "smooth": {key: _curve(_smooth(points), limit // 4) for key, points in noisy.items()},
         "keys": len(series),
         "steps": max(map(len, series.values()), default=0),
         "per_epoch": _number(_part(run, "steps").get("per_epoch")),
@@ -124,7 +127,8 @@ def _show(value: Any) -> str:
         case None | "" | []:
             return "none"
         case {"count": count, "rows": [*rows]}:
-            return f"{_show(count)}, such as row {_show(', '.join(map(str, rows[:10])))}"
+            more = ", …" * (count != len(rows[:10]))
+            return f"{_show(count)} (rows {_show(', '.join(map(str, rows[:10])))}{more})"
         case dict():
             return ", ".join(f"{_show(key)} {_show(item)}" for key, item in value.items()) or "none"
         case list():
@@ -150,7 +154,7 @@ def _facts(part: dict[str, Any], spaced: bool = True) -> str:
 
 
 def _head(run: dict[str, Any], series: dict[str, Points]) -> str:
-    status, started = _show(run.get("status", "unknown")), _show(run.get("started", "no date"))
+    status, started = _show(run.get("status", "unknown")), _show(run.get("started", "start unknown"))
     notes = {key: run[key] for key in ("reason", "warnings") if run.get(key)}
     meta = f'<span class="status {status}">{status}</span> <time>{started.replace("T", " ")}</time>'
     return f"""<p class="meta">{meta}</p>
@@ -187,7 +191,8 @@ def _sections(run: dict[str, Any]) -> str:
     plugins: dict[str, Any] = {}
     for item in run.get("plugins") or ():
         options = [f"{key} = {json.dumps(value)}" for key, value in _part(item, "options").items()]
-        plugins[str(item.get("name"))] = [item.get("verdict"), item.get("origin"), *options]
+        said = [item.get("verdict") or "no verdict", item.get("origin")]
+        plugins[str(item.get("name"))] = said + [", ".join(options)] * bool(options)
     if plugins:
         page += f'<h2>Plugins</h2>\n<div class="plugins">{_facts(plugins, spaced=False)}</div>\n'
     known = {key: value for key, value in run.items() if key not in NOT_FACTS}

@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 
 ROOT = Path(__file__).parents[1]
-WORDS = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls".split()
+TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
 # Nothing in a test may look for the network.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.update(OFFLINE)
@@ -24,7 +24,7 @@ def chats(count: int, seed: int = 0) -> list[dict[str, Any]]:
     rng = random.Random(seed)
 
     def say(most: int) -> str:
-        return " ".join(rng.choices(WORDS, k=rng.randint(2, most)))
+        return " ".join(rng.choices(TEXT.split(), k=rng.randint(2, most)))
 
     rows = []
     for _ in range(count):
