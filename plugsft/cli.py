@@ -1,8 +1,8 @@
 """The command line: `plugsft RECIPE` trains; every other command is named."""
 
+import errno
 import importlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -12,28 +12,44 @@ from typing import Annotated
 
 import typer
 
-from .console import complain
+from . import __version__
+from .console import complain, say
 from .errors import PlugsftError, RecipeError, did_you_mean
 
 app = typer.Typer(
-    help="Fine-tune language models: SFT in one readable loop, every optimisation a plugin.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     epilog="`plugsft RECIPE` trains. On several processes: accelerate launch -m plugsft RECIPE",
 )
 
-RecipeFile = Annotated[Path, typer.Argument(help="A recipe in TOML.", show_default=False)]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY.PATH=VALUE]...", help="Set keys for this run.", show_default=False
-    ),
+    typer.Argument(metavar="KEY.PATH=VALUE", help="Set keys for this run.", show_default=False),
 ]
 Without = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Switch a plugin off for this run.", show_default=False),
 ]
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        say(f"plugsft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Fine-tune language models: SFT in one readable loop, every optimisation a plugin."""
 
 
 def late(module: str) -> ModuleType:
@@ -56,13 +72,13 @@ def train(
         bool, typer.Option("--overwrite", help="Remove what an earlier run left in the output.")
     ] = False,
 ) -> None:
-    """Train. Also what `plugsft RECIPE` does."""
+    """Train. The same as `plugsft RECIPE`."""
     late("run").train(recipe, overrides or [], without or [], resume, resume_from, overwrite)
 
 
 @app.command()
 def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = None) -> None:
-    """Tokenize a recipe's data ahead of training, on any machine with its files."""
+    """Tokenize a recipe's data ahead of training."""
     late("run").prepare(recipe, overrides or [], without or [])
 
 
@@ -76,7 +92,7 @@ def check(
         typer.Option(min=1, help="Processes it will be launched with.", show_default=False),
     ] = None,
 ) -> None:
-    """Find what is wrong with a recipe before money is spent: keys, plugins, data, disk."""
+    """Find mistakes in recipe, plugins, data and disk before training."""
     late("preflight").check(recipe, overrides or [], without or [], ranks)
 
 
@@ -88,43 +104,51 @@ def inspect(
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="The first row to show.")] = 0,
 ) -> None:
-    """Show rows as the model will see them: tokens, trained ones marked, lengths."""
+    """Show rows as the model will see them, and how long they are."""
     late("inspection").inspect(recipe, overrides or [], without or [], rows, first)
 
 
 @app.command()
 def plugins(
     recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe in TOML.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False),
     ] = None,
     overrides: Overrides = None,
     without: Without = None,
 ) -> None:
-    """List the plugins there are; with a recipe, who answers and who wraps each hook."""
+    """List the plugins; with a recipe, who answers and wraps each hook."""
     if recipe is None:
         late("listing").list_plugins()
     else:
-        late("listing").list_hooks(recipe, overrides or [], without or [])
+        late("overview").list_hooks(recipe, overrides or [], without or [])
 
 
 @app.command()
 def show(
-    place: Annotated[Path, typer.Argument(help="A recipe, or a run's output folder.")],
+    place: Annotated[
+        Path, typer.Argument(metavar="PLACE", help="A recipe, or a run's output folder.")
+    ],
     overrides: Overrides = None,
 ) -> None:
-    """Show a recipe with every default filled in, or what came of a run."""
-    late("listing").show(place, overrides or [])
+    """Show a recipe with all its defaults, or what came of a run."""
+    if place.is_dir():
+        late("listing").show_run(place)
+    else:
+        late("overview").show_recipe(place, overrides or [])
 
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of recipes, with every plugin's options, for editors."""
+    """Print the JSON schema of recipes, plugins included, for editors."""
     late("listing").schema()
 
 
 @app.command()
 def chat(
-    output: Annotated[Path, typer.Argument(help="A run's output folder, or a model's.")],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="A run's output folder, or a model's.")
+    ],
     ask: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,36 +166,46 @@ def chat(
 
 @app.command()
 def new_plugin(
-    name: Annotated[str, typer.Argument(help="Its name in recipes: lower case, underscores.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Its name in recipes: lower case, underscores.")
+    ],
     folder: Annotated[Path, typer.Option(help="Where to make its folder.")] = Path(),
 ) -> None:
-    """Write the skeleton of a plugin of your own: package, options, hook, passing test."""
+    """Write the skeleton of a plugin of your own, with its test."""
     late("skeleton").new_plugin(name, folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; mistakes end with one line each and exit code 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app(with_command(words), prog_name="plugsft")
+    except PlugsftError as error:
+        _leave(error)
+    except OSError as error:
+        # A full disk, a folder without permission: what the system says is the whole story.
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        _leave(PlugsftError(f"{error.filename or 'disk'}: {error.strerror}"))
+
+
+def with_command(words: list[str]) -> list[str]:
+    """Put `train` before a recipe that stands in a command's place."""
     commands = [
         command.name or command.callback.__name__.replace("_", "-")
         for command in app.registered_commands
         if command.callback
     ]
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        if not Path(words[0]).exists() and (hint := did_you_mean(words[0], commands)):
-            _leave(RecipeError(f"'{words[0]}' is neither a command nor a recipe{hint}"))
-        words.insert(0, "train")
-    try:
-        app(words, prog_name="plugsft")
-    except PlugsftError as error:
-        _leave(error)
-    except KeyboardInterrupt:
-        complain("interrupted")
-        sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`): that is no error of ours.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    if not words or words[0] in commands:
+        return words
+    if any(word.endswith(".toml") for word in words) or Path(words[0]).is_file():
+        return ["train", *words]
+    if words[0].startswith("-"):
+        return words
+    hint = did_you_mean(words[0], commands) or f"; commands: {', '.join(commands)}"
+    if Path(words[0]).is_dir():
+        hint = f" but a folder; try: plugsft show {words[0]}"
+    raise RecipeError(f"'{words[0]}' is neither a command nor a recipe{hint}")
 
 
 def _leave(error: PlugsftError) -> None:

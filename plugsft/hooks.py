@@ -15,6 +15,7 @@ An implementation takes any part of a hook's arguments, by their names.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast, dataclass_transform
@@ -84,7 +85,13 @@ def plugin(
     option is declared with `state(default)`.
     """
     contract = Contract(tuple(after), tuple(requires), dict(conflicts or {}))
-    config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        # State may be anything; pydantic looks at its type as well.
+        arbitrary_types_allowed=True,
+    )
 
     def declare(cls: type[T]) -> type[T]:
         made: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
@@ -95,8 +102,10 @@ def plugin(
 
 
 def state(default: Any = None) -> Any:
-    """Declare an attribute of a plugin that is no option of it."""
-    return dataclasses.field(init=False, default=default, repr=False, compare=False)
+    """Declare an attribute of a plugin that is no option of it; each run gets its own copy."""
+    return dataclasses.field(
+        init=False, default_factory=lambda: copy.deepcopy(default), repr=False, compare=False
+    )
 
 
 class Hooks:

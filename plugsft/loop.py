@@ -9,18 +9,18 @@ import torch
 from accelerate import Accelerator
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler, set_seed
 
 from .answers import DataAnswers
 from .answers_model import ModelAnswers
 from .checkpoint import Checkpoints, find, save_model
 from .console import say
+from .context import check_context
 from .errors import TrainError
 from .feeder import Feeder
 from .hooks import Hooks
 from .machine import Machine
-from .models import check_context, load_of, make_model
+from .models import load_of, make_model
 from .plan import Plan
 from .prepare import Work, prepare
 from .publish import once
@@ -48,16 +48,16 @@ def train(
     check_context(recipe)
     checkpoint = find(recipe, resume, given)
     work, tokens, held_out = prepare(recipe, active)
+    scratch = scratch_model(recipe, work)
 
     accelerator = connect(recipe.train, machine)
-    model, optimizer = load(recipe, hook, work, accelerator)
+    model, optimizer = load(recipe, hook, scratch, accelerator)
     tokens = hook.annotate(model=model, tokens=tokens)
     plan = Plan(tokens, recipe, accelerator.num_processes, hook)
-    schedule = make_schedule(recipe.train, optimizer, plan.steps)
+    schedule = Schedule(recipe.train, optimizer, plan.steps)
     feeder = Feeder(hook, accelerator, pad_id(work.tokenizer))
     checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator)
     done = checkpoints.restore(checkpoint, model, optimizer)
-    fast_forward(schedule, done)
     describe(record, recipe, accelerator, model, tokens, held_out, plan, done)
 
     with Stop() as stop, record:
@@ -65,6 +65,7 @@ def train(
         for fed in feeder.feed(plan.window, tokens, range(done + 1, plan.steps + 1)):
             window, parts = fed.window, []
             seed_step(recipe.train.seed, window.step, accelerator.process_index)
+            rate = schedule.set(window.step)
             for number, batch in enumerate(fed.batches, start=1):
                 # Gradients travel between ranks once per step, with the last micro-batch.
                 with exchange(accelerator, model, last=number == len(fed.batches)):
@@ -75,9 +76,7 @@ def train(
             loss, stopping = together(accelerator, parts, stop)
             norm = clip(accelerator, model, recipe.train.max_grad_norm)
             ensure_finite(loss, norm, window, tokens)
-            rate = float(schedule.get_last_lr()[0])
             optimizer.step()
-            schedule.step()
             optimizer.zero_grad()
 
             now = time.perf_counter()
@@ -97,12 +96,11 @@ def train(
 
 
 def load(
-    recipe: Recipe, hook: Hooks, work: Work, accelerator: Accelerator
+    recipe: Recipe, hook: Hooks, scratch: Path, accelerator: Accelerator
 ) -> tuple[Module, Optimizer]:
     """Load the model and make its optimizer, spread over the ranks."""
     set_seed(recipe.train.seed)
-    loading = load_of(recipe.model, scratch_model(recipe, work))
-    model = hook.optimize_model(load=loading)
+    model = hook.optimize_model(load=load_of(recipe.model, scratch))
     model.train()
     optimizer = hook.optimizer(model=model, train=recipe.train)
     prepared: tuple[Module, Optimizer] = accelerator.prepare(model, optimizer)
@@ -110,7 +108,10 @@ def load(
 
 
 def scratch_model(recipe: Recipe, work: Work) -> Path:
-    """Make the recipe's new model, once, as a folder that is loaded like any other."""
+    """Make the recipe's new model, once, as a folder that is loaded like any other.
+
+    Before the process group: in one, transformers lets nobody but rank 0 save.
+    """
     scratch = recipe.model.scratch
     if scratch is None:
         return Path()
@@ -126,25 +127,30 @@ def scratch_model(recipe: Recipe, work: Work) -> Path:
     return once(recipe.folder / "scratch" / f"model-{digest(key)}", build)
 
 
-def make_schedule(train: Train, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Make the learning-rate schedule, in optimizer steps."""
-    warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
-    # Not prepared by accelerate, which would step it once per process.
-    schedule: LRScheduler = get_scheduler(
-        train.schedule,
-        getattr(optimizer, "optimizer", optimizer),
-        num_warmup_steps=warmup,
-        num_training_steps=steps,
-        scheduler_specific_kwargs=dict(train.schedule_options),
-    )
-    return schedule
+class Schedule:
+    """The learning rate as a function of the step alone, so that resuming needs no state of it."""
 
+    def __init__(self, train: Train, optimizer: Optimizer, steps: int) -> None:
+        warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
+        # transformers' schedules are functions of the step, wrapped around an optimizer: this one
+        # never steps. The run's own may be DeepSpeed's, which no schedule of torch's accepts.
+        bearer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        self._factor = get_scheduler(
+            train.schedule,
+            bearer,
+            num_warmup_steps=warmup,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=dict(train.schedule_options),
+        ).lr_lambdas[0]
+        self._optimizer = optimizer
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
 
-def fast_forward(schedule: LRScheduler, done: int) -> None:
-    """Set the schedule to where it was after `done` steps: it is a function of the step alone."""
-    if done:
-        schedule.last_epoch = done - 1
-        schedule.step()
+    def set(self, step: int) -> float:
+        """Set the learning rate of a step, counted from 1; return it."""
+        factor = float(self._factor(step - 1))
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        return float(self._peaks[0]) * factor
 
 
 def together(accelerator: Accelerator, parts: list[torch.Tensor], stop: Stop) -> tuple[float, bool]:

@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
 )
 
-from .errors import RecipeError
-from .recipe import Model, Recipe, Scratch
+from .context import not_loaded
+from .recipe import Model, Scratch
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Load:
         try:
             model = AutoModelForCausalLM.from_pretrained(self.path, **self.kwargs)
         except Exception as error:  # transformers raises whatever its readers and the hub raise
-            raise _not_loaded(self.path, error) from error
+            raise not_loaded(self.path, error) from error
         # A cache has no use in training, and with packed rows it lets documents see each other.
         model.config.use_cache = False
         return model
@@ -48,30 +46,6 @@ def load_of(model: Model, scratch: Path) -> Load:
     if model.revision:
         kwargs["revision"] = model.revision
     return Load(model.path or str(scratch), kwargs)
-
-
-def load_config(model: Model) -> PretrainedConfig:
-    """Read the configuration of a model, without its weights."""
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if model.revision:
-        options["revision"] = model.revision
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(str(model.path), **options)
-    except Exception as error:  # as above
-        raise _not_loaded(str(model.path), error) from error
-    return config
-
-
-def check_context(recipe: Recipe) -> None:
-    """Refuse examples longer than the model was made for."""
-    scratch = recipe.model.scratch
-    context = scratch.context if scratch else context_of(load_config(recipe.model))
-    if context is not None and recipe.data.max_length > context:
-        raise RecipeError(
-            f"data.max_length: given {recipe.data.max_length}, but the model reads {context} "
-            f"tokens at most; set data.max_length = {context}"
-            + (", or raise model.scratch.context" if scratch else "")
-        )
 
 
 def make_model(scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -91,17 +65,3 @@ def make_model(scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int) 
         pad_token_id=tokenizer.pad_token_id,
     )
     return LlamaForCausalLM(config)
-
-
-def context_of(config: PretrainedConfig) -> int | None:
-    """Return the longest sequence a model was made for, where its configuration says."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
-
-
-def _not_loaded(path: str, error: Exception) -> RecipeError:
-    first = str(error).strip().partition("\n")[0]
-    return RecipeError(
-        f"model.path: no causal language model could be loaded from '{path}': "
-        f"{type(error).__name__}: {first}"
-    )

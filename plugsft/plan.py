@@ -7,7 +7,7 @@ from typing import Self, cast, overload
 
 import numpy as np
 
-from .errors import PluginError
+from .errors import DataError, PluginError
 from .hooks import Hooks
 from .recipe import Recipe, Train
 from .tokens import Tokens
@@ -57,6 +57,8 @@ class Plan:
         ]
         self._epochs: dict[int, Layouts] = {}
         self.per_epoch = len(self._epoch(0))
+        if not self.per_epoch:
+            raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
         self.steps = recipe.train.steps or recipe.train.epochs * self.per_epoch
 
     @classmethod

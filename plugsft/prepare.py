@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .answers import DataAnswers
 from .console import say
-from .errors import DataError, RecipeError
+from .errors import DataError
 from .hooks import Hooks
 from .publish import once
 from .recipe import Data, Recipe, Source
@@ -74,15 +74,16 @@ class Work:
             self._batch(part.source, start, min(start + ROWS_PER_BATCH, part.stop), shard)
             for start in range(part.start, part.stop, ROWS_PER_BATCH)
         ]
-        data, name = self.recipe.data, self.sources[part.source].source
+        data, one = self.recipe.data, self.sources[part.source]
+        name = one.source if one.split == "train" else f"{one.source} (split {one.split})"
         if shard.bad and data.on_bad_row == "error":
             raise DataError(_complain(shard.bad, name, part.stop) + CURE_BAD)
         longer = {f"longer than {data.max_length} tokens": shard.too_long}
         if shard.too_long and data.too_long == "error":
             raise DataError(_complain(longer, name, part.stop) + CURE_LONG)
-        examples = _joined(batches)
-        shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
-        shard.trained = write_shard(self.folder / shard.file, examples)
+        shard.examples = sum(len(batch.rows) for batch in batches)
+        shard.tokens = sum(len(batch.ids) for batch in batches)
+        shard.trained = write_shard(self.folder / shard.file, batches)
         return shard
 
     def _batch(self, source: int, start: int, stop: int, shard: Shard) -> Examples:
@@ -92,7 +93,7 @@ class Work:
         for number, row in enumerate(read):
             if row is None:
                 shard.bad.setdefault("no JSON object", []).append(start + number)
-        rendered = self.render(rows, source) if rows else Rendered()
+        rendered = self.render(rows, source, self.tokenizer) if rows else Rendered()
         shard.mask = rendered.mask
         for number, reason in rendered.bad.items():
             shard.bad.setdefault(reason, []).append(numbers[number])
@@ -103,9 +104,9 @@ class Work:
         )
         return _cut(encoded, rendered, numbers, self.recipe.data, shard)
 
-    def render(self, rows: list[Row], source: int) -> Rendered:
+    def render(self, rows: list[Row], source: int, tokenizer: PreTrainedTokenizerBase) -> Rendered:
         """Render rows, or say which columns nobody knows."""
-        rendered = self.hook.render(rows=rows, tokenizer=self.tokenizer, data=self.recipe.data)
+        rendered = self.hook.render(rows=rows, tokenizer=tokenizer, data=self.recipe.data)
         if rendered is None:
             columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
             raise DataError(
@@ -120,7 +121,7 @@ def prepare(recipe: Recipe, active: Active) -> tuple[Work, Tokens, Tokens | None
     """Return the tokens to train on, those to evaluate on, and how they were made."""
     sources = recipe.data.all_sources()
     work = Work(recipe, sources, Path(), Path(), _hook=active.hook)
-    work.tokenizer_folder = _tokenizer_folder(recipe, work)
+    work.tokenizer_folder = _tokenizer_folder(recipe, work, active)
     tokens = _tokens(work, active)
     if recipe.eval is None:
         return work, tokens, None
@@ -132,12 +133,10 @@ def eval_source(recipe: Recipe) -> Source:
     """Return what a recipe evaluates on."""
     assert recipe.eval is not None
     source = recipe.eval.source or recipe.data.source
-    if source is None:
-        raise RecipeError("eval.source: missing; with [[data.sources]] it must be set")
-    return Source(source=source, split=recipe.eval.split)
+    return Source(source=str(source), split=recipe.eval.split)
 
 
-def _tokenizer_folder(recipe: Recipe, work: Work) -> Path:
+def _tokenizer_folder(recipe: Recipe, work: Work, active: Active) -> Path:
     """Train the tokenizer of a model from scratch, once; return its folder."""
     scratch = recipe.model.scratch
     if scratch is None or recipe.model.tokenizer:
@@ -145,12 +144,13 @@ def _tokenizer_folder(recipe: Recipe, work: Work) -> Path:
     key = {
         "data": [rows.identity for rows in work.rows],
         "vocab": scratch.vocab,
-        "columns": recipe.data.columns,
+        "options": recipe.data.model_dump(include={"columns", "train_on", "template_kwargs"}),
+        "plugins": _makers(active, ("render",)),
     }
 
     def build(folder: Path) -> None:
         started = time.perf_counter()
-        tokenizer = train_tokenizer(work.rows, recipe.data, scratch.vocab)
+        tokenizer = train_tokenizer(work.rows, work.render, scratch.vocab)
         tokenizer.save_pretrained(folder)
         took = time.perf_counter() - started
         say(f"tokenizer: trained on the data, {len(tokenizer):,} entries, {took:.1f} s")
@@ -161,11 +161,6 @@ def _tokenizer_folder(recipe: Recipe, work: Work) -> Path:
 def key_of(work: Work, active: Active) -> dict[str, Any]:
     """Return everything that the tokens depend on, and nothing else."""
     data = work.recipe.data.model_dump(exclude={"source", "split", "sources"})
-    makers = {
-        name: {"options": options_of(plugin), "source": active.source_digest(name)}
-        for name, plugin in active.plugins.items()
-        if active.implements(name, ("render", "encode", "annotate"))
-    }
     tokenizer = work.tokenizer
     backend = tokenizer.backend_tokenizer.to_str()
     return {
@@ -174,7 +169,15 @@ def key_of(work: Work, active: Active) -> dict[str, Any]:
         "options": data,
         "tokenizer": digest({"backend": backend, "names": str(tokenizer.special_tokens_map)}),
         "template": digest({"template": tokenizer.chat_template}),
-        "plugins": makers,
+        "plugins": _makers(active, ("render", "encode", "annotate")),
+    }
+
+
+def _makers(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        name: {"options": options_of(plugin), "source": active.source_digest(name)}
+        for name, plugin in active.plugins.items()
+        if active.implements(name, hooks)
     }
 
 
@@ -239,10 +242,12 @@ def _cut(
                 continue
             sizes = [min(size, data.max_length) for size in sizes]
         starts = [int(stops[text] - encoded.counts[text]) for text in texts]
+        cut = sum(sizes) < sum(int(encoded.counts[text]) for text in texts)
         if not any(mask[at : at + size].any() for at, size in zip(starts, sizes, strict=True)):
-            shard.bad.setdefault("no trained token", []).append(number)
+            within = f" among the first {data.max_length}" if cut else ""
+            shard.bad.setdefault("no trained token" + within, []).append(number)
             continue
-        if sum(sizes) < sum(int(encoded.counts[text]) for text in texts):
+        if cut:
             shard.truncated.append(number)
         keep += [slice(at, at + size) for at, size in zip(starts, sizes, strict=True)]
         counts.append(sizes)
@@ -267,20 +272,12 @@ def _mask(encoded: Encoded, spans: list[list[tuple[int, int]]]) -> NDArray[np.bo
             a = int(np.searchsorted(ends, first, "right"))
             # Several tokens may share the last character, as bytes of it.
             b = max(int(np.searchsorted(ends, last)) + 1, int(np.searchsorted(ends, last, "right")))
-            mask[start + a : min(start + b, start + int(count))] = last > first
+            if last > first:
+                mask[start + a : min(start + b, start + int(count))] = True
         if count:
             mask[start] = False
         start += int(count)
     return mask
-
-
-def _joined(batches: list[Examples]) -> Examples:
-    return Examples(
-        *(
-            np.concatenate([getattr(batch, name) for batch in batches])
-            for name in ("ids", "mask", "counts", "pieces", "rows")
-        )
-    )
 
 
 def _all_bad(shards: list[Shard]) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ import psutil
 import xxhash
 
 from .errors import PlugsftError
+from .machine import free_disk
 
 MANIFEST = "manifest.json"
 HEARTBEAT = 1.0
@@ -25,28 +26,49 @@ PATIENCE = 30.0
 @contextmanager
 def publish(folder: Path, replace: bool = False) -> Iterator[Path]:
     """Give a new folder to fill; at the end it takes its real name, checked and synced to disk."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     building = folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    try:
-        yield building
-        files = [path for path in sorted(building.rglob("*")) if path.is_file()]
-        manifest = {str(path.relative_to(building)): _stamp(path) for path in files}
-        write_text(building / MANIFEST, json.dumps(manifest, indent=1))
-        for path in [*files, building]:
-            _sync(path)
-        if replace:
-            discard(folder)
-        try:
-            building.rename(folder)
-        except OSError:
-            # The loser of a race finds the name taken by an equal folder: its own copy goes.
-            if not is_published(folder):
-                raise
-        _sync(folder.parent)
-    finally:
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+        try:
+            yield building
+            files = [path for path in sorted(building.rglob("*")) if path.is_file()]
+            manifest = {str(path.relative_to(building)): _stamp(path) for path in files}
+            write_text(building / MANIFEST, json.dumps(manifest, indent=1))
+            for path in [*building.rglob("*"), building]:
+                _sync(path)
+            if replace:
+                discard(folder)
+            try:
+                building.rename(folder)
+            except OSError:
+                # The loser of a race finds the name taken by an equal folder: its own copy goes.
+                if not is_published(folder):
+                    raise
+            _sync(folder.parent)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Turn a failure to write into one line that says where, and how much room there is."""
+    try:
+        yield
+    except PlugsftError:
+        raise
+    except Exception as error:
+        # Rust's writers (safetensors, tokenizers) have no OSError, and torch's says it so.
+        foreign = "(os error " in str(error) or "PytorchStreamWriter" in str(error)
+        if not (isinstance(error, OSError) or foreign):
+            raise
+        reason = " ".join(str(error).split())
+        room = free_disk(place) / 2**30
+        raise PlugsftError(
+            f"{place}: cannot be written: {reason}. {room:.2f} GiB are free there; "
+            "free some, or give another folder (output=...)"
+        ) from error
 
 
 def is_published(folder: Path) -> bool:
@@ -63,14 +85,15 @@ def damage(folder: Path) -> str | None:
                 return f"{name} is missing"
             if _stamp(folder / name) != [size, digest]:
                 return f"{name} is not what was written"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (PlugsftError, OSError, ValueError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({error})"
     return None
 
 
 def discard(folder: Path) -> None:
     """Remove a folder so that nobody ever sees half of it."""
-    doomed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    mine = f"{uuid.uuid4().hex[:8]}.{socket.gethostname()}-{os.getpid()}"
+    doomed = folder.with_name(f".{folder.name}.{mine}.tmp")
     with suppress(FileNotFoundError):
         folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -80,18 +103,19 @@ def sweep(parent: Path) -> None:
     """Remove what killed processes of this machine left half-built."""
     for path in parent.glob(f".*.{socket.gethostname()}-*.tmp"):
         pid = path.name.removesuffix(".tmp").rpartition("-")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        if pid.isdigit() and not _runs(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader finds the old text or the new, never half of one."""
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        half.write_text(text, encoding="utf8")
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            half.write_text(text, encoding="utf8")
+            half.replace(path)
+        finally:
+            half.unlink(missing_ok=True)
 
 
 def once(
@@ -103,7 +127,8 @@ def once(
     works between machines. A dead builder's claim is not removed but outbid by the next number,
     since creating a new name is the only step that every file system makes atomic.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
     watch: dict[Path, tuple[float, float]] = {}
     while not is_published(folder):
         claims = sorted(folder.parent.glob(f".{folder.name}.claim-*"))
@@ -125,12 +150,18 @@ def once(
 
 @contextmanager
 def _held(claim: Path) -> Iterator[bool]:
-    try:
-        with claim.open("x") as file:
-            json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
-    except FileExistsError:
-        yield False
-        return
+    with writing(claim):
+        try:
+            file = claim.open("x")
+        except FileExistsError:
+            yield False
+            return
+        try:
+            with file:
+                json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
+        except OSError:
+            claim.unlink()
+            raise
     stop = threading.Event()
 
     def beat() -> None:
@@ -154,7 +185,7 @@ def _is_dead(claim: Path, watch: dict[Path, tuple[float, float]]) -> bool:
         holder = json.loads(claim.read_text() or "{}")
     except (OSError, ValueError):
         return False  # it ended, or is being written, as we looked
-    if holder.get("host") == socket.gethostname() and not psutil.pid_exists(holder["pid"]):
+    if holder.get("host") == socket.gethostname() and not _runs(holder["pid"]):
         return True
     # Clocks differ between machines: what counts is how long *we* have seen no new beat.
     last, since = watch.get(claim, (None, 0.0))
@@ -162,6 +193,14 @@ def _is_dead(claim: Path, watch: dict[Path, tuple[float, float]]) -> bool:
         watch[claim] = (beat, time.monotonic())
         return False
     return time.monotonic() - since > PATIENCE
+
+
+def _runs(pid: int) -> bool:
+    # A killed process whose parent has not looked yet is a zombie: it has a number, and no life.
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _stamp(path: Path) -> list[int | str]:

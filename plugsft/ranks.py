@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from torch.nn import Module
 from transformers import set_seed
+from transformers.utils import logging as transformers_logging
 
 from .errors import LaunchError
 from .machine import Machine
@@ -24,6 +26,16 @@ CURE = (
     "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
     "the visible devices"
 )
+
+
+def quiet() -> None:
+    """Keep the bars and notes of libraries from standing between our lines."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped upstream
+    if not torch.cuda.is_available():
+        # Else transformers, where DeepSpeed is installed, has it say that it found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Threads are set below, to what the container grants.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def connect(train: Train, machine: Machine) -> Accelerator:
@@ -38,8 +50,6 @@ def connect(train: Train, machine: Machine) -> Accelerator:
     fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if cpu:
-        # Else every import of DeepSpeed, if it is installed, says that it found no GPU.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, machine.cores // local))
         _prepare_cpu(fsdp, deepspeed)
@@ -56,6 +66,8 @@ def connect(train: Train, machine: Machine) -> Accelerator:
             f"{accelerator.num_processes} of {kind.value}. {CURE}"
         )
     if deepspeed:
+        # DeepSpeed calls names of torch that torch wants called otherwise, at every step.
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         # One source for each setting: the recipe. DeepSpeed would take its own file's.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = train.max_grad_norm

@@ -1,12 +1,22 @@
 """The recipe: TOML in, typed objects out, and every mistake of a file in one go."""
 
+import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Self, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from .errors import RecipeError, did_you_mean
@@ -22,6 +32,26 @@ Schedule = Literal[
     "polynomial",
     "warmup_stable_decay",
 ]
+
+
+def _usable(place: str) -> str:
+    if not place:
+        raise ValueError("given ''; it should be a name or a path")
+    expanded = os.path.expanduser(place)
+    try:
+        expanded.encode()
+        os.stat(expanded)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a name on the hub, or a folder that is still to be made
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"given {_short(place)}; it cannot be a path: {reason}") from error
+    return expanded
+
+
+Place = Annotated[str, AfterValidator(_usable)]
+"""A path, with ~ for the home folder, or a name on the hub."""
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Table(BaseModel):
@@ -40,19 +70,19 @@ class Table(BaseModel):
 class Scratch(Table):
     """A small new decoder of the Llama kind, and a tokenizer trained on the recipe's data."""
 
-    hidden: int = Field(256, ge=8)
+    hidden: int = Field(256, ge=8, le=65_536)
     """Width of the residual stream."""
-    layers: int = Field(4, ge=1)
+    layers: int = Field(4, ge=1, le=1_000)
     """Decoder layers."""
-    heads: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1, le=65_536)
     """Attention heads; they divide `hidden` into even widths."""
-    kv_heads: int | None = Field(None, ge=1)
+    kv_heads: Count | None = None
     """Heads of keys and values; as many as `heads` unless said."""
-    mlp: int | None = Field(None, ge=8)
+    mlp: int | None = Field(None, ge=8, le=1_000_000)
     """Width inside the MLP; four times `hidden` unless said."""
-    vocab: int = Field(2048, ge=300)
+    vocab: int = Field(2048, ge=300, le=1_000_000)
     """Most entries the new byte-level BPE tokenizer may have."""
-    context: int = Field(512, ge=8)
+    context: int = Field(512, ge=8, le=10_000_000)
     """Longest sequence, in tokens."""
 
     @model_validator(mode="after")
@@ -67,15 +97,15 @@ class Scratch(Table):
 class Model(Table):
     """Which model to train."""
 
-    path: str | None = None
+    path: Place | None = None
     """A hub name or a folder."""
     scratch: Scratch | None = None
     """Start a new small model instead."""
     revision: str | None = None
     """Branch, tag or commit of a hub name."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """A hub name or a folder, where the tokenizer is not the model's own."""
-    chat_template: str | None = None
+    chat_template: Place | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights."""
@@ -92,18 +122,18 @@ class Model(Table):
 class Source(Table):
     """One of several sources."""
 
-    source: str
+    source: Place
     """A hub name, a folder, or a jsonl, json, parquet or arrow file."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, le=1_000)
     """How often an epoch takes each row: 0.5 takes a new random half, 2 takes all rows twice."""
 
 
 class Data(Table):
     """What to train on."""
 
-    source: str | None = None
+    source: Place | None = None
     """A hub name, a folder, or a jsonl, json, parquet or arrow file."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
@@ -111,7 +141,7 @@ class Data(Table):
     """A mixture, in place of `source`."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Names that plugsft knows -> your columns: {messages = "conversation"}."""
-    max_length: int = Field(4096, ge=2)
+    max_length: int = Field(4096, ge=2, lt=2**31)
     """Longest example, in tokens."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a longer one; the count is always reported."""
@@ -119,14 +149,14 @@ class Data(Table):
     """Trained turns: the assistant's, its last one, or every token."""
     on_bad_row: Literal["error", "drop"] = "error"
     """Whether a row that cannot be used stops the run, or is left out and counted."""
-    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables for the chat template."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.source is None) == (self.sources is None):
             raise ValueError("give either source or [[data.sources]]")
-        if self.sources and "split" in self.model_fields_set:
+        if self.sources and self.split != "train":
             raise ValueError("split belongs into each of [[data.sources]]")
         return self
 
@@ -138,9 +168,9 @@ class Data(Table):
 class Eval(Table):
     """Evaluation while training."""
 
-    every: int = Field(100, ge=1)
+    every: Count = 100
     """Steps between evaluations; there is always one at the end."""
-    source: str | None = None
+    source: Place | None = None
     """A second source; the training source if not given."""
     split: str = "train"
     """Its split, or slice."""
@@ -149,19 +179,19 @@ class Eval(Table):
 class Train(Table):
     """How to train."""
 
-    batch_size: int = Field(ge=1)
+    batch_size: Count
     """Examples per optimizer step, over all ranks; it does not depend on the machine."""
     learning_rate: float = Field(ge=0, allow_inf_nan=False)
     """Peak learning rate."""
-    micro_batch: int = Field(1, ge=1)
+    micro_batch: Count = 1
     """Examples per rank at a time: changes memory and speed, never what is learned."""
-    epochs: int = Field(1, ge=1)
+    epochs: Count = 1
     """Times each example is seen."""
-    steps: int | None = Field(None, ge=1)
+    steps: Count | None = None
     """Stop after so many steps instead, be it within an epoch or after many."""
     schedule: Schedule = "linear"
     """Learning-rate schedule, by its name in transformers."""
-    schedule_options: dict[str, Any] = Field(default_factory=dict)
+    schedule_options: dict[str, JsonValue] = Field(default_factory=dict)
     """The schedule's own options: {min_lr_rate = 0.1} for cosine_with_min_lr."""
     warmup: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Warm-up: a share of all steps below 1, a number of steps from 1 on."""
@@ -177,23 +207,23 @@ class Train(Table):
     """Clip gradients to this norm; 0 does not clip."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Everything random follows from it."""
-    log_every: int = Field(10, ge=1)
+    log_every: Count = 10
     """Steps between console lines; metrics.jsonl has every step."""
 
 
 class Checkpoint(Table):
     """What is kept to go on from."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(0, ge=0, lt=2**31)
     """Steps between checkpoints; 0 saves at the end, and when the run is stopped, only."""
-    keep: int = Field(3, ge=1)
+    keep: Count = 3
     """How many of the latest to keep."""
 
 
 class Recipe(Table):
     """A whole run."""
 
-    output: str
+    output: Place
     """Folder that receives everything the run leaves behind."""
     model: Model
     data: Data
@@ -202,6 +232,12 @@ class Recipe(Table):
     checkpoint: Checkpoint = Checkpoint()
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Active plugins by name, with their options."""
+
+    @model_validator(mode="after")
+    def _evaluates_on_something(self) -> Self:
+        if self.eval and not self.eval.source and self.data.sources:
+            raise ValueError("eval.source: missing; with [[data.sources]] it must be set")
+        return self
 
     def has(self, plugin: str) -> bool:
         """Tell whether a plugin is active."""
@@ -219,7 +255,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raw = tomllib.loads(Path(path).read_text(encoding="utf8"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's, UTF-8's, and int's limit of digits
         raise RecipeError(f"{path}: is not TOML: {error}") from error
     for override in overrides:
         key, sign, text = override.partition("=")
@@ -241,28 +277,48 @@ def explain(
     errors: Sequence[ErrorDetails], table: type[Any], path: str, prefix: tuple[str, ...]
 ) -> list[str]:
     """Turn pydantic's errors into lines: file, key path, what was given, what is allowed."""
-    lines = []
+    lines: dict[str, str] = {}
     for error in errors:
-        # A branch of a union adds its own name to the place; only keys and numbers are keys.
-        place = [part for part in error["loc"] if not str(part).startswith("function-")]
-        key = ".".join((*prefix, *map(str, place)))
+        place = _keys(error["loc"], table)
+        key = ".".join((*prefix, *map(_key, place)))
         given, context, kind = error["input"], error.get("ctx", {}), error["type"]
         if kind in ("extra_forbidden", "unexpected_keyword_argument"):
             allowed = [name for name, _ in fields(_table_at(table, place[:-1]))]
             hint = did_you_mean(str(place[-1]), allowed) or _elsewhere(str(place[-1]), table)
             what = f"unknown key (given {_short(given)}){hint} allowed: {', '.join(allowed)}"
-        elif kind in ("missing", "missing_argument"):
+        elif kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
             what = "missing; it must be set"
         elif kind == "literal_error":
             expected = context["expected"]
-            hint = did_you_mean(str(given), [word.strip("'") for word in _words(expected)])
+            hint = did_you_mean(str(given), [word.strip("'") for word in _words(expected)]) or ";"
             what = f"given {_short(given)}{hint} allowed: {expected}"
         elif kind == "value_error":
             what = str(context["error"])
+        elif kind in ("model_type", "dict_type", "dataclass_type"):
+            what = f"given {_short(given)}; it should be a table"
         else:
             what = f"given {_short(given)}; {error['msg'].replace('Input should', 'it should')}"
-        lines.append(f"{path}: {key or 'the recipe'}: {what}")
-    return lines
+        if key in lines:  # the next branch of a union
+            lines[key] += f", or {what.partition('; ')[2]}"
+        else:
+            lines[key] = what
+    return [f"{path}: {key or 'the recipe'}: {what}" for key, what in lines.items()]
+
+
+def _keys(loc: Sequence[int | str], table: type[Any] | None) -> Sequence[int | str]:
+    """Cut off what pydantic adds to a place that is no key: the branch of a union."""
+    for depth, part in enumerate(loc):
+        kind = dict(fields(table)).get(str(part))
+        branches = [branch for branch in get_args(kind) if branch is not NoneType]
+        if get_origin(kind) in (Union, UnionType) and len(branches) > 1:
+            return loc[: depth + 1]
+        table = _table_at(table, [part])
+    return loc
+
+
+def _key(part: int | str) -> str:
+    text = str(part)
+    return text if re.fullmatch(r"[\w-]+", text) else repr(text)
 
 
 def fields(table: type[Any] | None) -> Iterator[tuple[str, Any]]:
@@ -339,5 +395,8 @@ def _words(expected: str) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of more digits than Python writes"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -118,7 +118,11 @@ class Record:
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
         if self.writes and self._metrics is not None:
             self.write()
-            report.write(self.folder)
+            try:
+                report.write(self.folder)
+            except OSError as error:
+                # A page that cannot be written must not hide how the run itself ended.
+                say(f"warning: no report: {error}")
 
     def write(self) -> None:
         """Write run.json as it stands."""
@@ -149,8 +153,8 @@ class Record:
 def data_facts(tokens: Tokens) -> dict[str, Any]:
     """Return what the record says of a data set."""
     lengths = tokens.lengths
-    edges = np.unique(np.histogram_bin_edges(lengths, bins=24).astype(np.int64))
-    edges[-1] = lengths.max() + 1
+    width = max(1, -(-int(lengths.max() + 1 - lengths.min()) // 24))
+    edges = np.arange(lengths.min(), lengths.max() + width + 1, width)
     counts, _ = np.histogram(lengths, edges)
     facts = {name: value for name, value in tokens.facts.items() if name != "key_parts"}
     return {

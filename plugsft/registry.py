@@ -118,11 +118,10 @@ class Active:
 
     def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
         """Yield each hook: name, whether a stage, who answers, who wraps (outermost last)."""
-        for hook, spec in SPECS.items():
+        for hook in SPECS:
             names = [(impl.plugin_name, impl.wrapper) for impl in self._impls(hook)]
-            is_stage = bool(vars(spec)["plugsft_spec"]["firstresult"])
             answers = [name for name, wrapper in reversed(names) if not wrapper]
-            yield hook, is_stage, answers, [name for name, wrapper in names if wrapper]
+            yield hook, _is_stage(hook), answers, [name for name, wrapper in names if wrapper]
 
     def verdicts(self) -> dict[str, str]:
         """Return what each plugin says it did."""
@@ -131,7 +130,7 @@ class Active:
 
     def implements(self, name: str, hooks: Sequence[str]) -> bool:
         """Tell whether a plugin answers or wraps one of these hooks."""
-        return any(hook in vars(type(self.plugins[name])) for hook in hooks)
+        return any(_mark(type(self.plugins[name]), hook) for hook in hooks)
 
     def source_digest(self, name: str) -> str:
         """Return a checksum of the file that a plugin's class stands in."""
@@ -254,11 +253,11 @@ def _configure(name: str, options: Any, found: Mapping[str, Found], path: str) -
 
 def _inspect(cls: type[Any], name: str) -> None:
     """Find the slips that pluggy would pass over: misspelt hooks, forgotten marks, wrong names."""
-    for attribute, value in vars(cls).items():
-        mark = getattr(value, "plugsft_impl", None)
+    for attribute, value in inspect.getmembers_static(cls, inspect.isfunction):
+        mark = _mark(cls, attribute)
         where = f"plugin '{name}': {attribute}()"
         if mark is None:
-            if attribute in SPECS and inspect.isfunction(value):
+            if attribute in SPECS:
                 raise PluginError(f"{where} is named like a hook; mark it with @hookimpl")
             continue
         if attribute not in SPECS:
@@ -267,18 +266,36 @@ def _inspect(cls: type[Any], name: str) -> None:
             raise PluginError(
                 f"{where}: only wrapper=True is understood; order comes from @plugin(after=...)"
             )
+        if mark["wrapper"] and not _is_stage(attribute):
+            raise PluginError(f"{where}: every plugin hears '{attribute}'; nobody wraps it")
         if bool(mark["wrapper"]) != inspect.isgeneratorfunction(value):
             raise PluginError(
                 f"{where}: a wrapper is marked @hookimpl(wrapper=True) and yields once; "
                 "an answer does neither"
             )
-        allowed = list(inspect.signature(SPECS[attribute]).parameters)
-        for argument in inspect.signature(value).parameters:
-            if argument not in allowed:
-                raise PluginError(
-                    f"{where} has no argument '{argument}'{did_you_mean(argument, allowed)} "
-                    f"allowed: {', '.join(allowed[1:])}"
-                )
+        _inspect_arguments(value, attribute, where)
+
+
+def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> None:
+    allowed = list(inspect.signature(SPECS[hook]).parameters)
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if argument not in allowed:
+            raise PluginError(
+                f"{where} has no argument '{argument}'{did_you_mean(argument, allowed) or ';'} "
+                f"allowed: {', '.join(allowed[1:])}"
+            )
+        # pluggy would leave it out, and the default would stand for what the core gives.
+        if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
+            raise PluginError(f"{where}: write '{argument}' as a plain argument, with no default")
+
+
+def _mark(cls: type[Any], hook: str) -> dict[str, Any] | None:
+    """Return what @hookimpl left on a method, the class's own or inherited."""
+    return getattr(inspect.getattr_static(cls, hook, None), "plugsft_impl", None)
+
+
+def _is_stage(hook: str) -> bool:
+    return bool(vars(SPECS[hook])["plugsft_spec"]["firstresult"])
 
 
 def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str]:
@@ -293,9 +310,9 @@ def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str
         for other, reason in contract.conflicts.items():
             if other in made:
                 yield f"plugins.{name}: cannot be used with '{other}': {reason}. Remove one."
-        for hook, spec in SPECS.items():
-            mark = getattr(vars(type(plugin)).get(hook), "plugsft_impl", None)
-            if mark is None or mark["wrapper"] or not vars(spec)["plugsft_spec"]["firstresult"]:
+        for hook in SPECS:
+            mark = _mark(type(plugin), hook)
+            if mark is None or mark["wrapper"] or not _is_stage(hook):
                 continue
             if hook in replaced:
                 yield (
@@ -306,15 +323,31 @@ def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str
 
 
 def _must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+    where = f"plugin '{name}': its wrapper of '{hook}'"
+
     @functools.wraps(function)
     def checked(*args: Any) -> Any:
-        result = yield from function(*args)
-        if result is None:
-            raise PluginError(
-                f"plugin '{name}': its wrapper of '{hook}' returned nothing; "
-                "end it with: return what the yield gave"
-            )
-        return result
+        wrapper = function(*args)
+        try:
+            next(wrapper)
+        except StopIteration:
+            raise PluginError(f"{where} returned before its yield") from None
+        given = None
+        try:
+            try:
+                given = yield
+            except BaseException as error:
+                wrapper.throw(error)
+            else:
+                wrapper.send(given)
+        except StopIteration as end:
+            # None is an answer too: nobody knew the format of these rows.
+            if end.value is None and given is not None:
+                raise PluginError(
+                    f"{where} returned nothing; end it with: return what the yield gave"
+                ) from None
+            return end.value
+        raise PluginError(f"{where} yields twice")
 
     return checked
 

@@ -13,7 +13,7 @@ Points = list[tuple[float, float | None]]
 SKELETON = Path(__file__).with_name("report.html")
 NOT_CURVES = {"step", "epoch", "eval_tokens"}
 NOT_FACTS = {"name", "status", "reason", "warnings", "plugins", "data", "eval", "final", "started"}
-STEADY = {"learning_rate", "memory_gib", "eval_loss"}
+STEADY = ("learning_rate", "memory_gib", "eval_")
 # A point takes at most some 20 bytes; with the limits on texts a page stays below 400 kB.
 MAX_POINTS, MAX_CURVES, MAX_ITEMS, MAX_TEXT = 13_000, 60, 30, 600
 
@@ -32,25 +32,22 @@ def write(folder: Path) -> Path:
             metrics.append(dict(json.loads(text)))
     try:
         draft.write_text(render(run, metrics), "utf-8", errors="replace")
-        os.replace(draft, target)
+        return draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
-    return target
 
 
 def render(run: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
     """Return a run's page."""
     series = _series(metrics)
     drawn = dict(islice(series.items(), MAX_CURVES))
-    noisy = {key: drawn[key] for key in drawn if key not in STEADY and len(drawn[key]) >= 60}
+    noisy = {k: v for k, v in drawn.items() if len(v) >= 60 and not k.startswith(STEADY)}
     limit = min(1200, MAX_POINTS // max(1, len(drawn)))
     numbers = {
         "curves": {key: _curve(points, limit) for key, points in drawn.items()},
         "smooth": {key: _curve(_smooth(points), limit // 4) for key, points in noisy.items()},
-        "keys": len(series),
-        "steps": max(map(len, series.values()), default=0),
-        "per_epoch": _number(_part(run, "steps").get("per_epoch")),
-        "data": {key: _drawn(_part(run, key)) for key in ("data", "eval")},
+        "whole": {key: len(points) for key, points in series.items()},
+        "parts": {key: _drawn(_part(run, key)) for key in ("steps", "data", "eval")},
     }
     # What comes from the run holds no "<" any more, and so cannot pass for one of the marks.
     page = SKELETON.read_text("utf-8").replace("<!--name-->", _show(run.get("name", "run")))
@@ -71,8 +68,8 @@ def _part(whole: dict[str, Any], key: str) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def _drawn(data: dict[str, Any]) -> dict[str, Any]:
-    flat = (data | _part(data, "lengths")).items()
+def _drawn(part: dict[str, Any]) -> dict[str, Any]:
+    flat = (part | _part(part, "lengths")).items()
     return {k: [*map(_number, v)] if isinstance(v, list) else _number(v) for k, v in flat}
 
 
@@ -97,12 +94,13 @@ def _finite(points: Points) -> list[tuple[float, float]]:
 
 
 def _smooth(points: Points) -> Points:
-    """Average each value with as many earlier as later ones, so that the line does not lag."""
+    """Average each value with its neighbours on both sides, so that the line does not lag."""
     values = [value for _, value in _finite(points)]
+    size, reach = len(values), len(values) // 60
     for _ in range(2):
-        sums, last = list(accumulate(values, initial=0.0)), len(values) - 1
-        reach = [min(at, last - at, len(values) // 60) for at in range(len(values))]
-        values = [(sums[at + n + 1] - sums[at - n]) / (2 * n + 1) for at, n in enumerate(reach)]
+        sums = list(accumulate(values, initial=0.0))
+        spans = ((max(0, at - reach), min(size, at + reach + 1)) for at in range(size))
+        values = [(sums[end] - sums[start]) / (end - start) for start, end in spans]
     found = iter(values)
     return [(step, value if value is None else next(found)) for step, value in points]
 
@@ -117,8 +115,7 @@ def _curve(points: Points, limit: int) -> dict[str, list[Any]]:
             kept.update(at for _, at in (found and (min(found), max(found))))
             kept.update([at for at, (_, value) in bucket if value is None][:1])
         points = [points[at] for at in sorted(kept)]
-    values = [value if value is None else float(f"{value:.5g}") for _, value in points]
-    return {"x": [step for step, _ in points], "y": values}
+    return {"x": [step for step, _ in points], "y": [v and float(f"{v:.6g}") for _, v in points]}
 
 
 def _show(value: Any) -> str:
@@ -127,8 +124,10 @@ def _show(value: Any) -> str:
         case None | "" | []:
             return "none"
         case {"count": count, "rows": [*rows]}:
-            more = ", …" * (count != len(rows[:10]))
-            return f"{_show(count)} (rows {_show(', '.join(map(str, rows[:10])))}{more})"
+            shown = ", ".join(map(str, rows[:10])) + ", …" * (count != len(rows[:10]))
+            return _show(count) + f" (rows {_show(shown)})" * bool(rows)
+        case {"edges": _, "counts": _, **rest}:
+            return _show(rest)
         case dict():
             return ", ".join(f"{_show(key)} {_show(item)}" for key, item in value.items()) or "none"
         case list():
@@ -154,12 +153,12 @@ def _facts(part: dict[str, Any], spaced: bool = True) -> str:
 
 
 def _head(run: dict[str, Any], series: dict[str, Points]) -> str:
-    status, started = _show(run.get("status", "unknown")), _show(run.get("started", "start unknown"))
+    status, started = _show(run.get("status", "unknown")), _show(run.get("started", "no date"))
     notes = {key: run[key] for key in ("reason", "warnings") if run.get(key)}
-    meta = f'<span class="status {status}">{status}</span> <time>{started.replace("T", " ")}</time>'
-    return f"""<p class="meta">{meta}</p>
+    return f"""<p class="meta">
+<span class="status {status}">{status}</span> <time>{started.replace("T", " ")}</time></p>
 <h1>{_show(run.get("name", "run"))}</h1>
-<p class="result">{_result(run, series)}.</p>
+<p class="result">{_result(run, series)}</p>
 {f'<div class="note {status}">{_facts(notes)}</div>' if notes else ""}"""
 
 
@@ -167,38 +166,35 @@ def _result(run: dict[str, Any], series: dict[str, Points]) -> str:
     steps, loss = _part(run, "steps"), _number(_part(run, "final").get("loss"))
     losses, evals = (_finite(series.get(key, [])) for key in ("loss", "eval_loss"))
     said = "No finite loss was recorded" if loss is None else f"Final loss {_show(loss)}"
-    if loss is None and losses:
+    if losses and (loss is None or run.get("status") != "finished"):
         said = f"Loss {_show(losses[-1][1])} at step {_show(losses[-1][0])}"
     said += f"; evaluation loss {_show(evals[-1][1])}" if evals else ""
     if "done" in steps:
         said += f"; {_show(steps['done'])} of {_show(steps.get('total'))} steps"
-    if (seconds := _number(run.get("seconds"))) is not None:
-        minutes, rest = divmod(round(seconds), 60)
-        hours = f"{minutes // 60} h " * (minutes >= 60)
-        said += f" in {hours}{minutes % 60} min {rest} s"
+    if seconds := _number(run.get("seconds")):
+        size, unit = (3600, "h") if seconds > 5400 else (60, "min") if seconds > 90 else (1, "s")
+        said += f" in {seconds / size:.3g} {unit}"
     rate = _part(run, "throughput").get("tokens_per_second")
-    return f"{said}, at {_show(rate)} tokens per second" if rate else said
+    return f"{said}, at {_show(rate)} tokens per second." if rate else f"{said}."
 
 
 def _sections(run: dict[str, Any]) -> str:
-    page = ""
+    page, plugins = "", dict[str, Any]()
     for key, title in (("data", "Training data"), ("eval", "Evaluation data")):
         if data := _part(run, key):
-            lengths = _part(data, "lengths").items()
-            stats = {name: item for name, item in lengths if name not in ("edges", "counts")}
-            facts = _facts(data | ({"lengths": stats} if stats else {}))
-            page += f'<h2>{title}</h2>\n<div class="pair"><div id="{key}"></div>{facts}</div>\n'
-    plugins: dict[str, Any] = {}
+            pair = f'<div id="{key}"></div>{_facts(data)}'
+            page += f'<h2>{title}</h2>\n<div class="pair">{pair}</div>\n'
     for item in run.get("plugins") or ():
         options = [f"{key} = {json.dumps(value)}" for key, value in _part(item, "options").items()]
-        said = [item.get("verdict") or "no verdict", item.get("origin")]
-        plugins[str(item.get("name"))] = said + [", ".join(options)] * bool(options)
+        origin = " ".join(filter(None, [item.get("origin"), item.get("version")]))
+        said = [item.get("verdict") or "no verdict", origin, ", ".join(options)]
+        plugins[str(item.get("name"))] = said if options else said[:2]
     if plugins:
         page += f'<h2>Plugins</h2>\n<div class="plugins">{_facts(plugins, spaced=False)}</div>\n'
-    known = {key: value for key, value in run.items() if key not in NOT_FACTS}
-    parts = {key: value for key, value in known.items() if isinstance(value, dict) and value}
+    known = {k: v for k, v in run.items() if k not in NOT_FACTS and v is not None}
+    parts = {key: value for key, value in known.items() if isinstance(value, dict)}
     parts["run"] = {key: value for key, value in known.items() if key not in parts}
     page += '<h2>Setup</h2>\n<div class="facts">'
-    for key, part in parts.items():
-        page += f"<div><h3>{_show(key)}</h3>{_facts(part, spaced=key != 'versions')}</div>\n"
+    for key in (name for name in parts if parts[name]):
+        page += f"<div><h3>{_show(key)}</h3>{_facts(parts[key], key != 'versions')}</div>\n"
     return f"{page}</div>"

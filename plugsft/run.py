@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers.utils import logging as transformers_logging
-
 from . import loop
 from . import prepare as preparation
 from .answers import DataAnswers
 from .checkpoint import listed
 from .console import say
+from .context import check_context
 from .errors import RecipeError
 from .machine import look
-from .models import check_context
 from .publish import discard, is_published
+from .ranks import quiet
 from .recipe import Recipe
 from .registry import check, load
 
@@ -27,8 +26,7 @@ def train(
     overwrite: bool,
 ) -> None:
     """Train a recipe, in a folder that holds no other run."""
-    # Their bars and notes would stand between our lines.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped upstream
+    quiet()
     recipe, active = load(path, overrides, without)
     machine = look()
     if (resume or given) and overwrite:

@@ -37,16 +37,18 @@ def open_source(source: recipes.Source) -> Rows:
     if path.is_file():
         if path.suffix not in FILES:
             known = ", ".join(FILES)
-            raise DataError(f"{path}: unknown kind of file '{path.suffix}'; known are {known}")
+            raise DataError(
+                f"source {path}: unknown kind of file '{path.suffix}'; known are {known}"
+            )
         if path.stat().st_size == 0:
-            raise DataError(f"{path}: the file is empty")
+            raise DataError(f"source {path}: the file is empty")
         if path.suffix == ".jsonl":
             return JsonLines(path, source.split)
         if path.suffix == ".json":
             return JsonLines(path, source.split, whole=True)
-    elif path.suffix in FILES or source.source.startswith((".", "/", "~")):
+    elif not path.exists() and (path.suffix in FILES or source.source.startswith((".", "/"))):
         near = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise DataError(f"{path}: no such file{did_you_mean(path.name, near)}")
+        raise DataError(f"source {path}: no such file{did_you_mean(path.name, near)}")
     return Table(source)
 
 
@@ -65,8 +67,9 @@ class JsonLines:
             try:
                 rows = json.loads(path.read_bytes())
                 self._lines = rows if isinstance(rows, list) else [rows]
-            except ValueError:
-                self._lines = None
+            except (ValueError, RecursionError) as error:
+                if path.read_bytes()[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
+                    raise DataError(f"source {path}: is not JSON: {error}") from error
         if self._lines is None:
             self._starts, self._stops = _find_lines(path)
         count = len(self._lines if self._lines is not None else self._starts)
@@ -117,7 +120,7 @@ class Table:
         except Exception as error:  # datasets raises nearly every kind, down to its own readers'
             first = str(error).strip().partition("\n")[0]
             raise DataError(
-                f"{name} (split '{source.split}'): cannot be opened as a file, a folder or a hub "
+                f"source {name} (split '{source.split}'): cannot be opened as a file, a folder or a hub "
                 f"name: {type(error).__name__}: {first}"
             ) from error
 
@@ -157,7 +160,7 @@ def _select(split: str, count: int, path: Path) -> NDArray[np.int64]:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": count})
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"{path}: split '{split}' is not understood; a file is one split, 'train', of which "
+            f"source {path}: split '{split}' is not understood; a file is one split, 'train', of which "
             f"slices are written train[:100] or train[-5%:] ({error})"
         ) from error
     ranges = [np.arange(part.from_ or 0, _end(part.to, count)) for part in parts]
@@ -178,9 +181,12 @@ def _find_lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         ]
         stops = np.concatenate([*ends, [size]])
         starts = np.concatenate([[0], stops[:-1] + 1])
-        # Blank lines are no rows. Looking is only worth it where a line is short.
+        # Blank lines are no rows. Looking is only worth it where a line starts with a space.
         filled = np.array(
-            [b - a > 8 or bool(mapped[a:b].strip()) for a, b in zip(starts, stops, strict=True)],
+            [
+                b > a and (mapped[a] > ord(" ") or bool(mapped[a:b].strip()))
+                for a, b in zip(starts, stops, strict=True)
+            ],
             bool,
         )
     return starts[filled], stops[filled]

@@ -19,6 +19,9 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CHATML = Path(__file__).with_name("chatml.jinja")
 """The template of models made from scratch."""
 
+# A template is a program, and may trip over a row in as many ways.
+WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 Text = tuple[str, list[Span]]
 
 
@@ -72,8 +75,9 @@ class Chat:
                 plain: Any = render_jinja_template([messages], chat_template=self.own, **given)
                 if plain[0] != texts:
                     raise BadRow("trl's training template gives another text than the model's own")
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadRow(f"the chat template refuses it: {error}") from error
+        except (TemplateError, *WRONG) as error:
+            reason = " ".join(str(error).split())
+            raise BadRow(f"the chat template refuses it: {reason}") from error
         return texts[0], [(start, stop) for start, stop in spans[0]] if spans else []
 
 
@@ -104,6 +108,10 @@ def render(rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data) -> R
     for number, row in enumerate(renamed):
         try:
             text, spans = one(row)
+            text.encode()
+        except UnicodeEncodeError:
+            result.bad[number] = "half a character (a lone surrogate)"
+            continue
         except BadRow as error:
             result.bad[number] = str(error)
             continue

@@ -1,6 +1,6 @@
 """The tokenizer: loaded, or trained on the recipe's data; and the core's answer to `encode`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .errors import DataError, RecipeError
-from .recipe import Data, Model
+from .errors import RecipeError
+from .recipe import Model
 from .sources import Rows
-from .templates import CHATML, render
-from .types import Encoded
+from .templates import CHATML
+from .types import Encoded, Rendered, Row
 
+Render = Callable[[list[Row], int, PreTrainedTokenizerBase], Rendered]
+"""Rows, the number of their source, a tokenizer -> text."""
 PAD, END = "<|pad|>", "<|im_end|>"
 SPECIAL = [PAD, "<|im_start|>", END]
 
@@ -38,6 +40,9 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
             f"model.tokenizer: '{where}' gives a slow tokenizer ({type(tokenizer).__name__}), "
             "which cannot tell where its tokens end; plugsft needs one with a tokenizer.json"
         )
+    # Some tokenizer files cut or fill what they encode; transformers undoes this at each call.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     if model.chat_template:
         tokenizer.chat_template = read_template(model.chat_template)
     return tokenizer
@@ -80,7 +85,7 @@ def _ends(offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
     return np.maximum.accumulate(ends) if len(ends) else ends
 
 
-def train_tokenizer(sources: list[Rows], data: Data, vocab: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(sources: list[Rows], render: Render, vocab: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with a chat template on the text of the recipe's data."""
     plain = _wrap(Tokenizer(models.BPE()))
     bpe = Tokenizer(models.BPE())
@@ -92,7 +97,7 @@ def train_tokenizer(sources: list[Rows], data: Data, vocab: int) -> PreTrainedTo
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(_texts(sources, data, plain), trainer)
+    bpe.train_from_iterator(_texts(sources, render, plain), trainer)
     return _wrap(bpe)
 
 
@@ -105,16 +110,12 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _texts(
-    sources: list[Rows], data: Data, tokenizer: PreTrainedTokenizerBase
+    sources: list[Rows], render: Render, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[str]]:
-    for rows in sources:
+    for number, rows in enumerate(sources):
         for start in range(0, len(rows), 1000):
             batch = [row for row in rows.read(start, start + 1000) if row is not None]
-            rendered = render(batch, tokenizer, data)
-            if rendered is None:
-                columns = ", ".join(sorted({column for row in batch for column in row})) or "none"
-                raise DataError(f"the tokenizer cannot be trained: unknown columns: {columns}")
-            for text in rendered.texts:
+            for text in render(batch, number, tokenizer).texts if batch else []:
                 for marker in SPECIAL:
                     text = text.replace(marker, "")
                 yield [text]

@@ -8,7 +8,7 @@ row        int64         the row of its source
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,23 @@ class Examples:
     rows: NDArray[np.int64]
 
 
-def write_shard(path: Path, examples: Examples) -> int:
+def write_shard(path: Path, batches: Sequence[Examples]) -> int:
     """Write one Arrow file; return its number of trained targets."""
+    trained = 0
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
+        for examples in batches:
+            # A batch of its own for each: offsets are of 32 bits, and start anew.
+            batch = _record_batch(examples)
+            writer.write_batch(batch)
+            trained += int(batch.column("trained").to_numpy().sum())
+    return trained
+
+
+def _record_batch(examples: Examples) -> pa.RecordBatch:
     first = _offsets(examples.pieces)
     ends = _offsets(examples.counts)[first]
-    marks = np.append(examples.mask, False).astype(np.int32)
-    trained = np.add.reduceat(marks, ends[:-1]) if len(first) > 1 else marks[:0]
-    batch = pa.record_batch(
+    trained = np.diff(_offsets(examples.mask)[ends])
+    return pa.record_batch(
         [
             _lists(ends, examples.ids),
             _lists(ends, examples.mask),
@@ -59,9 +69,6 @@ def write_shard(path: Path, examples: Examples) -> int:
         ],
         schema=SCHEMA,
     )
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(batch)
-    return int(np.sum(trained))
 
 
 def write_index(folder: Path, shards: list[str], facts: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Ints: TypeAlias = "NDArray[np.int64]"
-Batch: TypeAlias = "dict[str, Tensor]"
+Batch: TypeAlias = dict[str, "Tensor"]
 
 Row: TypeAlias = dict[str, Any]
 """One row of a source, as JSON would give it."""
@@ -20,7 +20,7 @@ Row: TypeAlias = dict[str, Any]
 Span: TypeAlias = tuple[int, int]
 """A trained stretch of a text: its first character, and the one after its last."""
 
-Layout: TypeAlias = "list[list[Ints]]"
+Layout: TypeAlias = list[list["Ints"]]
 """The examples of one window: [rank][micro-step] -> example numbers."""
 
 

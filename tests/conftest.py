@@ -1,10 +1,13 @@
 """What tests share: tiny real data, tiny real recipes, and real processes."""
 
 import json
+import multiprocessing
 import os
 import random
+import shutil
+import socket
 import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,17 @@ from typing import Any
 import pytest
 import tomli_w
 
+from plugsft import cli, console
+
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
 # Nothing in a test may look for the network.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.update(OFFLINE)
+if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
+    # A core for each worker: threads that wait for a core someone else has cost tenfold.
+    allowed = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {allowed[int(worker) % len(allowed)]})
 
 
 def chats(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -61,21 +70,89 @@ def write_recipe(path: Path, tables: dict[str, Any]) -> Path:
     return path
 
 
+# Children of a process that has imported everything: the same program, without the four seconds
+# that importing torch takes each time.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["plugsft.run", "plugsft.answers_model"])
+
+
+class Running:
+    """A `plugsft` process, started."""
+
+    def __init__(self, arguments: tuple[object, ...], env: dict[str, str], cwd: Path) -> None:
+        self._files = Path(tempfile.mkdtemp())
+        self._out, self._err = (self._files / name for name in ("out", "err"))
+        words = list(map(str, arguments))
+        inside = (words, {**os.environ, **env}, str(cwd), str(self._out), str(self._err))
+        self.process = FORKS.Process(target=_child, args=inside)
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait(self, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
+        """Wait for its end; return what it said."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            raise TimeoutError(self._out.read_text() + self._err.read_text())
+        texts = [path.read_text() if path.exists() else "" for path in (self._out, self._err)]
+        shutil.rmtree(self._files)
+        return subprocess.CompletedProcess([], self.process.exitcode, *texts)
+
+
+def _child(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for number, name in ((1, out), (2, err)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    console.out.quiet = env.get("RANK", "0") != "0"
+    cli.main(words)
+
+
+def start_plugsft(
+    *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> Running:
+    """Start `plugsft ...` as a process of its own."""
+    return Running(arguments, env or {}, cwd or ROOT)
+
+
 def run_plugsft(
     *arguments: object,
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float = 300,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `python -m plugsft ...` as a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "plugsft", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(env or {})},
-        cwd=cwd or ROOT,
-        timeout=timeout,
-    )
+    """Run `plugsft ...` as a process of its own."""
+    return start_plugsft(*arguments, env=env, cwd=cwd).wait(timeout)
+
+
+def start_ranks(count: int, *arguments: object, env: dict[str, str] | None = None) -> list[Running]:
+    """Start `plugsft ...` on several ranks, with the environment that torchrun gives them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        **(env or {}),
+    }
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(count)]
+    return [start_plugsft(*arguments, env=one) for one in ranks]
+
+
+def run_ranks(
+    count: int, *arguments: object, env: dict[str, str] | None = None, timeout: float = 300
+) -> "subprocess.CompletedProcess[str]":
+    """Run `plugsft ...` on several ranks; return what the main one said."""
+    ended = [one.wait(timeout) for one in start_ranks(count, *arguments, env=env)]
+    assert len({one.returncode for one in ended}) == 1, [one.stderr for one in ended]
+    return ended[0]
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

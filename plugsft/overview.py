@@ -1,0 +1,55 @@
+"""A recipe seen whole: every default filled in, and who answers each hook."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from . import registry
+from .answers import DataAnswers
+from .answers_model import ModelAnswers
+from .console import out, say
+from .machine import look
+from .record import Record, resolved
+from .registry import CORE
+
+
+def show_recipe(path: Path, overrides: Sequence[str]) -> None:
+    """Print a recipe as TOML with every default filled in."""
+    recipe, _ = registry.load(path, overrides)
+    say(resolved(recipe).rstrip())
+
+
+def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> None:
+    """Print who answers and who wraps each hook, then each plugin's options and verdict."""
+    recipe, active = registry.load(path, overrides, without)
+    record = Record(recipe, look(), active)
+    active.answer(DataAnswers(recipe.folder), ModelAnswers(), record)
+    wide = max(map(len, registry.SPECS))
+    for hook, is_stage, answers, wrappers in active.describe():
+        # The core answers in several parts; which of them is nobody's concern.
+        names = [CORE if name.startswith(CORE) else name for name in answers]
+        text = (", else " if is_stage else ", ").join(names) or "nobody"
+        wrapped = f", wrapped by {', then '.join(wrappers)}" if wrappers else ""
+        kind = "stage " if is_stage else "notice"
+        out.print(Text.assemble((f"{hook:<{wide}}", "bold"), f"  {kind}  {text}{wrapped}"))
+    verdicts = _last_verdicts(recipe.folder)
+    for name, plugin in active.plugins.items():
+        options = registry.options_of(plugin)
+        shown = ", ".join(
+            f"{key} = {json.dumps(value, default=str)}" for key, value in options.items()
+        )
+        say("")
+        out.print(Text.assemble((name, "bold"), f"  {active.found[name].origin}"))
+        say(f"  options  {shown or 'none'}")
+        say(f"  verdict  {verdicts.get(name, 'not run yet')}")
+
+
+def _last_verdicts(folder: Path) -> dict[str, str]:
+    """Return what the plugins said in the last run that went into this folder."""
+    try:
+        run = json.loads((folder / "run.json").read_text(encoding="utf8"))
+        return {plugin["name"]: f"{plugin['verdict']} (last run)" for plugin in run["plugins"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}

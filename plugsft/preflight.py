@@ -1,0 +1,297 @@
+"""`plugsft check`: all that can be known before weights are loaded and time is paid for."""
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import snapshot_download
+from rich.text import Text
+
+from . import registry
+from .answers import DataAnswers
+from .console import out, say
+from .context import check_context, load_config
+from .errors import DataError, PlugsftError, RecipeError
+from .machine import free_disk, look
+from .prepare import CURE_BAD, CURE_LONG, Work, eval_source
+from .publish import is_published
+from .recipe import Data, Model, Recipe, Scratch, Source, Train
+from .registry import Active
+from .sample import Sample, listed, make_tokenizer, take, worker
+from .sources import Rows, open_source
+
+ROWS = 100
+"""Of each source, so many are rendered and encoded."""
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TOKEN_BYTES = 4.2
+"""On disk: an int32 and a bit of mask for each, and little besides for each example."""
+
+
+class Findings:
+    """One line for each thing looked at, and every problem kept for the end."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def ok(self, what: str, text: str) -> None:
+        """Say that something is well."""
+        self._line("ok", what, text)
+
+    def warn(self, what: str, text: str) -> None:
+        """Say what works, but may not be meant."""
+        self._line("warn", what, text)
+
+    @contextmanager
+    def about(self, what: str) -> Iterator[None]:
+        """Keep what goes wrong, so that the rest is looked at too."""
+        try:
+            yield
+        except PlugsftError as error:
+            lines = str(error).splitlines()
+            self.problems += [line for line in lines if line not in self.problems]
+            self._line("fail", what, "see the end" if len(lines) == 1 else f"{len(lines)} problems")
+
+    def _line(self, mark: str, what: str, text: str) -> None:
+        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{what:<11}", text))
+
+
+def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: int | None) -> None:
+    """Look at everything, a line each; then raise all problems at once, or say ready."""
+    recipe, active = registry.load(path, overrides, without)
+    active.answer(DataAnswers(recipe.folder))
+    machine = look()
+    machine = replace(machine, world_size=ranks or machine.world_size)
+    findings = Findings()
+    findings.ok("recipe", f"{path}: every key is known, every value fits")
+    with findings.about("plugins"):
+        registry.check(active, recipe, machine)
+        findings.ok("plugins", ", ".join(active.plugins) or "none")
+    with findings.about("model"):
+        check_context(recipe)
+        findings.ok("model", _describe(recipe))
+    rows, tokens = _data(findings, recipe, active)
+    _ranks(findings, recipe.train, machine.world_size, active)
+    steps = _steps(findings, recipe, rows) if rows else None
+    with findings.about("output"):
+        _output(findings, recipe)
+    with findings.about("disk"):
+        _disk(findings, recipe, active, tokens, steps)
+    if findings.problems:
+        raise RecipeError(findings.problems)
+    words = [str(path), *overrides, *(f"--without={name}" for name in without)]
+    say(f"ready: plugsft {shlex.join(words)}")
+
+
+def _data(findings: Findings, recipe: Recipe, active: Active) -> tuple[list[int], float]:
+    """Look at the sources; return the rows of each, if all can be opened, and their tokens."""
+    sources = recipe.data.all_sources()
+    opened = [_open(findings, "data", source) for source in sources]
+    rows = [one for one in opened if one is not None]
+    complete = len(rows) == len(opened)
+    tokens = 0.0
+    with TemporaryDirectory(prefix="plugsft-check-") as folder:
+        work = worker(recipe, active, sources, Path(folder))
+        work.rows = rows
+        has_tokenizer = complete and _tokenizer(findings, recipe.model, work)
+        for number in range(len(sources)) if has_tokenizer else ():
+            with findings.about("rows"):
+                sample = take(work, number, 0, ROWS)
+                tokens += sample.shard.tokens / len(sample.rows) * len(rows[number])
+                _rows(findings, recipe.data, sources[number].source, sample)
+        if recipe.eval is not None:
+            with findings.about("eval"):
+                held_out = eval_source(recipe)
+                if held_out in [one.model_copy(update={"weight": 1.0}) for one in sources]:
+                    findings.warn("eval", "measures the loss on the very rows that are trained on")
+                elif (found := _open(findings, "eval", held_out)) is not None and has_tokenizer:
+                    work.sources, work.rows = [held_out], [found]
+                    sample = take(work, 0, 0, ROWS)
+                    tokens += sample.shard.tokens / len(sample.rows) * len(found)
+                    _rows(findings, recipe.data, held_out.source, sample)
+    return [len(one) for one in rows] if complete else [], tokens
+
+
+def _open(findings: Findings, what: str, source: Source) -> Rows | None:
+    with findings.about(what):
+        rows = open_source(source)
+        findings.ok(what, f"{source.source} ({source.split}): {len(rows):,} rows")
+        return rows
+    return None
+
+
+def _tokenizer(findings: Findings, model: Model, work: Work) -> bool:
+    with findings.about("tokenizer"):
+        make_tokenizer(work, ROWS)
+        tokenizer = work.tokenizer
+        where = model.tokenizer or model.path
+        template = "with" if tokenizer.chat_template else "without"
+        findings.ok(
+            "tokenizer",
+            f"{where}: {len(tokenizer):,} entries, {template} a chat template"
+            if where
+            else "a new one will be trained on the data, with a ChatML template",
+        )
+        return True
+    return False
+
+
+def _rows(findings: Findings, data: Data, source: str, sample: Sample) -> None:
+    """Judge the first rows of a source as preparing would."""
+    shard, problems = sample.shard, []
+    where = f"{source}: of the first {len(sample.rows):,} rows,"
+    if shard.examples:
+        findings.ok(
+            "rows",
+            f"{where} {shard.examples:,} can be used: {shard.tokens / shard.examples:,.0f} tokens "
+            f"each, {shard.trained / shard.tokens:.0%} trained on ({shard.mask})",
+        )
+    else:
+        problems.append(f"{where} not one has a token to train on")
+    for reason, numbers in sorted(shard.bad.items()):
+        text = f"{where} {listed(numbers)}: {reason}"
+        if data.on_bad_row == "error":
+            problems.append(text + CURE_BAD)
+        else:
+            findings.warn("rows", f"{text}; they will be left out")
+    if shard.too_long:
+        text = f"{where} {listed(shard.too_long)}: longer than {data.max_length} tokens"
+        if data.too_long == "error":
+            problems.append(text + CURE_LONG)
+        else:
+            findings.warn("rows", f"{text}; they will be left out")
+    if shard.truncated:
+        text = f"{where} {listed(shard.truncated)}: longer than {data.max_length} tokens"
+        findings.warn("rows", f"{text}; they will be cut")
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:
+    """Say how a window is dealt to the ranks."""
+    word = "rank" if ranks == 1 else "ranks"
+    if other := [name for name in active.plugins if active.implements(name, ["batches"])]:
+        findings.ok("ranks", f"{ranks} {word}; windows are laid out by {', '.join(other)}")
+        return
+    size, micro = train.batch_size, train.micro_batch
+    steps, idle = -(-size // (ranks * micro)), ranks + (-size // micro)
+    if idle > 0:
+        cure = (
+            f"set train.micro_batch = {size // ranks}"
+            if size >= ranks
+            else f"raise train.batch_size to {ranks}, or launch fewer ranks"
+        )
+        findings.warn(
+            "ranks",
+            f"{idle} of {ranks} never get an example: train.batch_size = {size} is dealt out "
+            f"{micro} at a time; {cure}",
+        )
+        return
+    full = "" if size % (ranks * micro) == 0 else ", the last of them not full"
+    findings.ok(
+        "ranks",
+        f"{ranks} {word}, a window of {size} examples: {steps} x {min(micro, size)} on each{full}",
+    )
+
+
+def _steps(findings: Findings, recipe: Recipe, rows: list[int]) -> int:
+    """Say how many steps a run takes, if no row is left out."""
+    train = recipe.train
+    weights = [source.weight for source in recipe.data.all_sources()]
+    examples = sum(round(weight * count) for weight, count in zip(weights, rows, strict=True))
+    per_epoch = max(1, -(-examples // train.batch_size))
+    steps = train.steps or train.epochs * per_epoch
+    findings.ok("steps", f"{steps:,}, {per_epoch:,} an epoch of {examples:,} examples")
+    warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
+    if warmup >= steps:
+        findings.warn(
+            "steps",
+            f"the warm-up takes {warmup:,} of {steps:,} steps, so the learning rate never reaches "
+            "train.learning_rate; lower train.warmup",
+        )
+    if train.batch_size > examples:
+        findings.warn("steps", f"train.batch_size = {train.batch_size} is more than an epoch has")
+    return steps
+
+
+def _output(findings: Findings, recipe: Recipe) -> None:
+    """Look at the folder that receives the run."""
+    folder = recipe.folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise RecipeError(f"output: {there} is a file; give another folder")
+    if not os.access(there, os.W_OK):
+        raise RecipeError(f"output: {there} cannot be written to; give another folder")
+    left = is_published(folder / "model") or any(folder.glob("checkpoints/step-*"))
+    if left:
+        findings.warn("output", f"{recipe.output} holds a run: train with --resume or --overwrite")
+    else:
+        findings.ok("output", recipe.output)
+
+
+def _disk(
+    findings: Findings, recipe: Recipe, active: Active, tokens: float, steps: int | None
+) -> None:
+    """Compare what the run will write with the free space."""
+    free, weights = free_disk(recipe.folder.absolute()), _weights(recipe.model)
+    if weights is None:
+        findings.warn(
+            "disk", f"{_size(free)} free; the model's size is known once it is downloaded"
+        )
+        return
+    every = recipe.checkpoint.every
+    written = -(-(steps or 1) // every) if every else 1
+    # AdamW's two moments stand beside the weights; the oldest goes once a new one is complete.
+    checkpoints = (min(written, recipe.checkpoint.keep + 1)) * 3 * weights
+    need = weights + checkpoints + tokens * TOKEN_BYTES
+    text = f"about {_size(need)} needed, {_size(free)} free"
+    if need < free:
+        findings.ok("disk", text)
+        return
+    cure = "lower checkpoint.keep, or give another output"
+    # A plugin may train a part of the weights only, and so write far less.
+    if any(active.implements(name, ["optimize_model", "optimizer"]) for name in active.plugins):
+        findings.warn("disk", f"{text}, unless a plugin makes it less; {cure}")
+    else:
+        raise RecipeError(f"output: {text}; {cure}")
+
+
+def _describe(recipe: Recipe) -> str:
+    limit = f"max_length {recipe.data.max_length:,} fits its context"
+    if recipe.model.scratch:
+        return f"new, at most {_parameters(recipe.model.scratch):,} parameters; {limit}"
+    return f"{recipe.model.path}; {limit}"
+
+
+def _parameters(scratch: Scratch) -> int:
+    """Count the weights of a model from scratch whose vocabulary is full."""
+    width, mlp = scratch.hidden, scratch.mlp or 4 * scratch.hidden
+    narrow = width // scratch.heads * (scratch.kv_heads or scratch.heads)
+    layer = 2 * width * width + 2 * width * narrow + 3 * width * mlp + 2 * width
+    return scratch.vocab * width + scratch.layers * layer + width
+
+
+def _weights(model: Model) -> int | None:
+    """Return the bytes of the model's weights, as far as they are on this machine."""
+    if model.scratch:
+        return _parameters(model.scratch) * BYTES[model.dtype]
+    folder = Path(str(model.path))
+    if not folder.is_dir():
+        try:
+            kept = snapshot_download(str(folder), revision=model.revision, local_files_only=True)
+        except Exception:  # whatever the hub raises: it is not on this machine
+            return None
+        folder = Path(kept)
+    found = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    stored = getattr(load_config(model).dtype, "itemsize", BYTES[model.dtype])
+    return sum(path.stat().st_size for path in found) * BYTES[model.dtype] // stored or None
+
+
+def _size(count: float) -> str:
+    power = min(int(math.log(max(count, 1), 1024)), 4)
+    return f"{count / 1024**power:,.1f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -1,0 +1,47 @@
+"""The skeleton of a new plugin: the distribution in skeleton_files/, under another name."""
+
+import keyword
+import re
+from pathlib import Path
+
+from .console import say
+from .errors import PluginError
+from .registry import CORE, find
+
+FILES = Path(__file__).with_name("skeleton_files")
+
+
+def new_plugin(name: str, folder: Path) -> None:
+    """Write a package with a working plugin and its passing test, and say how to go on."""
+    if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise PluginError(
+            f"'{name}': a plugin's name is lower case letters, digits and underscores between "
+            "them, begins with a letter, and is no word of Python's own: for instance long_batches"
+        )
+    taken = {CORE: "the core itself"} | {one.name: one.origin for one in find().values()}
+    if name in taken:
+        raise PluginError(f"'{name}': the name is taken ({taken[name]}); choose another")
+    target = folder / f"plugsft-{name.replace('_', '-')}"
+    words = {
+        "my_plugin": name,
+        "my-plugin": name.replace("_", "-"),
+        "MyPlugin": "".join(word.capitalize() for word in name.split("_")),
+    }
+    try:
+        target.mkdir(parents=True)
+        for file in sorted(path for path in FILES.iterdir() if path.is_file()):
+            text = file.read_text(encoding="utf8")
+            (target / _rename(file.name, words)).write_text(_rename(text, words), encoding="utf8")
+    except FileExistsError as error:
+        raise PluginError(f"{error.filename} exists already; remove it, or give --folder") from None
+    except OSError as error:
+        raise PluginError(f"{error.filename or target}: {error.strerror}; give --folder") from error
+    say(f"written: {target}. Go on with:")
+    for command in (f"cd {target}", "pip install -e .", "pytest"):
+        say(f"  {command}")
+
+
+def _rename(text: str, words: dict[str, str]) -> str:
+    for word, new in words.items():
+        text = text.replace(word, new)
+    return text

@@ -1,0 +1,31 @@
+"""Count the micro-batches that are long."""
+
+from collections.abc import Generator
+
+from torch import Tensor
+
+from plugsft import Batch, hookimpl, plugin, state
+
+
+@plugin()
+class MyPlugin:
+    """Count the micro-batches that are long."""
+
+    longer_than: int = 128
+    """Tokens, padding included, from which on a micro-batch counts as long."""
+
+    seen: int = state(0)
+    long: int = state(0)
+
+    @hookimpl(wrapper=True)
+    def step(self, batch: Batch) -> Generator[None, Tensor, Tensor]:
+        """Look at each micro-batch on its way through the model."""
+        self.seen += 1
+        self.long += batch["input_ids"].shape[1] > self.longer_than
+        loss = yield  # here the core, or another plugin, computes the loss
+        return loss
+
+    @hookimpl
+    def verdict(self) -> str:
+        """Say what came of it."""
+        return f"{self.long} of {self.seen} micro-batches longer than {self.longer_than} tokens"

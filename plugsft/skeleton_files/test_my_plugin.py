@@ -1,0 +1,21 @@
+"""What my_plugin promises, checked in real runs on a tiny model."""
+
+from plugsft import testing
+
+
+def test_it_changes_nothing_that_is_learned() -> None:
+    testing.keeps_gradients("my_plugin", {"longer_than": 16})
+
+
+def test_it_works_in_a_worker_process() -> None:
+    testing.survives_worker("my_plugin")
+
+
+def test_every_hook_gives_a_result() -> None:
+    testing.returns_what_it_wrapped("my_plugin")
+
+
+def test_it_counts() -> None:
+    # 24 rows, two at a time, two epochs.
+    assert testing.verdict("my_plugin", {"longer_than": 1}).startswith("24 of 24 ")
+    assert testing.verdict("my_plugin", {"longer_than": 999}).startswith("0 of 24 ")

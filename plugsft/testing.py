@@ -1,0 +1,208 @@
+"""The laws of plugsft as checks for a plugin's own tests.
+
+    from plugsft import testing
+
+    def test_it_changes_nothing_that_is_learned():
+        testing.keeps_gradients("my_plugin", {"my_option": 3})
+
+Every check runs for real, in new processes: a tiny model, tiny data, a temporary folder. One that
+fails raises AssertionError, with what to mend. `tables` are merged into the tiny recipe: for a
+plugin that needs another one, rows of another kind, or other settings.
+"""
+
+import functools
+import json
+import math
+import multiprocessing
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from . import loop
+from .answers import DataAnswers
+from .errors import did_you_mean
+from .hooks import Hooks
+from .machine import look
+from .prepare import Work, prepare
+from .record import read_metrics
+from .registry import check, find, resolve
+from .types import Slice
+
+ROWS = 24
+TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that read them all"
+MEND = {
+    "trained_tokens": "examples or targets were lost, doubled or moved to another step. 'batches' "
+    "may only lay out each window's examples anew; 'render' and 'encode' leave the targets alone",
+    "loss": "it must be the sum over the micro-batch's targets divided by `total`, and by nothing "
+    "else: the core does all other scaling",
+    "grad_norm": "the loss is the same and its gradient is not. Look for a scaled or detached "
+    "loss, hooks on gradients, frozen parameters, or lower precision in the backward pass",
+}
+"""What is wrong, most likely, where a metric is the first to differ."""
+
+Tables = Mapping[str, Any]
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def keeps_gradients(
+    name: str,
+    options: Tables | None = None,
+    tables: Tables | None = None,
+    tolerance: float = 1e-5,
+) -> None:
+    """Check that each step of a run has the same loss and gradient norm as without the plugin."""
+    with _recipe(name, options, tables) as recipe:
+        others = {other: given for other, given in recipe["plugins"].items() if other != name}
+        bare = {**recipe, "plugins": others, "output": recipe["output"] + "-without"}
+        (without, _), (with_it, _) = _run(_train, [bare, recipe], f"plugin '{name}'")
+    assert len(without) == len(with_it), (
+        f"plugin '{name}': {len(with_it)} steps with it and {len(without)} without: 'batches' may "
+        "only lay out each window's examples anew"
+    )
+    for before, after in zip(without, with_it, strict=True):
+        for metric, cure in MEND.items():
+            assert math.isclose(before[metric], after[metric], rel_tol=tolerance), (
+                f"plugin '{name}': step {before['step']}: {metric} is {after[metric]:.8g} with it "
+                f"and {before[metric]:.8g} without: {cure}"
+            )
+
+
+def survives_worker(name: str, options: Tables | None = None, tables: Tables | None = None) -> None:
+    """Check that the plugin, made again in a worker process, writes the same bytes of tokens."""
+    with _recipe(name, options, tables) as recipe:
+        [(work, slices, here)] = _run(_prepare, [recipe], f"plugin '{name}'")
+        # Workers take slices in any order.
+        write = functools.partial(_write, slices=slices[::-1])
+        [there] = _run(write, [work], f"plugin '{name}' in a worker process")
+    for file, content in here.items():
+        assert there[file] == content, (
+            f"plugin '{name}': a worker process wrote other tokens for the same rows. What becomes "
+            "of a row may depend on the row and on the plugin's options alone: not on rows seen "
+            "before, on what check() or another process set, on the clock or on chance"
+        )
+
+
+def returns_what_it_wrapped(
+    name: str, options: Tables | None = None, tables: Tables | None = None
+) -> None:
+    """Check that a run calls the plugin's hooks to the end, and gets something from each."""
+    with _recipe(name, options, tables) as recipe:
+        _run(functools.partial(_train, watched=name), [recipe], f"plugin '{name}'")
+
+
+def verdict(name: str, options: Tables | None = None, tables: Tables | None = None) -> str:
+    """Return what the plugin says of itself at the end of a tiny run."""
+    with _recipe(name, options, tables) as recipe:
+        [(_, verdicts)] = _run(_train, [recipe], f"plugin '{name}'")
+    return verdicts[name]
+
+
+@contextmanager
+def _recipe(name: str, options: Tables | None, tables: Tables | None) -> Iterator[dict[str, Any]]:
+    """Give a recipe that trains in a second, in a temporary folder."""
+    found = find()
+    assert name in found, (
+        f"no plugin '{name}' is installed{did_you_mean(name, found) or ';'} there are: "
+        f"{', '.join(found)}. A plugin is found by its entry point in the group 'plugsft', so "
+        "install yours first: pip install -e ."
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        lines = [json.dumps(row) for row in _chats()]
+        (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf8")
+        scratch = {"hidden": 32, "layers": 2, "heads": 2, "vocab": 400, "context": 256}
+        # Two epochs, in steps of several micro-batches that differ in length and in targets.
+        recipe: dict[str, Any] = {
+            "output": str(folder / "run"),
+            "model": {"scratch": scratch},
+            "data": {"source": str(folder / "data.jsonl"), "max_length": 256},
+            "train": {"batch_size": 8, "micro_batch": 2, "learning_rate": 1e-3, "epochs": 2},
+            "plugins": {name: dict(options or {})},
+        }
+        for key, value in (tables or {}).items():
+            known = recipe.get(key)
+            recipe[key] = {**known, **value} if isinstance(known, dict) else value
+        yield recipe
+
+
+def _chats() -> Iterator[dict[str, Any]]:
+    rng = random.Random(0)
+    for _ in range(ROWS):
+        ask, answer = (" ".join(rng.choices(TEXT.split(), k=rng.randint(2, 14))) for _ in "12")
+        turns = ("user", ask), ("assistant", answer)
+        yield {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def _run(function: Callable[[Job], Result], jobs: Sequence[Job], who: str) -> list[Result]:
+    """Run each job in a new process, all at once; a failure becomes an AssertionError."""
+    # They start from one that has imported torch, and nothing of the plugin or of this process.
+    servers = multiprocessing.get_context("forkserver")
+    servers.set_forkserver_preload([loop.__name__])
+    with ProcessPoolExecutor(len(jobs), servers, max_tasks_per_child=1) as pool:
+        try:
+            return list(pool.map(function, jobs))
+        except Exception as error:  # whatever a plugin raises: the traceback stays below it
+            raise AssertionError(f"{who}: {type(error).__name__}: {error}") from error
+
+
+def _train(
+    raw: dict[str, Any], watched: str | None = None
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Train; return the metrics of every step, and the verdicts."""
+    recipe, active = resolve(raw)
+    if watched is not None:
+        _watch(active.plugins[watched], watched)
+    # A tiny model gains nothing from threads, and several runs would fight over the cores.
+    loop.train(recipe, active, replace(look(), cores=1))
+    lines = read_metrics(recipe.folder / "metrics.jsonl")
+    return [line for line in lines if "loss" in line], active.verdicts()
+
+
+def _watch(plugin: Any, name: str) -> None:
+    """Make each answer of a plugin fail that is None; the core sees to the wrappers."""
+    for hook, spec in vars(Hooks).items():
+        mark = getattr(getattr(plugin, hook, None), "plugsft_impl", None)
+        stage = getattr(spec, "plugsft_spec", {}).get("firstresult")
+        # To `render`, None is an answer: not my format.
+        if mark and stage and not mark["wrapper"] and hook != "render":
+            setattr(plugin, hook, _never_none(getattr(plugin, hook), name, hook))
+
+
+def _never_none(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def watched(*arguments: Any) -> Any:
+        result = function(*arguments)
+        assert result is not None, (
+            f"plugin '{name}': its answer to '{hook}' is None, and so the core's is taken: "
+            "return the result"
+        )
+        return result
+
+    return watched
+
+
+Shards = dict[str, bytes]
+
+
+def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], Shards]:
+    """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
+    recipe, active = resolve(raw)
+    active.answer(DataAnswers(recipe.folder))
+    check(active, recipe, look())
+    work, _, _ = prepare(recipe, active)
+    rows, middle = len(work.rows[0]), len(work.rows[0]) // 2
+    slices = [Slice(0, 0, middle), Slice(0, middle, rows)]
+    return work, slices, _write(work, slices)
+
+
+def _write(work: Work, slices: list[Slice]) -> Shards:
+    with tempfile.TemporaryDirectory() as folder:
+        there = replace(work, folder=Path(folder))
+        files = [there(one).file for one in slices]
+        return {file: (Path(folder) / file).read_bytes() for file in files}

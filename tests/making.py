@@ -1,0 +1,36 @@
+"""Make plugins for a test as a user would: a distribution with entry points, on the path."""
+
+import importlib
+import itertools
+import os
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+_numbers = itertools.count()
+HEAD = "from plugsft import PluginError, RecipeError, hookimpl, plugin, state\n"
+
+
+def install(folder: Path, **plugins: str) -> Path:
+    """Write plugins (name=source of its module) into a folder that goes on sys.path."""
+    made = f"made{os.getpid()}_{next(_numbers)}"
+    site = folder / made
+    info = site / f"{made}-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {made}\nVersion: 1.2\nSummary: For a test\n"
+    )
+    points = "".join(f"{name} = {made}_{name}\n" for name in plugins)
+    (info / "entry_points.txt").write_text(f"[plugsft]\n{points}")
+    for name, source in plugins.items():
+        (site / f"{made}_{name}.py").write_text(HEAD + dedent(source), encoding="utf8")
+    return site
+
+
+def activate(site: Path, monkeypatch) -> None:
+    """Put such a folder on this process's path, and on that of processes it starts."""
+    monkeypatch.syspath_prepend(str(site))
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), before])))
+    importlib.invalidate_caches()
+    assert str(site) in sys.path

@@ -1,0 +1,311 @@
+"""Recipes: every mistake of a file in one go, each with its place, its value and its cure."""
+
+import json
+import os
+
+import pytest
+from conftest import tiny_tables, write_recipe
+from making import activate, install
+
+from plugsft import Recipe, RecipeError
+from plugsft.recipe import explain, flatten, read, validate
+from plugsft.record import resolved
+from plugsft.registry import load
+
+
+def problems(path, *overrides):
+    with pytest.raises(RecipeError) as caught:
+        load(path, overrides)
+    lines = caught.value.problems
+    assert all("\n" not in line for line in lines), lines
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"lerning_rate": 1},
+            "lerning_rate: unknown key (given 1); allowed: output, model, data, train",
+        ),
+        (
+            {"learning_rate": 1},
+            "learning_rate: unknown key (given 1); did you mean 'train.learning_rate'?",
+        ),
+        (
+            {"train": {"batch_sise": 4}},
+            "train.batch_sise: unknown key (given 4); did you mean 'batch_size'? allowed: batch",
+        ),
+        ({"train": {"batch_size": "8"}}, "train.batch_size: given '8'; it should be a valid int"),
+        ({"train": {"batch_size": True}}, "train.batch_size: given True; it should be a valid int"),
+        ({"train": {"batch_size": 0}}, "train.batch_size: given 0; it should be greater than or"),
+        ({"train": {"epochs": 2**31}}, "train.epochs: given 2147483648; it should be less than"),
+        ({"train": {"seed": -1}}, "train.seed: given -1; it should be greater than or equal to 0"),
+        (
+            {"train": {"learning_rate": float("nan")}},
+            "train.learning_rate: given nan; it should be a finite number",
+        ),
+        (
+            {"train": {"schedule": "cosin"}},
+            "train.schedule: given 'cosin'; did you mean 'cosine'? allowed: 'constant', ",
+        ),
+        ({"train": {"schedule": ["x"]}}, "train.schedule: given ['x']; allowed: 'constant', "),
+        ({"train": [1]}, "train: given [1]; it should be a table"),
+        ({"plugins": 3}, "plugins: given 3; it should be a table"),
+        ({"data": {"columns": {"text": 1}}}, "data.columns.text: given 1; it should be a valid st"),
+        ({"data": {"columns": "text"}}, "data.columns: given 'text'; it should be a table"),
+        ({"data": {"sources": [{"source": "x"}]}}, "data: give either source or [[data.sources]]"),
+        ({"model": {"path": "somewhere"}}, "model: give either path (a hub name or a folder) or"),
+        ({"model": {"scratch": {"hidden": 30}}}, "model.scratch: hidden (30) must be an even mul"),
+        ({"model": {"scratch": {"kv_heads": 3}}}, "model.scratch: heads (2) must be a multiple of"),
+        ({"output": ""}, "output: given ''; it should be a name or a path"),
+        ({"output": "a\0b"}, "output: given 'a\\x00b'; it cannot be a path: embedded null byte"),
+        ({"data": {"source": "x" * 5000}}, "data.source: given 'xxxx"),
+        ({"a\nb": 1}, "'a\\nb': unknown key (given 1)"),
+    ],
+)
+def test_each_mistake_is_one_line_with_file_key_value_and_cure(tmp_path, changes, expected):
+    tables = tiny_tables(tmp_path)
+    for name, change in changes.items():
+        merge = isinstance(change, dict) and isinstance(tables.get(name), dict)
+        tables[name] = {**tables[name], **change} if merge else change
+        if name == "model" and "scratch" in change:
+            tables["model"]["scratch"] = {"hidden": 32, "heads": 2, **change["scratch"]}
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    (line,) = problems(path)
+    assert line.startswith(f"{path}: {expected}"), line
+
+
+def test_a_missing_key_is_named(tiny):
+    path = tiny()
+    path.write_text(path.read_text().replace("batch_size = 8\n", "").replace("output", "#"))
+    assert problems(path) == [
+        f"{path}: output: missing; it must be set",
+        f"{path}: train.batch_size: missing; it must be set",
+    ]
+
+
+def test_all_mistakes_of_a_file_come_at_once_the_plugins_among_them(tiny, tmp_path, monkeypatch):
+    activate(
+        install(tmp_path, squeeze="@plugin()\nclass Squeeze:\n    depth: int = 3\n"), monkeypatch
+    )
+    path = tiny(
+        train={"batch_size": 0, "epoch": 2},
+        data={"max_length": "long"},
+        plugins={"squeez": {}, "squeeze": {"dept": 1}},
+    )
+    lines = "\n".join(problems(path))
+    for key in (
+        "train.batch_size: given 0",
+        "train.epoch: unknown key",
+        "data.max_length: given 'long'",
+        "plugins.squeez: unknown plugin; did you mean 'squeeze'?",
+        "plugins.squeeze.dept: unknown key (given 1); did you mean 'depth'? allowed: depth",
+    ):
+        assert key in lines, key
+
+
+def test_nested_tables_in_a_list_are_named_by_number(tiny):
+    path = tiny()
+    text = path.read_text()
+    text = text.replace(
+        "[data]\n", "[data]\nsources = [{source = 'a'}, {source = 'b', wait = 2}]\n"
+    )
+    path.write_text("".join(line for line in text.splitlines(True) if "source = " not in line[:9]))
+    (line,) = problems(path)
+    assert "data.sources.1.wait: unknown key (given 2); did you mean 'weight'? allowed: " in line
+    for bad, expected in [
+        ("-1", "greater than 0"),
+        ("inf", "less than or equal"),
+        ("'1'", "valid"),
+    ]:
+        path.write_text(path.read_text().replace("wait = 2", f"weight = {bad}"))
+        (line,) = problems(path)
+        assert "data.sources.1.weight: given" in line and expected in line
+        path.write_text(path.read_text().replace(f"weight = {bad}", "wait = 2"))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"output = ", "is not TOML: Invalid value (at end of document)"),
+        (b"a = 1\na = 2\n", "is not TOML: Cannot overwrite a value (at line 2, column 6)"),
+        (b'output = "\xff"', "is not TOML: 'utf-8' codec can't decode"),
+        (b"x = 1" + b"0" * 5000, "is not TOML: Exceeds the limit"),
+        (b"x = " + b"[" * 5000, "is not TOML: "),
+        (b"when = 2024-13-45", "is not TOML: "),
+        (b"", "output: missing; it must be set"),
+    ],
+)
+def test_broken_toml(tmp_path, content, expected):
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(content)
+    assert problems(path)[0].startswith(f"{path}: {expected}")
+
+
+def test_a_recipe_that_cannot_be_read(tmp_path):
+    assert problems(tmp_path / "none.toml") == [
+        f"{tmp_path / 'none.toml'}: cannot be read (No such file or directory)"
+    ]
+    assert problems(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory)"]
+
+
+def test_numbers_too_long_to_print_are_still_a_line(tiny):
+    path = tiny()
+    path.write_text(path.read_text().replace("batch_size = 8", "batch_size = 0x" + "f" * 9000))
+    (line,) = problems(path)
+    assert "train.batch_size: given a number of more digits than Python writes; it should" in line
+
+
+def test_overrides_set_any_key(tiny):
+    recipe, _ = load(
+        tiny(),
+        [
+            "train.learning_rate=1e-5",
+            "train.steps=3",
+            "data.split=train[:5]",
+            "output=runs/here and there",
+            'data.columns={messages = "talk"}',
+            "eval.every=7",
+            "checkpoint.keep = 9",
+        ],
+    )
+    assert recipe.train.learning_rate == 1e-5 and recipe.train.steps == 3
+    assert recipe.data.split == "train[:5]" and recipe.output == "runs/here and there"
+    assert recipe.data.columns == {"messages": "talk"}
+    assert recipe.eval is not None and recipe.eval.every == 7 and recipe.checkpoint.keep == 9
+
+
+def test_overrides_reach_into_lists(tmp_path):
+    raw = {"data": {"sources": [{"source": "a"}, {"source": "b"}]}}
+    path = write_recipe(tmp_path / "r.toml", raw)
+    assert read(path, ["data.sources.1.weight=0.5"])["data"]["sources"][1]["weight"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.batch_size", "'train.batch_size': an override is written key.path=value"),
+        ("=3", "'=3': an override is written key.path=value"),
+        ("output.x=3", "'output.x=3': output is no table, so it has no 'x'"),
+        ("train.batch_size=four", "train.batch_size: given 'four'; it should be a valid integer"),
+        ("train.batchsize=4", "train.batchsize: unknown key (given 4); did you mean 'batch_size'?"),
+        ("train..x=4", "train.'': unknown key"),
+        ("train.seed=1\ny = 2", "train.seed: given '1\\ny = 2'; it should be a valid integer"),
+        ("output=\udcff", "output: given '\\udcff'; it cannot be a path: "),
+        ("train=3", "train: given 3; it should be a table"),
+        ("plugins.nothing.x=3", "plugins.nothing: unknown plugin"),
+    ],
+)
+def test_wrong_overrides(tiny, override, expected):
+    (line,) = problems(tiny(), override)
+    assert expected in line
+
+
+def full_tables(folder):
+    tables = tiny_tables(folder)
+    tables["data"] |= {"columns": {"messages": "talk"}, "template_kwargs": {"a": [1, {"b": None}]}}
+    del tables["data"]["template_kwargs"]["a"][1]["b"]  # TOML has no null
+    tables["train"] |= {"schedule_options": {"min_lr_rate": 0.1}, "epochs": 3, "warmup": 0.5}
+    tables["eval"] = {"every": 3, "source": tables["data"]["source"], "split": "train[:2]"}
+    tables["checkpoint"] = {"every": 5}
+    return tables
+
+
+def test_the_resolved_recipe_reads_back_equal_from_anywhere(tmp_path, monkeypatch):
+    tables = full_tables(tmp_path / "home")
+    tables["output"], tables["data"]["source"] = "run", "data.jsonl"
+    tables["eval"]["source"] = "./data.jsonl"
+    monkeypatch.chdir(tmp_path / "home")
+    recipe, _ = load(write_recipe(tmp_path / "recipe.toml", tables))
+    text = resolved(recipe)
+    (tmp_path / "resolved.toml").write_text(text)
+    again, _ = load(tmp_path / "resolved.toml")
+    monkeypatch.chdir("/")
+    elsewhere, _ = load(tmp_path / "resolved.toml")
+    assert again == elsewhere
+    assert resolved(elsewhere) == text == resolved(again)
+    assert again.output == str(tmp_path / "home/run")
+    assert os.path.samefile(again.data.source, again.eval.source)
+    moved = {"output", "data.source", "eval.source"}
+    before, after = flatten(recipe.model_dump()), flatten(again.model_dump())
+    assert {key for key in before if before[key] != after[key]} == moved
+    # Every default stands in it.
+    assert "weight_decay = 0.0" in text and 'too_long = "truncate"' in text
+
+
+def test_the_resolved_recipe_of_a_mixture_reads_back(tmp_path):
+    tables = tiny_tables(tmp_path)
+    name = tables["data"].pop("source")
+    tables["data"]["sources"] = [
+        {"source": name, "weight": 0.5},
+        {"source": name, "split": "a[:3]"},
+    ]
+    recipe, _ = load(write_recipe(tmp_path / "recipe.toml", tables))
+    assert [one.weight for one in recipe.data.all_sources()] == [0.5, 1.0]
+    path = tmp_path / "resolved.toml"
+    path.write_text(resolved(recipe))
+    assert load(path)[0] == recipe
+    # The way a recipe reaches a worker process.
+    assert validate(recipe.model_dump(exclude_none=True), "r") == (recipe, [])
+
+
+def test_a_mixture_says_what_it_is_evaluated_on(tmp_path):
+    tables = tiny_tables(tmp_path)
+    tables["data"]["sources"] = [{"source": tables["data"].pop("source")}]
+    tables["eval"] = {}
+    (line,) = problems(write_recipe(tmp_path / "recipe.toml", tables))
+    assert "eval.source: missing; with [[data.sources]] it must be set" in line
+
+
+def test_a_home_folder_is_written_with_a_tilde(tiny, monkeypatch):
+    monkeypatch.setenv("HOME", "/somebody")
+    assert load(tiny(), ["output=~/run"])[0].output == "/somebody/run"
+
+
+def test_a_recipe_is_frozen(tiny):
+    recipe, _ = load(tiny())
+    with pytest.raises(Exception, match="frozen"):
+        recipe.train.steps = 3
+    assert recipe.has("nothing") is False
+
+
+def test_the_schema_explains_every_key():
+    def walk(schema):
+        for name, value in schema.get("properties", {}).items():
+            yield name, value
+        for inner in schema.get("$defs", {}).values():
+            yield from walk(inner)
+
+    schema = Recipe.model_json_schema()
+    json.dumps(schema)
+    tables = {"model", "data", "train", "eval", "checkpoint"}
+    silent = [
+        name for name, value in walk(schema) if name not in tables and "description" not in value
+    ]
+    assert silent == []
+
+
+def test_each_branch_of_a_union_is_told_in_one_line():
+    from typing import Literal
+
+    from pydantic import ValidationError
+
+    from plugsft import plugin
+
+    @plugin()
+    class Packing:
+        rows: int | Literal["auto"] = "auto"
+        share: float | None = None
+        names: dict[str, int] | None = None
+        wanted: int
+
+    with pytest.raises(ValidationError) as caught:
+        Packing(rows="many", share="x", names={"a": "b"})
+    lines = explain(caught.value.errors(include_url=False), Packing, "r", ("plugins", "packing"))
+    assert lines == [
+        "r: plugins.packing.rows: given 'many'; it should be a valid integer, or allowed: 'auto'",
+        "r: plugins.packing.share: given 'x'; it should be a valid number",
+        "r: plugins.packing.names.a: given 'b'; it should be a valid integer",
+        "r: plugins.packing.wanted: missing; it must be set",
+    ]

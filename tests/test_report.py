@@ -1,0 +1,277 @@
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugsft import report
+
+EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"
+LENGTHS = {"edges": [0, 16, 32, 64], "counts": [3, 100, 194], "min": 12, "median": 44, "max": 61}
+DATA = {
+    "rows": 300,
+    "examples": 297,
+    "tokens": 21000,
+    "trained_tokens": 9000,
+    "bad_rows": {"no trained token": {"count": 1300, "rows": [4, 1009, 12]}},
+    "truncated": {"count": 0, "rows": []},
+    "lengths": LENGTHS,
+    "mask": "the chat template's generation blocks",
+}
+PLUGIN = {
+    "name": "length_group",
+    "origin": "bundled",
+    "version": "1.2",
+    "options": {"x": 4096, "scope": "window"},
+    "verdict": "12 % less padding",
+}
+RUN: dict[str, Any] = {
+    "format": 1,
+    "status": "finished",
+    "reason": None,
+    "name": "quickstart",
+    "output": "runs/quickstart",
+    "started": "2026-11-21T05:10:00+00:00",
+    "seconds": 93.1,
+    "steps": {"done": 240, "total": 240, "per_epoch": 30, "epochs": 8},
+    "versions": {"plugsft": "0.1.0", "flash_attn": "2.8.3"},
+    "machine": {"host": "box", "cores": 2, "memory_gib": 23.5, "gpus": []},
+    "model": {"source": "scratch", "parameters": 3456789},
+    "data": DATA,
+    "eval": DATA,
+    "plugins": [PLUGIN],
+    "throughput": {"tokens_per_second": 3500.1},
+    "final": {"loss": 0.02, "eval_loss": 2.1},
+    "warnings": ["The learning rate is high."],
+}
+
+
+class Page(HTMLParser):
+    """Collect a page's tags, its text and its embedded numbers; fail where tags do not nest."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.text = self.script = ""
+        self.feed(page)
+        self.close()
+        assert not self.open
+        self.numbers = json.loads(self.script, parse_constant=pytest.fail)
+        self.text = " ".join(self.text.split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in ("meta", "link"):
+            self.open.append(tag if ("id", "numbers") not in attrs else "numbers")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() in (tag, "numbers")
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "numbers":
+            self.script += data
+        elif self.open and self.open[-1] not in ("script", "style"):
+            self.text += f" {data}"
+
+
+def training(steps: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"step": step, "loss": 6 / step, **more} for step in range(1, steps + 1)]
+
+
+def test_page_tells_the_run() -> None:
+    page = Page(report.render(RUN, [*training(240), {"step": 240, "eval_loss": 2.1}]))
+    said = "Final loss 0.02; evaluation loss 2.1; 240 of 240 steps in 1.55 min, at 3,500 tokens per"
+    assert said in page.text
+    assert "finished 2026-11-21 05:10:00+00:00 quickstart" in page.text
+    assert "no trained token: 1,300 (rows 4, 1009, 12, …)" in page.text
+    assert "truncated 0 lengths min 12, median 44, max 61 mask" in page.text
+    assert 'length_group 12 % less padding bundled 1.2 x = 4096, scope = "window"' in page.text
+    assert "flash_attn 2.8.3" in page.text
+    assert "memory, GiB 23.5 gpus none" in page.text
+    assert "The learning rate is high." in page.text
+    assert page.numbers["parts"]["data"]["counts"] == [3, 100, 194]
+    assert page.numbers["parts"]["steps"]["per_epoch"] == 30
+    assert page.tags.count("h1") == 1
+    page = Page(report.render({**RUN, "status": "stopped"}, training(3)))
+    assert "Loss 2 at step 3; 240 of 240" in page.text
+
+
+def test_long_run_keeps_extremes_in_a_small_page() -> None:
+    keys = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "tokens", "memory_gib")
+    metrics: list[dict[str, Any]] = [
+        {"step": n, **{key: math.sin(n * k) * 1e-5 for k, key in enumerate(keys, 1)}}
+        for n in range(1, 200_001)
+    ]
+    metrics[77_777]["loss"], metrics[123_456]["loss"], metrics[150_001]["loss"] = 99.5, -42, None
+    page = report.render(RUN, metrics)
+    curve = Page(page).numbers["curves"]["loss"]
+    points = dict(zip(curve["x"], curve["y"], strict=True))
+    assert points[77_778] == 99.5
+    assert points[123_457] == -42
+    assert points[150_002] is None
+    assert {1, 200_000} <= points.keys()
+    assert curve["x"] == sorted(curve["x"])
+    assert 800 < len(curve["x"]) <= 1200
+    assert Page(page).numbers["whole"]["loss"] == 200_000
+    assert len(page) < 400_000
+
+
+def test_page_stays_small_whatever_it_holds() -> None:
+    row = {f"plugin_metric_{key}": -1.23456789e-5 * (key + 1) for key in range(100)}
+    metrics = [{"step": 10**6 + n, **row, "loss": 1 / (n + 1)} for n in range(2_000)]
+    run = {
+        **RUN,
+        "warnings": ["w" * 10_000] * 500,
+        "versions": {f"package_{n}": "1.0" for n in range(5_000)},
+        "data": {"bad_rows": {f"{n} " + "r" * 10_000: {"count": n} for n in range(500)}},
+    }
+    page = report.render(run, metrics)
+    assert len(page) < 400_000
+    assert "and 470 more" in page
+    assert len(Page(page).numbers["whole"]) == 101
+    assert "loss" in Page(page).numbers["curves"]
+    assert len(Page(page).numbers["curves"]) == report.MAX_CURVES
+
+
+def test_everything_from_the_run_is_escaped() -> None:
+    plugin = {"name": EVIL, "origin": EVIL, "options": {EVIL: EVIL}, "verdict": EVIL}
+    data = {"bad_rows": {EVIL: {"count": 1, "rows": [EVIL]}}, "mask": EVIL, EVIL: EVIL}
+    run: dict[str, Any] = dict.fromkeys(("name", "status", "reason", "started", "output"), EVIL)
+    run |= {"plugins": [plugin], "data": data, "warnings": [EVIL], EVIL: {EVIL: {EVIL: [EVIL]}}}
+    run |= {"steps": {"done": EVIL, "total": EVIL}, "throughput": {"tokens_per_second": EVIL}}
+    plain = Page(report.render({**RUN, "reason": "x"}, training(3)))
+    page = Page(report.render(run, [{"step": 1, "loss": 1, EVIL: 2}]))
+    assert set(page.tags) <= set(plain.tags)
+    assert page.tags.count("script") == plain.tags.count("script")
+    assert not {name for name, _ in page.attributes} - {name for name, _ in plain.attributes}
+    assert page.numbers["curves"][EVIL] == {"x": [1], "y": [2]}
+    assert page.text.count(EVIL) >= 20
+
+
+@pytest.mark.parametrize("gone", [*RUN, "everything"])
+@pytest.mark.parametrize("left", [{}, {"value": None}])
+def test_any_section_may_be_missing(gone: str, left: dict[str, None]) -> None:
+    run = {key: value for key, value in RUN.items() if key != gone and gone != "everything"}
+    if left:
+        run |= dict.fromkeys([gone] if gone in RUN else RUN)
+    for metrics in ([], training(2)):
+        page = Page(report.render(run, metrics))
+        assert "Curves" in page.text
+        assert ("quickstart" in page.text) == (gone != "everything")
+
+
+def test_missing_values_leave_gaps() -> None:
+    metrics = [*training(2), {"step": 3, "loss": None}, {"step": 4, "loss": math.nan}]
+    metrics += [{"step": 5, "loss": math.inf, "memory_gib": None}, {"step": 6, "loss": 10**400}]
+    run = {**RUN, "status": "failed", "reason": "CUDA error", "final": {"loss": None}}
+    run["data"] = {**DATA, "tokens": math.nan}
+    page = Page(report.render(run, metrics))
+    expected = {"x": [1, 2, 3, 4, 5, 6], "y": [6, 3, None, None, None, None]}
+    assert page.numbers["curves"] == {"loss": expected}
+    assert "Loss 3 at step 2; 240 of 240 steps" in page.text
+    assert "reason CUDA error" in page.text
+    page = Page(report.render({"status": "failed"}, [{"step": 1, "loss": None}]))
+    assert "No finite loss was recorded." in page.text
+
+
+def test_every_further_number_is_a_curve() -> None:
+    metrics = [*training(3, rewards_margin=0.5, epoch=1, note="text", ready=True)]
+    metrics += [{"step": 3, "eval_loss": 2, "eval_rewards_margin": 1, "eval_tokens": 900}]
+    curves = Page(report.render(RUN, metrics)).numbers["curves"]
+    assert curves.keys() == {"loss", "eval_loss", "rewards_margin", "eval_rewards_margin"}
+    assert curves["rewards_margin"] == {"x": [1, 2, 3], "y": [0.5, 0.5, 0.5]}
+
+
+def test_steps_done_again_replace_the_lost_ones() -> None:
+    metrics = [*training(5), {"step": 5, "eval_loss": 9}, {"step": 3, "loss": 70}]
+    curves = Page(report.render(RUN, metrics)).numbers["curves"]
+    assert curves["loss"] == {"x": [1, 2, 3], "y": [6, 3, 70]}
+    assert curves["eval_loss"] == {"x": [5], "y": [9]}
+
+
+def test_smoothing_neither_lags_nor_fills_gaps() -> None:
+    metrics: list[dict[str, Any]] = [
+        {"step": n, "loss": n + (-1) ** n * 20.0, "learning_rate": 1} for n in range(1, 1001)
+    ]
+    metrics[499]["loss"] = None
+    numbers = Page(report.render(RUN, metrics)).numbers
+    assert numbers["smooth"].keys() == {"loss"}
+    smooth = dict(zip(*numbers["smooth"]["loss"].values(), strict=True))
+    assert smooth[500] is None
+    inner = [(step, value) for step, value in smooth.items() if value and 50 < step < 950]
+    assert len(inner) > 100
+    assert all(abs(value - step) < 2 for step, value in inner)
+    assert not Page(report.render(RUN, metrics[:59])).numbers["smooth"]
+
+
+def test_write_skips_torn_lines(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({**RUN, "name": "naïve \ud800"}))
+    whole = [json.dumps(line) for line in training(3)]
+    torn = '{"step": 2, "lo'
+    lines = [whole[0], torn + whole[1], "", "7", whole[2], '{"step": 4, "loss": 5, "nä']
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode()[:-1])
+    path = report.write(tmp_path)
+    assert path == tmp_path / "report.html"
+    page = Page(path.read_text("utf-8"))
+    assert page.numbers["curves"]["loss"]["x"] == [1, 3]
+    assert "naïve" in page.text
+
+
+@pytest.mark.parametrize("text", [None, "", '{"name": "qu', "7", "[1]"])
+def test_write_says_that_the_run_cannot_be_read(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    page = Page(report.write(tmp_path).read_text("utf-8"))
+    assert "warnings run.json cannot be read" in page.text
+
+
+@pytest.mark.parametrize("broken", ["render", "replace"])
+def test_failed_write_leaves_the_old_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    before = report.write(tmp_path).read_bytes()
+    drafts: list[Path] = []
+
+    def fail(*paths: Any) -> str:
+        drafts.extend(path for path in tmp_path.iterdir() if path.name.startswith("."))
+        raise OSError("disk full")
+
+    monkeypatch.setattr(report if broken == "render" else os, broken, fail)
+    with pytest.raises(OSError, match="disk full"):
+        report.write(tmp_path)
+    # The page is put together beside the old one, and only a whole one takes its name.
+    assert len(drafts) == (broken == "replace")
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run.json"]
+
+
+def test_page_asks_nothing_of_a_network() -> None:
+    page = report.render(RUN, training(240))
+    assert not re.search(r"https?:|//\w|@import|url\(|\bfetch\b|XMLHttp|import\(", page)
+    attributes = Page(page).attributes
+    assert {value for name, value in attributes if name in ("src", "href")} == {"data:,"}
+    policy = next(value for _, value in attributes if value.startswith("default-src"))
+    assert policy.startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_texts_can_be_read(theme: int) -> None:
+    def light(color: str) -> float:
+        parts = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(p * w for p, w in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+    blocks = re.findall(r":root \{(.*?)\}", report.SKELETON.read_text("utf-8"), re.DOTALL)
+    colors = dict(re.findall(r"--([\w-]+): (#\w{6})", blocks[theme]))
+    for ink in ("ink", "muted"):
+        for paper in ("paper", "tint"):
+            low, high = sorted((light(colors[ink]), light(colors[paper])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (ink, paper)

@@ -1,0 +1,143 @@
+"""A plugin of somebody else's is found, checked and run like a bundled one."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from author import install, run_fresh, write_plugin
+from conftest import read_metrics, run_plugsft
+from transformers import AutoTokenizer
+
+SHOUT = Path(__file__).parent / "third_party"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Where pip installed plugsft-shout."""
+    return install(SHOUT, tmp_path_factory.mktemp("pip") / "site")
+
+
+@pytest.fixture
+def site(installed, monkeypatch):
+    """The same, and every process that a test starts looks there."""
+    monkeypatch.syspath_prepend(installed)
+    return installed
+
+
+def texts(run):
+    """Read what a run was trained on, back from its tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    [shard] = (run / "tokens").glob("*/data-*.arrow")
+    with pa.OSFile(str(shard)) as file:
+        return tokenizer.batch_decode(pa.ipc.open_stream(file).read_all()["input_ids"].to_pylist())
+
+
+def test_it_trains_with_its_options(installed, tiny, tmp_path):
+    options = {"times": 3, "mark": "?"}
+    recipe = tiny(plugins={"shout": options})
+    done = run_fresh(installed, "plugsft", recipe, "plugins.shout.times=2")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    trained = texts(run)
+    turns = sum(text.count("??<") for text in trained)
+    assert turns == sum(text.count("<|im_start|>assistant") for text in trained) >= 24
+    assert "???" not in "".join(trained)
+    [record] = json.loads((run / "run.json").read_text())["plugins"]
+    assert record["verdict"] == f"{turns} turns shouted with '??'"
+    assert record["origin"] == "plugsft-shout 1.2.3"
+    assert record["options"] == {"mark": "?", "times": 2, "who": "assistant"}
+    assert f"plugin shout: {turns} turns" in done.stdout
+    # What was resolved is a recipe that runs again, and knows the plugin's options.
+    tables = tomllib.loads((run / "recipe.toml").read_text())
+    assert tables["plugins"] == {"shout": record["options"]}
+    again = run_fresh(installed, "plugsft", run / "recipe.toml", f"output={tmp_path / 'again'}")
+    assert again.returncode == 0, again.stderr
+    losses = [[step["loss"] for step in read_metrics(tmp_path / at)] for at in ("run", "again")]
+    assert losses[0] == losses[1]
+
+
+def test_it_is_listed_with_its_distribution(site):
+    done = run_plugsft("plugins")
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.split()[:1] == ["shout"]]
+    assert "plugsft-shout 1.2.3" in line and "Make the assistant shout" in line
+    assert "length_group" in done.stdout and "echo_chamber" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("plugins", "said"),
+    [
+        ({"shout": {"tims": 2}}, ["plugins.shout.tims: ", "did you mean 'times'?"]),
+        ({"shout": {"times": "two"}}, ["plugins.shout.times: given 'two'"]),
+        ({"shout": {"who": "asistant"}}, ["plugins.shout.who: ", "did you mean 'assistant'?"]),
+        ({"shout": {"turns": 7}}, ["plugins.shout.turns: "]),
+        ({"shoot": {}}, ["plugins.shoot: unknown plugin", "did you mean 'shout'?"]),
+        ({"shout": {"times": -1}}, ["plugins.shout: times: given -1"]),
+        ({"echo_chamber": {}}, ["plugins.echo_chamber: ", "pip install plugsft_no_such_package"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(site, tiny, tmp_path, plugins, said):
+    done = run_plugsft(tiny(plugins=plugins))
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.splitlines()
+    for words in said:
+        assert words in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_it_the_recipe_says_what_there_is(tiny):
+    done = run_plugsft(tiny(plugins={"shout": {}}))
+    assert done.returncode == 2
+    assert "plugins.shout: unknown plugin" in done.stderr and "length_group" in done.stderr
+
+
+def test_a_name_that_a_bundled_plugin_has_is_an_error(tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(write_plugin(tmp_path / "site", "length_group", ""))
+    done = run_plugsft(tiny())
+    assert done.returncode == 2
+    assert "two plugins are named 'length_group': bundled and dist-length_group 1.0" in done.stderr
+
+
+def test_a_name_that_two_distributions_have_is_an_error(site, tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(write_plugin(tmp_path / "other", "shout", ""))
+    done = run_plugsft(tiny())
+    assert done.returncode == 2
+    assert "two plugins are named 'shout'" in done.stderr
+    assert "plugsft-shout 1.2.3" in done.stderr and "dist-shout 1.0" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_new_plugin_passes_its_own_test(tmp_path):
+    done = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    made = tmp_path / "plugsft-loud-loss"
+    for command in (f"cd {made}", "pip install -e .", "pytest"):
+        assert command in done.stdout
+    site = install(made, tmp_path / "site")
+    tested = run_fresh(site, "pytest", "-q", "-W", "error", cwd=made)
+    assert tested.returncode == 0, tested.stdout
+    assert "4 passed" in tested.stdout
+    # Installed, its name is taken.
+    again = run_fresh(site, "plugsft", "new-plugin", "loud_loss")
+    assert again.returncode == 2 and "plugsft-loud-loss 0.1.0" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["Loud", "loud-loss", "1st", "class", "core", "loud_", "length_group"]
+)
+def test_a_name_that_cannot_be_is_refused(name, tmp_path):
+    done = run_plugsft("new-plugin", "--folder", tmp_path, "--", name)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: '{name}': ")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
+    folder = tmp_path / "plugsft-loud-loss"
+    folder.mkdir()
+    done = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
+    assert done.returncode == 2 and f"{folder} exists already" in done.stderr
+    assert not any(folder.iterdir())

@@ -1,0 +1,42 @@
+"""Make the assistant shout."""
+
+from collections.abc import Generator
+from typing import Literal
+
+from plugsft import RecipeError, Rendered, Row, hookimpl, plugin, state
+
+
+@plugin(conflicts={"whisper": "nobody can do both"})
+class Shout:
+    """Make the assistant shout. Changes what is learned."""
+
+    mark: str = "!"
+    """Written after each answer."""
+    times: int = 1
+    """How often it is written."""
+    who: Literal["assistant", "user"] = "assistant"
+    """Whose turns are shouted."""
+
+    turns: int = state(0)
+
+    @hookimpl
+    def check(self) -> None:
+        """Refuse what makes no sense."""
+        if self.times < 0:
+            raise RecipeError(f"times: given {self.times}; it should be 0 or more")
+
+    @hookimpl(wrapper=True)
+    def render(self, rows: list[Row]) -> Generator[None, Rendered | None, Rendered | None]:
+        """Edit the messages before they are rendered."""
+        for row in rows:
+            for message in row.get("messages", []):
+                if message["role"] == self.who:
+                    message["content"] = message["content"].upper() + self.mark * self.times
+                    self.turns += 1
+        rendered = yield
+        return rendered
+
+    @hookimpl
+    def verdict(self) -> str:
+        """Say how loud it was."""
+        return f"{self.turns} turns shouted with '{self.mark * self.times}'"
