@@ -49,6 +49,11 @@ def connect(train: Train, machine: Machine) -> Accelerator:
     cpu = not torch.cuda.is_available()
     fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if (fsdp or deepspeed) and "MASTER_ADDR" not in os.environ:
+        raise LaunchError(
+            "FSDP or DeepSpeed is asked for by the environment, but no launcher started this "
+            f"process as a rank; use accelerate launch. {CURE}"
+        )
     if cpu:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, machine.cores // local))

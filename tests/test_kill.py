@@ -1,0 +1,59 @@
+"""SIGKILL at any moment: the rerun ends with the weights of a run that nobody touched."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import chats, run_plugsft, start_plugsft
+
+KILLS = 30 if os.environ.get("PLUGSFT_FULL") else 6
+TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 30, "learning_rate": 1e-3, "log_every": 30}
+
+
+def preparing(run: Path) -> bool:
+    """Tell whether somebody builds tokens, a tokenizer or a model right now."""
+    return any(run.glob("tokens/.*.claim-*")) or any(run.glob("scratch/.*.claim-*"))
+
+
+def saving(run: Path) -> bool:
+    return any(run.glob("checkpoints/.step-*.tmp")) or any(run.glob(".model.*.tmp"))
+
+
+def training(run: Path) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_rerun_after_a_kill_ends_with_the_same_weights(tiny, tmp_path):
+    # Some 700 rows: preparing them takes long enough to be hit.
+    recipe = tiny(rows=chats(700), train=TRAIN, checkpoint={"every": 2, "keep": 2})
+    whole = tmp_path / "whole"
+    assert run_plugsft(recipe, f"output={whole}").returncode == 0
+    wanted = (whole / "model/model.safetensors").read_bytes()
+    rng = random.Random(7)
+    moments = [preparing, training, saving]
+    hits = dict.fromkeys(moments, 0)
+    for kill in range(KILLS):
+        run, moment = tmp_path / f"run-{kill}", moments[kill % 3]
+        running = start_plugsft(recipe, f"output={run}")
+        delay = rng.uniform(0, 0.02 if moment is saving else 0.4)
+        while not moment(run) and running.process.is_alive():
+            time.sleep(0.0005)
+        if moment is not preparing:
+            time.sleep(delay)
+        hits[moment] += running.process.is_alive()
+        os.kill(running.pid, signal.SIGKILL)
+        running.wait()
+        go_on = ["--resume"] if list(run.glob("checkpoints/step-*")) else []
+        done = run_plugsft(recipe, f"output={run}", *go_on)
+        assert done.returncode == 0, (kill, done.stderr)
+        assert (run / "model/model.safetensors").read_bytes() == wanted, (kill, moment.__name__)
+        left = [path.name for path in run.rglob(".*") if path.name.endswith((".tmp", "claim"))]
+        assert not left, (kill, left)
+    assert all(hits.values()), hits
+    print(f"{KILLS} kills, all reruns bit-equal: { ({m.__name__: n for m, n in hits.items()}) }")

@@ -1,0 +1,131 @@
+"""Real launches by accelerate, with the files we ship; and the launches that would lie."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, chats, read_metrics, run_plugsft
+
+TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 7, "learning_rate": 1e-3, "max_grad_norm": 0.5}
+
+
+def launch(*words, env=None):
+    return subprocess.Popen(
+        ["accelerate", "launch", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+        cwd=ROOT,
+    )
+
+
+def finish(process, timeout=240):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def config(name, ranks=2):
+    return ("--config_file", ROOT / f"recipes/accelerate/{name}.yaml", "--num_processes", ranks)
+
+
+def curve(run: Path):
+    return [line[name] for name in ("loss", "grad_norm") for line in read_metrics(run)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu2", "fsdp2", "zero3"])
+def test_ranks_learn_what_one_process_learns(tiny, tmp_path, name):
+    recipe = tiny(rows=chats(21), train=TRAIN, eval={"every": 5, "split": "train[:5]"})
+    alone = run_plugsft(recipe, f"output={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+    run = tmp_path / name
+    code, out, err = finish(launch(*config(name), "-m", "plugsft", recipe, f"output={run}"))
+    assert code == 0, err
+    assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
+    record = json.loads((run / "run.json").read_text())
+    kind = {"cpu2": "DDP", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}[name]
+    assert (record["machine"]["launcher"], record["machine"]["ranks"]) == (kind, 2)
+    # Only the main process speaks: each line stands once.
+    lines = [line for line in out.splitlines() if line.startswith(("data:", "model:", "step "))]
+    assert len(lines) == len(set(lines)) > 10
+    answer = run_plugsft("chat", run, "--ask", "hello", "--max-tokens", "3")
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.slow
+def test_fsdp2_resumes_on_another_number_of_ranks(tiny, tmp_path):
+    recipe = tiny(rows=chats(21), train=TRAIN, checkpoint={"every": 3})
+    assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
+    run = tmp_path / "sharded"
+    words = ("-m", "plugsft", recipe, f"output={run}")
+    code, _, err = finish(launch(*config("fsdp2"), *words))
+    assert code == 0, err
+    for name in ("step-000006", "step-000007"):
+        for file in (run / "checkpoints" / name).iterdir():
+            file.unlink()
+        (run / "checkpoints" / name).rmdir()
+    done = run_plugsft(recipe, f"output={run}", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 3" in done.stdout
+    assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
+
+
+def test_checkpoints_under_zero3_are_refused_before_training(tiny, tmp_path):
+    recipe = tiny(checkpoint={"every": 1})
+    code, out, err = finish(launch(*config("zero3", 1), "-m", "plugsft", recipe))
+    assert code != 0
+    assert "checkpoint.every" in err and 'Traceback (most recent call last):\n  File "/' not in out
+
+
+def test_a_launch_that_quietly_starts_one_process_is_caught(tiny):
+    words = ("--cpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no")
+    words += ("--dynamo_backend", "no")
+    code, out, err = finish(launch(*words, "-m", "plugsft", tiny()))
+    assert code != 0
+    assert "asked for 2 processes and started 1" in err and "cpu2.yaml" in err
+    assert "step 1" not in out
+
+
+def test_two_strangers_become_ranks_of_one_run(tiny, tmp_path):
+    """Without ACCELERATE_USE_CPU accelerate brings these up as two runs in one folder."""
+    words = ("--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no")
+    words += ("--dynamo_backend", "no", "--main_process_port", 0)
+    code, out, err = finish(launch(*words, "-m", "plugsft", tiny(train={"steps": 2})))
+    assert code == 0, err
+    assert "DDP of 2" in out
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
+def test_sharding_asked_for_without_ranks_is_caught(tiny, name):
+    done = run_plugsft(tiny(), env={f"ACCELERATE_USE_{name}": "true"})
+    assert done.returncode == 2, done.stderr
+    assert "no launcher started this process" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_launch_and_the_rerun_goes_on(tiny, tmp_path):
+    recipe = tiny(
+        rows=chats(21),
+        train=TRAIN | {"steps": 400, "log_every": 400},
+        checkpoint={"every": 2},
+    )
+    run = tmp_path / "run"
+    process = launch(*config("cpu2"), "-m", "plugsft", recipe)
+    while not list((run / "checkpoints").glob("step-*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    ranks = subprocess.run(
+        ["pgrep", "-f", f"plugsft.*{recipe}"], capture_output=True, text=True
+    ).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    code, _, _ = finish(process, timeout=60)
+    assert code != 0
+    short = ("train.steps=400", "--resume")
+    code, out, err = finish(launch(*config("cpu2"), "-m", "plugsft", recipe, *short))
+    assert code == 0, err
+    assert "going on after step" in out
