@@ -36,12 +36,6 @@ class LengthGroup:
             f"{(self.after - self.tokens) / self.after:.0%} now"
         )
 
-    def measure(self, lengths: Ints, before: Layout, after: Layout) -> None:
-        """Count what a window takes, in its old layout and in its new one."""
-        self.before += places(lengths, before)
-        self.after += places(lengths, after)
-        self.tokens += sum(int(lengths[part].sum()) for rank in after for part in rank)
-
 
 class Sorted(Sequence[Layout]):
     """Windows that are sorted when they are asked for."""
@@ -59,10 +53,16 @@ class Sorted(Sequence[Layout]):
     def __getitem__(self, number: int | slice) -> Layout | Sequence[Layout]:
         if isinstance(number, slice):
             return [self[one] for one in range(*number.indices(len(self)))]
-        before = self._layouts[number]
-        after = deal_again(before, self._lengths)
-        self._plugin.measure(self._lengths, before, after)
-        return after
+        given, lengths, plugin = self._layouts[number], self._lengths, self._plugin
+        dealt = deal_again(given, lengths)
+        before, after = places(lengths, given), places(lengths, dealt)
+        if after > before:
+            # It happens where micro-batches differ in their number of examples.
+            dealt, after = given, before
+        plugin.before += before
+        plugin.after += after
+        plugin.tokens += sum(int(lengths[part].sum()) for rank in given for part in rank)
+        return dealt
 
 
 def deal_again(layout: Layout, lengths: Ints) -> Layout:

@@ -22,9 +22,9 @@ from .types import Ints
 SAMPLE = 1_000
 BINS = 12
 BAR = 40
-# Two of each: neighbours differ, so that it shows where a token ends.
-TRAINED = ("black on green", "black on bright_green")
-SEEN = ("default", "bright_black")
+# Every other token is underlined, so that it shows where one ends.
+TRAINED = ("bold green", "bold green underline")
+SEEN = ("default", "underline")
 
 
 def inspect(
@@ -38,8 +38,9 @@ def inspect(
     with TemporaryDirectory(prefix="plugsft-inspect-") as folder:
         work = worker(recipe, active, sources, Path(folder))
         make_tokenizer(work)
-        if rows and not is_terminal():
-            say("trained tokens stand in [[ ]], and a · ends each token\n")
+        if rows:
+            how = "are green" if is_terminal() else "stand in [[ ]], and a · ends each token"
+            say(f"trained tokens {how}\n")
         for number in range(len(sources)):
             if rows:
                 _show(work, number, first, rows)
@@ -81,18 +82,17 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[tuple[int, str]
 
 def visible(text: str) -> str:
     """Return a text in which every character can be seen, and none steers a terminal."""
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown).replace("\\n", "⏎\n")
+    return "".join(
+        "⏎\n" if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def _paint(found: list[tuple[int, str]], trained: NDArray[np.bool_]) -> Text:
     painted = Text()
     for number, (place, text) in enumerate(found):
         style = (TRAINED if trained[place] else SEEN)[number % 2]
-        # A background would run on to the end of the line.
-        for line in text.splitlines(keepends=True):
-            painted.append(line.rstrip("\n"), style)
-            painted.append("\n" if line.endswith("\n") else "")
+        painted.append(text, style)
     return painted
 
 
@@ -142,6 +142,6 @@ def histogram(lengths: Ints) -> list[str]:
     wide, high = len(f"{edges[-1]:,}"), len(f"{counts.max():,}")
     return [
         f"{edges[bin]:>{wide},} - {edges[bin + 1] - 1:>{wide},}  {count:>{high},}  "
-        + "█" * max(round(count / counts.max() * BAR), int(count > 0))
+        + "▇" * max(round(count / counts.max() * BAR), int(count > 0))
         for bin, count in enumerate(counts)
     ]

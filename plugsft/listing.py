@@ -70,7 +70,6 @@ def make_schema(found: dict[str, Found]) -> dict[str, Any]:
         known = {option for option, _ in fields(cls)}
         kept = {key: value for key, value in options.get("properties", {}).items() if key in known}
         options["properties"] = {"enabled": ENABLED, **kept}
-        options["additionalProperties"] = False
         options.setdefault("description", found[name].summary)
     recipe = definitions.pop(places["", "validation"]["$ref"].rpartition("/")[2])
     recipe["properties"]["plugins"] = {

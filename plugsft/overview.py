@@ -10,6 +10,7 @@ from . import registry
 from .answers import DataAnswers
 from .answers_model import ModelAnswers
 from .console import out, say
+from .contracts import SPECS
 from .machine import look
 from .record import Record, resolved
 from .registry import CORE
@@ -26,7 +27,7 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
     recipe, active = registry.load(path, overrides, without)
     record = Record(recipe, look(), active)
     active.answer(DataAnswers(recipe.folder), ModelAnswers(), record)
-    wide = max(map(len, registry.SPECS))
+    wide = max(map(len, SPECS))
     for hook, is_stage, answers, wrappers in active.describe():
         # The core answers in several parts; which of them is nobody's concern.
         names = [CORE if name.startswith(CORE) else name for name in answers]

@@ -53,9 +53,10 @@ class Findings:
         try:
             yield
         except PlugsftError as error:
-            lines = str(error).splitlines()
-            self.problems += [line for line in lines if line not in self.problems]
-            self._line("fail", what, "see the end" if len(lines) == 1 else f"{len(lines)} problems")
+            new = [line for line in str(error).splitlines() if line not in self.problems]
+            self.problems += new
+            if new:
+                self._line("fail", what, "see the end" if len(new) == 1 else f"{len(new)} problems")
 
     def _line(self, mark: str, what: str, text: str) -> None:
         out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{what:<11}", text))
@@ -148,8 +149,8 @@ def _rows(findings: Findings, data: Data, source: str, sample: Sample) -> None:
     if shard.examples:
         findings.ok(
             "rows",
-            f"{where} {shard.examples:,} can be used: {shard.tokens / shard.examples:,.0f} tokens "
-            f"each, {shard.trained / shard.tokens:.0%} trained on ({shard.mask})",
+            f"{where} {shard.examples:,} can be used, with {shard.tokens / shard.examples:,.0f} "
+            f"tokens each, {shard.trained / shard.tokens:.0%} of them trained on",
         )
     else:
         problems.append(f"{where} not one has a token to train on")
@@ -192,7 +193,7 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
             f"{micro} at a time; {cure}",
         )
         return
-    full = "" if size % (ranks * micro) == 0 else ", the last of them not full"
+    full = "" if size % (ranks * micro) == 0 else ", though not all of them full"
     findings.ok(
         "ranks",
         f"{ranks} {word}, a window of {size} examples: {steps} x {min(micro, size)} on each{full}",

@@ -94,7 +94,8 @@ class Work:
             if row is None:
                 shard.bad.setdefault("no JSON object", []).append(start + number)
         rendered = self.render(rows, source, self.tokenizer) if rows else Rendered()
-        shard.mask = rendered.mask
+        # The longest says the most: it may end with a note.
+        shard.mask = max(shard.mask, rendered.mask, key=len)
         for number, reason in rendered.bad.items():
             shard.bad.setdefault(reason, []).append(numbers[number])
         encoded = self.hook.encode(
@@ -316,6 +317,6 @@ def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, An
             reason: {"count": len(rows), "rows": rows[:10]} for reason, rows in bad.items()
         },
         "truncated": {"count": len(truncated), "rows": truncated[:10]},
-        "mask": next((shard.mask for shard in shards if shard.mask), ""),
+        "mask": max((shard.mask for shard in shards), key=len, default=""),
         "sources": [{"examples": examples[number]} for number in range(len(work.sources))],
     }

@@ -22,6 +22,9 @@ HEARTBEAT = 1.0
 PATIENCE = 30.0
 """Seconds without a heartbeat after which a builder on another machine counts as dead."""
 
+# How the writers of safetensors and tokenizers (in Rust) and of torch (in C++) say OSError.
+FOREIGN = ("(os error ", "inline_container", "iostream error")
+
 
 @contextmanager
 def publish(folder: Path, replace: bool = False) -> Iterator[Path]:
@@ -59,9 +62,7 @@ def writing(place: Path) -> Iterator[None]:
     except PlugsftError:
         raise
     except Exception as error:
-        # Rust's writers (safetensors, tokenizers) have no OSError, and torch's says it so.
-        foreign = "(os error " in str(error) or "PytorchStreamWriter" in str(error)
-        if not (isinstance(error, OSError) or foreign):
+        if not isinstance(error, OSError) and not any(sign in str(error) for sign in FOREIGN):
             raise
         reason = " ".join(str(error).split())
         room = free_disk(place) / 2**30

@@ -1,14 +1,13 @@
 """Plugins: find, import, configure, check, order, and hand out as one typed caller."""
 
 import ast
-import functools
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import EntryPoint, entry_points
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pluggy
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from . import recipe as recipes
 from .console import complain
+from .contracts import SPECS, inspect_hooks, is_stage, mark_of, must_return
 from .errors import PluginError, RecipeError, did_you_mean
 from .hooks import PLUGIN, Contract, Hooks
 from .machine import Machine
@@ -28,7 +28,6 @@ from .recipe import Recipe
 
 BUNDLED = "plugsft.plugins"
 GROUP = "plugsft"
-SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 CORE = "core"
 """The name under which the core's own answers are registered, before any plugin."""
 
@@ -55,6 +54,8 @@ def find() -> dict[str, Found]:
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         other = found.get(point.name)
         origin = _distribution(point)
+        if is_core(point.name):
+            raise PluginError(f"{origin}: a plugin cannot be named '{point.name}'. Uninstall it.")
         if other is not None and other.target != point.value:
             raise PluginError(
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
@@ -62,6 +63,11 @@ def find() -> dict[str, Found]:
         summary = point.dist.metadata["Summary"] or "" if point.dist else ""
         found[point.name] = Found(point.name, origin, point.value, summary)
     return found
+
+
+def is_core(name: str) -> bool:
+    """Tell whether the core registers its own answers under a name."""
+    return name.rstrip("0123456789") == CORE
 
 
 def load_class(found: Found) -> type[Any]:
@@ -111,7 +117,7 @@ class Active:
         for hook in SPECS:
             for impl in self._impls(hook):
                 if impl.wrapper:
-                    checked = _must_return(impl.function, impl.plugin_name, hook)
+                    checked = must_return(impl.function, impl.plugin_name, hook)
                     # pluggy has no seam of its own around a single wrapper.
                     object.__setattr__(impl, "function", checked)
         return self
@@ -121,7 +127,7 @@ class Active:
         for hook in SPECS:
             names = [(impl.plugin_name, impl.wrapper) for impl in self._impls(hook)]
             answers = [name for name, wrapper in reversed(names) if not wrapper]
-            yield hook, _is_stage(hook), answers, [name for name, wrapper in names if wrapper]
+            yield hook, is_stage(hook), answers, [name for name, wrapper in names if wrapper]
 
     def verdicts(self) -> dict[str, str]:
         """Return what each plugin says it did."""
@@ -130,7 +136,7 @@ class Active:
 
     def implements(self, name: str, hooks: Sequence[str]) -> bool:
         """Tell whether a plugin answers or wraps one of these hooks."""
-        return any(_mark(type(self.plugins[name]), hook) for hook in hooks)
+        return any(mark_of(type(self.plugins[name]), hook) for hook in hooks)
 
     def source_digest(self, name: str) -> str:
         """Return a checksum of the file that a plugin's class stands in."""
@@ -210,8 +216,12 @@ def contract_of(plugin: Any) -> Contract:
 
 def options_of(plugin: Any) -> dict[str, Any]:
     """Return the values of a plugin's options; None is no TOML value, and means the default."""
-    values = {name: getattr(plugin, name) for name, _ in recipes.fields(type(plugin))}
-    return {name: value for name, value in values.items() if value is not None}
+    names = {name for name, _ in recipes.fields(type(plugin))}
+    # As plain values: an option may be a table of its own.
+    values: dict[str, Any] = TypeAdapter(type(plugin)).dump_python(
+        plugin, mode="json", include=names, exclude_none=True
+    )
+    return values
 
 
 def check(active: Active, recipe: Recipe, machine: Machine) -> None:
@@ -242,60 +252,13 @@ def _configure(name: str, options: Any, found: Mapping[str, Found], path: str) -
         return None
     try:
         cls = load_class(found[name])
-        _inspect(cls, name)
+        inspect_hooks(cls, name)
         return cls(**options)
     except PluginError as error:
         raise RecipeError(f"{where}: {error}") from error
     except ValidationError as error:
         errors = error.errors(include_url=False)
         raise RecipeError(recipes.explain(errors, cls, path, ("plugins", name))) from error
-
-
-def _inspect(cls: type[Any], name: str) -> None:
-    """Find the slips that pluggy would pass over: misspelt hooks, forgotten marks, wrong names."""
-    for attribute, value in inspect.getmembers_static(cls, inspect.isfunction):
-        mark = _mark(cls, attribute)
-        where = f"plugin '{name}': {attribute}()"
-        if mark is None:
-            if attribute in SPECS:
-                raise PluginError(f"{where} is named like a hook; mark it with @hookimpl")
-            continue
-        if attribute not in SPECS:
-            raise PluginError(f"{where} is no hook{did_you_mean(attribute, SPECS)}")
-        if mark["tryfirst"] or mark["trylast"] or mark["hookwrapper"]:
-            raise PluginError(
-                f"{where}: only wrapper=True is understood; order comes from @plugin(after=...)"
-            )
-        if mark["wrapper"] and not _is_stage(attribute):
-            raise PluginError(f"{where}: every plugin hears '{attribute}'; nobody wraps it")
-        if bool(mark["wrapper"]) != inspect.isgeneratorfunction(value):
-            raise PluginError(
-                f"{where}: a wrapper is marked @hookimpl(wrapper=True) and yields once; "
-                "an answer does neither"
-            )
-        _inspect_arguments(value, attribute, where)
-
-
-def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> None:
-    allowed = list(inspect.signature(SPECS[hook]).parameters)
-    for argument, parameter in inspect.signature(function).parameters.items():
-        if argument not in allowed:
-            raise PluginError(
-                f"{where} has no argument '{argument}'{did_you_mean(argument, allowed) or ';'} "
-                f"allowed: {', '.join(allowed[1:])}"
-            )
-        # pluggy would leave it out, and the default would stand for what the core gives.
-        if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
-            raise PluginError(f"{where}: write '{argument}' as a plain argument, with no default")
-
-
-def _mark(cls: type[Any], hook: str) -> dict[str, Any] | None:
-    """Return what @hookimpl left on a method, the class's own or inherited."""
-    return getattr(inspect.getattr_static(cls, hook, None), "plugsft_impl", None)
-
-
-def _is_stage(hook: str) -> bool:
-    return bool(vars(SPECS[hook])["plugsft_spec"]["firstresult"])
 
 
 def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str]:
@@ -311,8 +274,8 @@ def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str
             if other in made:
                 yield f"plugins.{name}: cannot be used with '{other}': {reason}. Remove one."
         for hook in SPECS:
-            mark = _mark(type(plugin), hook)
-            if mark is None or mark["wrapper"] or not _is_stage(hook):
+            mark = mark_of(type(plugin), hook)
+            if mark is None or mark["wrapper"] or not is_stage(hook):
                 continue
             if hook in replaced:
                 yield (
@@ -320,36 +283,6 @@ def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str
                     f"remove one, or switch it off with --without"
                 )
             replaced.setdefault(hook, name)
-
-
-def _must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
-    where = f"plugin '{name}': its wrapper of '{hook}'"
-
-    @functools.wraps(function)
-    def checked(*args: Any) -> Any:
-        wrapper = function(*args)
-        try:
-            next(wrapper)
-        except StopIteration:
-            raise PluginError(f"{where} returned before its yield") from None
-        given = None
-        try:
-            try:
-                given = yield
-            except BaseException as error:
-                wrapper.throw(error)
-            else:
-                wrapper.send(given)
-        except StopIteration as end:
-            # None is an answer too: nobody knew the format of these rows.
-            if end.value is None and given is not None:
-                raise PluginError(
-                    f"{where} returned nothing; end it with: return what the yield gave"
-                ) from None
-            return end.value
-        raise PluginError(f"{where} yields twice")
-
-    return checked
 
 
 class _Trace:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .console import say
 from .errors import PluginError
-from .registry import CORE, find
+from .registry import find, is_core
 
 FILES = Path(__file__).with_name("skeleton_files")
 
@@ -18,9 +18,10 @@ def new_plugin(name: str, folder: Path) -> None:
             f"'{name}': a plugin's name is lower case letters, digits and underscores between "
             "them, begins with a letter, and is no word of Python's own: for instance long_batches"
         )
-    taken = {CORE: "the core itself"} | {one.name: one.origin for one in find().values()}
-    if name in taken:
-        raise PluginError(f"'{name}': the name is taken ({taken[name]}); choose another")
+    found = find()
+    if is_core(name) or name in found:
+        whose = found[name].origin if name in found else "the core itself"
+        raise PluginError(f"'{name}': the name is taken ({whose}); choose another")
     target = folder / f"plugsft-{name.replace('_', '-')}"
     words = {
         "my_plugin": name,

@@ -46,7 +46,15 @@ def open_source(source: recipes.Source) -> Rows:
             return JsonLines(path, source.split)
         if path.suffix == ".json":
             return JsonLines(path, source.split, whole=True)
-    elif not path.exists() and (path.suffix in FILES or source.source.startswith((".", "/"))):
+    elif path.is_dir():
+        inside = [*path.glob("*"), *path.glob("data/*")]
+        if not any(set(FILES) & set(other.suffixes) for other in inside):
+            # Else `datasets` would walk through everything below.
+            raise DataError(
+                f"source {path}: the folder holds no data: no {', '.join(FILES)} file, and "
+                "nothing of save_to_disk"
+            )
+    elif path.suffix in FILES or source.source.startswith((".", "/")):
         near = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
         raise DataError(f"source {path}: no such file{did_you_mean(path.name, near)}")
     return Table(source)
@@ -120,8 +128,8 @@ class Table:
         except Exception as error:  # datasets raises nearly every kind, down to its own readers'
             first = str(error).strip().partition("\n")[0]
             raise DataError(
-                f"source {name} (split '{source.split}'): cannot be opened as a file, a folder or a hub "
-                f"name: {type(error).__name__}: {first}"
+                f"source {name} (split '{source.split}'): cannot be opened as a file, a "
+                f"folder or a hub name: {type(error).__name__}: {first}"
             ) from error
 
     @cached_property
@@ -160,8 +168,8 @@ def _select(split: str, count: int, path: Path) -> NDArray[np.int64]:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": count})
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"source {path}: split '{split}' is not understood; a file is one split, 'train', of which "
-            f"slices are written train[:100] or train[-5%:] ({error})"
+            f"source {path}: split '{split}' is not understood; a file is one split, 'train', "
+            f"of which slices are written train[:100] or train[-5%:] ({error})"
         ) from error
     ranges = [np.arange(part.from_ or 0, _end(part.to, count)) for part in parts]
     return np.concatenate(ranges).astype(np.int64)

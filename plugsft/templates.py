@@ -43,11 +43,7 @@ class Chat:
             )
         self.own: str = template
         marked = template if MARKED.search(template) else training_template(template)
-        self.mask = (
-            "the chat template's generation blocks"
-            if marked is template
-            else "trl's training variant of the chat template"
-        )
+        self.differs = False
         if marked is None and data.train_on != "all":
             raise DataError(
                 "the chat template does not mark what the assistant wrote: it has no "
@@ -56,7 +52,7 @@ class Chat:
                 'words and end-of-turn token, and set model.chat_template = "FILE.jinja"; or set '
                 'data.train_on = "all"'
             )
-        self.template = marked or template
+        self.template = template if data.train_on == "all" else marked or template
         names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.variables = {**names, **data.template_kwargs}
 
@@ -71,14 +67,21 @@ class Chat:
                 **given,
             )
             texts, spans = rendered
-            if self.template is not self.own:
+            if self.template is not self.own and not self.differs:
                 plain: Any = render_jinja_template([messages], chat_template=self.own, **given)
-                if plain[0] != texts:
-                    raise BadRow("trl's training template gives another text than the model's own")
+                self.differs = plain[0] != texts
         except (TemplateError, *WRONG) as error:
             reason = " ".join(str(error).split())
             raise BadRow(f"the chat template refuses it: {reason}") from error
-        return texts[0], [(start, stop) for start, stop in spans[0]] if spans else []
+        return texts[0], _joined(spans[0]) if spans else []
+
+    def describe(self) -> str:
+        """Say where the spans come from."""
+        if self.template is self.own:
+            return "the chat template's generation blocks"
+        # Some of trl's keep the thoughts of every turn, where the model's own drops earlier ones.
+        note = ", which writes some chats otherwise than the model's own" if self.differs else ""
+        return f"trl's training variant of the chat template{note}"
 
 
 def training_template(template: str) -> str | None:
@@ -104,7 +107,7 @@ def render(rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data) -> R
     if kind is None:
         return None
     result = Rendered(special_tokens=kind in ("text", "completion"))
-    one, result.mask = _renderer(kind, tokenizer, data)
+    one, describe = _renderer(kind, tokenizer, data)
     for number, row in enumerate(renamed):
         try:
             text, spans = one(row)
@@ -121,6 +124,7 @@ def render(rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data) -> R
         result.texts.append(text)
         result.spans.append(spans)
         result.rows.append(number)
+    result.mask = describe()
     return result
 
 
@@ -137,7 +141,7 @@ def kind_of(rows: list[Row]) -> str | None:
 
 def _renderer(
     kind: str, tokenizer: PreTrainedTokenizerBase, data: Data
-) -> tuple[Callable[[Row], Text], str]:
+) -> tuple[Callable[[Row], Text], Callable[[], str]]:
     end = str(tokenizer.eos_token or "")
     if kind == "text":
 
@@ -145,7 +149,7 @@ def _renderer(
             text = _ended(_string(row, "text"), end)
             return text, [(0, len(text))]
 
-        return text_of, "every token of the text"
+        return text_of, lambda: "every token of the text"
     if kind == "completion":
 
         def completion_of(row: Row) -> Text:
@@ -153,7 +157,7 @@ def _renderer(
             text = _ended(prompt + _string(row, "completion"), end)
             return text, [(0 if data.train_on == "all" else len(prompt), len(text))]
 
-        return completion_of, "the completion's end of the text"
+        return completion_of, lambda: "the completion's end of the text"
     chat = Chat(tokenizer, data)
 
     def chat_of(row: Row) -> Text:
@@ -170,7 +174,20 @@ def _renderer(
             spans = [(0, len(text))]
         return text, spans[-1:] if data.train_on == "last" else spans
 
-    return chat_of, "every token of the chat" if data.train_on == "all" else chat.mask
+    if data.train_on == "all":
+        return chat_of, lambda: "every token of the chat"
+    return chat_of, chat.describe
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[Span]:
+    """Make one of spans that touch: a template may mark a turn and its end one by one."""
+    joined: list[Span] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def _rename(row: Row, columns: dict[str, str]) -> Row:

@@ -114,8 +114,7 @@ def _recipe(name: str, options: Tables | None, tables: Tables | None) -> Iterato
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        lines = [json.dumps(row) for row in _chats()]
-        (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf8")
+        (folder / "data.jsonl").write_text("\n".join(map(json.dumps, _chats())))
         scratch = {"hidden": 32, "layers": 2, "heads": 2, "vocab": 400, "context": 256}
         # Two epochs, in steps of several micro-batches that differ in length and in targets.
         recipe: dict[str, Any] = {
@@ -134,7 +133,7 @@ def _recipe(name: str, options: Tables | None, tables: Tables | None) -> Iterato
 def _chats() -> Iterator[dict[str, Any]]:
     rng = random.Random(0)
     for _ in range(ROWS):
-        ask, answer = (" ".join(rng.choices(TEXT.split(), k=rng.randint(2, 14))) for _ in "12")
+        ask, answer = (" ".join(rng.choices(TEXT.split(), k=rng.randint(2, 14))) for _ in range(2))
         turns = ("user", ask), ("assistant", answer)
         yield {"messages": [{"role": role, "content": content} for role, content in turns]}
 
@@ -151,12 +150,10 @@ def _run(function: Callable[[Job], Result], jobs: Sequence[Job], who: str) -> li
             raise AssertionError(f"{who}: {type(error).__name__}: {error}") from error
 
 
-def _train(
-    raw: dict[str, Any], watched: str | None = None
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _train(raw: dict[str, Any], watched: str = "") -> tuple[list[Tables], dict[str, str]]:
     """Train; return the metrics of every step, and the verdicts."""
     recipe, active = resolve(raw)
-    if watched is not None:
+    if watched:
         _watch(active.plugins[watched], watched)
     # A tiny model gains nothing from threads, and several runs would fight over the cores.
     loop.train(recipe, active, replace(look(), cores=1))
@@ -187,10 +184,7 @@ def _never_none(function: Callable[..., Any], name: str, hook: str) -> Callable[
     return watched
 
 
-Shards = dict[str, bytes]
-
-
-def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], Shards]:
+def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
     recipe, active = resolve(raw)
     active.answer(DataAnswers(recipe.folder))
@@ -201,8 +195,7 @@ def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], Shards]:
     return work, slices, _write(work, slices)
 
 
-def _write(work: Work, slices: list[Slice]) -> Shards:
+def _write(work: Work, slices: list[Slice]) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
-        there = replace(work, folder=Path(folder))
-        files = [there(one).file for one in slices]
-        return {file: (Path(folder) / file).read_bytes() for file in files}
+        here = replace(work, folder=Path(folder))
+        return {(shard := here(one)).file: Path(folder, shard.file).read_bytes() for one in slices}

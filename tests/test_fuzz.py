@@ -24,7 +24,7 @@ COUNT = 500 if FULL else 150
 VALUES = [
     0, 1, -1, 3, 8, 0.5, -0.5, 1e308, math.inf, -math.inf, math.nan, 2**31, 2**63, 10**30,
     True, False, "", "x", "train", "train[:2]", "assistant", "all", "a\nb", "\0", "x" * 5000,
-    "../..", "/", "/dev/null", "東京", "{{", "cosine", [], [1], ["x"], [[]], [{}], {}, {"x": 1},
+    "..", "/proc", "/dev/null", "東京", "{{", "cosine", [], [1], ["x"], [[]], [{}], {}, {"x": 1},
     {"source": 3}, {"enabled": "no"}, {"a": {"b": {"c": []}}},
 ]  # fmt: skip
 KEYS = ["", "x", "output", "batch_size", "a\nb", "a.b", "東京", "x" * 300, "__class__", "self"]

@@ -34,10 +34,10 @@ def texts(run):
         return tokenizer.batch_decode(pa.ipc.open_stream(file).read_all()["input_ids"].to_pylist())
 
 
-def test_it_trains_with_its_options(installed, tiny, tmp_path):
+def test_it_trains_with_its_options(site, tiny, tmp_path):
     options = {"times": 3, "mark": "?"}
     recipe = tiny(plugins={"shout": options})
-    done = run_fresh(installed, "plugsft", recipe, "plugins.shout.times=2")
+    done = run_fresh(site, "plugsft", recipe, "plugins.shout.times=2")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     trained = texts(run)
@@ -45,14 +45,14 @@ def test_it_trains_with_its_options(installed, tiny, tmp_path):
     assert turns == sum(text.count("<|im_start|>assistant") for text in trained) >= 24
     assert "???" not in "".join(trained)
     [record] = json.loads((run / "run.json").read_text())["plugins"]
-    assert record["verdict"] == f"{turns} turns shouted with '??'"
+    assert record["verdict"] == "every assistant turn shouted, with '??'"
     assert record["origin"] == "plugsft-shout 1.2.3"
     assert record["options"] == {"mark": "?", "times": 2, "who": "assistant"}
-    assert f"plugin shout: {turns} turns" in done.stdout
+    assert "plugin shout: every assistant turn" in done.stdout
     # What was resolved is a recipe that runs again, and knows the plugin's options.
     tables = tomllib.loads((run / "recipe.toml").read_text())
     assert tables["plugins"] == {"shout": record["options"]}
-    again = run_fresh(installed, "plugsft", run / "recipe.toml", f"output={tmp_path / 'again'}")
+    again = run_plugsft(run / "recipe.toml", f"output={tmp_path / 'again'}")
     assert again.returncode == 0, again.stderr
     losses = [[step["loss"] for step in read_metrics(tmp_path / at)] for at in ("run", "again")]
     assert losses[0] == losses[1]
@@ -72,7 +72,7 @@ def test_it_is_listed_with_its_distribution(site):
         ({"shout": {"tims": 2}}, ["plugins.shout.tims: ", "did you mean 'times'?"]),
         ({"shout": {"times": "two"}}, ["plugins.shout.times: given 'two'"]),
         ({"shout": {"who": "asistant"}}, ["plugins.shout.who: ", "did you mean 'assistant'?"]),
-        ({"shout": {"turns": 7}}, ["plugins.shout.turns: "]),
+        ({"length_group": {"tokens": 7}}, ["plugins.length_group.tokens: unknown key"]),
         ({"shoot": {}}, ["plugins.shoot: unknown plugin", "did you mean 'shout'?"]),
         ({"shout": {"times": -1}}, ["plugins.shout: times: given -1"]),
         ({"echo_chamber": {}}, ["plugins.echo_chamber: ", "pip install plugsft_no_such_package"]),
@@ -108,6 +108,13 @@ def test_a_name_that_two_distributions_have_is_an_error(site, tiny, tmp_path, mo
     assert "plugsft-shout 1.2.3" in done.stderr and "dist-shout 1.0" in done.stderr
 
 
+def test_the_name_of_the_core_is_an_error(tiny, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(write_plugin(tmp_path / "site", "core", ""))
+    done = run_plugsft(tiny())
+    assert done.returncode == 2
+    assert "dist-core 1.0: a plugin cannot be named 'core'" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_new_plugin_passes_its_own_test(tmp_path):
     done = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
@@ -125,7 +132,7 @@ def test_a_new_plugin_passes_its_own_test(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["Loud", "loud-loss", "1st", "class", "core", "loud_", "length_group"]
+    "name", ["Loud", "loud-loss", "1st", "class", "core1", "loud_", "length_group"]
 )
 def test_a_name_that_cannot_be_is_refused(name, tmp_path):
     done = run_plugsft("new-plugin", "--folder", tmp_path, "--", name)

@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from typing import Literal
 
-from plugsft import RecipeError, Rendered, Row, hookimpl, plugin, state
+from plugsft import RecipeError, Rendered, Row, hookimpl, plugin
 
 
 @plugin(conflicts={"whisper": "nobody can do both"})
@@ -16,8 +16,6 @@ class Shout:
     """How often it is written."""
     who: Literal["assistant", "user"] = "assistant"
     """Whose turns are shouted."""
-
-    turns: int = state(0)
 
     @hookimpl
     def check(self) -> None:
@@ -32,11 +30,10 @@ class Shout:
             for message in row.get("messages", []):
                 if message["role"] == self.who:
                     message["content"] = message["content"].upper() + self.mark * self.times
-                    self.turns += 1
         rendered = yield
         return rendered
 
     @hookimpl
     def verdict(self) -> str:
         """Say how loud it was."""
-        return f"{self.turns} turns shouted with '{self.mark * self.times}'"
+        return f"every {self.who} turn shouted, with '{self.mark * self.times}'"

@@ -1,0 +1,108 @@
+"""length_group: the same steps, in micro-batches that pad less."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from conftest import read_metrics, run_plugsft
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugsft import testing
+from plugsft.plan import Windows, lay_out
+from plugsft.plugins.length_group import LengthGroup, Sorted, deal_again, places
+from plugsft.recipe import Train
+
+shapes = st.tuples(
+    st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 5)
+)
+
+
+def layout_of(lengths, ranks, micro):
+    return lay_out(np.arange(len(lengths)), ranks, micro), np.array(lengths, np.int64)
+
+
+def flat(layout):
+    return sorted(int(number) for rank in layout for part in rank for number in part)
+
+
+def sizes(layout):
+    return [[len(part) for part in rank] for rank in layout]
+
+
+@given(shapes)
+def test_a_window_keeps_its_examples_and_its_shape_and_never_pads_more(shape):
+    layout, lengths = layout_of(*shape)
+    after = Sorted([layout], lengths, LengthGroup())[0]
+    assert flat(after) == flat(layout)
+    assert sizes(after) == sizes(layout)
+    assert places(lengths, after) <= places(lengths, layout)
+
+
+@given(shapes)
+def test_ranks_that_work_side_by_side_get_neighbours_in_length(shape):
+    layout, lengths = layout_of(*shape)
+    after = deal_again(layout, lengths)
+    dealt = [lengths[part] for step in zip(*after, strict=True) for part in step if len(part)]
+    assert list(np.concatenate(dealt)) == sorted(lengths, reverse=True)
+
+
+def test_any_layout_may_be_wrapped():
+    lengths = np.array([5, 50, 7, 70, 6], np.int64)
+    uneven = [[np.array([0, 1, 2]), np.array([], np.int64)], [np.array([3]), np.array([4])]]
+    after = deal_again(uneven, lengths)
+    assert [[part.tolist() for part in rank] for rank in after] == [[[3, 1, 2], []], [[4], [0]]]
+
+
+def test_a_window_is_laid_out_when_it_is_asked_for():
+    asked = []
+
+    class Counting(Windows):
+        def __getitem__(self, number):
+            asked.append(number)
+            return super().__getitem__(number)
+
+    train = Train(batch_size=10, micro_batch=2, learning_rate=0.0)
+    lengths = np.arange(1, 1_000_001)
+    windows = Sorted(Counting(np.arange(1_000_000), 2, train), lengths, LengthGroup())
+    assert len(windows) == 100_000 and asked == []
+    assert flat(windows[7]) == list(range(70, 80)) and asked == [7]
+    assert [flat(one)[0] for one in windows[2:4]] == [20, 30]
+    with pytest.raises(IndexError):
+        windows[100_000]
+
+
+def test_a_run_learns_the_same_with_less_padding(tiny, tmp_path):
+    recipe = tiny(train={"micro_batch": 2, "epochs": 2})
+    for name, plugin in (("with", ["plugins.length_group={}"]), ("without", [])):
+        done = run_plugsft(recipe, f"output={tmp_path / name}", *plugin)
+        assert done.returncode == 0, done.stderr
+    steps = [read_metrics(tmp_path / name) for name in ("with", "without")]
+    assert len(steps[0]) == 6
+    for ours, plain in zip(*steps, strict=True):
+        assert ours["tokens"] == plain["tokens"]
+        for metric in ("loss", "grad_norm"):
+            assert ours[metric] == pytest.approx(plain[metric], rel=1e-5)
+    [record] = json.loads((tmp_path / "with/run.json").read_text())["plugins"]
+    saved, before, after = map(int, re.findall(r"(\d+)%", record["verdict"]))
+    assert record["verdict"].startswith(f"{saved}% of the padding saved")
+    assert saved > 30 and after < before / 1.4
+
+
+def test_the_verdict_is_the_padding_that_was_measured():
+    plugin = LengthGroup()
+    assert plugin.verdict() == "sorts each step by length"
+    layout, lengths = layout_of([10, 30, 10, 30], 1, 2)
+    after = Sorted([layout], lengths, plugin)[0]
+    assert places(lengths, layout) == 120 and places(lengths, after) == 80
+    assert plugin.verdict() == "100% of the padding saved: 33% of all places before, 0% now"
+    even = LengthGroup()
+    _ = Sorted([layout], np.full(4, 9), even)[0]
+    assert even.verdict() == "no padding to save"
+
+
+def test_it_keeps_the_laws():
+    testing.keeps_gradients("length_group")
+    testing.survives_worker("length_group")
+    testing.returns_what_it_wrapped("length_group")

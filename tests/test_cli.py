@@ -1,0 +1,127 @@
+"""The command line: light, forgiving where it may be, and never a traceback."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, run_plugsft
+
+from plugsft import __version__, cli
+from plugsft.errors import RecipeError
+
+COMMANDS = [
+    *["train", "prepare", "check", "inspect", "plugins", "show", "schema", "chat", "new-plugin"]
+]
+
+
+def test_help_is_quick_and_names_every_command():
+    command = [sys.executable, "-m", "plugsft", "--help"]
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        times.append(time.perf_counter() - started)
+    assert all(f" {name} " in done.stdout for name in COMMANDS)
+    # Twice what is promised: other tests run beside this one.
+    assert min(times) < 1.2
+
+
+def test_the_command_line_imports_nothing_heavy():
+    code = (
+        "import sys; from plugsft import cli\n"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'numpy', 'pyarrow') "
+        "if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_version_is_printed():
+    done = run_plugsft("--version")
+    assert (done.returncode, done.stdout) == (0, f"plugsft {__version__}\n")
+
+
+def test_every_command_is_there_with_its_help():
+    names = [c.name or c.callback.__name__.replace("_", "-") for c in cli.app.registered_commands]
+    assert names == COMMANDS
+    for name in names:
+        done = run_plugsft(name, "--help")
+        assert done.returncode == 0 and "Usage: plugsft " + name in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], []),
+        (["--help"], ["--help"]),
+        (["check", "a.toml"], ["check", "a.toml"]),
+        (["a.toml", "--resume"], ["train", "a.toml", "--resume"]),
+        (["--without", "lora", "a.toml"], ["train", "--without", "lora", "a.toml"]),
+        (["recipes/quickstart.toml"], ["train", "recipes/quickstart.toml"]),
+        (["--nonsense"], ["--nonsense"]),
+    ],
+)
+def test_a_recipe_in_the_place_of_a_command_trains(words, wanted):
+    assert cli.with_command(words) == wanted
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("chekc", "did you mean 'check'"),
+        ("qqq", "commands: train, prepare"),
+        ("recipes", "a folder; try: plugsft show recipes"),
+    ],
+)
+def test_an_unknown_word_gets_a_hint(word, says, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(RecipeError, match=says):
+        cli.with_command([word])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nowhere"],
+        ["nowhere.toml"],
+        ["--nowhere"],
+        ["train"],
+        ["train", "nowhere.toml", "--resum"],
+        ["check", "recipes/quickstart.toml", "--ranks", "0"],
+        ["check", "recipes/quickstart.toml", "--ranks", "two"],
+        ["check", "recipes"],
+        ["inspect", "recipes/quickstart.toml", "--rows", "-1"],
+        ["inspect", "nowhere.toml"],
+        ["plugins", "nowhere.toml"],
+        ["show", "nowhere.toml"],
+        ["show", "recipes"],
+        ["show", "recipes/quickstart.toml", "train.seed"],
+        ["chat", "nowhere"],
+        ["schema", "more"],
+        ["check", "recipes/quickstart.toml", "--without", "nobody"],
+        [""],
+    ],
+)
+def test_mistakes_exit_with_2_and_no_traceback(words):
+    done = run_plugsft(*words)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr and "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m plugsft schema | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "{\n" and not done.stderr
+
+
+def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
+    def refuse(module):
+        raise PermissionError(13, "Permission denied", "/secret")
+
+    monkeypatch.setattr(cli, "late", refuse)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["check", str(tiny())])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: /secret: Permission denied\n"

@@ -1,0 +1,205 @@
+"""The house as it is drawn: floors, sizes, names, and what importing costs."""
+
+import ast
+import os
+import re
+import statistics
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from io import StringIO
+from tokenize import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
+
+import pytest
+from conftest import ROOT
+
+import plugsft
+from plugsft.contracts import SPECS
+
+CORE = sorted((ROOT / "plugsft").glob("*.py"))
+PLUGINS = sorted((ROOT / "plugins").glob("*.py"))
+
+# From the ground up: a module imports only what stands before it.
+FLOORS = """
+    errors types machine
+    recipe publish tokens console
+    hooks
+    contracts
+    sources templates tokenizer plan registry
+    answers context
+    models answers_model ranks stop feeder
+    prepare report
+    record checkpoint
+    loop
+    run sample testing
+    overview preflight inspection listing talk skeleton
+    __init__ cli __main__
+""".split()
+EXPORTED = """
+    Batch Build CheckpointError Data DataError Encoded Fed Feed Hooks Ints LaunchError Layout
+    Layouts Machine ModelLoad PluginError PlugsftError Recipe RecipeError Rendered Row Shard Slice
+    Train TrainError Window Work __version__ hookimpl plugin state
+""".split()
+FILE, FUNCTION = 300, 60
+# The aim is 2,600: this keeps the core from growing on the way there.
+TOTAL = 3_000
+
+
+def parse(path):
+    return ast.parse(path.read_text(encoding="utf8"))
+
+
+def imports_of(path):
+    """The modules of plugsft that a core module imports, and those of cli's late()."""
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {"__init__" if name == "__version__" else name for name in names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
+            found.add(node.args[0].value)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names]
+            assert not any(name and name.split(".")[0] == "plugsft" for name in names), path
+    return found
+
+
+def lines_of_code(path):
+    """Lines that hold code: no blank ones, comments or docstrings."""
+    text = path.read_text(encoding="utf8")
+    silent = {COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER}
+    lines = set()
+    for token in generate_tokens(StringIO(text).readline):
+        if token.type not in silent:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return len(lines)
+
+
+def test_every_module_stands_on_a_floor():
+    assert {path.stem for path in CORE} <= set(FLOORS) and len(set(FLOORS)) == len(FLOORS)
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+def test_a_module_imports_only_lower_floors(path):
+    below = FLOORS[: FLOORS.index(path.stem)]
+    assert imports_of(path) - set(below) == set()
+
+
+def test_there_is_no_circle():
+    [*TopologicalSorter({path.stem: imports_of(path) for path in CORE}).static_order()]
+
+
+@pytest.mark.parametrize("path", CORE + PLUGINS, ids=lambda path: path.stem)
+def test_no_import_is_hidden(path):
+    hidden = [
+        f"{path.name}:{inner.lineno}"
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    ]
+    assert hidden == []
+
+
+@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.stem)
+def test_plugins_import_public_names_only(path):
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "plugsft" for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "plugins do not know each other"
+            if node.module.split(".")[0] == "plugsft":
+                assert node.module == "plugsft"
+                assert {alias.name for alias in node.names} <= set(plugsft.__all__)
+
+
+@pytest.mark.parametrize("path", CORE + PLUGINS, ids=lambda path: path.stem)
+def test_files_and_functions_are_small(path):
+    assert lines_of_code(path) <= FILE
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= FUNCTION, f"{path.name}: {node.name}() has {length} lines"
+
+
+def main_path():
+    """The modules that a run goes through: all that the loop imports, and theirs."""
+    reached, left = set(), {"loop"}
+    while left:
+        name = left.pop()
+        reached.add(name)
+        left |= imports_of(ROOT / f"plugsft/{name}.py") - reached
+    return [path for path in CORE if path.stem in reached]
+
+
+def test_the_core_is_read_in_one_sitting():
+    total = sum(lines_of_code(path) for path in main_path())
+    everything = sum(lines_of_code(path) for path in CORE)
+    print(f"\n{total} lines of code on the main path, {everything} with every command")
+    assert total <= TOTAL
+
+
+def test_exported_names_are_pinned():
+    assert plugsft.__all__ == EXPORTED == sorted(EXPORTED)
+    assert all(hasattr(plugsft, name) for name in EXPORTED)
+
+
+def test_importing_plugsft_is_cheap():
+    def seconds(statement):
+        before = os.times()
+        subprocess.run([sys.executable, "-c", statement], check=True)
+        after = os.times()
+        # The processor's time, not the clock's: other tests may run beside this one.
+        return sum(after[2:4]) - sum(before[2:4])
+
+    times = [(seconds("pass"), seconds("import plugsft")) for _ in range(7)]
+    bare, full = map(statistics.median, zip(*times, strict=True))
+    print(f"\nimport plugsft: {(full - bare) * 1e3:.0f} ms")
+    assert full - bare <= 0.150
+
+
+def test_importing_plugsft_imports_nothing_heavy():
+    heavy = {"torch", "numpy", "transformers", "datasets", "pyarrow", "accelerate", "rich", "trl"}
+    script = "import plugsft, sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert heavy & set(done.stdout.split()) == set()
+
+
+@pytest.mark.parametrize("hook", SPECS)
+def test_every_hook_is_explained_and_tested(hook):
+    spec = SPECS[hook]
+    assert spec.__doc__ and spec.__doc__.splitlines()[0].endswith(".")
+    assert "return" in spec.__annotations__
+    word = re.compile(rf"(def |hook\.|\"\s*){hook}\(")
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_floors.py"]
+    assert any(word.search(path.read_text(encoding="utf8")) for path in tests)
+
+
+def test_every_public_name_has_a_docstring():
+    silent = []
+    for path in CORE + PLUGINS:
+        tree = parse(path)
+        assert ast.get_docstring(tree) or not tree.body, path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                if node.name.startswith("_"):
+                    continue
+                scopes = [node, *node.body]
+            elif isinstance(node, ast.Module):
+                scopes = node.body
+            else:
+                continue
+            silent += [
+                f"{path.name}: {one.name}"
+                for one in scopes
+                if isinstance(one, ast.FunctionDef | ast.ClassDef)
+                and not one.name.startswith("_")
+                and not ast.get_docstring(one)
+                and not any("overload" in ast.dump(mark) for mark in one.decorator_list)
+            ]
+    assert silent == []

@@ -1,0 +1,182 @@
+"""Listing: plugins, hooks, recipes, runs, and the schema that editors use."""
+
+import json
+import tomllib
+
+import jsonschema
+import pytest
+from conftest import ROOT, run_plugsft
+from making import activate, install
+
+from plugsft import listing, overview, registry
+from plugsft.errors import RecipeError
+
+LOUD = '''
+@plugin()
+class Loud:
+    """Make the model louder."""
+
+    volume: int = 3
+    """How loud."""
+    kind: Kind
+    heard: object = state()
+
+    @hookimpl(wrapper=True)
+    def render(self, rows):
+        rendered = yield
+        return rendered
+
+    @hookimpl
+    def verdict(self):
+        return f"volume {self.volume}"
+'''
+KINDS = '''
+from typing import Literal
+from pydantic import BaseModel
+
+class Kind(BaseModel):
+    """A kind, of which two plugins have their own."""
+    FIELD
+'''
+QUIET = """
+@plugin()
+class Quiet:
+    kind: Kind | None = None
+
+    @hookimpl(wrapper=True)
+    def render(self, rows):
+        return (yield)
+
+    @hookimpl
+    def batches(self, order, ranks, train):
+        return [[[order]]]
+"""
+MISSING = "import nowhere_to_be_found\n@plugin()\nclass Missing:\n    x: int = 1\n"
+BROKEN = "raise OSError('no driver')\n"
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    site = install(
+        tmp_path,
+        loud=KINDS.replace("FIELD", "name: Literal['horn', 'bell']") + LOUD,
+        quiet=KINDS.replace("FIELD", "depth: int") + QUIET,
+        missing=MISSING,
+        broken=BROKEN,
+    )
+    activate(site, monkeypatch)
+    return site
+
+
+def test_plugins_are_listed_without_importing_one(installed):
+    done = run_plugsft("plugins", env={"PYTHONPATH": str(installed)})
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert {"loud", "quiet", "missing", "broken"} <= set(lines)
+    assert "1.2" in lines["broken"] and "For a test" in lines["broken"]
+
+
+def test_hooks_say_who_answers_and_who_wraps_from_the_inside(installed, tiny, capsys):
+    options = {"loud": {"kind": {"name": "horn"}, "volume": 5}, "quiet": {}}
+    path = tiny(plugins=options)
+    overview.list_hooks(path, [], [])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert lines["render"].split(maxsplit=2)[1:] == ["stage", "core, wrapped by loud, then quiet"]
+    assert lines["batches"].split(maxsplit=2)[1:] == ["stage", "quiet, else core"]
+    assert lines["check"].split(maxsplit=2)[1:] == ["notice", "nobody"]
+    assert lines["log"].split(maxsplit=2)[1:] == ["notice", "core"]
+    assert list(lines)[: len(registry.SPECS)] == list(registry.SPECS)
+
+    overview.list_hooks(path, [], ["quiet"])
+    printed = capsys.readouterr().out
+    assert "quiet" not in printed
+    assert "volume = 5" in printed and '"horn"' in printed and "not run yet" in printed
+
+
+def test_hooks_come_with_the_verdicts_of_the_last_run(installed, tiny, tmp_path, capsys):
+    path = tiny(plugins={"loud": {"kind": {"name": "horn"}}}, train={"steps": 1})
+    done = run_plugsft(path, env={"PYTHONPATH": str(installed)})
+    assert done.returncode == 0, done.stderr
+    overview.list_hooks(path, [], [])
+    assert "verdict  volume 3 (last run)" in capsys.readouterr().out
+    listing.show_run(tmp_path / "run")
+    assert "loud: volume 3" in capsys.readouterr().out
+
+
+def test_a_recipe_is_shown_with_every_default_and_runs_again(tiny, tmp_path, capsys):
+    path = tiny()
+    overview.show_recipe(path, ["train.seed=7"])
+    printed = capsys.readouterr().out
+    tables = tomllib.loads(printed)
+    assert tables["train"]["seed"] == 7 and tables["train"]["beta2"] == 0.999
+    (tmp_path / "again.toml").write_text(printed)
+    overview.show_recipe(tmp_path / "again.toml", [])
+    assert capsys.readouterr().out == printed
+
+
+def test_a_run_is_shown(tiny, tmp_path, capsys):
+    done = run_plugsft(tiny(train={"steps": 2}, eval={"split": "train[:4]"}))
+    assert done.returncode == 0, done.stderr
+    done = run_plugsft("show", tmp_path / "run")
+    shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert shown["status"] == "finished"
+    assert shown["steps"] == "2 of 2, 3 an epoch"
+    assert shown["loss"] == f"{run['final']['loss']:.4f}"
+    assert shown["report"] == str(tmp_path / "run/report.html")
+    assert "24 examples" in shown["data"]
+    assert shown["talk"] == f"plugsft chat {tmp_path / 'run'}"
+
+
+def test_a_run_that_was_killed_is_not_called_running(tmp_path, capsys):
+    facts = {"status": "running", "started": "now", "machine": {"host": "h"}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    listing.show_run(tmp_path)
+    assert "or killed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"status": 1}'])
+def test_a_folder_without_a_run_says_so(tmp_path, text):
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"run\.json"):
+        listing.show_run(tmp_path)
+
+
+def problems(schema, tables):
+    return [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(tables)]
+
+
+def test_the_schema_takes_the_recipes_that_run_and_no_others(installed, tiny):
+    schema = listing.make_schema(registry.find())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    recipes = [ROOT / "recipes/quickstart.toml", tiny()]
+    for tables in [tomllib.loads(path.read_text()) for path in recipes]:
+        assert problems(schema, tables) == []
+        loud = {"enabled": False, "volume": 1, "kind": {"name": "horn"}}
+        assert problems(schema, {**tables, "plugins": {"loud": loud}}) == []
+        assert problems(schema, {**tables, "plugins": {"missing": {"x": 1, "y": 2}}}) == []
+        assert problems(schema, {**tables, "plugins": {"quiet": {"kind": {"depth": 1}}}}) == []
+        for wrong in (
+            {**tables, "trian": {}},
+            {**tables, "train": {**tables["train"], "batch_size": "many"}},
+            {**tables, "plugins": {"nobody": {}}},
+            {**tables, "plugins": {"loud": {**loud, "volum": 1}}},
+            {**tables, "plugins": {"loud": {**loud, "heard": 1}}},
+            {**tables, "plugins": {"loud": {**loud, "kind": {"depth": 1}}}},
+            {**tables, "plugins": {"loud": {"volume": 1}}},
+            {**tables, "plugins": {"quiet": {"kind": {"name": "horn"}}}},
+        ):
+            assert problems(schema, wrong), wrong
+
+
+def test_the_schema_says_what_keys_mean_and_which_plugins_are_missing(installed):
+    done = run_plugsft("schema", env={"PYTHONPATH": str(installed)})
+    schema = json.loads(done.stdout)
+    plugins = schema["properties"]["plugins"]["properties"]
+    assert "pip install nowhere_to_be_found" in plugins["missing"]["description"]
+    assert "no driver" in plugins["broken"]["description"]
+    loud = schema["$defs"][plugins["loud"]["$ref"].rpartition("/")[2]]
+    assert loud["description"] == "Make the model louder."
+    assert loud["properties"]["volume"]["description"] == "How loud."
+    assert "description" in schema["$defs"]["Train"]["properties"]["beta1"]

@@ -1,0 +1,178 @@
+"""Windows: every example once, the same whatever the ranks, a pure function of the step."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugsft import DataError, PluginError, Recipe, hookimpl
+from plugsft.answers import DataAnswers
+from plugsft.plan import Plan, Windows, lay_out, shuffled
+from plugsft.registry import Active
+
+SIZES = {
+    "count": st.integers(1, 60),
+    "batch": st.integers(1, 17),
+    "micro": st.integers(1, 5),
+    "ranks": st.integers(1, 4),
+}
+
+
+def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, **train):
+    """Make a plan over examples without tokens."""
+    recipe = Recipe.model_validate(
+        {
+            "output": "run",
+            "model": {"path": "none"},
+            "data": {"source": "none"},
+            "train": {
+                "batch_size": batch,
+                "micro_batch": micro,
+                "learning_rate": 1.0,
+                "seed": seed,
+                **train,
+            },
+        }
+    )
+    tokens = SimpleNamespace(
+        facts={"sources": sources or [{"examples": count, "weight": 1.0}]},
+        lengths=np.arange(count) + 10,
+        trained=np.arange(count) + 1,
+    )
+    return Plan(tokens, recipe, ranks, Active({}, {}).answer(core or DataAnswers(None)).hook)
+
+
+def members(window):
+    return [int(number) for rank in window.layout for part in rank for number in part]
+
+
+@given(**SIZES, seed=st.integers(0, 2**32 - 1))
+def test_an_epoch_takes_every_example_once(count, batch, micro, ranks, seed):
+    made = plan(count, batch, micro, ranks, seed)
+    for epoch in range(2):
+        windows = [made.window(epoch * made.per_epoch + n + 1) for n in range(made.per_epoch)]
+        assert {window.epoch for window in windows} == {epoch}
+        assert sorted(n for window in windows for n in members(window)) == list(range(count))
+        sizes = [len(members(window)) for window in windows]
+        assert sizes == [batch] * (count // batch) + [count % batch] * bool(count % batch)
+
+
+@given(**SIZES)
+def test_ranks_march_together(count, batch, micro, ranks):
+    made = plan(count, batch, micro, ranks)
+    for step in range(1, made.per_epoch + 1):
+        layout = made.window(step).layout
+        assert len(layout) == ranks
+        (steps,) = {len(rank) for rank in layout}
+        assert all(len(part) <= micro for rank in layout for part in rank)
+        # No step is empty everywhere.
+        assert all(sum(len(rank[number]) for rank in layout) for number in range(steps))
+
+
+@given(**SIZES, others=st.tuples(st.integers(1, 5), st.integers(1, 4)))
+def test_a_window_does_not_depend_on_how_it_is_laid_out(count, batch, micro, ranks, others):
+    one, two = plan(count, batch, micro, ranks), plan(count, batch, *others)
+    for step in range(1, one.per_epoch + 1):
+        a, b = one.window(step), two.window(step)
+        assert sorted(members(a)) == sorted(members(b))
+        assert (a.total, a.tokens) == (b.total, b.tokens)
+        assert a.total == sum(number + 1 for number in members(a))
+        assert a.tokens == sum(number + 10 for number in members(a))
+
+
+def test_windows_are_a_pure_function_of_seed_and_step():
+    made = plan(steps=50)
+    forward = [members(made.window(step)) for step in range(1, 51)]
+    fresh = plan()
+    for step in np.random.default_rng(0).permutation(50):
+        assert members(fresh.window(int(step) + 1)) == forward[step], "seeking, back and forth"
+        assert members(plan().window(int(step) + 1)) == forward[step]
+    assert members(plan(seed=1).window(1)) != forward[0]
+    assert forward[0] != forward[made.per_epoch], "each epoch has an order of its own"
+
+
+def test_the_order_is_pinned_for_every_platform_and_version():
+    assert shuffled([(10, 1.0)], seed=3, epoch=0).tolist() == [3, 4, 9, 1, 0, 8, 5, 7, 2, 6]
+
+
+def test_the_number_of_steps():
+    assert plan(20, 6).steps == 4
+    assert plan(20, 6, epochs=3).steps == 12
+    assert plan(20, 6, epochs=3, steps=5).steps == 5
+    recipe = plan(20, 6, epochs=3, steps=5)
+    assert Plan.once_through(recipe.tokens, _recipe_of(recipe), 2, recipe._hook).steps == 4
+
+
+def _recipe_of(made):
+    return Recipe.model_validate(
+        {
+            "output": "run",
+            "model": {"path": "none"},
+            "data": {"source": "none"},
+            "train": made._train.model_dump(exclude_none=True),
+        }
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.floats(0.01, 4.0, allow_nan=False)), min_size=1, max_size=4
+    ),
+    st.integers(0, 5),
+)
+def test_weights_say_how_often_each_row_comes(sources, epoch):
+    taken = Counter(shuffled(sources, 7, epoch).tolist())
+    first = 0
+    for count, weight in sources:
+        mine = [taken[number] for number in range(first, first + count)]
+        assert sum(mine) == int(weight) * count + round(weight % 1 * count)
+        assert set(mine) <= {int(weight), int(weight) + 1}, "no row twice before all once"
+        first += count
+
+
+def test_a_half_is_a_new_half_each_epoch():
+    halves = [frozenset(shuffled([(100, 0.5)], 0, epoch).tolist()) for epoch in range(3)]
+    assert len(set(halves)) == 3 and {len(half) for half in halves} == {50}
+
+
+def test_an_epoch_without_examples_is_refused():
+    with pytest.raises(DataError, match="an epoch has no example: raise the weights"):
+        plan(sources=[{"examples": 20, "weight": 0.001}])
+
+
+def test_the_last_window_may_be_uneven():
+    assert [[part.tolist() for part in rank] for rank in lay_out(np.arange(5), 2, 2)] == [
+        [[0, 1], [4]],
+        [[2, 3], []],
+    ]
+    assert [[part.tolist() for part in rank] for rank in lay_out(np.arange(1), 3, 4)] == [
+        [[0]],
+        [[]],
+        [[]],
+    ]
+
+
+def test_windows_are_a_sequence():
+    train = SimpleNamespace(batch_size=4, micro_batch=2)
+    windows = Windows(np.arange(10), 1, train)
+    assert len(windows) == 3 == len(list(windows))
+    assert len(windows[1:]) == 2
+    with pytest.raises(IndexError):
+        windows[3]
+
+
+def test_batches_must_give_every_epoch_the_same_number():
+    class Shrinks:
+        number = 4
+
+        @hookimpl
+        def batches(self, order, ranks, train):
+            self.number -= 1
+            return Windows(order[: 4 * self.number], ranks, train)
+
+    made = plan(20, 4, core=Shrinks())
+    with pytest.raises(PluginError, match="gave 2 windows for epoch 1 and 3 for the first"):
+        made.window(4)

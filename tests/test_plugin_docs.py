@@ -1,0 +1,74 @@
+"""plugins/README.md says what the code says."""
+
+import inspect
+import re
+
+import pytest
+from conftest import ROOT
+
+import plugsft
+from plugsft import Hooks, testing
+from plugsft.registry import SPECS, find
+from plugsft.skeleton import FILES
+
+README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
+SKELETON = (FILES / "plugsft_my_plugin.py").read_text(encoding="utf8")
+
+
+def rows(first):
+    """Return the rows of the table whose head begins with a word, cell by cell."""
+    table = README.split(f"\n| {first} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_every_hook_is_there_with_its_arguments_its_kind_and_in_order():
+    expected = [
+        [
+            f"`{name}({', '.join(list(inspect.signature(spec).parameters)[1:])})`",
+            "stage" if vars(spec)["plugsft_spec"]["firstresult"] else "notice",
+        ]
+        for name, spec in SPECS.items()
+    ]
+    assert [row[:2] for row in rows("hook")] == expected
+    assert all(len(row) == 4 and all(row) for row in rows("hook"))
+
+
+def test_every_hook_says_in_the_code_what_it_is_for():
+    hooks = {name: hook for name, hook in vars(Hooks).items() if not name.startswith("_")}
+    assert set(SPECS) == set(hooks)
+    for name, hook in hooks.items():
+        assert inspect.getdoc(hook).endswith("."), name
+
+
+def test_the_plugin_it_explains_is_the_one_that_new_plugin_writes():
+    assert f"```python\n{SKELETON}```" in README
+
+
+def test_every_bundled_plugin_is_there():
+    bundled = [one for one in find().values() if one.origin == "bundled"]
+    assert [row for row in rows("plugin") if row] == [
+        [f"[{one.name}]({one.name}.py)", one.summary] for one in bundled
+    ]
+
+
+def test_every_check_of_the_kit_is_there():
+    public = [
+        f"`{name}(name)`"
+        for name, value in vars(testing).items()
+        if inspect.isfunction(value)
+        and value.__module__ == testing.__name__
+        and not name.startswith("_")
+    ]
+    assert [row[0] for row in rows("check")] == public
+
+
+@pytest.mark.parametrize("text", [README, SKELETON], ids=["README", "skeleton"])
+def test_every_name_that_is_imported_from_plugsft_is_public(text):
+    names = [
+        name.strip()
+        for line in re.findall(r"^from plugsft import ([\w, ]+)$", text, re.MULTILINE)
+        for name in line.split(",")
+    ]
+    assert names
+    for name in names:
+        assert name in plugsft.__all__ or name == "testing"

@@ -1,0 +1,210 @@
+"""plugsft check: everything that is wrong, in one go, and before anything is loaded."""
+
+import re
+import resource
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
+from making import activate, install
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from plugsft import preflight
+from plugsft.errors import PlugsftError
+from plugsft.recipe import Scratch
+
+STRICT = """
+@plugin()
+class Strict:
+    @hookimpl
+    def check(self, recipe, machine):
+        if machine.world_size > 2:
+            raise RecipeError(f"never on {machine.world_size} ranks")
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self):
+        return (yield)
+"""
+
+
+@pytest.fixture
+def check(capsys):
+    def run(path, *overrides, ranks=None):
+        try:
+            preflight.check(path, overrides, [], ranks)
+            problems = []
+        except PlugsftError as error:
+            assert error.exit_code == 2
+            problems = str(error).splitlines()
+        lines = capsys.readouterr().out.splitlines()
+        marks = {mark: [] for mark in ("ok", "warn", "fail")}
+        for line in lines:
+            mark, _, rest = line.partition(" ")
+            marks.get(mark, []).append(rest.strip())
+        return SimpleNamespace(problems=problems, lines=lines, **marks)
+
+    return run
+
+
+def test_a_good_recipe_is_ready_and_nothing_is_written(tiny, tmp_path, check):
+    found = check(tiny(eval={"split": "train[:4]"}))
+    assert not found.problems and not found.fail and not found.warn, found.lines
+    assert found.lines[-1] == f"ready: plugsft {tmp_path / 'recipe.toml'}"
+    what = [line.split()[0] for line in found.ok]
+    assert what == [
+        *["recipe", "plugins", "model", "data", "tokenizer", "rows", "eval", "rows"],
+        *["ranks", "steps", "output", "disk"],
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_quickstart_is_checked_in_under_five_seconds():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "plugsft", "check", "recipes/quickstart.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Its own time, as other tests run beside this one.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    assert "ready: plugsft recipes/quickstart.toml" in done.stdout
+
+
+def test_problems_of_all_stages_come_together(tiny, tmp_path, check):
+    rows = [*chats(20), {"messages": [{"role": "wizard", "content": "hm"}]}, {"other": 1}]
+    path = tiny(
+        rows,
+        output=str(tmp_path / "file" / "run"),
+        eval={"source": str(tmp_path / "nothing.jsonl")},
+        data={"max_length": 300},
+    )
+    (tmp_path / "file").write_text("")
+    found = check(path)
+    text = "\n".join(found.problems)
+    assert len(found.problems) == 5, text
+    assert "data.max_length: given 300" in text
+    assert "unknown role 'wizard'" in text and "row 20" in text and "on_bad_row" in text
+    assert "no 'messages'" in text and "row 21" in text
+    assert "nothing.jsonl: no such file" in text
+    assert f"{tmp_path / 'file'} is a file" in text
+    assert [line.split()[0] for line in found.fail] == ["model", "rows", "eval", "output"]
+    assert "ready" not in found.lines[-1]
+    done = run_plugsft("check", path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 5
+
+
+def test_every_missing_source_is_named(tiny, tmp_path, check):
+    names = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    found = check(tiny(data={"source": names[0], "max_length": 256}), "train.steps=1")
+    assert len(found.problems) == 1
+    path = tmp_path / "recipe.toml"
+    text = re.sub(r'source = ".*"', "", path.read_text())
+    path.write_text(text + "".join(f'[[data.sources]]\nsource = "{name}"\n' for name in names))
+    found = check(path)
+    assert ["one" in found.problems[0], "two" in found.problems[1]] == [True, True]
+
+
+def test_a_recipe_that_cannot_be_read_ends_the_check(tiny, check):
+    found = check(tiny(), "train.bach_size=1", "modle.path=x")
+    assert len(found.problems) == 2 and not found.lines
+
+
+def test_rows_that_would_be_left_out_or_cut_are_warned_of(tiny, check):
+    rows = [*chats(20), {"messages": []}]
+    found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24}))
+    assert not found.problems
+    assert any("1 (row 20)" in line and "left out" in line for line in found.warn)
+    assert any("longer than 24" in line and "cut" in line for line in found.warn)
+    found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24, "too_long": "drop"}))
+    assert any("longer than 24" in line and "left out" in line for line in found.warn)
+    found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24, "too_long": "error"}))
+    assert any("longer than 24" in line and "too_long" in line for line in found.problems)
+
+
+def test_data_without_a_trained_token_is_a_problem(tiny, check):
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 5
+    found = check(tiny(rows, data={"on_bad_row": "drop"}))
+    assert "not one has a token to train on" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "ranks", "mark", "says"),
+    [
+        (8, 4, 1, "ok", "2 x 4 on each"),
+        (8, 2, 4, "ok", "1 x 2 on each"),
+        (8, 3, 2, "ok", "2 x 3 on each, though not all of them full"),
+        (8, 4, 3, "warn", "1 of 3 never get an example"),
+        (8, 4, 3, "warn", "train.micro_batch = 2"),
+        (4, 1, 8, "warn", "raise train.batch_size to 8"),
+    ],
+)
+def test_a_window_is_measured_against_the_ranks(tiny, check, size, micro, ranks, mark, says):
+    found = check(tiny(train={"batch_size": size, "micro_batch": micro}), ranks=ranks)
+    [line] = [line for line in found.ok + found.warn if line.startswith("ranks")]
+    assert says in line and line in getattr(found, mark)
+
+
+def test_steps_and_warm_up_are_counted(tiny, check):
+    found = check(tiny(), "train.epochs=3", "train.warmup=9")
+    assert any("9, 3 an epoch of 24 examples" in line for line in found.ok)
+    assert any("warm-up takes 9 of 9 steps" in line for line in found.warn)
+    assert not check(tiny(), "train.epochs=3", "train.warmup=8").warn
+    assert any("more than an epoch" in line for line in check(tiny(), "train.batch_size=32").warn)
+    assert any("very rows" in line for line in check(tiny(eval={})).warn)
+
+
+def test_plugins_may_object_to_the_ranks_asked_about(tiny, tmp_path, monkeypatch, check):
+    activate(install(tmp_path, strict=STRICT), monkeypatch)
+    path = tiny(plugins={"strict": {}}, train={"micro_batch": 1})
+    assert check(path, ranks=2).problems == []
+    assert check(path, ranks=4).problems == ["plugins.strict: never on 4 ranks"]
+
+
+def test_a_run_in_the_output_is_warned_of(tiny, tmp_path, check):
+    (tmp_path / "run/checkpoints/step-000001").mkdir(parents=True)
+    assert any("--resume or --overwrite" in line for line in check(tiny()).warn)
+
+
+def test_a_full_disk_is_a_problem(tiny, tmp_path, monkeypatch, check):
+    monkeypatch.setattr(preflight, "free_disk", lambda folder: 100_000)
+    [problem] = check(tiny()).problems
+    assert "97.7 KiB free" in problem and "checkpoint.keep" in problem
+    activate(install(tmp_path, strict=STRICT), monkeypatch)
+    found = check(tiny(plugins={"strict": {}}))
+    assert not found.problems and any("97.7 KiB" in line for line in found.warn)
+
+
+def test_the_size_of_a_new_model_is_what_it_will_be():
+    scratch = Scratch(hidden=64, layers=3, heads=4, kv_heads=2, mlp=96, vocab=500)
+    config = LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    assert preflight._parameters(scratch) == LlamaForCausalLM(config).num_parameters()
+
+
+def test_a_model_in_a_folder_is_looked_at_without_its_weights(tiny, tmp_path, check):
+    done = run_plugsft(tiny(train={"steps": 1}))
+    assert done.returncode == 0, done.stderr
+    model = tmp_path / "run/model"
+    tables = tiny_tables(tmp_path)
+    tables |= {"model": {"path": str(model)}, "output": str(tmp_path / "second")}
+    path = write_recipe(tmp_path / "second.toml", tables)
+    saved = AutoTokenizer.from_pretrained(model)
+    size = (model / "model.safetensors").stat().st_size
+    (model / "model.safetensors").write_bytes(bytes(size))
+    found = check(path)
+    assert not found.problems and not found.warn, found.lines
+    assert any(
+        f"{model}: {len(saved):,} entries, with a chat template" in line for line in found.ok
+    )
+    (model / "tokenizer.json").unlink()
+    (model / "config.json").write_text("{}")
+    found = check(path)
+    assert [line.split()[0] for line in found.fail] == ["model", "tokenizer"]

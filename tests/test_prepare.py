@@ -1,0 +1,331 @@
+"""From sources to tokens: what is kept, what is left out, and what is said about it."""
+
+import json
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+from conftest import ROOT, chats, tiny_tables, write_jsonl, write_recipe
+from making import activate, install
+
+from plugsft import DataError, RecipeError, prepare
+from plugsft.answers import DataAnswers
+from plugsft.registry import load, resolve
+from plugsft.tokens import Tokens
+from plugsft.types import Slice
+
+ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
+GOOD = {"messages": [ASK, TELL]}
+NOBODY = {"messages": [{"role": "nobody", "content": "x"}, TELL]}
+LONG = {"messages": [ASK, {**TELL, "content": "owl " * 300}]}
+LATE = {"messages": [{**ASK, "content": "who " * 300}, TELL]}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Give `run(rows, max_length=...)`: prepares rows, returns work, tokens, evaluation tokens."""
+
+    def make(rows, eval=None, plugins=None, **data):
+        tables = tiny_tables(tmp_path, rows)
+        tables["data"] |= {"max_length": 64, **data}
+        tables["eval"] = eval or {}
+        if eval is None:
+            del tables["eval"]
+        if "sources" in data:
+            del tables["data"]["source"]
+        recipe, active = resolve({**tables, "plugins": plugins or {}})
+        active.answer(DataAnswers(recipe.folder))
+        return prepare.prepare(recipe, active)
+
+    return make
+
+
+def texts(work, tokens):
+    return [work.tokenizer.decode(tokens.example(n)[0]) for n in range(len(tokens))]
+
+
+def test_rows_become_examples_in_order(run):
+    rows = chats(50)
+    work, tokens, _ = run(rows, max_length=256)
+    assert texts(work, tokens) == [
+        work.tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows
+    ]
+    assert tokens.rows.tolist() == list(range(50))
+    facts = tokens.facts
+    assert (facts["rows"], facts["examples"]) == (50, 50)
+    assert facts["tokens"] == tokens.lengths.sum()
+    assert facts["trained_tokens"] == tokens.trained.sum()
+    assert facts["mask"] == "the chat template's generation blocks"
+    for number, row in enumerate(rows):
+        ids, mask = tokens.example(number)
+        said = [turn["content"] + "<|im_end|>" for turn in row["messages"][1::2]]
+        assert work.tokenizer.decode(ids[mask]) == "".join(said)
+
+
+def test_slices_and_batches_leave_no_seam(run, monkeypatch):
+    rows = chats(53)
+    _, whole, _ = run(rows)
+    expected = [whole.example(n)[0].tolist() for n in range(len(whole))]
+    monkeypatch.setattr(prepare, "ROWS_PER_SLICE", 10)
+    monkeypatch.setattr(prepare, "ROWS_PER_BATCH", 4)
+    _, cut, _ = run(rows, on_bad_row="drop")  # another key
+    assert [cut.example(n)[0].tolist() for n in range(len(cut))] == expected
+    assert cut.rows.tolist() == list(range(53))
+    assert len(list(cut.folder.glob("*.arrow"))) == 6
+
+
+BAD = [GOOD, NOBODY, GOOD, {"messages": []}, NOBODY, 3, {"messages": [ASK]}, GOOD]
+
+
+def test_bad_rows_stop_the_run_with_reasons_and_numbers(run, tmp_path):
+    with pytest.raises(DataError) as caught:
+        run(BAD)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'data.jsonl'}: 5 bad among the first 8 rows: ")
+    for part in (
+        "unknown role 'nobody': 2 (rows 1, 4)",
+        "'messages' is no list of turns, or an empty one: 1 (row 3)",
+        "no JSON object: 1 (row 5)",
+        "no trained token: 1 (row 6)",
+        'or set data.on_bad_row = "drop"',
+    ):
+        assert part in message, part
+    assert not list((tmp_path / "run").rglob("*.arrow")), "and leave nothing"
+
+
+def test_bad_rows_are_dropped_and_counted_if_so_wished(run, capsys):
+    _, tokens, _ = run(BAD, on_bad_row="drop")
+    assert tokens.rows.tolist() == [0, 2, 7]
+    assert tokens.facts["bad_rows"]["unknown role 'nobody'"] == {"count": 2, "rows": [1, 4]}
+    assert sum(entry["count"] for entry in tokens.facts["bad_rows"].values()) == 5
+    assert "3 examples of 8 rows" in capsys.readouterr().out
+
+
+def test_rows_of_a_slice_are_named_with_it(run):
+    with pytest.raises(DataError, match=r"data.jsonl \(split train\[1:\]\): .* 'nobody': 2 \(rows 0"):
+        run(BAD, split="train[1:]")
+
+
+def test_bad_rows_in_later_batches_keep_their_numbers(run, monkeypatch):
+    monkeypatch.setattr(prepare, "ROWS_PER_BATCH", 3)
+    monkeypatch.setattr(prepare, "ROWS_PER_SLICE", 6)
+    rows = [GOOD] * 20
+    for number in (2, 3, 11, 19):
+        rows[number] = NOBODY
+    _, tokens, _ = run(rows, on_bad_row="drop")
+    assert tokens.facts["bad_rows"]["unknown role 'nobody'"]["rows"] == [2, 3, 11, 19]
+    assert tokens.rows.tolist() == [n for n in range(20) if n not in (2, 3, 11, 19)]
+
+
+@pytest.mark.parametrize("rows", [[{"messages": [ASK]}] * 3, [NOBODY]])
+def test_a_data_set_without_a_trained_token_stops(run, rows):
+    with pytest.raises(DataError, match="not one token to train on"):
+        run(rows, on_bad_row="drop")
+
+
+def test_an_empty_slice_stops(run):
+    with pytest.raises(DataError, match="not one token to train on"):
+        run([GOOD], split="train[:0]")
+
+
+def test_long_rows_are_cut_dropped_or_refused(run):
+    rows = [GOOD, LONG, GOOD, LONG]
+    work, tokens, _ = run(rows)
+    assert tokens.lengths.max() == 64 and len(tokens) == 4
+    assert tokens.facts["truncated"] == {"count": 2, "rows": [1, 3]}
+    whole = work.tokenizer.apply_chat_template(LONG["messages"])["input_ids"]
+    assert tokens.example(1)[0].tolist() == whole[:64]
+    _, tokens, _ = run(rows, too_long="drop")
+    assert tokens.rows.tolist() == [0, 2]
+    assert tokens.facts["bad_rows"] == {"longer than 64 tokens": {"count": 2, "rows": [1, 3]}}
+    with pytest.raises(DataError, match=r"longer than 64 tokens: 2 \(rows 1, 3\)\. Raise data.max_l"):
+        run(rows, too_long="error")
+
+
+def test_what_is_cut_before_its_answer_says_so(run):
+    with pytest.raises(DataError, match=r"no trained token among the first 64: 1 \(row 1\)"):
+        run([GOOD, LATE])
+    _, tokens, _ = run([GOOD, LATE], on_bad_row="drop")
+    assert tokens.rows.tolist() == [0] and tokens.facts["truncated"]["count"] == 0
+
+
+def test_unknown_columns_name_the_known_ones(run):
+    with pytest.raises(DataError, match=r"these columns: chat, id. Known are messages; prompt and"):
+        run([{"id": 1, "chat": []}])
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"text": "owls"}, "owls<|im_end|>"),
+        ({"prompt": "who?", "completion": "owls"}, "who?owls<|im_end|>"),
+    ],
+)
+def test_other_formats(run, row, text):
+    work, tokens, _ = run([row] * 3)
+    ids, mask = tokens.example(0)
+    assert work.tokenizer.decode(ids) == text
+    trained = work.tokenizer.decode(ids[mask])
+    # The first token of a text has nothing before it that could predict it.
+    assert trained == ("owls<|im_end|>" if "prompt" in row else work.tokenizer.decode(ids[1:]))
+
+
+def test_a_mixture_is_one_data_set(run, tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", [GOOD] * 4)
+    two = write_jsonl(tmp_path / "two.jsonl", [{"text": "owls " * (n + 1)} for n in range(6)])
+    sources = [{"source": str(one), "weight": 0.5}, {"source": str(two), "split": "train[2:5]"}]
+    work, tokens, _ = run(None, sources=sources)
+    assert [(one["examples"], one["weight"]) for one in tokens.facts["sources"]] == [(4, 0.5), (3, 1)]
+    assert [tokens.source_of(n) for n in range(7)] == [(0, n) for n in range(4)] + [
+        (1, n) for n in range(3)
+    ]
+    assert texts(work, tokens)[4] == "owls owls owls <|im_end|>"
+    _, again, _ = run(None, sources=[{**sources[0], "weight": 3.0}, sources[1]])
+    assert again.folder == tokens.folder, "weights do not change the tokens"
+    assert again.facts["sources"][0]["weight"] == 3.0
+
+
+def test_evaluation_data_is_prepared_like_the_rest(run, tmp_path):
+    other = write_jsonl(tmp_path / "other.jsonl", [GOOD] * 5)
+    work, tokens, held_out = run([GOOD] * 9, eval={"source": str(other)})
+    assert (len(tokens), len(held_out)) == (9, 5) and held_out.folder != tokens.folder
+    work, tokens, held_out = run([GOOD] * 9, eval={"split": "train[-2:]"})
+    assert len(held_out) == 2
+    with pytest.raises(RecipeError, match=r"eval.source: missing"):
+        run(None, sources=[{"source": str(other)}], eval={})
+
+
+def test_prepared_once_then_found(run, capsys):
+    rows = chats(10)
+    _, first, _ = run(rows)
+    assert "from cache" not in capsys.readouterr().out
+    before = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    _, second, _ = run(rows)
+    assert "from cache" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in second.folder.iterdir()} == before
+
+
+def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", shout=SHOUT, quiet=QUIET), monkeypatch)
+
+    def key(**changes):
+        tables = tiny_tables(tmp_path, [GOOD] * 3)
+        for name, change in changes.items():
+            merge = isinstance(tables.get(name), dict)
+            tables[name] = {**tables[name], **change} if merge else change
+        recipe, active = resolve(tables)
+        active.answer(DataAnswers(recipe.folder))
+        return prepare.prepare(recipe, active)[1].facts["key"]
+
+    base = key()
+    for same in (
+        {"output": str(tmp_path / "elsewhere")},
+        {"train": {"batch_size": 3, "seed": 4, "learning_rate": 1.0}},
+        {"plugins": {"quiet": {}}},
+        {"checkpoint": {"every": 3}},
+    ):
+        assert key(**same) == base, same
+    others = [
+        key(data={"max_length": 65}),
+        key(data={"too_long": "drop"}),
+        key(data={"train_on": "last"}),
+        key(data={"template_kwargs": {"a": 1}}),
+        key(plugins={"shout": {}}),
+        key(plugins={"shout": {"mark": "?"}}),
+    ]
+    assert len({base, *others}) == 7
+    moved = write_jsonl(tmp_path / "moved.jsonl", [GOOD] * 3)
+    assert key(data={"source": str(moved)}) == base, "moved data is the same data"
+    write_jsonl(moved, [GOOD] * 2 + [LONG])
+    assert key(data={"source": str(moved)}) != base
+
+
+SHOUT = """
+    @plugin()
+    class Shout:
+        mark: str = "!"
+
+        @hookimpl(wrapper=True)
+        def render(self):
+            rendered = yield
+            rendered.texts = [text + self.mark for text in rendered.texts]
+            return rendered
+"""
+QUIET = """
+    @plugin()
+    class Quiet:
+        @hookimpl(wrapper=True)
+        def feed(self):
+            return (yield)
+"""
+OWN = """
+    from plugsft import Rendered
+
+    @plugin()
+    class Own:
+        @hookimpl
+        def render(self, rows):
+            if "owl" not in rows[0]:
+                return None
+            texts = [row["owl"] for row in rows]
+            return Rendered(texts, [[(0, len(text))] for text in texts], list(range(len(rows))))
+"""
+
+
+def test_a_plugin_s_format_also_trains_a_new_tokenizer(run, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", own=OWN), monkeypatch)
+    work, tokens, _ = run([{"owl": "owls hoot"}] * 3, plugins={"own": {}})
+    assert texts(work, tokens) == ["owls hoot"] * 3
+    _, tokens, _ = run([GOOD] * 3, plugins={"own": {}})
+    assert len(tokens) == 3, "None means: not my format"
+
+
+def test_work_travels_to_another_process(run, tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", chats(30))
+    work, tokens, _ = run(None, sources=[{"source": str(one), "weight": 0.5}])
+    again = pickle.loads(pickle.dumps(work))
+    assert "tokenizer" not in vars(again) and again._hook is None
+    (tmp_path / "there").mkdir()
+    work.folder = tmp_path / "there"
+    # A process of its own, which has nothing but what travels.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        shard = pool.submit(work, Slice(0, 0, 30)).result()
+    there = (tmp_path / "there" / shard.file).read_bytes()
+    assert there == (tokens.folder / shard.file).read_bytes()
+
+
+def test_several_processes_prepare_one_output(tmp_path):
+    tables = tiny_tables(tmp_path, chats(300))
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    command = [sys.executable, "-m", "plugsft", "prepare", str(path)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+        for _ in range(3)
+    ]
+    said = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], said
+    (folder,) = (tmp_path / "run/tokens").iterdir()
+    assert len(Tokens(folder)) == 300
+    assert sum(b"from cache" not in out for out, _ in said) == 1, "one built, the others waited"
+
+
+def test_tokens_on_disk_tell_what_they_are(run):
+    _, tokens, _ = run(chats(10))
+    facts = json.loads((tokens.folder / "facts.json").read_text())
+    assert facts["key_parts"]["format"] == 1 and facts["key"] == tokens.folder.name
+    assert np.array_equal(Tokens(tokens.folder).lengths, tokens.lengths)
+
+
+def test_a_resolved_recipe_prepares_the_same_tokens(tmp_path):
+    path = write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path))
+    recipe, active = load(path)
+    active.answer(DataAnswers(recipe.folder))
+    tokens = prepare.prepare(recipe, active)[1]
+    tables = recipe.model_dump(exclude_none=True)
+    recipe, active = resolve(tables)
+    active.answer(DataAnswers(recipe.folder))
+    assert prepare.prepare(recipe, active)[1].folder == tokens.folder

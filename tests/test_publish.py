@@ -1,0 +1,335 @@
+"""Folders that appear whole or not at all, with real processes that are really killed."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, run_plugsft
+
+from plugsft import PlugsftError
+from plugsft.publish import (
+    MANIFEST,
+    damage,
+    discard,
+    is_published,
+    once,
+    publish,
+    sweep,
+    write_text,
+    writing,
+)
+
+BUILDER = """
+import os, sys, time
+from pathlib import Path
+from plugsft import publish
+folder, note, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+publish.PATIENCE, publish.HEARTBEAT = {patience}, 0.1
+def build(building):
+    with note.open("a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+    (building / "half").write_text("half")
+    time.sleep(seconds)
+    (building / "whole").write_text(str(os.getpid()))
+publish.once(folder, build)
+print((folder / "whole").read_text())
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "parent/folder"
+
+
+@pytest.fixture
+def start(tmp_path, place):
+    """Start builders of one folder; what is left of them ends with the test."""
+    processes = []
+
+    def begin(seconds=0.0, patience=30.0):
+        script = BUILDER.format(patience=patience)
+        command = [sys.executable, "-c", script, place, tmp_path / "note", seconds]
+        processes.append(
+            subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, cwd=ROOT)
+        )
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def builders(tmp_path, count, timeout=20.0):
+    """Wait until so many processes have begun to build; return their numbers."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        text = (tmp_path / "note").read_text() if (tmp_path / "note").exists() else ""
+        if len(text.splitlines()) >= count:
+            return [int(line) for line in text.splitlines()]
+        time.sleep(0.02)
+    raise AssertionError(f"{count} builders did not come: {text}")
+
+
+def left_over(place):
+    return sorted(path.name for path in place.parent.glob(".*"))
+
+
+def test_a_folder_appears_with_its_manifest(place):
+    with publish(place) as building:
+        (building / "inner").mkdir()
+        (building / "inner/a.txt").write_text("a")
+        (building / "b.txt").write_text("b")
+        assert not place.exists()
+    assert is_published(place) and damage(place) is None
+    assert sorted(json.loads((place / MANIFEST).read_text())) == ["b.txt", "inner/a.txt"]
+    assert left_over(place) == []
+
+
+def test_a_failing_build_leaves_nothing(place):
+    with pytest.raises(ZeroDivisionError), publish(place) as building:
+        (building / "half").write_text("half")
+        raise ZeroDivisionError
+    assert list(place.parent.iterdir()) == []
+
+    def build(building):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        once(place, build)
+    assert list(place.parent.iterdir()) == []
+
+
+def test_who_comes_second_keeps_what_is_there_unless_told_to_replace(place):
+    for text in ("first", "second"):
+        with publish(place) as building:
+            (building / "a").write_text(text)
+    assert (place / "a").read_text() == "first"
+    with publish(place, replace=True) as building:
+        (building / "a").write_text("third")
+    assert (place / "a").read_text() == "third" and left_over(place) == []
+
+
+@pytest.mark.parametrize(
+    ("harm", "expected"),
+    [
+        (lambda folder: (folder / "a").unlink(), "a is missing"),
+        (lambda folder: (folder / "a").write_text("other"), "a is not what was written"),
+        (lambda folder: (folder / "a").write_text("teXt"), "a is not what was written"),
+        (lambda folder: (folder / MANIFEST).write_text('{"a": [1'), "its manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text("[1, 2]"), "its manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text('{"a": 3}'), "its manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe"), "its manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).unlink(), "its manifest cannot be read"),
+    ],
+)
+def test_damage_is_found(place, harm, expected):
+    with publish(place) as building:
+        (building / "a").write_text("text")
+    harm(place)
+    assert expected in damage(place)
+
+
+def test_discarding(place):
+    with publish(place):
+        pass
+    discard(place)
+    discard(place)
+    assert list(place.parent.iterdir()) == []
+
+
+def test_a_text_is_never_half_written(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "new \udcff")
+    assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
+
+
+def test_eight_processes_build_one_folder_once(start, tmp_path, place):
+    all_of_them = [start(0.5) for _ in range(8)]
+    said = [process.communicate(timeout=60)[0] for process in all_of_them]
+    (builder,) = builders(tmp_path, 1)
+    assert {int(words) for words in said} == {builder}
+    assert damage(place) is None and left_over(place) == []
+
+
+def test_a_killed_builder_is_replaced_at_once(start, tmp_path, place):
+    first = start(100.0)
+    assert builders(tmp_path, 1) == [first.pid]
+    second = start()
+    time.sleep(0.5)
+    # Nobody waits for the dead one: it is a zombie, as a killed rank is to its launcher.
+    os.kill(first.pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert builders(tmp_path, 2)[1] == second.pid
+    second.communicate(timeout=20)
+    assert time.monotonic() - began < 5, "far less than the patience with other machines"
+    assert damage(place) is None and left_over(place) == []
+    assert not (place / "half.tmp").exists()
+
+
+def test_a_waiter_follows_when_the_building_fails(place, start, tmp_path):
+    first = start(100.0)
+    builders(tmp_path, 1)
+    second = start()
+    time.sleep(0.3)
+    os.kill(first.pid, signal.SIGINT)
+    assert int(second.communicate(timeout=20)[0]) == second.pid
+    assert left_over(place) == []
+
+
+def test_a_builder_without_a_heartbeat_is_outbid_and_does_no_harm(start, tmp_path, place):
+    first = start(1.0, patience=1.0)
+    builders(tmp_path, 1)
+    os.kill(first.pid, signal.SIGSTOP)
+    second = start(patience=1.0)
+    assert int(second.communicate(timeout=30)[0]) == second.pid
+    os.kill(first.pid, signal.SIGCONT)
+    # It finds the name taken, throws its own away, and goes on with the other's.
+    assert int(first.communicate(timeout=30)[0]) == second.pid
+    assert builders(tmp_path, 2) == [first.pid, second.pid]
+    assert damage(place) is None and left_over(place) == []
+
+
+def test_a_slow_builder_with_a_heartbeat_is_waited_for(start, tmp_path):
+    first, second = start(3.0, patience=1.0), start(patience=1.0)
+    said = {int(process.communicate(timeout=30)[0]) for process in (first, second)}
+    assert said == set(builders(tmp_path, 1)) and len(said) == 1
+
+
+def test_an_unfinished_claim_counts_as_dead_after_a_while(start, place, tmp_path):
+    place.parent.mkdir()
+    (place.parent / f".{place.name}.claim-000001").touch()
+    only = start(patience=0.5)
+    assert int(only.communicate(timeout=30)[0]) == only.pid and left_over(place) == []
+
+
+def test_what_killed_processes_left_is_swept_and_what_lives_is_not(start, tmp_path, place):
+    first = start(100.0)
+    builders(tmp_path, 1)
+    (half,) = place.parent.glob("*.tmp")
+    sweep(place.parent)
+    assert half.is_dir()
+    first.kill()
+    first.wait()
+    sweep(place.parent)
+    assert not half.exists()
+
+
+def test_waiting_is_told(tmp_path, place, start):
+    first = start(1.0)
+    builders(tmp_path, 1)
+    calls = []
+    once(place, build=None, waiting=lambda: calls.append(1))
+    assert calls and first.wait(timeout=20) == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one mebibyte, or, where mounting is not allowed, a limit for files."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill_python(building):
+    (building / "big").write_bytes(b"x" * 3_000_000)
+
+
+def fill_arrow(building):
+    import numpy as np
+
+    from plugsft.tokens import Examples, write_shard
+
+    many = np.ones(800_000, np.int32)
+    counts = np.array([len(many)])
+    write_shard(building / "a", [Examples(many, many > 0, counts, counts // counts, counts)])
+
+
+def fill_safetensors(building):
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(800_000)}, building / "a.safetensors")
+
+
+def fill_torch(building):
+    import torch
+
+    torch.save({"a": torch.ones(800_000)}, building / "a.pt")
+
+
+def fill_tokenizer(building):
+    from tokenizers import Tokenizer, models
+
+    words = {"x" * 100 + str(number): number for number in range(20_000)}
+    Tokenizer(models.WordLevel(words, unk_token=min(words))).save(str(building / "a.json"))
+
+
+@pytest.mark.parametrize(
+    "fill", [fill_python, fill_arrow, fill_safetensors, fill_torch, fill_tokenizer]
+)
+def test_a_full_disk_is_told_with_place_and_room(small_disk, fill):
+    place = small_disk / "folder"
+    with pytest.raises(PlugsftError, match=r"folder: cannot be written: .*GiB are free") as caught:
+        once(place, fill)
+    assert "\n" not in str(caught.value)
+    assert list(small_disk.iterdir()) == [], "and leaves the room that it took"
+
+
+def test_a_limit_of_size_is_told_too(place):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores the signal, so that the write fails with EFBIG.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(PlugsftError, match="folder: cannot be written: .*File too large"):
+            once(place, fill_python)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(place.parent.iterdir()) == []
+
+
+def test_a_full_disk_stops_a_run_with_one_line(small_disk, tiny):
+    done = run_plugsft("prepare", tiny(), f"output={small_disk}/run", "model.scratch.vocab=20000")
+    if done.returncode == 0:
+        (small_disk / "fill").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * 4096))
+        done = run_plugsft("prepare", tiny(), f"output={small_disk}/run", "data.max_length=100")
+    assert done.returncode == 2, done.stdout
+    assert "cannot be written" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("output", ["/proc/run", "FILE/run", "/dev/null"])
+def test_an_output_that_cannot_be_written_stops_a_run_with_one_line(tiny, tmp_path, output):
+    (tmp_path / "FILE").touch()
+    done = run_plugsft("prepare", tiny(), f"output={output.replace('FILE', str(tmp_path / 'FILE'))}")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and "cannot be written" in line
+
+
+def test_other_failures_pass_through(tmp_path):
+    with pytest.raises(ValueError, match="ours"), writing(tmp_path):
+        raise ValueError("ours")
+    with pytest.raises(PlugsftError, match="^told already$"), writing(tmp_path):
+        raise PlugsftError("told already")
+
+
+def test_a_process_of_another_machine_is_not_looked_up_here(start, place, tmp_path):
+    place.parent.mkdir()
+    claim = place.parent / f".{place.name}.claim-000007"
+    claim.write_text(json.dumps({"host": "elsewhere", "pid": 2**22 - 1}))
+    only = start(patience=1.0)
+    time.sleep(0.7)
+    assert not (tmp_path / "note").exists(), "the other may live: its heartbeat decides"
+    assert int(only.communicate(timeout=30)[0]) == only.pid
+    assert left_over(place) == []

@@ -1,0 +1,49 @@
+"""Every command of the README runs as it stands there."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
+
+README = (ROOT / "README.md").read_text(encoding="utf8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
+COMMANDS = [line.partition("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
+TOOLS = ["tools/quickstart", ".venv/bin/plugsft chat runs/quickstart", "tools/test"]
+
+
+def test_the_tools_of_the_readme_are_tested_elsewhere_and_used_by_ci():
+    assert COMMANDS[:3] == TOOLS  # the first two in test_quickstart.py; the third runs this
+    assert "\ntools/test\n" in (ROOT / ".ci/run").read_text()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Give a folder with what the README's recipe names: a model, rows, and the recipe."""
+    folder = tmp_path_factory.mktemp("readme")
+    tables = tiny_tables(folder / "tiny", chats(70))
+    tables["model"]["scratch"]["context"] = 2048
+    tables["train"]["steps"] = 1
+    done = run_plugsft(write_recipe(folder / "tiny/recipe.toml", tables))
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(folder / "tiny/run/model", folder / "Qwen/Qwen3-0.6B")
+    write_jsonl(folder / "chats.jsonl", chats(70))
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    (recipe,) = re.findall(r"```toml\n(.*?)```", README, re.S)
+    (folder / "my.toml").write_text(recipe, encoding="utf8")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS[3:])
+def test_a_command_of_the_readme(place, command):
+    if "--resume" not in command:
+        shutil.rmtree(place / "runs", ignore_errors=True)
+    env = {**os.environ, "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, shell=True, cwd=place, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

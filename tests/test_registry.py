@@ -1,0 +1,436 @@
+"""Plugins as real modules: found, configured, checked, ordered, called, and told what is wrong."""
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+from conftest import run_plugsft, tiny_tables, write_recipe
+from making import activate, install
+
+from plugsft import PluginError, RecipeError
+from plugsft.answers import DataAnswers
+from plugsft.hooks import Hooks, hookimpl
+from plugsft.machine import look
+from plugsft.registry import Active, check, find, load, order, resolve
+
+WRAPS = """
+@plugin({contract})
+class Wraps:
+    depth: int = 1
+
+    @hookimpl(wrapper=True)
+    def feed(self):
+        result = yield
+        return result
+"""
+ANSWERS = """
+@plugin()
+class Answers:
+    @hookimpl
+    def feed(self, build, steps):
+        return map(build, steps)
+"""
+
+
+@pytest.fixture
+def company(tmp_path, monkeypatch):
+    """Give `company(name=source, ...)`: installs plugins, returns tables of a recipe with them."""
+
+    def make(**plugins):
+        activate(install(tmp_path / "sites", **plugins), monkeypatch)
+        return {**tiny_tables(tmp_path), "plugins": {name: {} for name in plugins}}
+
+    return make
+
+
+def refused(tables, without=()):
+    with pytest.raises(RecipeError) as caught:
+        resolve(tables, without)
+    return caught.value.problems
+
+
+def test_a_third_party_plugin_is_found_but_imported_only_if_active(company, tmp_path):
+    tables = company(one=WRAPS.format(contract=""), two=WRAPS.format(contract=""))
+    found = find()
+    assert found["one"].origin.endswith(" 1.2") and found["one"].summary == "For a test"
+    del tables["plugins"]["two"]
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    script = f"""
+        import sys
+        from plugsft.registry import find, load
+        targets = {{name: found.target for name, found in find().items()}}
+        assert not set(targets.values()) & set(sys.modules), "finding imports nothing"
+        load({str(path)!r})
+        print([name for name, target in targets.items() if target in sys.modules])
+    """
+    said = subprocess.run(
+        [sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == "['one']"
+
+
+def test_options_are_the_constructor_call(company):
+    tables = company(one=WRAPS.format(contract=""))
+    tables["plugins"]["one"] = {"depth": 7}
+    recipe, active = resolve(tables)
+    assert active.plugins["one"].depth == 7 and recipe.plugins == {"one": {"depth": 7}}
+    del tables["plugins"]["one"]["depth"]
+    assert resolve(tables)[0].plugins == {"one": {"depth": 1}}, "the record has every option"
+    for given, expected in [
+        ({"depth": "7"}, "plugins.one.depth: given '7'; it should be a valid integer"),
+        ({"dept": 7}, "plugins.one.dept: unknown key (given 7); did you mean 'depth'? allowed: d"),
+        (3, "plugins.one: given 3; it should be a table: [plugins.one]"),
+        ({"enabled": 1}, "plugins.one.enabled: given 1; it should be true or false"),
+    ]:
+        tables["plugins"]["one"] = given
+        (line,) = refused(tables)
+        assert expected in line
+
+
+def test_a_plugin_can_be_switched_off(company):
+    tables = company(one=WRAPS.format(contract=""), two=WRAPS.format(contract="requires=['one']"))
+    tables["plugins"]["two"]["enabled"] = False
+    assert list(resolve(tables)[1].plugins) == ["one"]
+    assert list(resolve(tables, ["one"])[1].plugins) == []
+    assert "enabled" not in resolve(tables)[0].plugins["one"]
+    assert refused(tables, ["on"]) == ["--without on: the recipe has no [plugins.on]"]
+    tables["plugins"] = {"one": {"enabled": False}, "two": {}}
+    (line,) = refused(tables)
+    assert "plugins.two: requires 'one' (it is switched off): add [plugins.one]" in line
+
+
+def test_an_unknown_plugin_names_the_nearest_and_all(company):
+    tables = company(squeeze=ANSWERS)
+    tables["plugins"] = {"squeze": {}}
+    (line,) = refused(tables)
+    assert "plugins.squeze: unknown plugin; did you mean 'squeeze'? there are: " in line
+    assert "squeeze" in line.partition("there are: ")[2]
+
+
+def test_two_distributions_with_one_name(company, tmp_path, monkeypatch):
+    tables = company(one=ANSWERS)
+    activate(install(tmp_path / "again", one=ANSWERS), monkeypatch)
+    with pytest.raises(PluginError, match=r"two plugins are named 'one': made.* and made.* 1\.2"):
+        resolve(tables)
+
+
+def test_a_missing_package_names_the_command_that_mends_it(company):
+    tables = company(one="import flash_attn_of_mars\n" + ANSWERS)
+    (line,) = refused(tables)
+    assert "plugins.one: plugin 'one' needs the package 'flash_attn_of_mars'" in line
+    assert line.endswith("pip install flash_attn_of_mars")
+
+
+def test_a_broken_import_is_a_line(company):
+    (line,) = refused(company(one="from json import dumbs\n" + ANSWERS))
+    assert "plugin 'one' cannot be imported: cannot import name 'dumbs'" in line
+
+
+@pytest.mark.parametrize("source", ["x = 1", ANSWERS + ANSWERS.replace("Answers", "Other")])
+def test_a_module_holds_one_plugin(company, source):
+    (line,) = refused(company(one=source))
+    assert "classes marked @plugin, and needs exactly one" in line
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "@hookimpl\ndef optimise_model(self): ...",
+            "optimise_model() is no hook; did you mean 'optimize_model'?",
+        ),
+        ("@hookimpl\ndef zzz(self): ...", "zzz() is no hook"),
+        (
+            "@hookimpl\ndef step(self, modle): ...",
+            "step() has no argument 'modle'; did you mean 'model'? allowed: model, batch, total",
+        ),
+        (
+            "@hookimpl\ndef step(self, zzz): ...",
+            "step() has no argument 'zzz'; allowed: model, batch, total",
+        ),
+        ("@hookimpl\ndef step(self, *args): ...", "step() has no argument 'args'"),
+        ("@hookimpl\ndef step(self, model=None): ...", "write 'model' as a plain argument"),
+        ("@hookimpl\ndef step(self, *, model): ...", "write 'model' as a plain argument"),
+        ("def step(self): ...", "step() is named like a hook; mark it with @hookimpl"),
+        ("@hookimpl(tryfirst=True)\ndef step(self): ...", "only wrapper=True is understood"),
+        ("@hookimpl(trylast=True)\ndef step(self): ...", "only wrapper=True is understood"),
+        ("@hookimpl(hookwrapper=True)\ndef step(self): yield", "only wrapper=True is understood"),
+        ("@hookimpl\ndef step(self): yield", "a wrapper is marked @hookimpl(wrapper=True)"),
+        ("@hookimpl(wrapper=True)\ndef log(self): yield", "every plugin hears 'log'; nobody wraps"),
+    ],
+)
+def test_slips_that_pluggy_passes_over(company, body, expected):
+    inherited = f"class Base:\n{dedent_in(body)}\n\n@plugin()\nclass One(Base):\n    x: int = 1\n"
+    tables = company(one=f"@plugin()\nclass One:\n{dedent_in(body)}\n", two=inherited)
+    lines = refused(tables)
+    assert len(lines) == 2
+    for name, line in zip(("one", "two"), lines, strict=True):
+        assert f"plugins.{name}: plugin '{name}': " in line and expected in line
+
+
+def dedent_in(body):
+    return "".join(f"    {line}\n" for line in body.splitlines())
+
+
+def test_one_plugin_replaces_a_stage(company):
+    tables = company(one=ANSWERS, two=ANSWERS, three=WRAPS.format(contract=""))
+    (line,) = refused(tables)
+    assert "plugins.two: answers 'feed', and so does 'one': remove one, or" in line
+    assert "--without" in line
+    assert [*resolve(tables, ["one"])[1].plugins] == ["three", "two"]
+
+
+def test_an_inherited_answer_counts(company):
+    inherits = ANSWERS.replace("@plugin()\n", "") + "\n@plugin()\nclass Two(Answers):\n    x: int = 1"
+    (line,) = refused(company(one=ANSWERS, two=inherits))
+    assert "plugins.two: answers 'feed', and so does 'one'" in line
+
+
+def test_requires_and_conflicts_have_reasons(company):
+    tables = company(
+        one=WRAPS.format(contract="requires=['three']"),
+        two=WRAPS.format(contract="conflicts={'one': 'both pack rows'}"),
+        three=ANSWERS,
+    )
+    assert refused(tables) == [
+        "recipe: plugins.two: cannot be used with 'one': both pack rows. Remove one."
+    ]
+    lines = refused(tables, ["three"])
+    assert "recipe: plugins.one: requires 'three': add [plugins.three]" in lines
+
+
+def test_a_circle_is_named(company):
+    tables = company(
+        one=WRAPS.format(contract="after=['two']"),
+        two=WRAPS.format(contract="after=['three']"),
+        three=WRAPS.format(contract="after=['one']"),
+    )
+    with pytest.raises(PluginError, match="cannot be ordered") as caught:
+        resolve(tables)
+    assert all(name in str(caught.value) for name in ("one", "two", "three"))
+
+
+def test_order_comes_from_after_and_names_never_from_the_recipe(company):
+    rng = random.Random(0)
+    names = [f"p{number}" for number in range(6)]
+    # Any graph without circles: each may come after those that stand before it in some order.
+    ranks = rng.sample(names, len(names))
+    after = {
+        name: [other for other in ranks[:place] if rng.random() < 0.4]
+        for place, name in enumerate(ranks)
+    }
+    tables = company(
+        **{name: WRAPS.format(contract=f"after={after[name]!r}") for name in names}
+    )
+    seen = set()
+    for shuffle in itertools.islice(itertools.permutations(names), 0, 720, 45):
+        tables["plugins"] = {name: {} for name in shuffle}
+        active = resolve(tables)[1].answer(DataAnswers(None))
+        wraps = {hook: wraps for hook, _, _, wraps in active.describe()}
+        assert list(active.plugins) == wraps["feed"]
+        seen.add(tuple(active.plugins))
+    (only,) = seen
+    assert all(only.index(first) < only.index(name) for name in names for first in after[name])
+    assert list(only) == order({name: active.plugins[name] for name in reversed(names)})
+
+
+def test_a_later_plugin_wraps_an_earlier_one(company):
+    body = """
+@plugin({contract})
+class Wraps:
+    @hookimpl(wrapper=True)
+    def cache(self, key):
+        key["seen"].append("{name} in")
+        result = yield
+        key["seen"].append("{name} out")
+        return result
+"""
+    tables = company(
+        inner=body.format(name="inner", contract="after=['answer']"),
+        answer="""
+            @plugin()
+            class Answer:
+                @hookimpl
+                def cache(self, key):
+                    key["seen"].append("answer")
+                    return "here"
+        """,
+        a_outer=body.format(name="outer", contract="after=['inner']"),
+    )
+    active = resolve(tables)[1].answer(DataAnswers(None))
+    key = {"seen": []}
+    assert active.hook.cache(key=key, build=None) == "here"
+    assert key["seen"] == ["outer in", "inner in", "answer", "inner out", "outer out"]
+    described = {hook: (stage, answers, wraps) for hook, stage, answers, wraps in active.describe()}
+    assert described["cache"] == (True, ["answer", "core"], ["inner", "a_outer"])
+    assert described["log"] == (False, [], [])
+
+
+def wrapping(body):
+    lines = dedent_in(dedent_in(dedent(body)))
+    return f"@plugin()\nclass Wraps:\n    @hookimpl(wrapper=True)\n    def cache(self):\n{lines}"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("result = yield", "its wrapper of 'cache' returned nothing; end it with: return"),
+        ("return 3\nyield", "its wrapper of 'cache' returned before its yield"),
+        ("yield\nyield\nreturn 3", "its wrapper of 'cache' yields twice"),
+    ],
+)
+def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tmp_path):
+    active = resolve(company(one=wrapping(body)))[1].answer(DataAnswers(tmp_path))
+    with pytest.raises(PluginError, match=expected) as caught:
+        active.hook.cache(key={}, build=lambda folder: None)
+    assert "plugin 'one'" in str(caught.value)
+
+
+def test_a_wrapper_may_pass_on_that_nobody_answered(company):
+    source = wrapping("return (yield)").replace("cache", "render")
+    active = resolve(company(one=source))[1].answer(DataAnswers(None))
+    assert active.hook.render(rows=[{"x": 1}], tokenizer=None, data=Ours()) is None
+
+
+class Ours:
+    columns: dict = {}  # noqa: RUF012  # a stand-in with one attribute
+
+
+def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
+    body = """
+        try:
+            yield
+        except ZeroDivisionError:
+            return "mended"
+    """
+
+    class Core:
+        @hookimpl
+        def cache(self):
+            return 1 / 0
+
+    active = resolve(company(one=wrapping(body)))[1].answer(Core())
+    assert active.hook.cache(key={}, build=None) == "mended"
+    active = resolve(company(two=wrapping("return (yield)")))[1].answer(Core())
+    with pytest.raises(ZeroDivisionError):
+        active.hook.cache(key={}, build=None)
+
+
+def test_check_hears_every_objection(company):
+    objects = """
+        @plugin()
+        class Objects:
+            @hookimpl
+            def check(self, recipe, machine):
+                raise RecipeError([f"epochs {recipe.train.epochs}", f"ranks {machine.world_size}"])
+    """
+    recipe, active = resolve(company(one=objects, two=objects))
+    with pytest.raises(RecipeError) as caught:
+        check(active.answer(), recipe, look())
+    assert sorted(caught.value.problems) == [
+        "plugins.one: epochs 1",
+        "plugins.one: ranks 1",
+        "plugins.two: epochs 1",
+        "plugins.two: ranks 1",
+    ]
+
+
+def test_verdicts(company):
+    speaks = """
+        @plugin()
+        class Speaks:
+            count: int = state(0)
+
+            @hookimpl
+            def verdict(self):
+                return f"{self.count} modules patched"
+    """
+    _, active = resolve(company(one=speaks, two=WRAPS.format(contract="")))
+    active.plugins["one"].count = 49
+    assert active.answer().verdicts() == {"one": "49 modules patched", "two": "active"}
+
+
+def test_a_plugin_s_source_is_part_of_what_it_makes(company):
+    _, active = resolve(company(one=ANSWERS, two=WRAPS.format(contract="")))
+    assert active.source_digest("one") != active.source_digest("two")
+    assert active.implements("one", ["render", "feed"]) and not active.implements("one", ["render"])
+
+
+def test_the_order_of_hooks_in_a_run(company, tmp_path):
+    tables = company(
+        listen="""
+            @plugin()
+            class Listen:
+                @hookimpl
+                def log(self, step, metrics): ...
+        """
+    )
+    tables["train"] |= {"steps": 2}
+    tables["eval"] = {"every": 2, "split": "train[:8]"}
+    done = run_plugsft(
+        write_recipe(tmp_path / "recipe.toml", tables), env={"PLUGSFT_TRACE": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("trace ")[1] for line in done.stderr.splitlines() if "trace " in line]
+    # A call is told when it returns: what it calls itself stands before it, and deeper.
+    transcript = [line.partition(")")[0] + ")" for line in lines]
+    assert transcript == [
+        "render(rows, tokenizer, data)",  # for the tokenizer's training
+        "    render(rows, tokenizer, data)",
+        "    encode(texts, tokenizer, special_tokens)",
+        "  tokenize(slices, work)",
+        "cache(key, build)",
+        "    render(rows, tokenizer, data)",
+        "    encode(texts, tokenizer, special_tokens)",
+        "  tokenize(slices, work)",
+        "cache(key, build)",
+        "optimize_model(load)",
+        "optimizer(model, train)",
+        "annotate(model, tokens)",
+        "batches(order, lengths, ranks, train)",
+        "feed(build, steps)",
+        *["collate(tokens, examples, pad)"] * 2,
+        *["step(model, batch, total)"] * 2,
+        "log(step, metrics)",
+        *["collate(tokens, examples, pad)"] * 2,
+        *["step(model, batch, total)"] * 2,
+        "log(step, metrics)",
+        "batches(order, lengths, ranks, train)",
+        "feed(build, steps)",
+        *["collate(tokens, examples, pad)"] * 2,
+        *["step(model, batch, total)"] * 2,
+        "log(step, metrics)",
+    ]
+    assert "by core -> Rendered, " in lines[0] and lines[0].endswith(" ms")
+    assert any("log(step, metrics) by listen" in line or "listen" in line for line in lines)
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "finished"
+
+
+def test_tracing_is_off_unless_asked_for(company, monkeypatch, capsys, tmp_path):
+    tables = company(one=ANSWERS)
+    monkeypatch.delenv("PLUGSFT_TRACE", raising=False)
+    resolve(tables)[1].answer().hook.feed(build=str, steps=range(2))
+    assert "trace" not in capsys.readouterr().err
+    monkeypatch.setenv("PLUGSFT_TRACE", "1")
+    resolve(tables)[1].answer().hook.feed(build=str, steps=range(2))
+    assert "trace feed(build, steps) by one -> map, " in capsys.readouterr().err
+
+
+def test_hooks_are_stages_or_notices():
+    stages = {hook for hook, is_stage, _, _ in Active({}, {}).describe() if is_stage}
+    assert {hook for hook, *_ in Active({}, {}).describe()} - stages == {"check", "log", "verdict"}
+    assert all(hasattr(Hooks, hook) for hook in stages)
+
+
+def test_a_run_without_a_plugin_it_names_says_where(company, tmp_path):
+    tables = company(one=ANSWERS)
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    assert load(path, without=["one"])[0].plugins == {}
+    tables["plugins"]["one"]["depth"] = 3
+    write_recipe(path, tables)
+    with pytest.raises(RecipeError, match=rf"{path}: plugins\.one\.depth: unknown key"):
+        load(path)

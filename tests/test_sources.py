@@ -1,0 +1,186 @@
+"""Sources of every kind give the same rows, and say what is wrong with them."""
+
+import json
+
+import datasets
+import pytest
+from conftest import chats, write_jsonl
+
+from plugsft import DataError
+from plugsft.recipe import Source
+from plugsft.sources import open_source
+
+ROWS = chats(20)
+
+
+def rows_of(place, split="train"):
+    rows = open_source(Source(source=str(place), split=split))
+    whole = rows.read(0, len(rows))
+    # Any stretch is the same as that part of the whole.
+    assert rows.read(1, 3) == whole[1:3]
+    return whole
+
+
+def write(folder, kind):
+    data = datasets.Dataset.from_list(ROWS)
+    path = folder / f"data.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, ROWS)
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS, indent=1, ensure_ascii=False), encoding="utf8")
+    elif kind == "lines.json":
+        write_jsonl(path, ROWS)
+    elif kind == "parquet":
+        data.to_parquet(path)
+    elif kind == "saved":
+        data.save_to_disk(path)
+    elif kind == "dict":
+        datasets.DatasetDict(train=data, test=data.select(range(3))).save_to_disk(path)
+    elif kind == "arrow":
+        data.save_to_disk(folder / "saved")
+        (arrow,) = (folder / "saved").glob("*.arrow")
+        arrow.rename(path)
+    elif kind == "folder":
+        path.mkdir()
+        data.to_parquet(path / "train-00000.parquet")
+    return path
+
+
+KINDS = ["jsonl", "json", "lines.json", "parquet", "arrow", "saved", "dict", "folder"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """`datasets` keeps what it converts; not beside the user's own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_gives_the_same_rows(tmp_path, kind):
+    path = write(tmp_path, kind)
+    assert rows_of(path) == ROWS
+    assert rows_of(path, "train[5:9]") == ROWS[5:9]
+    assert rows_of(path, "train[-10%:]") == ROWS[-2:]
+    assert rows_of(path, "train[:2]+train[18:]") == ROWS[:2] + ROWS[18:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_identity_follows_the_content_and_the_split(tmp_path, kind):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, two = write(tmp_path / "a", kind), write(tmp_path / "b", kind)
+    name = Source(source=str(one))
+    identity = open_source(name).identity
+    json.dumps(identity)
+    assert open_source(name).identity == identity
+    assert open_source(Source(source=str(one), split="train[:3]")).identity != identity
+    if kind in ("jsonl", "json", "lines.json", "parquet"):
+        assert open_source(Source(source=str(two))).identity == identity, "moved, not changed"
+    if kind == "jsonl":
+        two.write_text(two.read_text().replace("the", "The", 1))
+        assert open_source(Source(source=str(two))).identity != identity
+
+
+def test_a_split_of_a_saved_dictionary(tmp_path):
+    assert rows_of(write(tmp_path, "dict"), "test") == ROWS[:3]
+    with pytest.raises(DataError, match=r"split 'valid'\): cannot be opened"):
+        rows_of(write(tmp_path / "again", "dict"), "valid")
+
+
+@pytest.mark.parametrize("split", ["test", "train[", "train[a:]", "train[:300%]", "", "[:3]"])
+def test_a_split_that_is_not_understood(tmp_path, split):
+    path = write(tmp_path, "jsonl")
+    with pytest.raises(DataError, match="is not understood; a file is one split, 'train'") as caught:
+        rows_of(path, split)
+    assert str(caught.value).startswith(f"source {path}: split '{split}'")
+
+
+def test_lines_in_every_dress(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "first, after a byte order mark"}\r\n'
+        b"\r\n"
+        b"                    \n"
+        b"\n"
+        b'   {"text": "indented"}\n'
+        b'{"text": "\xe6\x9d\xb1\xe4\xba\xac"}\n'
+        b'{"text": "' + b"x" * 3_000_000 + b'"}\n'
+        b'{"text": "no end of line"}'
+    )
+    texts = [row["text"] for row in open_source(Source(source=str(path))).read(0, 99)]
+    assert [text[:30] for text in texts] == [
+        "first, after a byte order mark",
+        "indented",
+        "東京",
+        "x" * 30,
+        "no end of line",
+    ]
+
+
+def test_a_bad_line_is_one_bad_row(tmp_path):
+    path = tmp_path / "data.jsonl"
+    good = b'{"text": "good"}\n'
+    bad = [b'{"text": ', b'{"text": "\xff"}', b"[1]", b"3", b"null", b"[" * 9999, b"1" + b"0" * 5000]
+    path.write_bytes(good + b"\n".join(bad) + b"\n" + good)
+    rows = open_source(Source(source=str(path))).read(0, 99)
+    assert rows == [{"text": "good"}, *[None] * len(bad), {"text": "good"}]
+
+
+def test_a_broken_json_file_says_where(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text('[{"text": "a"},\n {"text": ]')
+    with pytest.raises(DataError, match=r"data.json: is not JSON: .* line 2 column 11"):
+        open_source(Source(source=str(path)))
+    path.write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"data.json: is not JSON"):
+        open_source(Source(source=str(path)))
+    path.write_text('{"text": "a"}')
+    assert rows_of_short(path) == [{"text": "a"}]
+
+
+def rows_of_short(path):
+    return open_source(Source(source=str(path))).read(0, 99)
+
+
+def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
+    path = tmp_path / "data.parquet"
+    datasets.Dataset.from_list(
+        [{"text": "a", "messages": None}, {"text": None, "messages": [{"role": "user"}]}]
+    ).to_parquet(path)
+    assert rows_of_short(path) == [{"text": "a"}, {"messages": [{"role": "user"}]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("data.jsonl", b"", "the file is empty"),
+        ("data.csv", b"a,b", "unknown kind of file '.csv'; known are .jsonl, .json, .parquet"),
+        ("data", b"a,b", "unknown kind of file ''"),
+        ("data.parquet", b"no parquet", "cannot be opened as a file"),
+        ("data.arrow", b"no arrow", "cannot be opened as a file"),
+        ("folder/", b"", "the folder holds no data"),
+        ("folder/state.json", b"{}", "cannot be opened as a file"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_line(tmp_path, name, content, expected):
+    place = tmp_path / name
+    place.parent.mkdir(exist_ok=True)
+    place.mkdir() if name.endswith("/") else place.write_bytes(content)
+    place = tmp_path / name.partition("/")[0]
+    with pytest.raises(DataError) as caught:
+        rows_of_short(place)
+    message = str(caught.value)
+    assert message.startswith(f"source {place}") and expected in message and "\n" not in message
+
+
+def test_a_missing_file_names_the_nearest(tmp_path):
+    write(tmp_path, "jsonl")
+    with pytest.raises(DataError, match=r"dat.jsonl: no such file; did you mean 'data.jsonl'\?"):
+        rows_of_short(tmp_path / "dat.jsonl")
+    with pytest.raises(DataError, match="no such file$"):
+        rows_of_short(tmp_path / "nowhere/zzz")
+
+
+def test_a_name_that_the_hub_would_have_to_know(tmp_path):
+    with pytest.raises(DataError, match="source nobody/nothing .*cannot be opened"):
+        rows_of_short("nobody/nothing")

@@ -1,0 +1,169 @@
+"""plugsft chat: a model that has learned a few answers gives them."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
+from transformers import AutoTokenizer
+
+from plugsft import talk
+from plugsft.errors import PlugsftError
+
+ANSWERS = {
+    "What is red?": "Blood and roses.",
+    "What is blue, please?": "The sky,\nand the sea.",
+    "Who?": "Me.",
+    "And what is green, if I may ask?": "Grass and leaves and frogs.",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Train a model that knows its answers by heart."""
+    folder = tmp_path_factory.mktemp("talk")
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in ANSWERS.items()
+    ]
+    tables = tiny_tables(folder, rows)
+    tables["model"]["scratch"] |= {"hidden": 64, "context": 128}
+    tables["data"]["max_length"] = 128
+    tables["train"] |= {"batch_size": 4, "steps": 80, "learning_rate": 1e-2, "log_every": 80}
+    done = run_plugsft(write_recipe(folder / "recipe.toml", tables))
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def speaker(run):
+    return talk.Speaker(*talk.load(talk.model_folder(run)), max_tokens=64, temperature=0.0)
+
+
+def test_questions_are_answered_in_order_and_nothing_else_is_said(run):
+    words = [word for question in ANSWERS for word in ("--ask", question)]
+    done = run_plugsft("chat", run, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"{answer}\n" for answer in ANSWERS.values())
+    assert run_plugsft("chat", run / "model", "--ask", "Who?").stdout == "Me.\n"
+
+
+def test_a_batch_answers_as_single_questions_do(speaker):
+    alone = [speaker.answer([speaker.opened(question)])[0] for question in ANSWERS]
+    assert alone == list(ANSWERS.values())
+    assert speaker.answer([speaker.opened(question) for question in ANSWERS]) == alone
+
+
+def test_answers_stop_where_the_template_ends_a_turn(run, speaker):
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    # As if the model's and the tokenizer's end of text were another token.
+    tokenizer.eos_token = "<|pad|>"
+    for config in (speaker.model.config, speaker.model.generation_config):
+        config.eos_token_id = [tokenizer.pad_token_id]
+    try:
+        other = talk.Speaker(speaker.model, tokenizer, 64, 0.0)
+        assert other.stops == [tokenizer.pad_token_id, end]
+        assert other.answer([other.opened("Who?")]) == ["Me."]
+        tokenizer.chat_template = None
+        assert talk.stop_ids(speaker.model, tokenizer) == [tokenizer.pad_token_id]
+    finally:
+        for config in (speaker.model.config, speaker.model.generation_config):
+            config.eos_token_id = end
+
+
+def test_without_a_template_the_text_goes_on(run, speaker):
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    tokenizer.chat_template = None
+    plain = talk.Speaker(speaker.model, tokenizer, 64, 0.0)
+    text = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    assert plain.answer([plain.opened(text)]) == ["Me."]
+
+
+def test_max_tokens_and_temperature_are_heard(run, speaker):
+    short = talk.Speaker(speaker.model, speaker.tokenizer, 1, 0.0)
+    assert short.answer([short.opened("What is red?")])[0] in ("B", "Bl", "Blo", "Blood")
+    hot = talk.Speaker(speaker.model, speaker.tokenizer, 16, 50.0)
+    assert len({hot.answer([hot.opened("Who?")])[0] for _ in range(4)}) > 1
+
+
+def test_the_talk_is_remembered_until_the_context_is_full(speaker):
+    turns = []
+    for number in range(12):
+        turns += [*speaker.opened("Who?"), {"role": "assistant", "content": f"Me {number}."}]
+    turns += speaker.opened("What is red?")
+    assert speaker.shorten(turns[-3:]) == turns[-3:]
+    kept = speaker.shorten(turns)
+    assert kept == turns[-len(kept) :] and 1 < len(kept) < len(turns)
+    assert speaker.encode([kept])["input_ids"].shape[1] <= 96
+    speaker.answer([kept])
+    with pytest.raises(PlugsftError, match="the model reads 128 at most"):
+        speaker.answer([speaker.opened("red " * 200)])
+
+
+def test_piped_lines_are_answered_until_they_end(run):
+    command = [sys.executable, "-m", "plugsft", "chat", str(run)]
+    lines = "Who?\n\nWhat is red?\nexit\nWho?\n"
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    first, *_ = done.stdout.splitlines()
+    assert first == "Me." and done.stdout.count("Me.") == 1
+
+
+@pytest.mark.slow
+def test_on_a_terminal_answers_stream_and_ctrl_d_ends(run):
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "plugsft", "chat", str(run)]
+    env = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(
+        command, stdin=child, stdout=child, stderr=child, cwd=ROOT, env=env, start_new_session=True
+    ) as process:
+        os.close(child)
+
+        def until(text):
+            shown, end = "", time.monotonic() + 60
+            while text not in shown:
+                assert time.monotonic() < end and select.select([parent], [], [], 60)[0], shown
+                shown += os.read(parent, 4096).decode()
+            return shown
+
+        assert "Ctrl-D" in until("> ")
+        os.write(parent, b"Who?\n")
+        assert "Me." in until("\r\n> ")
+        os.write(parent, b"\x04")
+        assert process.wait(30) == 0
+    os.close(parent)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        ([], "no such folder; did you mean 'run'"),
+        (["rum/"], "holds no model"),
+        (["rum"], "is a file"),
+        (["rum/run.json"], "at step 3 of 9 and has left no model yet.*recipe.toml$"),
+        (["rum/run.json", "rum/checkpoints/step-000003/"], "recipe.toml --resume$"),
+        (["rum/config.json"], "no model could be loaded"),
+    ],
+)
+def test_a_place_without_a_model_says_what_to_do(tmp_path, make, says):
+    (tmp_path / "run").mkdir()
+    for name in make:
+        path = tmp_path / name
+        if name.endswith("/"):
+            path.mkdir(parents=True)
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({"steps": {"done": 3, "total": 9}}))
+    with pytest.raises(PlugsftError, match=says):
+        talk.load(talk.model_folder(tmp_path / "rum"))
+
+
+def test_an_empty_question_is_refused(run):
+    done = run_plugsft("chat", run, "--ask", " ")
+    assert done.returncode == 2 and "empty question" in done.stderr

@@ -1,0 +1,107 @@
+"""What the frame itself costs: start-up times, and hooks against a training step.
+
+    .venv/bin/python tools/bench/core.py
+
+Prints medians with their spread; targets: import 150 ms, --help 600 ms, hooks 0.5 % of a step.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from plugsft.hooks import hookimpl
+from plugsft.registry import Active
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = 15
+
+
+class Nothing:
+    """Answers that do nothing, so that only the calls themselves cost."""
+
+    @hookimpl
+    def step(self, model, batch, total):
+        return 0
+
+    @hookimpl
+    def collate(self, tokens, examples, pad):
+        return 0
+
+    @hookimpl
+    def log(self, step, metrics):
+        return None
+
+
+def spread(times):
+    low, high = min(times), max(times)
+    return f"median {statistics.median(times) * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})"
+
+
+def process(*words):
+    started = time.perf_counter()
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    return time.perf_counter() - started
+
+
+def start_up():
+    times = {"bare": [], "import": [], "help": []}
+    for _ in range(ROUNDS):  # interleaved: the machine's speed drifts
+        times["bare"].append(process("-c", "pass"))
+        times["import"].append(process("-c", "import plugsft"))
+        times["help"].append(process("-m", "plugsft", "--help"))
+    extra = [a - b for a, b in zip(times["import"], times["bare"], strict=True)]
+    print(f"import plugsft, beyond a bare interpreter: {spread(extra)}")
+    print(f"plugsft --help, whole process: {spread(times['help'])}")
+
+
+def per_call(number=20_000):
+    """Return the seconds that one round of a step's hook calls costs beyond plain calls."""
+    core = Nothing()
+    hook = Active({}, {}).answer(core).hook
+
+    def through_hooks():
+        for _ in range(number):
+            hook.collate(tokens=0, examples=0, pad=0)
+            hook.step(model=0, batch=0, total=0)
+            hook.log(step=0, metrics=0)
+
+    def plain():
+        for _ in range(number):
+            core.collate(0, 0, 0)
+            core.step(0, 0, 0)
+            core.log(0, 0)
+
+    costs = []
+    for _ in range(5):
+        started = time.perf_counter()
+        through_hooks()
+        middle = time.perf_counter()
+        plain()
+        ended = time.perf_counter()
+        costs.append(((middle - started) - (ended - middle)) / number)
+    return costs
+
+
+def step_seconds():
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["-m", "plugsft", "recipes/quickstart.toml", f"output={folder}/run"]
+        subprocess.run(
+            [sys.executable, *words, "train.steps=40"], check=True, cwd=ROOT, capture_output=True
+        )
+        return json.loads(Path(folder, "run/run.json").read_text())["throughput"][
+            "step_seconds_median"
+        ]
+
+
+if __name__ == "__main__":
+    start_up()
+    costs, step = per_call(), step_seconds()
+    median = statistics.median(costs)
+    print(
+        f"hooks: {median * 1e6:.1f} us a step ({min(costs) * 1e6:.1f} to {max(costs) * 1e6:.1f}), "
+        f"a quickstart step takes {step * 1e3:.0f} ms: {median / step:.4%} of it"
+    )
