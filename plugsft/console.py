@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-# Soft wrap: a line is never broken where it is read by a program.
-out = Console(soft_wrap=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
-err = Console(soft_wrap=True, highlight=False, stderr=True)
+# Soft wrap: a line is never broken where it is read by a program. No emoji: ":100:" is a row.
+out = Console(
+    soft_wrap=True, highlight=False, emoji=False, quiet=os.environ.get("RANK", "0") != "0"
+)
+err = Console(soft_wrap=True, highlight=False, emoji=False, stderr=True)
 
 
 def say(text: str) -> None:

@@ -19,8 +19,13 @@ from plugsft.contracts import SPECS
 CORE = sorted((ROOT / "plugsft").glob("*.py"))
 PLUGINS = sorted((ROOT / "plugins").glob("*.py"))
 
+
+def _words(text):
+    return text.split()
+
+
 # From the ground up: a module imports only what stands before it.
-FLOORS = """
+FLOORS = _words("""
     errors types machine
     recipe publish tokens console
     hooks
@@ -34,12 +39,12 @@ FLOORS = """
     run sample testing
     overview preflight inspection listing talk skeleton
     __init__ cli __main__
-""".split()
-EXPORTED = """
+""")
+EXPORTED = _words("""
     Batch Build CheckpointError Data DataError Encoded Fed Feed Hooks Ints LaunchError Layout
     Layouts Machine ModelLoad PluginError PlugsftError Recipe RecipeError Rendered Row Shard Slice
     Train TrainError Window Work __version__ hookimpl plugin state
-""".split()
+""")
 FILE, FUNCTION = 300, 60
 # The aim is 2,600: this keeps the core from growing on the way there.
 TOTAL = 3_000

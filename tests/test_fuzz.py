@@ -151,7 +151,7 @@ def assert_right(path, overrides, folder):
         for key in place:
             value, kept = value[key], kept[key]
         if not isinstance(value, dict):
-            assert value == kept and type(value) is type(kept) or float(value) == kept, place
+            assert value == kept, place
 
 
 @pytest.mark.slow

@@ -3,13 +3,11 @@
 import json
 import multiprocessing
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import ROOT, chats, tiny_tables, write_jsonl, write_recipe
+from conftest import chats, start_plugsft, tiny_tables, write_jsonl, write_recipe
 from making import activate, install
 
 from plugsft import DataError, RecipeError, prepare
@@ -106,7 +104,9 @@ def test_bad_rows_are_dropped_and_counted_if_so_wished(run, capsys):
 
 
 def test_rows_of_a_slice_are_named_with_it(run):
-    with pytest.raises(DataError, match=r"data.jsonl \(split train\[1:\]\): .* 'nobody': 2 \(rows 0"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl \(split train\[1:\]\): .* 'nobody': 2 \(rows 0"
+    ):
         run(BAD, split="train[1:]")
 
 
@@ -142,7 +142,9 @@ def test_long_rows_are_cut_dropped_or_refused(run):
     _, tokens, _ = run(rows, too_long="drop")
     assert tokens.rows.tolist() == [0, 2]
     assert tokens.facts["bad_rows"] == {"longer than 64 tokens": {"count": 2, "rows": [1, 3]}}
-    with pytest.raises(DataError, match=r"longer than 64 tokens: 2 \(rows 1, 3\)\. Raise data.max_l"):
+    with pytest.raises(
+        DataError, match=r"longer than 64 tokens: 2 \(rows 1, 3\)\. Raise data.max_l"
+    ):
         run(rows, too_long="error")
 
 
@@ -179,7 +181,10 @@ def test_a_mixture_is_one_data_set(run, tmp_path):
     two = write_jsonl(tmp_path / "two.jsonl", [{"text": "owls " * (n + 1)} for n in range(6)])
     sources = [{"source": str(one), "weight": 0.5}, {"source": str(two), "split": "train[2:5]"}]
     work, tokens, _ = run(None, sources=sources)
-    assert [(one["examples"], one["weight"]) for one in tokens.facts["sources"]] == [(4, 0.5), (3, 1)]
+    assert [(one["examples"], one["weight"]) for one in tokens.facts["sources"]] == [
+        (4, 0.5),
+        (3, 1),
+    ]
     assert [tokens.source_of(n) for n in range(7)] == [(0, n) for n in range(4)] + [
         (1, n) for n in range(3)
     ]
@@ -191,9 +196,9 @@ def test_a_mixture_is_one_data_set(run, tmp_path):
 
 def test_evaluation_data_is_prepared_like_the_rest(run, tmp_path):
     other = write_jsonl(tmp_path / "other.jsonl", [GOOD] * 5)
-    work, tokens, held_out = run([GOOD] * 9, eval={"source": str(other)})
+    _, tokens, held_out = run([GOOD] * 9, eval={"source": str(other)})
     assert (len(tokens), len(held_out)) == (9, 5) and held_out.folder != tokens.folder
-    work, tokens, held_out = run([GOOD] * 9, eval={"split": "train[-2:]"})
+    _, tokens, held_out = run([GOOD] * 9, eval={"split": "train[-2:]"})
     assert len(held_out) == 2
     with pytest.raises(RecipeError, match=r"eval.source: missing"):
         run(None, sources=[{"source": str(other)}], eval={})
@@ -301,16 +306,12 @@ def test_work_travels_to_another_process(run, tmp_path):
 def test_several_processes_prepare_one_output(tmp_path):
     tables = tiny_tables(tmp_path, chats(300))
     path = write_recipe(tmp_path / "recipe.toml", tables)
-    command = [sys.executable, "-m", "plugsft", "prepare", str(path)]
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-        for _ in range(3)
-    ]
-    said = [process.communicate(timeout=120) for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], said
+    running = [start_plugsft("prepare", path) for _ in range(4)]
+    done = [process.wait() for process in running]
+    assert [one.returncode for one in done] == [0] * 4, done
     (folder,) = (tmp_path / "run/tokens").iterdir()
     assert len(Tokens(folder)) == 300
-    assert sum(b"from cache" not in out for out, _ in said) == 1, "one built, the others waited"
+    assert sum("from cache" not in one.stdout for one in done) == 1, "one built, the others waited"
 
 
 def test_tokens_on_disk_tell_what_they_are(run):

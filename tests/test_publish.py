@@ -124,7 +124,10 @@ def test_who_comes_second_keeps_what_is_there_unless_told_to_replace(place):
         (lambda folder: (folder / MANIFEST).write_text('{"a": [1'), "its manifest cannot be read"),
         (lambda folder: (folder / MANIFEST).write_text("[1, 2]"), "its manifest cannot be read"),
         (lambda folder: (folder / MANIFEST).write_text('{"a": 3}'), "its manifest cannot be read"),
-        (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe"), "its manifest cannot be read"),
+        (
+            lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe"),
+            "its manifest cannot be read",
+        ),
         (lambda folder: (folder / MANIFEST).unlink(), "its manifest cannot be read"),
     ],
 )
@@ -292,7 +295,7 @@ def test_a_limit_of_size_is_told_too(place):
     # Python ignores the signal, so that the write fails with EFBIG.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(PlugsftError, match="folder: cannot be written: .*File too large"):
+        with pytest.raises(PlugsftError, match=r"folder: cannot be written: .*File too large"):
             once(place, fill_python)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -311,7 +314,9 @@ def test_a_full_disk_stops_a_run_with_one_line(small_disk, tiny):
 @pytest.mark.parametrize("output", ["/proc/run", "FILE/run", "/dev/null"])
 def test_an_output_that_cannot_be_written_stops_a_run_with_one_line(tiny, tmp_path, output):
     (tmp_path / "FILE").touch()
-    done = run_plugsft("prepare", tiny(), f"output={output.replace('FILE', str(tmp_path / 'FILE'))}")
+    done = run_plugsft(
+        "prepare", tiny(), f"output={output.replace('FILE', str(tmp_path / 'FILE'))}"
+    )
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and "cannot be written" in line
@@ -320,7 +325,7 @@ def test_an_output_that_cannot_be_written_stops_a_run_with_one_line(tiny, tmp_pa
 def test_other_failures_pass_through(tmp_path):
     with pytest.raises(ValueError, match="ours"), writing(tmp_path):
         raise ValueError("ours")
-    with pytest.raises(PlugsftError, match="^told already$"), writing(tmp_path):
+    with pytest.raises(PlugsftError, match=r"^told already$"), writing(tmp_path):
         raise PlugsftError("told already")
 
 

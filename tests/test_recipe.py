@@ -272,8 +272,7 @@ def test_a_recipe_is_frozen(tiny):
 
 def test_the_schema_explains_every_key():
     def walk(schema):
-        for name, value in schema.get("properties", {}).items():
-            yield name, value
+        yield from schema.get("properties", {}).items()
         for inner in schema.get("$defs", {}).values():
             yield from walk(inner)
 

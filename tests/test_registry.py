@@ -185,7 +185,9 @@ def test_one_plugin_replaces_a_stage(company):
 
 
 def test_an_inherited_answer_counts(company):
-    inherits = ANSWERS.replace("@plugin()\n", "") + "\n@plugin()\nclass Two(Answers):\n    x: int = 1"
+    inherits = (
+        ANSWERS.replace("@plugin()\n", "") + "\n@plugin()\nclass Two(Answers):\n    x: int = 1"
+    )
     (line,) = refused(company(one=ANSWERS, two=inherits))
     assert "plugins.two: answers 'feed', and so does 'one'" in line
 
@@ -223,9 +225,7 @@ def test_order_comes_from_after_and_names_never_from_the_recipe(company):
         name: [other for other in ranks[:place] if rng.random() < 0.4]
         for place, name in enumerate(ranks)
     }
-    tables = company(
-        **{name: WRAPS.format(contract=f"after={after[name]!r}") for name in names}
-    )
+    tables = company(**{name: WRAPS.format(contract=f"after={after[name]!r}") for name in names})
     seen = set()
     for shuffle in itertools.islice(itertools.permutations(names), 0, 720, 45):
         tables["plugins"] = {name: {} for name in shuffle}
@@ -371,9 +371,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
     )
     tables["train"] |= {"steps": 2}
     tables["eval"] = {"every": 2, "split": "train[:8]"}
-    done = run_plugsft(
-        write_recipe(tmp_path / "recipe.toml", tables), env={"PLUGSFT_TRACE": "1"}
-    )
+    done = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables), env={"PLUGSFT_TRACE": "1"})
     assert done.returncode == 0, done.stderr
     lines = [line.split("trace ")[1] for line in done.stderr.splitlines() if "trace " in line]
     # A call is told when it returns: what it calls itself stands before it, and deeper.

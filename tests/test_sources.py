@@ -90,7 +90,9 @@ def test_a_split_of_a_saved_dictionary(tmp_path):
 @pytest.mark.parametrize("split", ["test", "train[", "train[a:]", "train[:300%]", "", "[:3]"])
 def test_a_split_that_is_not_understood(tmp_path, split):
     path = write(tmp_path, "jsonl")
-    with pytest.raises(DataError, match="is not understood; a file is one split, 'train'") as caught:
+    with pytest.raises(
+        DataError, match="is not understood; a file is one split, 'train'"
+    ) as caught:
         rows_of(path, split)
     assert str(caught.value).startswith(f"source {path}: split '{split}'")
 
@@ -120,7 +122,15 @@ def test_lines_in_every_dress(tmp_path):
 def test_a_bad_line_is_one_bad_row(tmp_path):
     path = tmp_path / "data.jsonl"
     good = b'{"text": "good"}\n'
-    bad = [b'{"text": ', b'{"text": "\xff"}', b"[1]", b"3", b"null", b"[" * 9999, b"1" + b"0" * 5000]
+    bad = [
+        b'{"text": ',
+        b'{"text": "\xff"}',
+        b"[1]",
+        b"3",
+        b"null",
+        b"[" * 9999,
+        b"1" + b"0" * 5000,
+    ]
     path.write_bytes(good + b"\n".join(bad) + b"\n" + good)
     rows = open_source(Source(source=str(path))).read(0, 99)
     assert rows == [{"text": "good"}, *[None] * len(bad), {"text": "good"}]
@@ -177,10 +187,10 @@ def test_a_missing_file_names_the_nearest(tmp_path):
     write(tmp_path, "jsonl")
     with pytest.raises(DataError, match=r"dat.jsonl: no such file; did you mean 'data.jsonl'\?"):
         rows_of_short(tmp_path / "dat.jsonl")
-    with pytest.raises(DataError, match="no such file$"):
+    with pytest.raises(DataError, match=r"no such file$"):
         rows_of_short(tmp_path / "nowhere/zzz")
 
 
 def test_a_name_that_the_hub_would_have_to_know(tmp_path):
-    with pytest.raises(DataError, match="source nobody/nothing .*cannot be opened"):
+    with pytest.raises(DataError, match=r"source nobody/nothing .*cannot be opened"):
         rows_of_short("nobody/nothing")

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from plugsft import talk
@@ -90,6 +91,30 @@ def test_max_tokens_and_temperature_are_heard(run, speaker):
     assert short.answer([short.opened("What is red?")])[0] in ("B", "Bl", "Blo", "Blood")
     hot = talk.Speaker(speaker.model, speaker.tokenizer, 16, 50.0)
     assert len({hot.answer([hot.opened("Who?")])[0] for _ in range(4)}) > 1
+
+
+def test_the_answer_stays_within_the_context(speaker):
+    endless = talk.Speaker(speaker.model, speaker.tokenizer, 64, 0.0)
+    endless.stops = []
+    question = endless.opened("Who? " * 25)
+    room = 128 - endless.encode([question])["input_ids"].shape[1]
+    assert 0 < room < 64
+    steps = []
+    handle = speaker.model.register_forward_pre_hook(lambda *given: steps.append(1))
+    endless.answer([question])
+    handle.remove()
+    assert len(steps) == room
+
+
+def test_first_and_last_tokens_are_added_where_no_template_writes_them(run, speaker):
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
+    )
+    other = talk.Speaker(speaker.model, tokenizer, 64, 0.0)
+    assert other.encode([other.opened("Who?")])["input_ids"][0, 0] != 0
+    tokenizer.chat_template = None
+    assert other.encode([other.opened("Who?")])["input_ids"][0, 0] == 0
 
 
 def test_the_talk_is_remembered_until_the_context_is_full(speaker):

@@ -101,7 +101,10 @@ def test_columns_by_other_names(tokenizer):
         ({"messages": [{"content": "hi"}]}, "a turn has no role"),
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "unknown role 'wizard'"),
         ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown role ['user']"),
-        ({"messages": [ASK, {"role": "assistant", "content": ""}]}, "an empty turn of the assistant"),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": ""}]},
+            "an empty turn of the assistant",
+        ),
         ({"messages": [{"role": "user"}, TELL]}, "an empty turn of the user"),
         ({"messages": [{"role": "user", "content": 3}, TELL]}, "a turn of the user is no text"),
         ({"messages": [ASK]}, "no trained token"),
@@ -133,9 +136,17 @@ def test_a_template_that_refuses_a_row_is_quoted_in_one_line(with_template):
     refuses = "{{ raise_exception('roles must\nalternate') }}{% generation %}{% endgeneration %}"
     result = rendered(with_template(refuses), {"messages": [ASK, TELL]})
     assert result.bad == {0: "the chat template refuses it: roles must alternate"}
-    for broken in ("{{ 1 / 0 }}", "{{ messages[0]['x']['y'] }}", "{{ messages.nothing() }}", "{% if"):
+    for broken in (
+        "{{ 1 / 0 }}",
+        "{{ messages[0]['x']['y'] }}",
+        "{{ messages.nothing() }}",
+        "{% if",
+    ):
         tokenizer = with_template(broken + "{% generation %}{% endgeneration %}")
-        assert "the chat template refuses it: " in rendered(tokenizer, {"messages": [ASK, TELL]}).bad[0]
+        assert (
+            "the chat template refuses it: "
+            in rendered(tokenizer, {"messages": [ASK, TELL]}).bad[0]
+        )
 
 
 def test_a_tokenizer_without_a_template_is_refused_with_the_cure(with_template):
@@ -153,7 +164,9 @@ def test_a_template_without_marks_is_refused_with_the_cure(with_template):
 
 
 def test_template_variables(with_template):
-    template = "{{ name }}{{ eos_token }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    template = (
+        "{{ name }}{{ eos_token }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    )
     row = {"messages": [ASK, TELL]}
     assert trained(with_template(template), row, template_kwargs={"name": "N"}) == (
         "N<|im_end|>owls",

@@ -1,4 +1,4 @@
-"""Tokenizers as users have them: with and without pad, end, template, and other people's settings."""
+"""Tokenizers as users have them: with and without pad, end, template, and odd settings."""
 
 import json
 
@@ -138,7 +138,11 @@ def test_a_template_of_the_recipe_s_own(tokenizer, tmp_path):
     with_own = model.model_copy(update={"chat_template": str(own)})
     assert load_tokenizer(with_own, tmp_path).chat_template == "{{ messages }}"
     assert load_tokenizer(model, tmp_path).chat_template == CHATML.read_text()
-    for place, content in [(tmp_path / "none", None), (tmp_path / "bytes", b"\xff"), (tmp_path, None)]:
+    for place, content in [
+        (tmp_path / "none", None),
+        (tmp_path / "bytes", b"\xff"),
+        (tmp_path, None),
+    ]:
         if content:
             place.write_bytes(content)
         wrong = model.model_copy(update={"chat_template": str(place)})
@@ -168,7 +172,9 @@ def test_a_tokenizer_of_another_kind(tmp_path):
     kind.pre_tokenizer = pre_tokenizers.Metaspace()
     kind.decoder = decoders.Metaspace()
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    kind.train_from_iterator([TEXT], trainers.BpeTrainer(special_tokens=tokens, show_progress=False))
+    kind.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(special_tokens=tokens, show_progress=False)
+    )
     PreTrainedTokenizerFast(tokenizer_object=kind, eos_token="</s>").save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     encoded = encode(["fox 🦉 owls"], loaded, False)

@@ -1,0 +1,47 @@
+"""What a person sees, and what other ranks do not say."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from plugsft import console
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of a person who watches."""
+    file = io.StringIO()
+    monkeypatch.setattr(console, "out", Console(file=file, force_terminal=True, width=80))
+    monkeypatch.setattr(console.sys.stdout, "isatty", lambda: True, raising=False)
+    return file
+
+
+def test_a_line_is_printed_as_it_is_and_never_broken(capsys):
+    text = "[red]x[/red] data.jsonl:100: " + "word " * 100
+    console.say(text)
+    console.complain(text)
+    said = capsys.readouterr()
+    assert said.out == said.err == text + "\n"
+
+
+def test_other_ranks_are_silent_but_for_errors(monkeypatch, capsys):
+    monkeypatch.setattr(console.out, "quiet", True)
+    console.say("not this")
+    console.complain("this")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "this\n")
+
+
+def test_no_bar_where_nobody_watches(capsys):
+    with console.progress("tokenizing", 3, "rows") as advance:
+        advance(3, "30 tokens")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bar_where_somebody_does(terminal):
+    with console.progress("tokenizing", 3, "rows") as advance:
+        advance(1, "10 tokens")
+        advance(2, "30 tokens")
+    text = terminal.getvalue()
+    assert "tokenizing" in text and "3/3" in text and "30 tokens" in text

@@ -1,0 +1,36 @@
+"""The family of errors, and the nearest right name."""
+
+import pytest
+
+from plugsft import errors
+from plugsft.errors import PlugsftError, RecipeError, TrainError, did_you_mean
+
+
+@pytest.mark.parametrize(
+    ("word", "options", "expected"),
+    [
+        ("learning_rat", ["learning_rate", "epochs"], "; did you mean 'learning_rate'?"),
+        ("EPOCHS", ["learning_rate", "epochs"], "; did you mean 'epochs'?"),
+        ("zzz", ["learning_rate", "epochs"], ""),
+        ("", ["epochs"], ""),
+        ("x", [], ""),
+    ],
+)
+def test_the_nearest_name(word, options, expected):
+    assert did_you_mean(word, options) == expected
+
+
+def test_a_recipe_s_problems_are_lines():
+    assert RecipeError("one").problems == ["one"]
+    assert str(RecipeError(["one", "two"])) == "one\ntwo"
+
+
+def test_every_error_is_of_the_family_and_in_its_picture():
+    family = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, PlugsftError)
+    ]
+    assert all(one.__name__ in errors.__doc__ for one in family)
+    # A mistake in what was given ends with 2; training that goes wrong by itself, with 1.
+    assert {one for one in family if one.exit_code != 2} == {TrainError}

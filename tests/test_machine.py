@@ -1,0 +1,60 @@
+"""What the machine grants, as a container would limit it."""
+
+from pathlib import Path
+
+import pytest
+
+from plugsft import machine
+from plugsft.machine import free_disk, look, memory_limit, num_cores
+
+
+@pytest.fixture
+def container(monkeypatch):
+    """Set what the container's files say."""
+    said = {}
+    monkeypatch.setattr(machine, "_cgroup", lambda name: said.get(name, ""))
+    return said
+
+
+def test_cores_follow_affinity_and_quota(container, monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    for quota, cores in [
+        ("", 8),
+        ("max 100000", 8),
+        ("200000 100000", 2),
+        ("50000 100000", 1),
+        ("9900000 100000", 8),
+    ]:
+        container["cpu.max"] = quota
+        assert num_cores() == cores
+
+
+def test_memory_is_the_container_s_if_that_is_less(container):
+    whole = memory_limit()
+    for limit, expected in [("max", whole), ("1000000", 1_000_000), (str(10**18), whole)]:
+        container["memory.max"] = limit
+        assert memory_limit() == expected
+
+
+def test_free_disk_of_a_folder_that_is_still_to_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "a/b/c", tmp_path / "file", tmp_path / "file/inside"):
+        assert free_disk(place) == pytest.approx(free_disk(tmp_path), rel=0.1)
+    monkeypatch.chdir(tmp_path)
+    assert free_disk(Path("run/here")) > 0
+
+
+def test_ranks_are_the_launcher_s(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert (look().rank, look().world_size, look().is_main) == (0, 1, True)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert (look().rank, look().world_size, look().is_main) == (3, 8, False)
+    assert look().cores >= 1 and look().memory > 0
+
+
+def test_windows_subsystem_is_recognised(monkeypatch):
+    monkeypatch.setattr(machine.platform, "release", lambda: "5.15.0-microsoft-standard-WSL2")
+    assert look().wsl is True
