@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn import Module
 from torch.optim import Optimizer
-from transformers import get_scheduler, set_seed
+from transformers import set_seed
 
 from .answers import DataAnswers
 from .answers_model import ModelAnswers
@@ -24,10 +24,11 @@ from .models import load_of, make_model
 from .plan import Plan
 from .prepare import Work, prepare
 from .publish import once
-from .ranks import connect, exchange, name_of, seed_step
-from .recipe import Recipe, Train
+from .ranks import connect, exchange, name_of, quiet, seed_step
+from .recipe import Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
+from .schedule import Schedule, check_schedule
 from .stop import Stop, Stopped
 from .tokenizer import pad_id
 from .tokens import Tokens, digest
@@ -42,10 +43,12 @@ def train(
     given: Path | None = None,
 ) -> None:
     """Run a recipe from its first step to its last."""
+    quiet()
     record = Record(recipe, machine, active)
     hook = active.answer(DataAnswers(recipe.folder), ModelAnswers(), record).hook
     check(active, recipe, machine)
     check_context(recipe)
+    check_schedule(recipe.train)
     checkpoint = find(recipe, resume, given)
     work, tokens, held_out = prepare(recipe, active)
     scratch = scratch_model(recipe, work)
@@ -125,32 +128,6 @@ def scratch_model(recipe: Recipe, work: Work) -> Path:
         make_model(scratch, work.tokenizer, recipe.train.seed).save_pretrained(folder)
 
     return once(recipe.folder / "scratch" / f"model-{digest(key)}", build)
-
-
-class Schedule:
-    """The learning rate as a function of the step alone, so that resuming needs no state of it."""
-
-    def __init__(self, train: Train, optimizer: Optimizer, steps: int) -> None:
-        warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
-        # transformers' schedules are functions of the step, wrapped around an optimizer: this one
-        # never steps. The run's own may be DeepSpeed's, which no schedule of torch's accepts.
-        bearer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        self._factor = get_scheduler(
-            train.schedule,
-            bearer,
-            num_warmup_steps=warmup,
-            num_training_steps=steps,
-            scheduler_specific_kwargs=dict(train.schedule_options),
-        ).lr_lambdas[0]
-        self._optimizer = optimizer
-        self._peaks = [group["lr"] for group in optimizer.param_groups]
-
-    def set(self, step: int) -> float:
-        """Set the learning rate of a step, counted from 1; return it."""
-        factor = float(self._factor(step - 1))
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
-        return float(self._peaks[0]) * factor
 
 
 def together(accelerator: Accelerator, parts: list[torch.Tensor], stop: Stop) -> tuple[float, bool]:

@@ -32,8 +32,6 @@ class Load:
             model = AutoModelForCausalLM.from_pretrained(self.path, **self.kwargs)
         except Exception as error:  # transformers raises whatever its readers and the hub raise
             raise not_loaded(self.path, error) from error
-        # A cache has no use in training, and with packed rows it lets documents see each other.
-        model.config.use_cache = False
         return model
 
 

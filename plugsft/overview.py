@@ -12,7 +12,8 @@ from .answers_model import ModelAnswers
 from .console import out, say
 from .contracts import SPECS
 from .machine import look
-from .record import Record, resolved
+from .recipe import resolved
+from .record import Record
 from .registry import CORE
 
 

@@ -23,6 +23,7 @@ from .publish import is_published
 from .recipe import Data, Model, Recipe, Scratch, Source, Train
 from .registry import Active
 from .sample import Sample, listed, make_tokenizer, take, worker
+from .schedule import check_schedule
 from .sources import Rows, open_source
 
 ROWS = 100
@@ -76,6 +77,9 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
     with findings.about("model"):
         check_context(recipe)
         findings.ok("model", _describe(recipe))
+    with findings.about("schedule"):
+        check_schedule(recipe.train)
+        findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
     rows, tokens = _data(findings, recipe, active)
     _ranks(findings, recipe.train, machine.world_size, active)
     steps = _steps(findings, recipe, rows) if rows else None

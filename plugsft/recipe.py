@@ -8,6 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
+import tomli_w
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -343,6 +344,21 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def resolved(recipe: Recipe) -> str:
+    """Return the recipe as TOML with everything in it; it runs again, from any folder."""
+    tables = recipe.model_dump(exclude_none=True)
+    tables["output"] = _absolute(tables["output"], always=True)
+    for name in ("path", "tokenizer", "chat_template"):
+        if name in tables["model"]:
+            tables["model"][name] = _absolute(tables["model"][name])
+    for table in (tables["data"], tables.get("eval", {}), *tables["data"].get("sources", [])):
+        if "source" in table:
+            table["source"] = _absolute(table["source"])
+    if "sources" in tables["data"]:
+        del tables["data"]["split"]
+    return tomli_w.dumps(tables)
+
+
 def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
@@ -400,3 +416,8 @@ def _short(value: Any) -> str:
     except ValueError:
         return "a number of more digits than Python writes"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _absolute(name: str, always: bool = False) -> str:
+    path = Path(name)
+    return str(path.absolute()) if always or path.exists() else name

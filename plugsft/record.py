@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 import numpy as np
-import tomli_w
 import torch
 
 from . import report
@@ -19,7 +18,7 @@ from .console import say
 from .hooks import hookimpl
 from .machine import Machine
 from .publish import write_text
-from .recipe import Recipe
+from .recipe import Recipe, resolved
 from .registry import Active, options_of, version_of
 from .stop import Stopped
 from .tokens import Tokens
@@ -171,21 +170,6 @@ def data_facts(tokens: Tokens) -> dict[str, Any]:
     }
 
 
-def resolved(recipe: Recipe) -> str:
-    """Return the recipe as TOML with everything in it; it runs again, from any folder."""
-    tables = recipe.model_dump(exclude_none=True)
-    tables["output"] = _absolute(tables["output"], always=True)
-    for name in ("path", "tokenizer", "chat_template"):
-        if name in tables["model"]:
-            tables["model"][name] = _absolute(tables["model"][name])
-    for table in (tables["data"], tables.get("eval", {}), *tables["data"].get("sources", [])):
-        if "source" in table:
-            table["source"] = _absolute(table["source"])
-    if "sources" in tables["data"]:
-        del tables["data"]["split"]
-    return tomli_w.dumps(tables)
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl; a last line that a kill cut short does not count."""
     lines = []
@@ -215,8 +199,3 @@ def _versions() -> dict[str, str]:
 
 def _number(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def _absolute(name: str, always: bool = False) -> str:
-    path = Path(name)
-    return str(path.absolute()) if always or path.exists() else name

@@ -12,7 +12,6 @@ from .context import check_context
 from .errors import RecipeError
 from .machine import look
 from .publish import discard, is_published
-from .ranks import quiet
 from .recipe import Recipe
 from .registry import check, load
 
@@ -26,7 +25,6 @@ def train(
     overwrite: bool,
 ) -> None:
     """Train a recipe, in a folder that holds no other run."""
-    quiet()
     recipe, active = load(path, overrides, without)
     machine = look()
     if (resume or given) and overwrite:

@@ -54,7 +54,7 @@ def test_a_good_recipe_is_ready_and_nothing_is_written(tiny, tmp_path, check):
     assert found.lines[-1] == f"ready: plugsft {tmp_path / 'recipe.toml'}"
     what = [line.split()[0] for line in found.ok]
     assert what == [
-        *["recipe", "plugins", "model", "data", "tokenizer", "rows", "eval", "rows"],
+        *["recipe", "plugins", "model", "schedule", "data", "tokenizer", "rows", "eval", "rows"],
         *["ranks", "steps", "output", "disk"],
     ]
     assert not (tmp_path / "run").exists()

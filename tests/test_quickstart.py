@@ -21,7 +21,7 @@ def lessons():
 def test_the_first_losses_are_what_they_always_were(tmp_path):
     done = run_plugsft("recipes/quickstart.toml", f"output={tmp_path}", "train.steps=20")
     assert done.returncode == 0, done.stderr
-    # The schedule knows the number of steps, so this is a run of its own, not the first part of one.
+    # The schedule knows the number of steps: a run of its own, not the first part of a longer one.
     found = [line["loss"] for line in read_metrics(tmp_path)]
     assert found == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-4)
 

@@ -8,8 +8,7 @@ from conftest import tiny_tables, write_recipe
 from making import activate, install
 
 from plugsft import Recipe, RecipeError
-from plugsft.recipe import explain, flatten, read, validate
-from plugsft.record import resolved
+from plugsft.recipe import explain, flatten, read, resolved, validate
 from plugsft.registry import load
 
 

@@ -1,0 +1,46 @@
+"""The learning rate as a function of the step alone, so that resuming needs no state of it."""
+
+import torch
+from torch.optim import Optimizer
+from transformers import get_scheduler
+
+from .errors import RecipeError
+from .recipe import Train
+
+
+class Schedule:
+    """Sets the learning rate of each step."""
+
+    def __init__(self, train: Train, optimizer: Optimizer, steps: int) -> None:
+        warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
+        # transformers' schedules are functions of the step, wrapped around an optimizer: this one
+        # never steps. The run's own may be DeepSpeed's, which no schedule of torch's accepts.
+        bearer = torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate)
+        try:
+            self._factor = get_scheduler(
+                train.schedule,
+                bearer,
+                num_warmup_steps=warmup,
+                num_training_steps=steps,
+                scheduler_specific_kwargs=dict(train.schedule_options),
+            ).lr_lambdas[0]
+            self._factor(steps)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(
+                f"train.schedule_options: given {train.schedule_options}; the schedule "
+                f"'{train.schedule}' does not take them: {error}"
+            ) from error
+        self._optimizer = optimizer
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+
+    def set(self, step: int) -> float:
+        """Set the learning rate of a step, counted from 1; return it."""
+        factor = float(self._factor(step - 1))
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        return float(self._peaks[0]) * factor
+
+
+def check_schedule(train: Train) -> None:
+    """Refuse options that the schedule does not take."""
+    Schedule(train, torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate), train.steps or 100)

@@ -1,0 +1,76 @@
+"""Learning rates: those of transformers, by step, without state."""
+
+import pytest
+import torch
+from conftest import run_plugsft
+from transformers import get_scheduler
+
+from plugsft.errors import RecipeError
+from plugsft.recipe import Train
+from plugsft.schedule import Schedule, check_schedule
+
+
+def optimizer():
+    one, other = torch.zeros(1), torch.zeros(1)
+    return torch.optim.SGD([{"params": [one]}, {"params": [other], "lr": 0.25}], lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine_with_restarts", {"num_cycles": 2}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("polynomial", {"power": 2.0}),
+        ("inverse_sqrt", {}),
+        ("warmup_stable_decay", {"num_decay_steps": 5}),
+    ],
+)
+def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, options):
+    train = Train(
+        batch_size=1, learning_rate=0.5, schedule=name, schedule_options=options, warmup=0.2
+    )
+    theirs_on = optimizer()
+    theirs = get_scheduler(
+        name,
+        theirs_on,
+        num_warmup_steps=4,
+        num_training_steps=20,
+        scheduler_specific_kwargs=options,
+    )
+    wanted = []
+    for _ in range(20):
+        wanted.append([group["lr"] for group in theirs_on.param_groups])
+        theirs_on.step()
+        theirs.step()
+    ours_on = optimizer()
+    ours = Schedule(train, ours_on, 20)
+    for step in [*range(20, 0, -1), 7]:
+        rate = ours.set(step)
+        found = [group["lr"] for group in ours_on.param_groups]
+        assert found == pytest.approx(wanted[step - 1]) and rate == found[0], step
+
+
+def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
+    for warmup in (0.5, 10.0):
+        on = optimizer()
+        schedule = Schedule(Train(batch_size=1, learning_rate=0.5, warmup=warmup), on, 20)
+        assert schedule.set(6) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("linear", {"foo": 1}), ("cosine_with_min_lr", {}), ("cosine", {"x": 2})]
+)
+def test_options_that_a_schedule_does_not_take_are_refused(name, options):
+    train = Train(batch_size=1, learning_rate=0.5, schedule=name, schedule_options=options)
+    with pytest.raises(RecipeError, match=r"train\.schedule_options.*" + name):
+        check_schedule(train)
+
+
+def test_training_refuses_them_before_it_starts(tiny, tmp_path):
+    done = run_plugsft(tiny(), "train.schedule_options={foo=1}")
+    assert done.returncode == 2 and "train.schedule_options" in done.stderr
+    assert "data:" not in done.stdout
