@@ -53,8 +53,8 @@ def options(
 
 
 def late(module: str) -> ModuleType:
-    """Import one of our modules when a command needs it: torch takes seconds, --help must not."""
-    return importlib.import_module(f"plugsft.{module}")
+    """Import a command's module when it is called: torch takes seconds, and --help must not."""
+    return importlib.import_module(f"plugsft.commands.{module}")
 
 
 @app.command()
@@ -73,13 +73,13 @@ def train(
     ] = False,
 ) -> None:
     """Train. The same as `plugsft RECIPE`."""
-    late("run").train(recipe, overrides or [], without or [], resume, resume_from, overwrite)
+    late("train").train(recipe, overrides or [], without or [], resume, resume_from, overwrite)
 
 
 @app.command()
 def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = None) -> None:
     """Tokenize a recipe's data ahead of training."""
-    late("run").prepare(recipe, overrides or [], without or [])
+    late("train").prepare(recipe, overrides or [], without or [])
 
 
 @app.command()
@@ -93,7 +93,7 @@ def check(
     ] = None,
 ) -> None:
     """Find mistakes in recipe, plugins, data and disk before training."""
-    late("preflight").check(recipe, overrides or [], without or [], ranks)
+    late("check").check(recipe, overrides or [], without or [], ranks)
 
 
 @app.command()
@@ -161,7 +161,7 @@ def chat(
     ] = 0.0,
 ) -> None:
     """Talk to a trained model."""
-    late("talk").chat(output, ask or [], max_tokens, temperature)
+    late("chat").chat(output, ask or [], max_tokens, temperature)
 
 
 @app.command()

@@ -116,6 +116,16 @@ class Hooks:
         """Look at the whole recipe before anything is loaded; raise RecipeError to refuse it."""
 
     @stage
+    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Path:
+        """Return the folder of a key; where there is none, `build` fills a new one."""
+        raise AssertionError
+
+    @stage
+    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
+        """Call `work` on every slice of the sources, anywhere; return the shards in order."""
+        raise AssertionError
+
+    @stage
     def render(
         self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data
     ) -> Rendered | None:
@@ -130,28 +140,18 @@ class Hooks:
         raise AssertionError
 
     @stage
-    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
-        """Call `work` on every slice of the sources, anywhere; return the shards in order."""
-        raise AssertionError
-
-    @stage
-    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Path:
-        """Return the folder of a key; where there is none, `build` fills a new one."""
-        raise AssertionError
-
-    @stage
     def optimize_model(self, load: ModelLoad) -> Module:
         """Load the model. Edit `load` before the yield, the model after it."""
         raise AssertionError
 
     @stage
-    def annotate(self, model: Module, tokens: Tokens) -> Tokens:
-        """Add what must be computed with the model before step 1; return the tokens."""
+    def optimizer(self, model: Module, train: Train) -> Optimizer:
+        """Make the optimizer."""
         raise AssertionError
 
     @stage
-    def optimizer(self, model: Module, train: Train) -> Optimizer:
-        """Make the optimizer."""
+    def annotate(self, model: Module, tokens: Tokens) -> Tokens:
+        """Add what must be computed with the model before step 1; return the tokens."""
         raise AssertionError
 
     @stage
@@ -164,13 +164,13 @@ class Hooks:
         raise AssertionError
 
     @stage
-    def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
-        """Turn examples into tensors; none of them gives a batch that trains nothing."""
+    def feed(self, build: Build, steps: range) -> Feed:
+        """Iterate over `build(step)`, in order. `build` is pure: it may be called ahead."""
         raise AssertionError
 
     @stage
-    def feed(self, build: Build, steps: range) -> Feed:
-        """Iterate over `build(step)`, in order. `build` is pure: it may be called ahead."""
+    def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
+        """Turn examples into tensors; none of them gives a batch that trains nothing."""
         raise AssertionError
 
     @stage

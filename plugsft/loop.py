@@ -46,9 +46,7 @@ def train(
     quiet()
     record = Record(recipe, machine, active)
     hook = active.answer(DataAnswers(recipe.folder), ModelAnswers(), record).hook
-    check(active, recipe, machine)
-    check_context(recipe)
-    check_schedule(recipe.train)
+    ensure_sound(recipe, active, machine)
     checkpoint = find(recipe, resume, given)
     work, tokens, held_out = prepare(recipe, active)
     scratch = scratch_model(recipe, work)
@@ -82,20 +80,27 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
 
-            now = time.perf_counter()
+            seconds = time.perf_counter() - clock
             if accelerator.is_main_process:
-                metrics = measure(window, plan, loss, norm, rate, now - clock)
+                metrics = measure(window, plan, loss, norm, rate, seconds)
                 hook.log(step=window.step, metrics=metrics)
-            clock = now
-            last = stopping or window.step == plan.steps
+            last = window.step == plan.steps
             if held_out is not None and (last or is_due(window.step, recipe.eval)):
                 evaluate(accelerator, model, hook, feeder, held_out, recipe, window.step)
-            if last or is_due(window.step, recipe.checkpoint):
+            if last or stopping or is_due(window.step, recipe.checkpoint):
                 checkpoints.save(window.step, model, optimizer)
             if stopping:
                 raise Stopped(stop.name, window.step, recipe.output, checkpoints.possible)
+            clock = time.perf_counter()
         save_model(accelerator, model, work.tokenizer, recipe.folder / "model")
     accelerator.end_training()
+
+
+def ensure_sound(recipe: Recipe, active: Active, machine: Machine) -> None:
+    """Refuse what can be known to fail before anything is read or loaded."""
+    check(active, recipe, machine)
+    check_context(recipe)
+    check_schedule(recipe.train)
 
 
 def load(
@@ -153,8 +158,8 @@ def ensure_finite(loss: float, norm: float, window: Window, tokens: Tokens) -> N
     named = ", ".join(f"{tokens.facts['sources'][source]['name']}:{row}" for source, row in rows)
     more = f" and {len(examples) - 20} more" if len(examples) > 20 else ""
     raise TrainError(
-        f"step {window.step}: loss {loss}, gradient norm {norm}. The weights are untouched by this "
-        f"step; earlier checkpoints stand. Rows of its window: {named}{more}. A lower learning "
+        f"step {window.step}: loss {loss}, gradient norm {norm}. Nothing of this step is saved, "
+        f"and earlier checkpoints stand. Rows of its window: {named}{more}. A lower learning "
         "rate, a longer warm-up, or bfloat16 in place of float16 usually mends it"
     )
 

@@ -230,7 +230,7 @@ class Recipe(Table):
     data: Data
     train: Train
     eval: Eval | None = None
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Active plugins by name, with their options."""
 

@@ -19,7 +19,7 @@ from .hooks import hookimpl
 from .machine import Machine
 from .publish import write_text
 from .recipe import Recipe, resolved
-from .registry import Active, options_of, version_of
+from .registry import Active, options_of
 from .stop import Stopped
 from .tokens import Tokens
 
@@ -135,7 +135,6 @@ class Record:
             {
                 "name": name,
                 "origin": self._active.found[name].origin,
-                "version": version_of(plugin),
                 "options": options_of(plugin),
                 "verdict": verdicts[name],
             }

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -311,9 +310,3 @@ class _Trace:
 
 def _distribution(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
-
-
-def version_of(plugin: Any) -> str:
-    """Return the version of the distribution a plugin came with."""
-    package = type(plugin).__module__.partition(".")[0]
-    return str(getattr(sys.modules[package], "__version__", ""))

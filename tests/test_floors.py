@@ -16,7 +16,9 @@ from conftest import ROOT
 import plugsft
 from plugsft.contracts import SPECS
 
-CORE = sorted((ROOT / "plugsft").glob("*.py"))
+HOUSE = ROOT / "plugsft"
+CORE = sorted(HOUSE.glob("*.py"))
+COMMANDS = sorted(HOUSE.glob("commands/*.py"))
 PLUGINS = sorted((ROOT / "plugins").glob("*.py"))
 
 
@@ -31,13 +33,15 @@ FLOORS = _words("""
     hooks
     contracts
     sources templates tokenizer plan registry
-    answers context
+    answers context schedule
     models answers_model ranks stop feeder
     prepare report
     record checkpoint
     loop
-    run sample testing
-    overview preflight inspection listing talk skeleton
+    testing
+    commands.sample
+    commands.train commands.check commands.inspection commands.listing commands.overview
+    commands.chat commands.skeleton commands.__init__
     __init__ cli __main__
 """)
 EXPORTED = _words("""
@@ -54,16 +58,22 @@ def parse(path):
     return ast.parse(path.read_text(encoding="utf8"))
 
 
+def name_of(path):
+    """A module's name inside plugsft: "loop", "commands.train"."""
+    return ".".join(path.relative_to(HOUSE).with_suffix("").parts)
+
+
 def imports_of(path):
-    """The modules of plugsft that a core module imports, and those of cli's late()."""
+    """The modules of plugsft that one of them imports, those of cli's late() among them."""
     found = set()
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level == 1
             names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {"__init__" if name == "__version__" else name for name in names}
+            # One dot is the folder of the module, two are that of plugsft.
+            inside = "commands." if path in COMMANDS and node.level == 1 else ""
+            found |= {inside + ("__init__" if name == "__version__" else name) for name in names}
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
-            found.add(node.args[0].value)
+            found.add(f"commands.{node.args[0].value}")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names]
@@ -86,20 +96,25 @@ def lines_of_code(path):
 
 
 def test_every_module_stands_on_a_floor():
-    assert {path.stem for path in CORE} <= set(FLOORS) and len(set(FLOORS)) == len(FLOORS)
+    assert {name_of(path) for path in CORE + COMMANDS} == set(FLOORS)
+    assert len(set(FLOORS)) == len(FLOORS)
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CORE + COMMANDS, ids=name_of)
 def test_a_module_imports_only_lower_floors(path):
-    below = FLOORS[: FLOORS.index(path.stem)]
+    below = FLOORS[: FLOORS.index(name_of(path))]
     assert imports_of(path) - set(below) == set()
 
 
 def test_there_is_no_circle():
-    [*TopologicalSorter({path.stem: imports_of(path) for path in CORE}).static_order()]
+    [
+        *TopologicalSorter(
+            {name_of(path): imports_of(path) for path in CORE + COMMANDS}
+        ).static_order()
+    ]
 
 
-@pytest.mark.parametrize("path", CORE + PLUGINS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CORE + COMMANDS + PLUGINS, ids=lambda path: path.stem)
 def test_no_import_is_hidden(path):
     hidden = [
         f"{path.name}:{inner.lineno}"
@@ -123,7 +138,7 @@ def test_plugins_import_public_names_only(path):
                 assert {alias.name for alias in node.names} <= set(plugsft.__all__)
 
 
-@pytest.mark.parametrize("path", CORE + PLUGINS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CORE + COMMANDS + PLUGINS, ids=lambda path: path.stem)
 def test_files_and_functions_are_small(path):
     assert lines_of_code(path) <= FILE
     for node in ast.walk(parse(path)):
@@ -138,13 +153,13 @@ def main_path():
     while left:
         name = left.pop()
         reached.add(name)
-        left |= imports_of(ROOT / f"plugsft/{name}.py") - reached
+        left |= imports_of(HOUSE / f"{name}.py") - reached
     return [path for path in CORE if path.stem in reached]
 
 
 def test_the_core_is_read_in_one_sitting():
     total = sum(lines_of_code(path) for path in main_path())
-    everything = sum(lines_of_code(path) for path in CORE)
+    everything = sum(lines_of_code(path) for path in CORE + COMMANDS)
     print(f"\n{total} lines of code on the main path, {everything} with every command")
     assert total <= TOTAL
 
@@ -187,7 +202,7 @@ def test_every_hook_is_explained_and_tested(hook):
 
 def test_every_public_name_has_a_docstring():
     silent = []
-    for path in CORE + PLUGINS:
+    for path in CORE + COMMANDS + PLUGINS:
         tree = parse(path)
         assert ast.get_docstring(tree) or not tree.body, path
         for node in ast.walk(tree):

@@ -11,8 +11,9 @@ import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 from making import activate, install
 
-from plugsft import inspection, prepare, registry
+from plugsft import prepare, registry
 from plugsft.answers import DataAnswers
+from plugsft.commands import inspection
 
 UPPER = '''
 @plugin()

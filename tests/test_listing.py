@@ -8,7 +8,8 @@ import pytest
 from conftest import ROOT, run_plugsft
 from making import activate, install
 
-from plugsft import listing, overview, registry
+from plugsft import registry
+from plugsft.commands import listing, overview
 from plugsft.errors import RecipeError
 
 LOUD = '''

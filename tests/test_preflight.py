@@ -11,7 +11,7 @@ from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
 from making import activate, install
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from plugsft import preflight
+from plugsft.commands import check as preflight
 from plugsft.errors import PlugsftError
 from plugsft.recipe import Scratch
 

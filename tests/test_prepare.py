@@ -13,6 +13,7 @@ from making import activate, install
 from plugsft import DataError, RecipeError, prepare
 from plugsft.answers import DataAnswers
 from plugsft.registry import load, resolve
+from plugsft.templates import CHATML
 from plugsft.tokens import Tokens
 from plugsft.types import Slice
 
@@ -226,6 +227,8 @@ def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path,
         active.answer(DataAnswers(recipe.folder))
         return prepare.prepare(recipe, active)[1].facts["key"]
 
+    other = tmp_path / "other.jinja"
+    other.write_text(CHATML.read_text() + "{# the same, almost #}")
     base = key()
     for same in (
         {"output": str(tmp_path / "elsewhere")},
@@ -239,10 +242,11 @@ def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path,
         key(data={"too_long": "drop"}),
         key(data={"train_on": "last"}),
         key(data={"template_kwargs": {"a": 1}}),
+        key(model={"chat_template": str(other)}),
         key(plugins={"shout": {}}),
         key(plugins={"shout": {"mark": "?"}}),
     ]
-    assert len({base, *others}) == 7
+    assert len({base, *others}) == 8
     moved = write_jsonl(tmp_path / "moved.jsonl", [GOOD] * 3)
     assert key(data={"source": str(moved)}) == base, "moved data is the same data"
     write_jsonl(moved, [GOOD] * 2 + [LONG])

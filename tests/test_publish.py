@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT, run_plugsft
 
 from plugsft import PlugsftError
+from plugsft import publish as publishing
 from plugsft.publish import (
     MANIFEST,
     damage,
@@ -88,6 +89,31 @@ def test_a_folder_appears_with_its_manifest(place):
         assert not place.exists()
     assert is_published(place) and damage(place) is None
     assert sorted(json.loads((place / MANIFEST).read_text())) == ["b.txt", "inner/a.txt"]
+    assert left_over(place) == []
+
+
+def test_everything_is_on_disk_before_the_name_is(place, monkeypatch):
+    synced = []
+    really = publishing._sync
+    monkeypatch.setattr(publishing, "_sync", lambda path: (synced.append(path), really(path)))
+    with publish(place) as building:
+        (building / "inner").mkdir()
+        (building / "inner/a.txt").write_text("a")
+    inside = ["inner", "inner/a.txt", MANIFEST, "."]
+    assert {*synced} == {*(building / name for name in inside), place.parent}
+    assert synced[-1] == place.parent
+
+
+def test_who_comes_as_the_folder_appears_does_not_build_again(place, monkeypatch):
+    really = publishing._held
+
+    def slow(claim):
+        with publish(place):
+            pass
+        return really(claim)
+
+    monkeypatch.setattr(publishing, "_held", slow)
+    once(place, build=None)
     assert left_over(place) == []
 
 
@@ -201,7 +227,9 @@ def test_a_builder_without_a_heartbeat_is_outbid_and_does_no_harm(start, tmp_pat
 
 
 def test_a_slow_builder_with_a_heartbeat_is_waited_for(start, tmp_path):
-    first, second = start(3.0, patience=1.0), start(patience=1.0)
+    first = start(3.0, patience=1.0)
+    builders(tmp_path, 1)
+    second = start(patience=1.0)
     said = {int(process.communicate(timeout=30)[0]) for process in (first, second)}
     assert said == set(builders(tmp_path, 1)) and len(said) == 1
 

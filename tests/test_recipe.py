@@ -249,6 +249,13 @@ def test_the_resolved_recipe_of_a_mixture_reads_back(tmp_path):
     assert validate(recipe.model_dump(exclude_none=True), "r") == (recipe, [])
 
 
+def test_a_split_beside_a_mixture_is_refused(tmp_path):
+    tables = tiny_tables(tmp_path)
+    tables["data"] |= {"sources": [{"source": tables["data"].pop("source")}], "split": "train[:3]"}
+    (line,) = problems(write_recipe(tmp_path / "recipe.toml", tables))
+    assert "data: split belongs into each of [[data.sources]]" in line
+
+
 def test_a_mixture_says_what_it_is_evaluated_on(tmp_path):
     tables = tiny_tables(tmp_path)
     tables["data"]["sources"] = [{"source": tables["data"].pop("source")}]

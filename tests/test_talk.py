@@ -13,7 +13,7 @@ from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from plugsft import talk
+from plugsft.commands import chat as talk
 from plugsft.errors import PlugsftError
 
 ANSWERS = {

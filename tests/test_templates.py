@@ -207,9 +207,17 @@ def test_a_first_token_has_no_predecessor_that_could_predict_it(tokenizer):
     assert not mask[0] and mask[1:].all()
 
 
+def test_a_last_character_of_several_tokens_is_trained_whole(tokenizer):
+    text = "owls 🦉 hoot"
+    encoded = encode([text], tokenizer, False)
+    mask = _mask(encoded, [[(0, text.index("🦉") + 1)]])
+    assert tokenizer.decode(encoded.ids[: mask.sum() + 1]) == "owls 🦉"
+
+
 def test_an_empty_span_takes_nothing_away(tokenizer):
     encoded = encode(["owls and foxes"], tokenizer, False)
     whole = _mask(encoded, [[(0, 14)]])
+    assert not _mask(encoded, [[(6, 6)]]).any()
     for place in range(15):
         assert (_mask(encoded, [[(0, 14), (place, place)]]) == whole).all()
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from plugsft import RecipeError
 from plugsft.recipe import Data, Model
 from plugsft.templates import CHATML, render
-from plugsft.tokenizer import encode, load_tokenizer, pad_id, train_tokenizer
+from plugsft.tokenizer import SPECIAL, encode, load_tokenizer, pad_id, train_tokenizer
 
 
 class Rows(list):
@@ -69,7 +69,8 @@ def test_training_passes_over_what_is_no_row(tokenizer):
 
 def test_markers_in_the_data_are_not_learned_as_letters():
     rows = [{"text": "<|im_start|><|im_end|>" * 50 + "aaaa bbbb"}]
-    assert not any("im_" in word.strip("<|>") and word[0] != "<" for word in make(rows).get_vocab())
+    learned = [word for word in make(rows).get_vocab() if len(word) > 1 and word not in SPECIAL]
+    assert learned and set("".join(learned)) == {"a", "b", "Ġ"}
 
 
 @settings(max_examples=100, deadline=None)

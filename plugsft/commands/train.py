@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import loop
-from . import prepare as preparation
-from .answers import DataAnswers
-from .checkpoint import listed
-from .console import say
-from .context import check_context
-from .errors import RecipeError
-from .machine import look
-from .publish import discard, is_published
-from .recipe import Recipe
-from .registry import check, load
+from .. import loop
+from .. import prepare as preparation
+from ..answers import DataAnswers
+from ..checkpoint import listed
+from ..console import say
+from ..errors import RecipeError
+from ..machine import look
+from ..publish import discard, is_published
+from ..recipe import Recipe
+from ..registry import load
 
 
 def train(
@@ -42,8 +41,7 @@ def prepare(path: Path, overrides: Sequence[str], without: Sequence[str]) -> Non
     """Tokenize a recipe's data into its output folder, where training finds it."""
     recipe, active = load(path, overrides, without)
     active.answer(DataAnswers(recipe.folder))
-    check(active, recipe, look())
-    check_context(recipe)
+    loop.ensure_sound(recipe, active, look())
     _, tokens, _ = preparation.prepare(recipe, active)
     say(f"tokens: {tokens.folder}")
 

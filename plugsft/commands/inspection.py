@@ -10,14 +10,14 @@ from rich.text import Text
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from . import registry
-from .answers import DataAnswers
-from .console import is_terminal, out, say
-from .errors import DataError
-from .machine import look
-from .prepare import Work
+from .. import registry
+from ..answers import DataAnswers
+from ..console import is_terminal, out, say
+from ..errors import DataError
+from ..machine import look
+from ..prepare import Work
+from ..types import Ints
 from .sample import listed, make_tokenizer, take, worker
-from .types import Ints
 
 SAMPLE = 1_000
 BINS = 12

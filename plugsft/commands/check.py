@@ -12,19 +12,19 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import snapshot_download
 from rich.text import Text
 
-from . import registry
-from .answers import DataAnswers
-from .console import out, say
-from .context import check_context, load_config
-from .errors import DataError, PlugsftError, RecipeError
-from .machine import free_disk, look
-from .prepare import CURE_BAD, CURE_LONG, Work, eval_source
-from .publish import is_published
-from .recipe import Data, Model, Recipe, Scratch, Source, Train
-from .registry import Active
+from .. import registry
+from ..answers import DataAnswers
+from ..console import out, say
+from ..context import check_context, load_config
+from ..errors import DataError, PlugsftError, RecipeError
+from ..machine import free_disk, look
+from ..prepare import CURE_BAD, CURE_LONG, Work, eval_source
+from ..publish import is_published
+from ..recipe import Data, Model, Recipe, Scratch, Source, Train
+from ..registry import Active
+from ..schedule import check_schedule
+from ..sources import Rows, open_source
 from .sample import Sample, listed, make_tokenizer, take, worker
-from .schedule import check_schedule
-from .sources import Rows, open_source
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""

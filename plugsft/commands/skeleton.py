@@ -4,9 +4,9 @@ import keyword
 import re
 from pathlib import Path
 
-from .console import say
-from .errors import PluginError
-from .registry import find, is_core
+from ..console import say
+from ..errors import PluginError
+from ..registry import find, is_core
 
 FILES = Path(__file__).with_name("skeleton_files")
 

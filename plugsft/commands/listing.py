@@ -13,10 +13,10 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema
 from rich.text import Text
 
-from .console import out, say
-from .errors import RecipeError
-from .recipe import Recipe, fields
-from .registry import Found, find, load_class
+from ..console import out, say
+from ..errors import RecipeError
+from ..recipe import Recipe, fields
+from ..registry import Found, find, load_class
 
 ENABLED = {
     "type": "boolean",

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
-from .errors import DataError
-from .prepare import Work
-from .recipe import Recipe, Source
-from .registry import Active
-from .sources import Rows
-from .tokenizer import train_tokenizer
-from .tokens import Tokens, write_index
-from .types import Row, Shard, Slice
+from ..errors import DataError
+from ..prepare import Work
+from ..recipe import Recipe, Source
+from ..registry import Active
+from ..sources import Rows
+from ..tokenizer import train_tokenizer
+from ..tokens import Tokens, write_index
+from ..types import Row, Shard, Slice
 
 
 @dataclass

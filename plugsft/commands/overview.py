@@ -6,15 +6,15 @@ from pathlib import Path
 
 from rich.text import Text
 
-from . import registry
-from .answers import DataAnswers
-from .answers_model import ModelAnswers
-from .console import out, say
-from .contracts import SPECS
-from .machine import look
-from .recipe import resolved
-from .record import Record
-from .registry import CORE
+from .. import registry
+from ..answers import DataAnswers
+from ..answers_model import ModelAnswers
+from ..console import out, say
+from ..contracts import SPECS
+from ..machine import look
+from ..recipe import resolved
+from ..record import Record
+from ..registry import CORE
 
 
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:

@@ -1,0 +1,1 @@
+"""What the command line does; cli.py loads one of these when its command is called."""
