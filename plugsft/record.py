@@ -17,7 +17,7 @@ from . import report
 from .console import say
 from .hooks import hookimpl
 from .machine import Machine
-from .publish import write_text
+from .publish import write_text, writing
 from .recipe import Recipe, resolved
 from .registry import Active, options_of
 from .stop import Stopped
@@ -83,8 +83,9 @@ class Record:
         assert self._metrics is not None
         # JSON has no NaN; null stands for what is no number.
         line = {name: _number(value) for name, value in metrics.items()}
-        self._metrics.write(json.dumps({"step": step, **line}) + "\n")
-        self._metrics.flush()
+        with writing(self.folder / "metrics.jsonl"):
+            self._metrics.write(json.dumps({"step": step, **line}) + "\n")
+            self._metrics.flush()
         if "eval_loss" in metrics:
             self.run.setdefault("final", {})["eval_loss"] = line["eval_loss"]
             say(f"step {step}  eval loss {metrics['eval_loss']:.4f}")

@@ -39,9 +39,10 @@ def place(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS[3:])
 def test_a_command_of_the_readme(place, command):
-    if "--resume" not in command:
-        shutil.rmtree(place / "runs", ignore_errors=True)
+    shutil.rmtree(place / "runs", ignore_errors=True)
     env = {**os.environ, "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
+    if "--resume" in command:
+        subprocess.run("plugsft my.toml", shell=True, cwd=place, env=env, check=True)
     done = subprocess.run(
         command, shell=True, cwd=place, env=env, capture_output=True, text=True, timeout=300
     )
