@@ -126,13 +126,15 @@ def _asked_of_launcher() -> int:
     """
     for parent in psutil.Process().parents():
         try:
-            words = parent.cmdline()
+            line = parent.cmdline()
         except psutil.Error:
             return 1
-        names = [os.path.basename(word) for word in words]
-        if "launch" in words[:4] and any(name.startswith("accelerate") for name in names[:3]):
-            known, _ = launch_command_parser().parse_known_args(words[words.index("launch") + 1 :])
-            if known.num_processes is None and known.config_file:
-                return int(load_config_from_file(known.config_file).num_processes or 1)
-            return int(known.num_processes or 1)
+        words = [os.path.basename(word) for word in line[:4]]
+        for place, word in enumerate(words):
+            spelt = word in ("accelerate-launch", "accelerate.commands.launch")
+            if spelt or (word == "launch" and words[place - 1].startswith("accelerate")):
+                known, _ = launch_command_parser().parse_known_args(line[place + 1 :])
+                if known.num_processes is None and known.config_file:
+                    return int(load_config_from_file(known.config_file).num_processes or 1)
+                return int(known.num_processes or 1)
     return 1

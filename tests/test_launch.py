@@ -4,18 +4,20 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, chats, read_metrics, run_plugsft
 
+QUIET = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no")
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 7, "learning_rate": 1e-3, "max_grad_norm": 0.5}
 
 
 def launch(*words, env=None):
     return subprocess.Popen(
-        ["accelerate", "launch", *map(str, words)],
+        [Path(sys.executable).with_name("accelerate"), "launch", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -83,8 +85,7 @@ def test_checkpoints_under_zero3_are_refused_before_training(tiny, tmp_path):
 
 
 def test_a_launch_that_quietly_starts_one_process_is_caught(tiny):
-    words = ("--cpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no")
-    words += ("--dynamo_backend", "no")
+    words = ("--cpu", "--num_processes", 2, *QUIET)
     code, out, err = finish(launch(*words, "-m", "plugsft", tiny()))
     assert code != 0
     assert "asked for 2 processes and started 1" in err and "cpu2.yaml" in err
@@ -93,8 +94,7 @@ def test_a_launch_that_quietly_starts_one_process_is_caught(tiny):
 
 def test_two_strangers_become_ranks_of_one_run(tiny, tmp_path):
     """Without ACCELERATE_USE_CPU accelerate brings these up as two runs in one folder."""
-    words = ("--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no")
-    words += ("--dynamo_backend", "no", "--main_process_port", 0)
+    words = ("--multi_gpu", "--num_processes", 2, *QUIET, "--main_process_port", 0)
     code, out, err = finish(launch(*words, "-m", "plugsft", tiny(train={"steps": 2})))
     assert code == 0, err
     assert "DDP of 2" in out

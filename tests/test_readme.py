@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
@@ -40,7 +42,7 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("command", COMMANDS[3:])
 def test_a_command_of_the_readme(place, command):
     shutil.rmtree(place / "runs", ignore_errors=True)
-    env = {**os.environ, "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if "--resume" in command:
         subprocess.run("plugsft my.toml", shell=True, cwd=place, env=env, check=True)
     done = subprocess.run(
