@@ -50,7 +50,7 @@ class ModelAnswers:
             lr=train.learning_rate,
             betas=(train.beta1, train.beta2),
             eps=train.eps,
-            fused=all(p.is_floating_point() for p in decayed) or None,
+            fused=True,
         )
 
     @hookimpl

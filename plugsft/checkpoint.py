@@ -1,7 +1,6 @@
 """Checkpoints: published whole or not at all, without pickled code, tied to their recipe."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ class Checkpoints:
         self.folder = recipe.folder / "checkpoints"
         self._recipe, self._data_key, self._accelerator = recipe, data_key, accelerator
         self.saved = 0
-        self.seconds = 0.0
         self.possible = accelerator.distributed_type != DistributedType.DEEPSPEED
         if recipe.checkpoint.every and not self.possible:
             raise CheckpointError(
@@ -51,7 +49,6 @@ class Checkpoints:
         """Publish a checkpoint of a finished step, and remove the oldest."""
         if not self.possible or self.saved == step:
             return
-        started = time.perf_counter()
         # Collective under FSDP2: every rank takes part, the main process alone writes.
         weights: dict[str, Any] = get_model_state_dict(model, options=WHOLE)
         moments = get_optimizer_state_dict(model, _inner(optimizer), options=WHOLE)
@@ -71,13 +68,12 @@ class Checkpoints:
             for old in listed(self.folder)[: -self._recipe.checkpoint.keep]:
                 discard(old)
         self.saved = step
-        self.seconds += time.perf_counter() - started
 
     def restore(self, path: Path | None, model: Module, optimizer: Optimizer) -> int:
         """Load a checkpoint into model and optimizer; return its step."""
         if path is None:
             return 0
-        facts = read(path)
+        facts = json.loads((path / "state.json").read_text(encoding="utf8"))
         _compare(facts, self._recipe, self._data_key, path)
         weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
         set_model_state_dict(model, weights, options=WHOLE)
@@ -88,10 +84,12 @@ class Checkpoints:
 
 
 def find(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
-    """Return the checkpoint to go on from; say so if there is none."""
+    """Return a checkpoint to go on from, checked against its manifest; say so if there is none."""
     if given is not None:
         if not is_published(given):
             raise CheckpointError(f"--resume-from {given}: this is no checkpoint folder")
+        if (wrong := damage(given)) is not None:
+            raise CheckpointError(f"--resume-from {given}: the checkpoint is damaged: {wrong}")
         return given
     if not resume:
         return None
@@ -113,15 +111,6 @@ def find(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
 def listed(folder: Path) -> list[Path]:
     """Return the published checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if is_published(path))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Check a checkpoint against its manifest, and read what it says of itself."""
-    wrong = damage(path)
-    if wrong is not None:
-        raise CheckpointError(f"{path}: the checkpoint is damaged: {wrong}")
-    facts: dict[str, Any] = json.loads((path / "state.json").read_text())
-    return facts
 
 
 def save_model(
