@@ -121,6 +121,19 @@ def test_a_signal_saves_and_the_rerun_ends_the_same(tiny, tmp_path, number):
     assert weights(parts) == weights(whole) and curve(parts) == curve(whole)
 
 
+def test_a_second_run_into_the_same_output_is_refused_while_the_first_runs(tiny, tmp_path):
+    recipe = tiny(rows=chats(43), train=LONG | {"steps": 2000, "log_every": 1000})
+    running = start_plugsft(recipe)
+    wait_for_lines(tmp_path / "run/metrics.jsonl", 3)
+    for words in ((), ("--overwrite",)):
+        second = run_plugsft(recipe, *words)
+        assert second.returncode == 2
+        assert "another run is writing into" in second.stderr
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    assert run_plugsft(recipe, "train.steps=2").returncode == 0
+
+
 def test_a_signal_to_one_rank_stops_all_of_them(tiny, tmp_path):
     recipe = tiny(rows=chats(43), train=LONG | {"steps": 2000, "log_every": 1000})
     ranks = start_ranks(2, recipe)

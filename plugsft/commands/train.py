@@ -1,6 +1,8 @@
 """The commands that do a recipe's work: train and prepare."""
 
-from collections.abc import Sequence
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from .. import loop
@@ -10,7 +12,7 @@ from ..checkpoint import listed
 from ..console import say
 from ..errors import RecipeError
 from ..machine import look
-from ..publish import discard, is_published
+from ..publish import discard, is_published, writing
 from ..recipe import Recipe
 from ..registry import load
 
@@ -28,11 +30,12 @@ def train(
     machine = look()
     if (resume or given) and overwrite:
         raise RecipeError("--resume keeps what --overwrite removes; give one of them")
-    if overwrite and machine.is_main:
-        clear(recipe)
-    elif not (resume or given or overwrite):
-        refuse_leftovers(recipe)
-    loop.train(recipe, active, machine, resume, given)
+    with alone(recipe) if machine.is_main else nullcontext():
+        if overwrite and machine.is_main:
+            clear(recipe)
+        elif not (resume or given or overwrite):
+            refuse_leftovers(recipe)
+        loop.train(recipe, active, machine, resume, given)
     say(f"model: {recipe.folder / 'model'}")
     say(f"report: {recipe.folder / 'report.html'}")
 
@@ -44,6 +47,26 @@ def prepare(path: Path, overrides: Sequence[str], without: Sequence[str]) -> Non
     loop.ensure_sound(recipe, active, look())
     _, tokens, _ = preparation.prepare(recipe, active)
     say(f"tokens: {tokens.folder}")
+
+
+@contextmanager
+def alone(recipe: Recipe) -> Iterator[None]:
+    """Hold the output folder: a second run that writes into it would spoil both."""
+    with writing(recipe.folder):
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        lock = (recipe.folder / ".lock").open("a")
+    with lock:
+        try:
+            # The system lets go of it when we end, however we end.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecipeError(
+                f"output: another run is writing into {recipe.output}; wait for its end, or give "
+                "another folder (output=...)"
+            ) from None
+        except OSError:
+            say(f"warning: {recipe.output} is on a file system without locks; keep other runs out")
+        yield
 
 
 def refuse_leftovers(recipe: Recipe) -> None:
