@@ -1,5 +1,6 @@
 """The core's own answers to the hooks of the data path. They need no torch."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,15 +53,8 @@ class DataAnswers:
     @hookimpl
     def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Path:
         """Keep tokens in the run's own output."""
-        folder = self.output / "tokens" / digest(key)
-        said: list[str] = []
-
-        def waiting() -> None:
-            if not said:
-                said.append("waiting for another process to prepare the data")
-                say(said[0])
-
-        return once(folder, build, waiting)
+        told_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
+        return once(self.output / "tokens" / digest(key), build, told_once)
 
     @hookimpl
     def batches(self, order: Ints, ranks: int, train: Train) -> Layouts:

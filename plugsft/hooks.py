@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, dataclass_transform
 
 import pluggy
 from pydantic import ConfigDict
@@ -51,9 +51,8 @@ if TYPE_CHECKING:
     )
 
 hookimpl = pluggy.HookimplMarker("plugsft")
-_spec = pluggy.HookspecMarker("plugsft")
-stage = _spec(firstresult=True)
-notice = _spec
+notice = pluggy.HookspecMarker("plugsft")
+stage = notice(firstresult=True)
 
 PLUGIN = "__plugsft__"
 """Where a plugin's class keeps its contract."""
@@ -108,7 +107,7 @@ def state(default: Any = None) -> Any:
     )
 
 
-class Hooks:
+class Hooks(Protocol):
     """The specs. The registry hands this class out as the type of its caller."""
 
     @notice
@@ -118,41 +117,34 @@ class Hooks:
     @stage
     def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Path:
         """Return the folder of a key; where there is none, `build` fills a new one."""
-        raise AssertionError
 
     @stage
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
         """Call `work` on every slice of the sources, anywhere; return the shards in order."""
-        raise AssertionError
 
     @stage
     def render(
         self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data
     ) -> Rendered | None:
         """Turn rows into text with trained spans. Returning None means: not my format."""
-        raise AssertionError
 
     @stage
     def encode(
         self, texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool
     ) -> Encoded:
         """Turn texts into token ids, with the place in its text where each token ends."""
-        raise AssertionError
 
     @stage
     def optimize_model(self, load: ModelLoad) -> Module:
         """Load the model. Edit `load` before the yield, the model after it."""
-        raise AssertionError
 
     @stage
     def optimizer(self, model: Module, train: Train) -> Optimizer:
         """Make the optimizer."""
-        raise AssertionError
 
     @stage
     def annotate(self, model: Module, tokens: Tokens) -> Tokens:
         """Add what must be computed with the model before step 1; return the tokens."""
-        raise AssertionError
 
     @stage
     def batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
@@ -161,22 +153,18 @@ class Hooks:
         `order` is the epoch's shuffled order, `lengths` the tokens of every example. Every rank
         gets the same number of micro-steps; one without examples is an empty array.
         """
-        raise AssertionError
 
     @stage
     def feed(self, build: Build, steps: range) -> Feed:
         """Iterate over `build(step)`, in order. `build` is pure: it may be called ahead."""
-        raise AssertionError
 
     @stage
     def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
         """Turn examples into tensors; none of them gives a batch that trains nothing."""
-        raise AssertionError
 
     @stage
     def step(self, model: Module, batch: Batch, total: int) -> Tensor:
         """Return the micro-batch's loss, summed over its targets and divided by `total`."""
-        raise AssertionError
 
     @notice
     def log(self, step: int, metrics: dict[str, Any]) -> None:

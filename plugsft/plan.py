@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, cast, overload
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -23,11 +23,7 @@ class Windows(Sequence[Layout]):
     def __len__(self) -> int:
         return -(-len(self._order) // self._train.batch_size)
 
-    @overload
-    def __getitem__(self, number: int) -> Layout: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Layout]: ...
-    def __getitem__(self, number: int | slice) -> Layout | Sequence[Layout]:
+    def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return [self[one] for one in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):

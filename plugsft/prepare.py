@@ -1,7 +1,6 @@
 """Sources to tokens on disk, before any process group exists."""
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,10 +39,8 @@ class Work:
     _hook: Hooks | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = dict(vars(self))
-        for name in ("hook", "tokenizer", "rows"):
-            mine.pop(name, None)
-        return {**mine, "_hook": None}
+        kept = ("recipe", "sources", "tokenizer_folder", "folder")
+        return {name: vars(self)[name] for name in kept}
 
     @cached_property
     def hook(self) -> Hooks:
@@ -133,8 +130,7 @@ def prepare(recipe: Recipe, active: Active) -> tuple[Work, Tokens, Tokens | None
 def eval_source(recipe: Recipe) -> Source:
     """Return what a recipe evaluates on."""
     assert recipe.eval is not None
-    source = recipe.eval.source or recipe.data.source
-    return Source(source=str(source), split=recipe.eval.split)
+    return Source(source=recipe.eval.source or str(recipe.data.source), split=recipe.eval.split)
 
 
 def _tokenizer_folder(recipe: Recipe, work: Work, active: Active) -> Path:
@@ -161,13 +157,12 @@ def _tokenizer_folder(recipe: Recipe, work: Work, active: Active) -> Path:
 
 def key_of(work: Work, active: Active) -> dict[str, Any]:
     """Return everything that the tokens depend on, and nothing else."""
-    data = work.recipe.data.model_dump(exclude={"source", "split", "sources"})
     tokenizer = work.tokenizer
     backend = tokenizer.backend_tokenizer.to_str()
     return {
         "format": FORMAT,
         "data": [rows.identity for rows in work.rows],
-        "options": data,
+        "options": work.recipe.data.model_dump(exclude={"source", "split", "sources"}),
         "tokenizer": digest({"backend": backend, "names": str(tokenizer.special_tokens_map)}),
         "template": digest({"template": tokenizer.chat_template}),
         "plugins": _makers(active, ("render", "encode", "annotate")),
@@ -229,36 +224,33 @@ def _cut(
 ) -> Examples:
     """Mask the trained tokens, and treat examples that are too long."""
     mask = _mask(encoded, rendered.spans)
-    stops = np.cumsum(encoded.counts)
-    pieces: dict[int, list[int]] = {}
-    for text, row in enumerate(rendered.rows):
-        pieces.setdefault(row, []).append(text)
-    keep, counts, rows = [], [], []
-    for row, texts in pieces.items():
-        sizes = [int(encoded.counts[text]) for text in texts]
+    texts: dict[int, list[slice]] = {}
+    start = 0
+    for row, count in zip(rendered.rows, encoded.counts.tolist(), strict=True):
+        texts.setdefault(row, []).append(slice(start, start + count))
+        start += count
+    keep, pieces, rows = [], [], []
+    for row, whole in texts.items():
         number = numbers[row]
-        if max(sizes) > data.max_length:
-            if data.too_long != "truncate":
-                shard.too_long.append(number)
-                continue
-            sizes = [min(size, data.max_length) for size in sizes]
-        starts = [int(stops[text] - encoded.counts[text]) for text in texts]
-        cut = sum(sizes) < sum(int(encoded.counts[text]) for text in texts)
-        if not any(mask[at : at + size].any() for at, size in zip(starts, sizes, strict=True)):
+        parts = [slice(t.start, min(t.stop, t.start + data.max_length)) for t in whole]
+        cut = parts != whole
+        if cut and data.too_long != "truncate":
+            shard.too_long.append(number)
+            continue
+        if not any(mask[part].any() for part in parts):
             within = f" among the first {data.max_length}" if cut else ""
             shard.bad.setdefault("no trained token" + within, []).append(number)
             continue
         if cut:
             shard.truncated.append(number)
-        keep += [slice(at, at + size) for at, size in zip(starts, sizes, strict=True)]
-        counts.append(sizes)
+        keep += parts
+        pieces.append(len(parts))
         rows.append(number)
-    flat = [size for sizes in counts for size in sizes]
     return Examples(
-        ids=np.concatenate([encoded.ids[part] for part in keep] or [encoded.ids[:0]]),
-        mask=np.concatenate([mask[part] for part in keep] or [mask[:0]]),
-        counts=np.array(flat, np.int64),
-        pieces=np.array([len(sizes) for sizes in counts], np.int64),
+        ids=np.concatenate([encoded.ids[:0], *(encoded.ids[part] for part in keep)]),
+        mask=np.concatenate([mask[:0], *(mask[part] for part in keep)]),
+        counts=np.array([part.stop - part.start for part in keep], np.int64),
+        pieces=np.array(pieces, np.int64),
         rows=np.array(rows, np.int64),
     )
 
@@ -267,17 +259,17 @@ def _mask(encoded: Encoded, spans: list[list[tuple[int, int]]]) -> NDArray[np.bo
     """Mark the tokens that spans of characters touch; the first of a text has no predecessor."""
     mask = np.zeros(len(encoded.ids), np.bool_)
     start = 0
-    for count, trained in zip(encoded.counts, spans, strict=True):
-        ends = encoded.ends[start : start + count]
+    for count, trained in zip(encoded.counts.tolist(), spans, strict=True):
+        text = slice(start, start + count)
+        mine, ends = mask[text], encoded.ends[text]
         for first, last in trained:
-            a = int(np.searchsorted(ends, first, "right"))
-            # Several tokens may share the last character, as bytes of it.
-            b = max(int(np.searchsorted(ends, last)) + 1, int(np.searchsorted(ends, last, "right")))
             if last > first:
-                mask[start + a : min(start + b, start + int(count))] = True
-        if count:
-            mask[start] = False
-        start += int(count)
+                a = np.searchsorted(ends, first, "right")
+                # Several tokens may share the last character, as bytes of it.
+                b = max(np.searchsorted(ends, last) + 1, np.searchsorted(ends, last, "right"))
+                mine[a:b] = True
+        mine[:1] = False
+        start += count
     return mask
 
 
@@ -300,17 +292,16 @@ def _complain(bad: dict[str, list[int]], source: str, rows: int) -> str:
 
 
 def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, Any]:
-    examples, bad = Counter[int](), _all_bad(shards)
+    bad = _all_bad(shards)
     if too_long := [row for shard in shards for row in shard.too_long]:
         bad[f"longer than {work.recipe.data.max_length} tokens"] = too_long
-    for shard in shards:
-        examples[shard.source] += shard.examples
+    sources = [[s for s in shards if s.source == number] for number in range(len(work.sources))]
     truncated = [row for shard in shards for row in shard.truncated]
     return {
         "key": digest(key),
         "key_parts": key,
         "rows": sum(shard.rows for shard in shards),
-        "examples": sum(examples.values()),
+        "examples": sum(shard.examples for shard in shards),
         "tokens": sum(shard.tokens for shard in shards),
         "trained_tokens": sum(shard.trained for shard in shards),
         "bad_rows": {
@@ -318,5 +309,5 @@ def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, An
         },
         "truncated": {"count": len(truncated), "rows": truncated[:10]},
         "mask": max((shard.mask for shard in shards), key=len, default=""),
-        "sources": [{"examples": examples[number]} for number in range(len(work.sources))],
+        "sources": [{"examples": sum(shard.examples for shard in one)} for one in sources],
     }

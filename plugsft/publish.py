@@ -59,10 +59,9 @@ def writing(place: Path) -> Iterator[None]:
     """Turn a failure to write into one line that says where, and how much room there is."""
     try:
         yield
-    except PlugsftError:
-        raise
     except Exception as error:
-        if not isinstance(error, OSError) and not any(sign in str(error) for sign in FOREIGN):
+        foreign = any(sign in str(error) for sign in FOREIGN)
+        if isinstance(error, PlugsftError) or not (foreign or isinstance(error, OSError)):
             raise
         reason = " ".join(str(error).split())
         room = free_disk(place) / 2**30
@@ -157,12 +156,6 @@ def _held(claim: Path) -> Iterator[bool]:
         except FileExistsError:
             yield False
             return
-        try:
-            with file:
-                json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
-        except OSError:
-            claim.unlink()
-            raise
     stop = threading.Event()
 
     def beat() -> None:
@@ -173,6 +166,8 @@ def _held(claim: Path) -> Iterator[bool]:
     heart = threading.Thread(target=beat, name="plugsft-heartbeat", daemon=True)
     heart.start()
     try:
+        with writing(claim), file:
+            json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
         yield True
     finally:
         stop.set()

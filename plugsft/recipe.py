@@ -287,11 +287,11 @@ def explain(
             allowed = [name for name, _ in fields(_table_at(table, place[:-1]))]
             hint = did_you_mean(str(place[-1]), allowed) or _elsewhere(str(place[-1]), table)
             what = f"unknown key (given {_short(given)}){hint} allowed: {', '.join(allowed)}"
-        elif kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        elif kind.startswith("missing"):
             what = "missing; it must be set"
         elif kind == "literal_error":
             expected = context["expected"]
-            hint = did_you_mean(str(given), [word.strip("'") for word in _words(expected)]) or ";"
+            hint = did_you_mean(str(given), re.findall("'(.*?)'", expected)) or ";"
             what = f"given {_short(given)}{hint} allowed: {expected}"
         elif kind == "value_error":
             what = str(context["error"])
@@ -324,13 +324,9 @@ def _key(part: int | str) -> str:
 
 def fields(table: type[Any] | None) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a table and their types: a model's, or a plugin's options."""
-    if table is not None and issubclass(table, BaseModel):
-        for name, info in table.model_fields.items():
+    for name, info in getattr(table, "__pydantic_fields__", {}).items():
+        if info.init is not False:
             yield name, info.annotation
-    else:
-        for name, info in getattr(table, "__pydantic_fields__", {}).items():
-            if info.init is not False:
-                yield name, info.annotation
 
 
 def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -347,34 +343,29 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def resolved(recipe: Recipe) -> str:
     """Return the recipe as TOML with everything in it; it runs again, from any folder."""
     tables = recipe.model_dump(exclude_none=True)
-    tables["output"] = _absolute(tables["output"], always=True)
-    for name in ("path", "tokenizer", "chat_template"):
-        if name in tables["model"]:
-            tables["model"][name] = _absolute(tables["model"][name])
-    for table in (tables["data"], tables.get("eval", {}), *tables["data"].get("sources", [])):
-        if "source" in table:
-            table["source"] = _absolute(table["source"])
-    if "sources" in tables["data"]:
-        del tables["data"]["split"]
+    tables["output"] = str(recipe.folder.absolute())
+    model, data = tables["model"], tables["data"]
+    for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
+        for name in {"path", "tokenizer", "chat_template", "source"} & table.keys():
+            if Path(table[name]).exists():
+                table[name] = str(Path(table[name]).absolute())
+    if "sources" in data:
+        del data["split"]
     return tomli_w.dumps(tables)
 
 
 def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
     for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
+        index: Any = key
         if isinstance(raw, list) and key.isdigit() and int(key) < len(raw):
-            index: Any = int(key)
+            index = int(key)
         elif isinstance(raw, dict):
-            index = key
-            if not last:
-                raw.setdefault(key, {})
+            raw.setdefault(key, {})
         else:
             where = ".".join(keys[:depth])
             raise RecipeError(f"'{override}': {where} is no table, so it has no '{key}'")
-        if last:
-            raw[index] = value
-        else:
-            raw = raw[index]
+        table, raw = raw, raw[index]
+    table[index] = value
 
 
 def _value(text: str) -> Any:
@@ -392,22 +383,17 @@ def _table_at(table: type[Any] | None, place: Sequence[int | str]) -> type[Any] 
             continue
         kind = dict(fields(table)).get(str(part))
         inner = [kind, *get_args(kind), *(a for b in get_args(kind) for a in get_args(b))]
-        tables = [t for t in inner if isinstance(t, type) and not isinstance(t, UnionType)]
-        table = next((t for t in tables if issubclass(t, BaseModel)), None)
+        tables = (t for t in inner if isinstance(t, type) and issubclass(t, BaseModel))
+        table = next(tables, None)
     return table
 
 
 def _elsewhere(key: str, table: type[Any]) -> str:
     """Find a key that stands in another table than the one it belongs to."""
     for name, _ in fields(table):
-        inner = _table_at(table, [name])
-        if inner is not None and key in dict(fields(inner)):
+        if key in dict(fields(_table_at(table, [name]))):
             return f"; did you mean '{name}.{key}'?"
     return ";"
-
-
-def _words(expected: str) -> list[str]:
-    return expected.replace(" or ", ", ").split(", ")
 
 
 def _short(value: Any) -> str:
@@ -416,8 +402,3 @@ def _short(value: Any) -> str:
     except ValueError:
         return "a number of more digits than Python writes"
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _absolute(name: str, always: bool = False) -> str:
-    path = Path(name)
-    return str(path.absolute()) if always or path.exists() else name

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,15 +51,16 @@ def find() -> dict[str, Found]:
         first = summary.partition("\n")[0]
         found[path.stem] = Found(path.stem, "bundled", f"{BUNDLED}.{path.stem}", first)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        other = found.get(point.name)
-        origin = _distribution(point)
+        other, dist = found.get(point.name), point.dist
+        assert dist is not None, "entry_points() gives those of distributions"
+        origin = f"{dist.name} {dist.version}"
         if is_core(point.name):
             raise PluginError(f"{origin}: a plugin cannot be named '{point.name}'. Uninstall it.")
         if other is not None and other.target != point.value:
             raise PluginError(
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
-        summary = point.dist.metadata["Summary"] or "" if point.dist else ""
+        summary = dist.metadata["Summary"] or ""
         found[point.name] = Found(point.name, origin, point.value, summary)
     return found
 
@@ -103,7 +104,7 @@ class Active:
         self._manager = pluggy.PluginManager("plugsft")
         self._manager.add_hookspecs(Hooks)
         if os.environ.get("PLUGSFT_TRACE") == "1":
-            _Trace(self._manager)
+            _trace(self._manager)
         # The type checker sees the specs: a missing argument or a wrong result is an error there.
         self.hook = cast(Hooks, self._manager.hook)
 
@@ -152,8 +153,7 @@ def load(
     without: Sequence[str] = (),
 ) -> tuple[Recipe, Active]:
     """Read a recipe with its plugins; raise every mistake in it at once."""
-    raw = recipes.read(path, overrides)
-    return resolve(raw, without, path)
+    return resolve(recipes.read(path, overrides), without, path)
 
 
 def resolve(
@@ -161,8 +161,8 @@ def resolve(
 ) -> tuple[Recipe, Active]:
     """Make a recipe and its plugins from tables; the recipe then holds every option."""
     found = find()
-    tables = raw.get("plugins", {})
-    tables = dict(tables) if isinstance(tables, dict) else {}
+    given = raw.get("plugins", {})
+    tables = dict(given) if isinstance(given, dict) else {}
     problems: list[str] = []
     for name in without:
         if tables.pop(name, None) is None:
@@ -175,10 +175,9 @@ def resolve(
                 made[name] = plugin
         except RecipeError as error:
             problems += error.problems
-    core = {**raw, "plugins": {name: options_of(plugin) for name, plugin in made.items()}}
-    if not isinstance(raw.get("plugins", {}), dict):
-        core["plugins"] = raw["plugins"]
-    recipe, wrong = recipes.validate(core, path)
+    if isinstance(given, dict):
+        given = {name: options_of(plugin) for name, plugin in made.items()}
+    recipe, wrong = recipes.validate({**raw, "plugins": given}, path)
     problems = wrong + problems + [f"{path}: {line}" for line in _combine(made, tables)]
     if problems or recipe is None:
         raise RecipeError(problems)
@@ -187,12 +186,9 @@ def resolve(
 
 def order(plugins: Mapping[str, Any]) -> list[str]:
     """Sort plugins: each after those it names, and by name where it does not matter."""
-    sorter = TopologicalSorter(
-        {
-            name: [other for other in contract_of(plugins[name]).after if other in plugins]
-            for name in sorted(plugins)
-        }
-    )
+    sorter = TopologicalSorter[str]()
+    for name, plugin in sorted(plugins.items()):
+        sorter.add(name, *(other for other in contract_of(plugin).after if other in plugins))
     try:
         sorter.prepare()
     except CycleError as error:
@@ -274,39 +270,24 @@ def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str
                 yield f"plugins.{name}: cannot be used with '{other}': {reason}. Remove one."
         for hook in SPECS:
             mark = mark_of(type(plugin), hook)
-            if mark is None or mark["wrapper"] or not is_stage(hook):
-                continue
-            if hook in replaced:
-                yield (
-                    f"plugins.{name}: answers '{hook}', and so does '{replaced[hook]}': "
-                    f"remove one, or switch it off with --without"
-                )
-            replaced.setdefault(hook, name)
+            if mark and not mark["wrapper"] and is_stage(hook):
+                first = replaced.setdefault(hook, name)
+                if first != name:
+                    yield (
+                        f"plugins.{name}: answers '{hook}', and so does '{first}': "
+                        "remove one, or switch it off with --without"
+                    )
 
 
-class _Trace:
+def _trace(manager: pluggy.PluginManager) -> None:
     """Print each call of a hook with its time, indented by depth."""
+    started: list[float] = []
 
-    def __init__(self, manager: pluggy.PluginManager) -> None:
-        self._started: list[float] = []
-        manager.add_hookcall_monitoring(self._before, self._after)
-
-    def _before(self, hook: str, impls: Sequence[pluggy.HookImpl], args: Mapping[str, Any]) -> None:
-        self._started.append(time.perf_counter())
-
-    def _after(
-        self,
-        outcome: pluggy.Result[Any],
-        hook: str,
-        impls: Sequence[pluggy.HookImpl],
-        args: Mapping[str, Any],
-    ) -> None:
-        took = (time.perf_counter() - self._started.pop()) * 1e3
+    def after(outcome: pluggy.Result[Any], hook: str, impls: Any, args: Any) -> None:
+        took = (time.perf_counter() - started.pop()) * 1e3
         who = ", ".join(impl.plugin_name for impl in reversed(impls))
         result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
-        depth = "  " * len(self._started)
+        depth = "  " * len(started)
         complain(f"trace {depth}{hook}({', '.join(args)}) by {who} -> {result}, {took:.3f} ms")
 
-
-def _distribution(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+    manager.add_hookcall_monitoring(lambda *_: started.append(time.perf_counter()), after)

@@ -42,10 +42,8 @@ def open_source(source: recipes.Source) -> Rows:
             )
         if path.stat().st_size == 0:
             raise DataError(f"source {path}: the file is empty")
-        if path.suffix == ".jsonl":
+        if path.suffix in (".jsonl", ".json"):
             return JsonLines(path, source.split)
-        if path.suffix == ".json":
-            return JsonLines(path, source.split, whole=True)
     elif path.is_dir():
         inside = [*path.glob("*"), *path.glob("data/*")]
         if not any(set(FILES) & set(other.suffixes) for other in inside):
@@ -67,10 +65,10 @@ class JsonLines:
     JSON is one bad row with a number, not the end of the whole file.
     """
 
-    def __init__(self, path: Path, split: str, whole: bool = False) -> None:
+    def __init__(self, path: Path, split: str) -> None:
         self.path, self._split = path, split
         self._lines: list[Any] | None = None
-        if whole:
+        if path.suffix == ".json":
             # A .json file is an array of rows, or lines after all.
             try:
                 rows = json.loads(path.read_bytes())
@@ -150,33 +148,26 @@ class Table:
 
 def _saved(path: Path, split: str) -> Any:
     data = datasets.load_from_disk(str(path))
-    sizes = (
-        {name: len(part) for name, part in data.items()}
-        if isinstance(data, datasets.DatasetDict)
-        else {"train": len(data)}
-    )
-    parts = []
-    for part in datasets.ReadInstruction.from_spec(split).to_absolute(sizes):
-        whole = data[part.splitname] if isinstance(data, datasets.DatasetDict) else data
-        parts.append(whole.select(range(part.from_ or 0, _end(part.to, len(whole)))))
-    return datasets.concatenate_datasets(parts)
+    splits = data if isinstance(data, datasets.DatasetDict) else {"train": data}
+    stretches = _stretches(split, {name: len(part) for name, part in splits.items()})
+    return datasets.concatenate_datasets([splits[name].select(part) for name, part in stretches])
 
 
 def _select(split: str, count: int, path: Path) -> NDArray[np.int64]:
     """Return the row numbers of "train[10:20%]" in a file, which is one split named train."""
     try:
-        parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": count})
+        stretches = _stretches(split, {"train": count})
     except (ValueError, AssertionError) as error:
         raise DataError(
             f"source {path}: split '{split}' is not understood; a file is one split, 'train', "
             f"of which slices are written train[:100] or train[-5%:] ({error})"
         ) from error
-    ranges = [np.arange(part.from_ or 0, _end(part.to, count)) for part in parts]
-    return np.concatenate(ranges).astype(np.int64)
+    return np.concatenate([np.arange(part.start, part.stop) for _, part in stretches])
 
 
-def _end(stop: int | None, count: int) -> int:
-    return count if stop is None else stop
+def _stretches(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    return [(part.splitname, range(sizes[part.splitname])[part.from_ : part.to]) for part in parts]
 
 
 def _find_lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

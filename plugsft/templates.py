@@ -41,10 +41,9 @@ class Chat:
                 "the data holds chats, but the tokenizer has no chat template. Set "
                 'model.chat_template = "FILE.jinja", or give rows with prompt and completion'
             )
-        self.own: str = template
-        marked = template if MARKED.search(template) else training_template(template)
-        self.differs = False
-        if marked is None and data.train_on != "all":
+        marked = data.train_on == "all" or MARKED.search(template)
+        usable = template if marked else training_template(template)
+        if usable is None:
             raise DataError(
                 "the chat template does not mark what the assistant wrote: it has no "
                 "{% generation %} block, and trl has no training variant of it. Copy the template "
@@ -52,7 +51,9 @@ class Chat:
                 'words and end-of-turn token, and set model.chat_template = "FILE.jinja"; or set '
                 'data.train_on = "all"'
             )
-        self.template = template if data.train_on == "all" else marked or template
+        self.own: str = template
+        self.template: str = usable
+        self.differs = False
         names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.variables = {**names, **data.template_kwargs}
 
@@ -112,14 +113,13 @@ def render(rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data) -> R
         try:
             text, spans = one(row)
             text.encode()
+            if not any(stop > start for start, stop in spans):
+                raise BadRow("no trained token")
         except UnicodeEncodeError:
             result.bad[number] = "half a character (a lone surrogate)"
             continue
         except BadRow as error:
             result.bad[number] = str(error)
-            continue
-        if not any(stop > start for start, stop in spans):
-            result.bad[number] = "no trained token"
             continue
         result.texts.append(text)
         result.spans.append(spans)
@@ -142,22 +142,18 @@ def kind_of(rows: list[Row]) -> str | None:
 def _renderer(
     kind: str, tokenizer: PreTrainedTokenizerBase, data: Data
 ) -> tuple[Callable[[Row], Text], Callable[[], str]]:
-    end = str(tokenizer.eos_token or "")
-    if kind == "text":
+    if kind in ("text", "completion"):
+        whole = kind == "text"
+        end = str(tokenizer.eos_token or "")
 
         def text_of(row: Row) -> Text:
-            text = _ended(_string(row, "text"), end)
-            return text, [(0, len(text))]
-
-        return text_of, lambda: "every token of the text"
-    if kind == "completion":
-
-        def completion_of(row: Row) -> Text:
-            prompt = _string(row, "prompt", empty=True)
-            text = _ended(prompt + _string(row, "completion"), end)
+            prompt = "" if whole else _string(row, "prompt", empty=True)
+            text = prompt + _string(row, kind)
+            text = text if text.endswith(end) else text + end
             return text, [(0 if data.train_on == "all" else len(prompt), len(text))]
 
-        return completion_of, lambda: "the completion's end of the text"
+        mask = "every token of the text" if whole else "the completion's end of the text"
+        return text_of, lambda: mask
     chat = Chat(tokenizer, data)
 
     def chat_of(row: Row) -> Text:
@@ -203,10 +199,6 @@ def _string(row: Row, column: str, empty: bool = False) -> str:
     if not value and not empty:
         raise BadRow(f"'{column}' is empty")
     return value
-
-
-def _ended(text: str, end: str) -> str:
-    return text if not end or text.endswith(end) else text + end
 
 
 def _messages(row: Row, column: str) -> list[Row]:

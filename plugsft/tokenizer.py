@@ -62,10 +62,8 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     Any token will do: masks come from the lengths of examples, never from looking for this one,
     so that a real end-of-text token is trained and seen even where it doubles as padding.
     """
-    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
-            return int(candidate)
-    return 0
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(candidate) for candidate in candidates if candidate is not None)
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool) -> Encoded:
@@ -81,8 +79,7 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens:
 
 def _ends(offsets: list[tuple[int, int]]) -> NDArray[np.int64]:
     # A token that the tokenizer adds at the end says (0, 0); it ends where the text does.
-    ends = np.fromiter((stop for _, stop in offsets), np.int64, len(offsets))
-    return np.maximum.accumulate(ends) if len(ends) else ends
+    return np.maximum.accumulate(np.fromiter((stop for _, stop in offsets), np.int64, len(offsets)))
 
 
 def train_tokenizer(sources: list[Rows], render: Render, vocab: int) -> PreTrainedTokenizerFast:

@@ -8,7 +8,7 @@ row        int64         the row of its source
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import xxhash
+from datasets import Features
 from numpy.typing import NDArray
 
 FORMAT = 1
@@ -83,12 +84,8 @@ def write_index(folder: Path, shards: list[str], facts: dict[str, Any]) -> None:
         "_split": None,
     }
     (folder / "state.json").write_text(json.dumps(state, indent=1))
-    values: dict[str, Any] = {}
-    for field in SCHEMA:
-        is_list = pa.types.is_list(field.type)
-        value = {"dtype": str(field.type.value_type if is_list else field.type), "_type": "Value"}
-        values[field.name] = {"feature": value, "_type": "List"} if is_list else value
-    (folder / "dataset_info.json").write_text(json.dumps({"features": values}, indent=1))
+    features = Features.from_arrow_schema(SCHEMA).to_dict()
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features}, indent=1))
     (folder / "facts.json").write_text(json.dumps(facts, indent=1))
 
 
@@ -104,20 +101,18 @@ class Tokens:
         self.folder = folder
         self.facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
         state = json.loads((folder / "state.json").read_text())
-        self._chunks: list[tuple[NDArray[np.int32], NDArray[np.int64], Bits]] = []
-        columns: dict[str, list[Any]] = {"lengths": [], "trained": [], "row": []}
+        self._chunks: list[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.uint8]]] = []
+        trained, rows = [], []
         for file in state["_data_files"]:
-            table = pa.ipc.open_stream(pa.memory_map(str(folder / file["filename"]))).read_all()
-            for batch in table.to_batches():
+            for batch in pa.ipc.open_stream(pa.memory_map(str(folder / file["filename"]))):
                 ids, mask = batch.column("input_ids"), batch.column("loss_mask")
                 offsets = ids.offsets.to_numpy()
-                self._chunks.append((ids.values.to_numpy(), offsets, _bits(mask.values)))
-                columns["lengths"].append(np.diff(offsets))
-                columns["trained"].append(batch.column("trained").to_numpy())
-                columns["row"].append(batch.column("row").to_numpy())
-        self.lengths = _joined(columns["lengths"])
-        self.trained = _joined(columns["trained"])
-        self.rows = _joined(columns["row"])
+                bits = np.frombuffer(mask.values.buffers()[1] or b"", np.uint8)
+                self._chunks.append((ids.values.to_numpy(), offsets, bits))
+                trained.append(batch.column("trained").to_numpy())
+                rows.append(batch.column("row").to_numpy())
+        self.lengths = _joined([np.diff(offsets) for _, offsets, _ in self._chunks])
+        self.trained, self.rows = _joined(trained), _joined(rows)
         self._starts = _offsets([len(offsets) - 1 for _, offsets, _ in self._chunks])
 
     def __len__(self) -> int:
@@ -129,27 +124,15 @@ class Tokens:
         ids, offsets, bits = self._chunks[chunk]
         inside = number - self._starts[chunk]
         start, stop = int(offsets[inside]), int(offsets[inside + 1])
-        return ids[start:stop], bits(start, stop)
+        # Arrow holds eight booleans to a byte.
+        first, last = start // 8, -(-stop // 8)
+        mask = np.unpackbits(bits[first:last], bitorder="little").view(np.bool_)
+        return ids[start:stop], mask[start - first * 8 : stop - first * 8]
 
     def source_of(self, number: int) -> tuple[int, int]:
         """Return the source and the row in it that an example was made from."""
         firsts = _offsets([source["examples"] for source in self.facts["sources"]])
         return int(np.searchsorted(firsts, number, "right")) - 1, int(self.rows[number])
-
-
-Bits = Callable[[int, int], NDArray[np.bool_]]
-
-
-def _bits(values: pa.BooleanArray) -> Bits:
-    """Read stretches of an Arrow array of booleans, which holds eight to a byte."""
-    packed = np.frombuffer(values.buffers()[1] or b"", np.uint8)
-
-    def read(start: int, stop: int) -> NDArray[np.bool_]:
-        first, last = start // 8, -(-stop // 8)
-        bits = np.unpackbits(packed[first:last], bitorder="little")
-        return bits[start - first * 8 : stop - first * 8].view(np.bool_)
-
-    return read
 
 
 def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
@@ -161,4 +144,4 @@ def _offsets(counts: Any) -> NDArray[np.int64]:
 
 
 def _joined(parts: list[Any]) -> NDArray[np.int64]:
-    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    return np.concatenate([np.zeros(0, np.int64), *parts])

@@ -1,6 +1,8 @@
 """The commands that do a recipe's work: train and prepare."""
 
 import fcntl
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -66,7 +68,12 @@ def alone(recipe: Recipe) -> Iterator[None]:
             ) from None
         except OSError:
             say(f"warning: {recipe.output} is on a file system without locks; keep other runs out")
-        yield
+        try:
+            yield
+        finally:
+            if os.listdir(recipe.folder) == [".lock"]:
+                # The recipe was refused: nothing stays behind.
+                shutil.rmtree(recipe.folder)
 
 
 def refuse_leftovers(recipe: Recipe) -> None:
