@@ -41,6 +41,13 @@ class Schedule:
         return float(self._peaks[0]) * factor
 
 
+NEED_OPTIONS = ("cosine_with_min_lr", "warmup_stable_decay")
+
+
 def check_schedule(train: Train) -> None:
     """Refuse options that the schedule does not take."""
-    Schedule(train, torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate), train.steps or 100)
+    # Making an optimizer, be it this small, has torch import its compiler: most of a second.
+    if train.schedule_options or train.schedule in NEED_OPTIONS:
+        Schedule(
+            train, torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate), train.steps or 100
+        )
