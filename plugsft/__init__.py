@@ -1,5 +1,8 @@
 """plugsft: LLM fine-tuning in one readable loop; every optimisation is a plugin."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     CheckpointError,
     DataError,
@@ -10,7 +13,7 @@ from .errors import (
     TrainError,
 )
 from .hooks import Hooks, hookimpl, plugin, state
-from .machine import Machine
+from .machine import Machine, look
 from .recipe import Data, Recipe, Train
 from .types import (
     Batch,
@@ -30,7 +33,27 @@ from .types import (
     Work,
 )
 
+if TYPE_CHECKING:
+    from .answers import tokenizing
+    from .tokenizer import Tokenizer, encode
+    from .tokens import Tokens
+
 __version__ = "0.1.0"
+
+LATE = {
+    "Tokenizer": "tokenizer",
+    "Tokens": "tokens",
+    "encode": "tokenizer",
+    "tokenizing": "answers",
+}
+"""Names whose modules bring numpy and Arrow: imported when a plugin asks for them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in LATE:
+        return getattr(importlib.import_module(f".{LATE[name]}", __name__), name)
+    raise AttributeError(f"module 'plugsft' has no attribute '{name}'")
+
 
 __all__ = [
     "Batch",
@@ -56,12 +79,17 @@ __all__ = [
     "Row",
     "Shard",
     "Slice",
+    "Tokenizer",
+    "Tokens",
     "Train",
     "TrainError",
     "Window",
     "Work",
     "__version__",
+    "encode",
     "hookimpl",
+    "look",
     "plugin",
     "state",
+    "tokenizing",
 ]

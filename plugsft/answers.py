@@ -1,22 +1,39 @@
 """The core's own answers to the hooks of the data path. They need no torch."""
 
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from .console import progress, say
+from .digests import digest
 from .hooks import hookimpl
 from .plan import Windows
 from .publish import once
 from .recipe import Data, Train
 from .templates import render as render_rows
+from .tokenizer import Tokenizer
 from .tokenizer import encode as encode_texts
-from .tokens import digest
+from .tokens import Tokens
 from .types import Build, Encoded, Feed, Ints, Layouts, Rendered, Row, Shard, Slice, Work
+
+
+@contextmanager
+def tokenizing(slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
+    """Show how far tokenizing is: give it each finished shard."""
+    started, rows, tokens = time.monotonic(), 0, 0
+    with progress("tokenizing", sum(one.stop - one.start for one in slices), "rows") as advance:
+
+        def done(shard: Shard) -> None:
+            nonlocal rows, tokens
+            rows, tokens = rows + shard.rows, tokens + shard.tokens
+            seconds = max(time.monotonic() - started, 1e-3)
+            advance(shard.rows, f"{rows / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s")
+
+        yield done
 
 
 @dataclass
@@ -26,35 +43,30 @@ class DataAnswers:
     output: Path
 
     @hookimpl
-    def render(
-        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data
-    ) -> Rendered | None:
+    def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
         """Render messages, prompt and completion, or text."""
         return render_rows(rows, tokenizer, data)
 
     @hookimpl
-    def encode(
-        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool
-    ) -> Encoded:
+    def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:
         """Encode with the model's own tokenizer."""
         return encode_texts(texts, tokenizer, special_tokens)
 
     @hookimpl
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
         """Do one slice after the other."""
-        shards, tokens = [], 0
-        with progress("tokenizing", sum(one.stop - one.start for one in slices), "rows") as advance:
+        shards = []
+        with tokenizing(slices) as advance:
             for one in slices:
                 shards.append(work(one))
-                tokens += shards[-1].tokens
-                advance(one.stop - one.start, f"{tokens:,} tokens")
+                advance(shards[-1])
         return shards
 
     @hookimpl
-    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Path:
+    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Tokens:
         """Keep tokens in the run's own output."""
         told_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        return once(self.output / "tokens" / digest(key), build, told_once)
+        return Tokens(once(self.output / "tokens" / digest(key), build, told_once))
 
     @hookimpl
     def batches(self, order: Ints, ranks: int, train: Train) -> Layouts:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from .console import say
 from .errors import CheckpointError
 from .publish import damage, discard, is_published, publish, sweep
-from .recipe import Recipe, flatten
+from .recipe import Recipe, anchored, flatten
 
 # Full tensors under their own names: what is saved does not depend on the number of ranks.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -34,16 +34,25 @@ FREE = ("output", "train.micro_batch", "train.log_every", "checkpoint.", "eval."
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, recipe: Recipe, data_key: str, accelerator: Accelerator) -> None:
+    def __init__(self, recipe: Recipe, data_key: str, accelerator: Accelerator, steps: int) -> None:
         self.folder = recipe.folder / "checkpoints"
         self._recipe, self._data_key, self._accelerator = recipe, data_key, accelerator
         self.saved = 0
+        """The last step that a checkpoint holds."""
         self.possible = accelerator.distributed_type != DistributedType.DEEPSPEED
+        self._every = recipe.checkpoint.interval(steps)
+        self.rhythm = recipe.checkpoint.describe(steps)
+        if not self.possible:
+            self._every, self.rhythm = 0, "none, under DeepSpeed they are not written yet"
         if recipe.checkpoint.every and not self.possible:
             raise CheckpointError(
                 "checkpoint.every: checkpoints are not written under DeepSpeed yet; set it to 0 "
                 "(the final model is saved), or launch with recipes/accelerate/fsdp2.yaml"
             )
+
+    def due(self, step: int) -> bool:
+        """Tell whether one is written after this step."""
+        return self._every > 0 and step % self._every == 0
 
     def save(self, step: int, model: Module, optimizer: Optimizer) -> None:
         """Publish a checkpoint of a finished step, and remove the oldest."""
@@ -67,24 +76,31 @@ class Checkpoints:
                 (folder / "state.json").write_text(json.dumps(facts, indent=1))
             for old in listed(self.folder)[: -self._recipe.checkpoint.keep]:
                 discard(old)
+        # A rank that went on, and out, alone would have the launcher end the one that writes.
+        self._accelerator.wait_for_everyone()
         self.saved = step
 
-    def restore(self, path: Path | None, model: Module, optimizer: Optimizer) -> int:
-        """Load a checkpoint into model and optimizer; return its step."""
+    def restore(self, path: Path | None, model: Module, optimizer: Optimizer) -> None:
+        """Load a checkpoint, if there is one to go on from, into model and optimizer."""
         if path is None:
-            return 0
-        facts = json.loads((path / "state.json").read_text(encoding="utf8"))
-        _compare(facts, self._recipe, self._data_key, path)
+            return
+        facts = compare(path, self._recipe, self._data_key)
         weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
         set_model_state_dict(model, weights, options=WHOLE)
         moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
         set_optimizer_state_dict(model, _inner(optimizer), moments, options=WHOLE)
         self.saved = int(facts["step"])
-        return self.saved
 
 
 def find(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
-    """Return a checkpoint to go on from, checked against its manifest; say so if there is none."""
+    """Return a checkpoint to go on from, checked against its manifest and the recipe."""
+    path = _choose(recipe, resume, given)
+    if path is not None:
+        compare(path, recipe)
+    return path
+
+
+def _choose(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
     if given is not None:
         if not is_published(given):
             raise CheckpointError(f"--resume-from {given}: this is no checkpoint folder")
@@ -97,8 +113,8 @@ def find(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
     found = listed(folder)
     if not found:
         raise CheckpointError(
-            f"--resume: there is no checkpoint in {folder}. Start without --resume; "
-            "checkpoint.every says how often one is written"
+            f"--resume: there is no checkpoint in {folder}; start anew, with --overwrite in place "
+            "of --resume (checkpoint.every says how often one is written)"
         )
     # Disks fail: an older whole checkpoint beats a newer damaged one.
     for path in reversed(found):
@@ -144,7 +160,7 @@ def _inner(optimizer: Any) -> Optimizer:
 
 def _identity(recipe: Recipe) -> dict[str, Any]:
     """Return the keys of a recipe that decide what is learned."""
-    flat = flatten(recipe.model_dump(exclude_none=True))
+    flat = flatten(anchored(recipe))
     return {
         key: value
         for key, value in flat.items()
@@ -153,19 +169,24 @@ def _identity(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _compare(facts: dict[str, Any], recipe: Recipe, data_key: str, path: Path) -> None:
+def compare(path: Path, recipe: Recipe, data_key: str | None = None) -> dict[str, Any]:
+    """Refuse a checkpoint of another recipe or, where its key is known, of other data."""
+    facts: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf8"))
     then, now = facts["recipe"], _identity(recipe)
     differing = [
         f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
-    if facts["data"] != data_key:
+    if data_key not in (None, facts["data"]):
         differing.append("the data, its options or the tokenizer have changed")
     if differing:
+        model = recipe.folder / "model"
+        more = f', with model.path = "{model}" to train its model on' if is_published(model) else ""
         raise CheckpointError(
             f"{path} belongs to another recipe: {'; '.join(differing)}. "
-            "Undo the changes, or start anew in another output folder"
+            f"Undo the changes, or start anew in another output folder (output=...){more}"
         )
-    if facts["plugins"] != recipe.plugins:
+    if data_key and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")
+    return facts

@@ -2,8 +2,10 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,9 +34,9 @@ def is_terminal() -> bool:
 
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
-    """Give `advance(by, note)`: a bar on a terminal, nothing otherwise."""
+    """Give `advance(by, note)`: a bar on a terminal, a line now and then otherwise."""
     if not is_terminal():
-        yield lambda by, note: None
+        yield _Lines(label, total, unit).advance
         return
     columns = (
         TextColumn("{task.description}"),
@@ -46,3 +48,23 @@ def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int, str],
     with Progress(*columns, console=out, transient=True) as bars:
         task = bars.add_task(label, total=total, note="")
         yield lambda by, note: bars.update(task, advance=by, note=note)
+
+
+class _Lines:
+    """Progress for logs: nothing of what is short, and a line every half minute of what is long."""
+
+    def __init__(self, label: str, total: int, unit: str) -> None:
+        self._label, self._total, self._unit, self._done = label, total, unit, 0
+        self._started = self._said = time.monotonic()
+        self._pause = float(os.environ.get("PLUGSFT_PROGRESS_SECONDS", "30"))
+
+    def advance(self, by: int, note: str) -> None:
+        self._done += by
+        now = time.monotonic()
+        if now - self._said >= self._pause and self._done < self._total:
+            self._said = now
+            left = (now - self._started) * (self._total / self._done - 1)
+            say(
+                f"{self._label}: {self._done:,} of {self._total:,} {self._unit}, {note}, "
+                f"about {timedelta(seconds=round(left))} left"
+            )

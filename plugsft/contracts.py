@@ -1,4 +1,4 @@
-"""What pluggy would pass over: slips in a plugin's class, and wrappers that lose what they wrap."""
+"""What pluggy would pass over: slips in a plugin's class, and results that are lost."""
 
 import functools
 import inspect
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import PluginError, did_you_mean
-from .hooks import Hooks
+from .hooks import PASSES, Hooks
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 
@@ -57,6 +57,21 @@ def mark_of(cls: type[Any], hook: str) -> dict[str, Any] | None:
 def is_stage(hook: str) -> bool:
     """Tell whether a hook is a stage; else it is a notice."""
     return bool(vars(SPECS[hook])["plugsft_spec"]["firstresult"])
+
+
+def must_answer(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+    """Make an answer that says so when it gives nothing; where None means something, leave it."""
+    if hook in PASSES:
+        return function
+
+    @functools.wraps(function)
+    def checked(*args: Any) -> Any:
+        given = function(*args)
+        if given is None:
+            raise PluginError(f"plugin '{name}': its answer to '{hook}' is None; return the result")
+        return given
+
+    return checked
 
 
 def must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:

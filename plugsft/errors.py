@@ -5,6 +5,7 @@ PlugsftError
 ├── PluginError      a plugin cannot be found, loaded, combined, or broke its contract
 ├── DataError        a source cannot be read, or its rows cannot be trained on
 ├── LaunchError      what the launcher asked for is not what came up
+├── DiskError        a place cannot be written to
 ├── CheckpointError  a checkpoint is missing, damaged, or of another run
 └── TrainError       training itself went wrong (exit code 1: not a mistake in the input)
 
@@ -35,6 +36,10 @@ class PluginError(PlugsftError):
 
 class DataError(PlugsftError):
     """A source cannot be read, or its rows cannot be trained on."""
+
+
+class DiskError(PlugsftError):
+    """A place cannot be written to: full, read-only, not ours."""
 
 
 class LaunchError(PlugsftError):

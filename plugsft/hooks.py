@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
-    from transformers import PreTrainedTokenizerBase
 
     from .machine import Machine
     from .recipe import Data, Recipe, Train
+    from .tokenizer import Tokenizer
     from .tokens import Tokens
     from .types import (
         Batch,
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 hookimpl = pluggy.HookimplMarker("plugsft")
 notice = pluggy.HookspecMarker("plugsft")
 stage = notice(firstresult=True)
+
+PASSES = ("cache", "tokenize", "render")
+"""Stages whose answer may be None: it passes the question on, to the core at last."""
 
 PLUGIN = "__plugsft__"
 """Where a plugin's class keeps its contract."""
@@ -115,24 +118,20 @@ class Hooks(Protocol):
         """Look at the whole recipe before anything is loaded; raise RecipeError to refuse it."""
 
     @stage
-    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Path:
-        """Return the folder of a key; where there is none, `build` fills a new one."""
+    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Tokens:
+        """Return the tokens of a key; where there are none, `build` fills a new folder."""
 
     @stage
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
         """Call `work` on every slice of the sources, anywhere; return the shards in order."""
 
     @stage
-    def render(
-        self, rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data
-    ) -> Rendered | None:
+    def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
         """Turn rows into text with trained spans. Returning None means: not my format."""
 
     @stage
-    def encode(
-        self, texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool
-    ) -> Encoded:
-        """Turn texts into token ids, with the place in its text where each token ends."""
+    def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:
+        """Turn texts into token ids, with the place in their bytes where each token ends."""
 
     @stage
     def optimize_model(self, load: ModelLoad) -> Module:

@@ -13,16 +13,18 @@ from transformers import set_seed
 
 from .answers import DataAnswers
 from .answers_model import ModelAnswers
-from .checkpoint import Checkpoints, find, save_model
+from .checkpoint import Checkpoints, save_model
 from .console import say
 from .context import check_context
+from .digests import digest
 from .errors import TrainError
 from .feeder import Feeder
 from .hooks import Hooks
 from .machine import Machine
 from .models import load_of, make_model
 from .plan import Plan
-from .prepare import Work, prepare
+from .prepare import Prepared, prepare
+from .pretrained import pad_id
 from .publish import once
 from .ranks import connect, exchange, name_of, quiet, seed_step
 from .recipe import Recipe
@@ -30,8 +32,7 @@ from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .schedule import Schedule, check_schedule
 from .stop import Stop, Stopped
-from .tokenizer import pad_id
-from .tokens import Tokens, digest
+from .tokens import Tokens
 from .types import Window
 
 
@@ -39,27 +40,26 @@ def train(
     recipe: Recipe,
     active: Active,
     machine: Machine,
-    resume: bool = False,
-    given: Path | None = None,
+    checkpoint: Path | None = None,
 ) -> None:
-    """Run a recipe from its first step to its last."""
+    """Run a recipe from its first step, or the one after a checkpoint, to its last."""
     quiet()
     record = Record(recipe, machine, active)
     hook = active.answer(DataAnswers(recipe.folder), ModelAnswers(), record).hook
     ensure_sound(recipe, active, machine)
-    checkpoint = find(recipe, resume, given)
-    work, tokens, held_out = prepare(recipe, active)
-    scratch = scratch_model(recipe, work)
+    data = prepare(recipe, active)
+    scratch = scratch_model(recipe, data)
 
     accelerator = connect(recipe.train, machine)
     model, optimizer = load(recipe, hook, scratch, accelerator)
-    tokens = hook.annotate(model=model, tokens=tokens)
+    tokens = hook.annotate(model=model, tokens=data.tokens)
     plan = Plan(tokens, recipe, accelerator.num_processes, hook)
     schedule = Schedule(recipe.train, optimizer, plan.steps)
-    feeder = Feeder(hook, accelerator, pad_id(work.tokenizer))
-    checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator)
-    done = checkpoints.restore(checkpoint, model, optimizer)
-    describe(record, recipe, accelerator, model, tokens, held_out, plan, done)
+    feeder = Feeder(hook, accelerator, pad_id(data.tokenizer))
+    checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator, plan.steps)
+    checkpoints.restore(checkpoint, model, optimizer)
+    done = checkpoints.saved
+    describe(record, recipe, accelerator, model, tokens, data.held_out, plan, checkpoints)
 
     with Stop() as stop, record:
         clock = time.perf_counter()
@@ -85,14 +85,15 @@ def train(
                 metrics = measure(window, plan, loss, norm, rate, seconds)
                 hook.log(step=window.step, metrics=metrics)
             last = window.step == plan.steps
-            if held_out is not None and (last or is_due(window.step, recipe.eval)):
-                evaluate(accelerator, model, hook, feeder, held_out, recipe, window.step)
-            if last or stopping or is_due(window.step, recipe.checkpoint):
+            due = last or (recipe.eval is not None and window.step % recipe.eval.every == 0)
+            if data.held_out is not None and due:
+                evaluate(accelerator, model, hook, feeder, data.held_out, recipe, window.step)
+            if last or stopping or checkpoints.due(window.step):
                 checkpoints.save(window.step, model, optimizer)
             if stopping:
                 raise Stopped(stop.name, window.step, recipe.output, checkpoints.possible)
             clock = time.perf_counter()
-        save_model(accelerator, model, work.tokenizer, recipe.folder / "model")
+        save_model(accelerator, model, data.tokenizer, recipe.folder / "model")
     accelerator.end_training()
 
 
@@ -115,7 +116,7 @@ def load(
     return prepared
 
 
-def scratch_model(recipe: Recipe, work: Work) -> Path:
+def scratch_model(recipe: Recipe, data: Prepared) -> Path:
     """Make the recipe's new model, once, as a folder that is loaded like any other.
 
     Before the process group: in one, transformers lets nobody but rank 0 save.
@@ -126,11 +127,11 @@ def scratch_model(recipe: Recipe, work: Work) -> Path:
     key = {
         "scratch": scratch.model_dump(),
         "seed": recipe.train.seed,
-        "tokenizer": str(work.tokenizer_folder.name),
+        "tokenizer": data.tokenizer_folder.name,
     }
 
     def build(folder: Path) -> None:
-        make_model(scratch, work.tokenizer, recipe.train.seed).save_pretrained(folder)
+        make_model(scratch, data.tokenizer, recipe.train.seed).save_pretrained(folder)
 
     return once(recipe.folder / "scratch" / f"model-{digest(key)}", build)
 
@@ -181,11 +182,6 @@ def measure(
     }
 
 
-def is_due(step: int, table: Any) -> bool:
-    """Tell whether an [eval] or [checkpoint] table wants something after this step."""
-    return table is not None and table.every > 0 and step % table.every == 0
-
-
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
@@ -218,7 +214,7 @@ def describe(
     tokens: Tokens,
     held_out: Tokens | None,
     plan: Plan,
-    done: int,
+    checkpoints: Checkpoints,
 ) -> None:
     """Say what is about to run, and write it into the record."""
     plain: Any = accelerator.unwrap_model(model)
@@ -253,6 +249,7 @@ def describe(
         say(f"plugin {plugin['name']}: {plugin['verdict']}")
     say(
         f"steps: {plan.steps} of {recipe.train.batch_size} examples, {plan.per_epoch} an epoch"
-        + (f"; going on after step {done}" if done else "")
+        + (f"; going on after step {checkpoints.saved}" if checkpoints.saved else "")
     )
-    record.open({"total": plan.steps, "per_epoch": plan.per_epoch}, done)
+    say(f"checkpoints: {checkpoints.rhythm}")
+    record.open({"total": plan.steps, "per_epoch": plan.per_epoch}, checkpoints.saved)

@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all, and are built by exactly one of many processes."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-import xxhash
 
-from .errors import PlugsftError
+from .digests import file_digest
+from .errors import DiskError, PlugsftError
 from .machine import free_disk
 
 MANIFEST = "manifest.json"
@@ -22,36 +23,71 @@ HEARTBEAT = 1.0
 PATIENCE = 30.0
 """Seconds without a heartbeat after which a builder on another machine counts as dead."""
 
+
+def _here() -> str:
+    """Name this machine, and in it the container whose process numbers we see."""
+    with suppress(OSError):
+        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
+
+
+HERE = _here()
 # How the writers of safetensors and tokenizers (in Rust) and of torch (in C++) say OSError.
 FOREIGN = ("(os error ", "inline_container", "iostream error")
+FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
 @contextmanager
 def publish(folder: Path, replace: bool = False) -> Iterator[Path]:
     """Give a new folder to fill; at the end it takes its real name, checked and synced to disk."""
-    building = folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    building = folder.with_name(f".{folder.name}.{HERE}-{os.getpid()}.tmp")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         try:
             yield building
-            files = [path for path in sorted(building.rglob("*")) if path.is_file()]
-            manifest = {str(path.relative_to(building)): _stamp(path) for path in files}
-            write_text(building / MANIFEST, json.dumps(manifest, indent=1))
-            for path in [*building.rglob("*"), building]:
-                _sync(path)
-            if replace:
-                discard(folder)
-            try:
-                building.rename(folder)
-            except OSError:
-                # The loser of a race finds the name taken by an equal folder: its own copy goes.
-                if not is_published(folder):
-                    raise
-            _sync(folder.parent)
+            _finish(building, folder, replace)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+
+@contextmanager
+def publish_on(folder: Path) -> Iterator[Path]:
+    """Like publish, but what a killed builder had made already is there to go on from."""
+    building = parts_of(folder)
+    with writing(folder):
+        building.mkdir(parents=True, exist_ok=True)
+        try:
+            yield building
+            _finish(building, folder, replace=False)
+        except Exception:
+            # Not after ctrl-C or a signal: the next run wants it.
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+
+
+def parts_of(folder: Path) -> Path:
+    """Return where a folder is built bit by bit."""
+    return folder.with_name(f".{folder.name}.parts")
+
+
+def _finish(building: Path, folder: Path, replace: bool) -> None:
+    files = [path for path in sorted(building.rglob("[!.]*")) if path.is_file()]
+    manifest = {str(path.relative_to(building)): _stamp(path) for path in files}
+    write_text(building / MANIFEST, json.dumps(manifest, indent=1))
+    for path in [*building.rglob("*"), building]:
+        _sync(path)
+    if replace:
+        discard(folder)
+    try:
+        building.rename(folder)
+    except OSError:
+        # The loser of a race finds the name taken by an equal folder: its own copy goes.
+        if not is_published(folder):
+            raise
+        shutil.rmtree(building, ignore_errors=True)
+    _sync(folder.parent)
 
 
 @contextmanager
@@ -63,12 +99,15 @@ def writing(place: Path) -> Iterator[None]:
         foreign = any(sign in str(error) for sign in FOREIGN)
         if isinstance(error, PlugsftError) or not (foreign or isinstance(error, OSError)):
             raise
-        reason = " ".join(str(error).split())
-        room = free_disk(place) / 2**30
-        raise PlugsftError(
-            f"{place}: cannot be written: {reason}. {room:.2f} GiB are free there; "
-            "free some, or give another folder (output=...)"
-        ) from error
+        reason, cure = " ".join(str(error).split()), "give another folder (output=...)"
+        # torch says no more than that it did not come as far as it wanted.
+        full = any(sign in reason for sign in (*FULL, "unexpected pos"))
+        if full:
+            room = free_disk(place) / 2**20
+            shown = f"{room:.0f} MiB" if room < 1024 else f"{room / 1024:.2f} GiB"
+            reason = f"the disk is full ({shown} are free): {reason}"
+            cure = f"free some, or {cure}"
+        raise DiskError(f"{place}: cannot be written: {reason}; {cure}") from error
 
 
 def is_published(folder: Path) -> bool:
@@ -92,7 +131,7 @@ def damage(folder: Path) -> str | None:
 
 def discard(folder: Path) -> None:
     """Remove a folder so that nobody ever sees half of it."""
-    mine = f"{uuid.uuid4().hex[:8]}.{socket.gethostname()}-{os.getpid()}"
+    mine = f"{uuid.uuid4().hex[:8]}.{HERE}-{os.getpid()}"
     doomed = folder.with_name(f".{folder.name}.{mine}.tmp")
     with suppress(FileNotFoundError):
         folder.rename(doomed)
@@ -101,7 +140,7 @@ def discard(folder: Path) -> None:
 
 def sweep(parent: Path) -> None:
     """Remove what killed processes of this machine left half-built."""
-    for path in parent.glob(f".*.{socket.gethostname()}-*.tmp"):
+    for path in parent.glob(f".*.{HERE}-*.tmp"):
         pid = path.name.removesuffix(".tmp").rpartition("-")[2]
         if pid.isdigit() and not _runs(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
@@ -143,9 +182,18 @@ def once(
                 for claim in claims:
                     claim.unlink(missing_ok=True)
                 sweep(folder.parent)
-                with publish(folder) as building:
-                    build(building)
+                _build(folder, build)
     return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    try:
+        with publish_on(folder) as building:
+            build(building)
+    except Exception:
+        # A builder that was thought dead, and was asleep, finds that another has finished.
+        if not is_published(folder):
+            raise
 
 
 @contextmanager
@@ -167,7 +215,7 @@ def _held(claim: Path) -> Iterator[bool]:
     heart.start()
     try:
         with writing(claim), file:
-            json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
+            json.dump({"host": HERE, "pid": os.getpid()}, file)
         yield True
     finally:
         stop.set()
@@ -181,7 +229,7 @@ def _is_dead(claim: Path, watch: dict[Path, tuple[float, float]]) -> bool:
         holder = json.loads(claim.read_text() or "{}")
     except (OSError, ValueError):
         return False  # it ended, or is being written, as we looked
-    if holder.get("host") == socket.gethostname() and not _runs(holder["pid"]):
+    if holder.get("host") == HERE and not _runs(holder["pid"]):
         return True
     # Clocks differ between machines: what counts is how long *we* have seen no new beat.
     last, since = watch.get(claim, (None, 0.0))
@@ -201,18 +249,6 @@ def _runs(pid: int) -> bool:
 
 def _stamp(path: Path) -> list[int | str]:
     return [path.stat().st_size, file_digest(path)]
-
-
-def file_digest(path: Path) -> str:
-    """Return a fast checksum of a file's bytes."""
-    digest = xxhash.xxh3_128()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
-    except OSError as error:
-        raise PlugsftError(f"{path}: cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -215,10 +215,20 @@ class Train(Table):
 class Checkpoint(Table):
     """What is kept to go on from."""
 
-    every: int = Field(0, ge=0, lt=2**31)
-    """Steps between checkpoints; 0 saves at the end, and when the run is stopped, only."""
+    every: int | None = Field(None, ge=0, lt=2**31)
+    """Steps between checkpoints: a tenth of the run, but 500 at most, unless said; 0 saves at the
+    end, and when the run is stopped, only."""
     keep: Count = 3
     """How many of the latest to keep."""
+
+    def interval(self, steps: int) -> int:
+        """Return the steps between the checkpoints of a run; 0 means at the end only."""
+        return min(500, -(-steps // 10)) if self.every is None else self.every
+
+    def describe(self, steps: int) -> str:
+        """Say when the checkpoints of a run are written."""
+        every = self.interval(steps)
+        return f"every {every:,} steps, the last {self.keep} kept" if every else "at the end only"
 
 
 class Recipe(Table):
@@ -342,6 +352,11 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def resolved(recipe: Recipe) -> str:
     """Return the recipe as TOML with everything in it; it runs again, from any folder."""
+    return tomli_w.dumps(anchored(recipe))
+
+
+def anchored(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe's tables with absolute paths."""
     tables = recipe.model_dump(exclude_none=True)
     tables["output"] = str(recipe.folder.absolute())
     model, data = tables["model"], tables["data"]
@@ -351,7 +366,7 @@ def resolved(recipe: Recipe) -> str:
                 table[name] = str(Path(table[name]).absolute())
     if "sources" in data:
         del data["split"]
-    return tomli_w.dumps(tables)
+    return tables
 
 
 def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:

@@ -7,7 +7,6 @@ import resource
 import sys
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Self, TextIO
 
 import numpy as np
@@ -17,9 +16,10 @@ from . import report
 from .console import say
 from .hooks import hookimpl
 from .machine import Machine
-from .publish import write_text, writing
+from .publish import discard, write_text, writing
 from .recipe import Recipe, resolved
 from .registry import Active, options_of
+from .report import read_metrics
 from .stop import Stopped
 from .tokens import Tokens
 
@@ -65,17 +65,23 @@ class Record:
             self.close("stopped" if stopped else "failed", str(error) or type(error).__name__)
 
     def open(self, steps: dict[str, Any], done: int) -> None:
-        """Begin, or go on after step `done`: lines of steps that were lost are taken back."""
+        """Begin, in place of an earlier run's results, or go on after step `done`.
+
+        Lines of steps that were lost are taken back. Prepared data may serve again, and stays.
+        """
         self.run["steps"] = {"done": done, **steps}
         if not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.write()  # first: it tells that what else lies here is a run's
+        for name in () if done else ("checkpoints", "model"):
+            discard(self.folder / name)
+        (self.folder / "report.html").unlink(missing_ok=True)
         write_text(self.folder / "recipe.toml", resolved(self._recipe))
         path = self.folder / "metrics.jsonl"
         kept = [line for line in read_metrics(path) if line["step"] <= done] if done else []
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._metrics = path.open("a", encoding="utf8")
-        self.write()
 
     @hookimpl
     def log(self, step: int, metrics: dict[str, Any]) -> None:
@@ -106,7 +112,10 @@ class Record:
         """End the record, and draw the report."""
         if self._metrics is not None:
             self._metrics.close()
-        self.run.update(status=status, reason=reason, plugins=self.plugins())
+        before, now = self.run.get("plugins", []), self.plugins()
+        for plugin in (one for one in now if one not in before):
+            say(f"plugin {plugin['name']}: {plugin['verdict']}")
+        self.run.update(status=status, reason=reason, plugins=now)
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
         if self._speeds:
             seconds, tokens, trained = np.array(self._speeds).T
@@ -168,18 +177,6 @@ def data_facts(tokens: Tokens) -> dict[str, Any]:
             "max": int(lengths.max()),
         },
     }
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl; a last line that a kill cut short does not count."""
-    lines = []
-    if path.is_file():
-        for text in path.read_text(encoding="utf8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                break
-    return lines
 
 
 def memory_gib() -> float:

@@ -18,11 +18,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from . import recipe as recipes
 from .console import complain
-from .contracts import SPECS, inspect_hooks, is_stage, mark_of, must_return
+from .contracts import SPECS, inspect_hooks, is_stage, mark_of, must_answer, must_return
+from .digests import file_digest
 from .errors import PluginError, RecipeError, did_you_mean
 from .hooks import PLUGIN, Contract, Hooks
 from .machine import Machine
-from .publish import file_digest
 from .recipe import Recipe
 
 BUNDLED = "plugsft.plugins"
@@ -116,9 +116,10 @@ class Active:
             self._manager.register(plugin, name)
         for hook in SPECS:
             for impl in self._impls(hook):
-                if impl.wrapper:
-                    checked = must_return(impl.function, impl.plugin_name, hook)
-                    # pluggy has no seam of its own around a single wrapper.
+                if is_stage(hook) and not is_core(impl.plugin_name):
+                    guard = must_return if impl.wrapper else must_answer
+                    checked = guard(impl.function, impl.plugin_name, hook)
+                    # pluggy has no seam of its own around a single implementation.
                     object.__setattr__(impl, "function", checked)
         return self
 
@@ -182,6 +183,13 @@ def resolve(
     if problems or recipe is None:
         raise RecipeError(problems)
     return recipe, Active({name: made[name] for name in order(made)}, found)
+
+
+def rebuild(plugins: Mapping[str, dict[str, Any]]) -> Active:
+    """Make plugins again in another process, from options that were checked in the first."""
+    found = find()
+    made = {name: _configure(name, options, found, "recipe") for name, options in plugins.items()}
+    return Active({name: made[name] for name in order(made)}, found)
 
 
 def order(plugins: Mapping[str, Any]) -> list[str]:

@@ -25,16 +25,21 @@ def write(folder: Path) -> Path:
         run = dict(json.loads((folder / "run.json").read_text("utf-8")))
     except (FileNotFoundError, TypeError, ValueError) as error:
         run = {"name": folder.name, "warnings": [f"run.json cannot be read: {error}"]}
-    path, metrics = folder / "metrics.jsonl", []
-    for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
-        # A killed run leaves half a line, and the resumed one writes on behind it.
-        with suppress(TypeError, ValueError):
-            metrics.append(dict(json.loads(text)))
     try:
-        draft.write_text(render(run, metrics), "utf-8", errors="replace")
+        page = render(run, read_metrics(folder / "metrics.jsonl"))
+        draft.write_text(page, "utf-8", errors="replace")
         return draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl; half a line, as a killed run leaves, does not count."""
+    lines = []
+    for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
+        with suppress(TypeError, ValueError):
+            lines.append(dict(json.loads(text)))
+    return lines
 
 
 def render(run: dict[str, Any], metrics: list[dict[str, Any]]) -> str:

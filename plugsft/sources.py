@@ -1,8 +1,9 @@
 """Sources of rows: jsonl read as lines, everything else through `datasets`."""
 
 import json
-import mmap
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,27 +12,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import recipe as recipes
+from .digests import digest, remembered_digest
 from .errors import DataError, did_you_mean
-from .publish import file_digest
-from .types import Row
+from .jsonl import Held, JsonLines, find_lines
+from .types import Ints, Row, Rows, Slice
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
-class Rows(Protocol):
-    """A source, opened: random access to its rows, and what identifies its content."""
+SLICE = 8_000_000
+"""Bytes of a slice: small enough to deal out evenly and to hold in memory, whatever the source."""
+MOST = 10_000
+"""Rows of a slice, at most."""
+
+
+class Source(Rows, Protocol):
+    """Rows, with what identifies them."""
 
     @property
     def identity(self) -> dict[str, str]:
         """What the rows depend on: the file's bytes, or the data set's fingerprint."""
 
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; None stands for one that is not a JSON object."""
+    def sizes(self) -> Ints:
+        """Return the bytes of every row, at least about."""
 
 
-def open_source(source: recipes.Source) -> Rows:
+def open_source(source: recipes.Source) -> Source:
     """Open a source by the look of its name: a file, a folder, or a name on the hub."""
     path = Path(source.source)
     if path.is_file():
@@ -42,8 +48,10 @@ def open_source(source: recipes.Source) -> Rows:
             )
         if path.stat().st_size == 0:
             raise DataError(f"source {path}: the file is empty")
+        if path.suffix == ".json" and (rows := _array_in(path)) is not None:
+            return Array(path, rows, source.split)
         if path.suffix in (".jsonl", ".json"):
-            return JsonLines(path, source.split)
+            return Lines(path, source.split)
     elif path.is_dir():
         inside = [*path.glob("*"), *path.glob("data/*")]
         if not any(set(FILES) & set(other.suffixes) for other in inside):
@@ -58,54 +66,72 @@ def open_source(source: recipes.Source) -> Rows:
     return Table(source)
 
 
-class JsonLines:
-    """A jsonl file, mapped: a row is found by its line, so nothing is held in memory.
+def slices_of(sources: Sequence[Source]) -> list[Slice]:
+    """Cut sources into slices of about equal size; they follow from the rows alone."""
+    slices = []
+    for number, rows in enumerate(sources):
+        filled = np.cumsum(rows.sizes()) // SLICE
+        count = np.arange(len(rows)) // MOST
+        cuts = np.flatnonzero(np.diff(filled) | np.diff(count)) + 1
+        for start, stop in pairwise([0, *cuts.tolist(), len(rows)]):
+            if stop > start:
+                slices.append(Slice(number, start, stop, rows.part(start, stop)))
+    return slices
 
-    Rows may differ in their fields, which Arrow's reader of JSON refuses; and a line that is no
-    JSON is one bad row with a number, not the end of the whole file.
-    """
+
+class Lines(JsonLines):
+    """A whole jsonl file, or a slice of it."""
 
     def __init__(self, path: Path, split: str) -> None:
-        self.path, self._split = path, split
-        self._lines: list[Any] | None = None
-        if path.suffix == ".json":
-            # A .json file is an array of rows, or lines after all.
-            try:
-                rows = json.loads(path.read_bytes())
-                self._lines = rows if isinstance(rows, list) else [rows]
-            except (ValueError, RecursionError) as error:
-                if path.read_bytes()[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
-                    raise DataError(f"source {path}: is not JSON: {error}") from error
-        if self._lines is None:
-            self._starts, self._stops = _find_lines(path)
-        count = len(self._lines if self._lines is not None else self._starts)
-        self._numbers = _select(split, count, path)
+        found = find_lines(path)
+        chosen = _select(split, len(found), path)
+        super().__init__(path, found.starts[chosen], found.stops[chosen])
+        self._split = split
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """The file's bytes."""
-        return {"file": file_digest(self.path), "split": self._split}
+        return {"file": remembered_digest(self.path), "split": self._split}
+
+
+class Array:
+    """A .json file that is one array of rows."""
+
+    def __init__(self, path: Path, rows: list[Any], split: str) -> None:
+        self._path, self._split = path, split
+        self._rows = [rows[number] for number in _select(split, len(rows), path)]
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """The file's bytes."""
+        return {"file": remembered_digest(self._path), "split": self._split}
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._rows)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a stretch of the rows: they are in memory, and travel as they are."""
+        return Held(self._rows[start:stop])
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows; None stands for one that is not a JSON object."""
-        numbers = self._numbers[start:stop]
-        if self._lines is not None:
-            found = [self._lines[number] for number in numbers]
-        else:
-            with self.path.open("rb") as file:
-                found = [self._parse(file, number) for number in numbers]
-        return [row if isinstance(row, dict) else None for row in found]
+        return self.part(start, stop).read(0, stop - start)
 
-    def _parse(self, file: Any, number: int) -> Any:
-        start = int(self._starts[number])
-        file.seek(start)
-        try:
-            return json.loads(file.read(int(self._stops[number]) - start))
-        except (ValueError, RecursionError):
-            return None
+    def sizes(self) -> Ints:
+        """Return the bytes of every row, on average."""
+        return np.full(len(self), self._path.stat().st_size // max(1, len(self)))
+
+
+def _array_in(path: Path) -> list[Any] | None:
+    """Return the rows of a .json file that is an array of them; else it may hold lines."""
+    content = path.read_bytes()
+    try:
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if content[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
+            raise DataError(f"source {path}: is not JSON: {error}") from error
+        return None
+    return rows if isinstance(rows, list) else [rows]
 
 
 class Table:
@@ -132,18 +158,30 @@ class Table:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """A file's bytes; for a folder or a hub name, what `datasets` made of it."""
-        path = Path(self._source.source)
-        content = file_digest(path) if path.is_file() else self._data._fingerprint
-        return {"file" if path.is_file() else "data": content, "split": self._source.split}
+        """The bytes of local files; for a hub name, what `datasets` made of it."""
+        path, split = Path(self._source.source), self._source.split
+        if path.is_file():
+            return {"file": remembered_digest(path), "split": split}
+        if path.is_dir():
+            files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            known = {str(file.relative_to(path)): remembered_digest(file) for file in files}
+            return {"folder": digest(known), "split": split}
+        return {"data": self._data._fingerprint, "split": split}
 
     def __len__(self) -> int:
         return len(self._data)
 
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a stretch of the rows, which another process maps from the same files."""
+        return Stretch(self._data.select(range(start, stop)))
+
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows; a field that Arrow filled in with None counts as missing."""
-        table = self._data.with_format("arrow")[start:stop]
-        return [_without_none(row) for row in table.to_pylist()]
+        return Stretch(self._data).read(start, stop)
+
+    def sizes(self) -> Ints:
+        """Return the bytes of every row, on average."""
+        return np.full(len(self), self._data.data.nbytes // max(1, len(self)))
 
 
 def _saved(path: Path, split: str) -> Any:
@@ -170,25 +208,23 @@ def _stretches(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:
     return [(part.splitname, range(sizes[part.splitname])[part.from_ : part.to]) for part in parts]
 
 
-def _find_lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        # In pieces: the comparison makes a byte of truth for each byte of text.
-        size, step = len(mapped), 1 << 26
-        ends = [
-            np.flatnonzero(np.frombuffer(mapped[at : at + step], np.uint8) == ord("\n")) + at
-            for at in range(0, size, step)
-        ]
-        stops = np.concatenate([*ends, [size]])
-        starts = np.concatenate([[0], stops[:-1] + 1])
-        # Blank lines are no rows. Looking is only worth it where a line starts with a space.
-        filled = np.array(
-            [
-                b > a and (mapped[a] > ord(" ") or bool(mapped[a:b].strip()))
-                for a, b in zip(starts, stops, strict=True)
-            ],
-            bool,
-        )
-    return starts[filled], stops[filled]
+class Stretch:
+    """Rows of a data set of `datasets`."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a stretch of the rows."""
+        return Stretch(self._data.select(range(start, stop)))
+
+    def read(self, start: int, stop: int) -> list[Row | None]:
+        """Return rows; a field that Arrow filled in with None counts as missing."""
+        table = self._data.with_format("arrow")[start:stop]
+        return [_without_none(row) for row in table.to_pylist()]
 
 
 def _without_none(value: Any) -> Any:

@@ -1,21 +1,20 @@
 """Rows as text, with the characters that are trained on: the core's answer to `render`."""
 
-import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from .errors import DataError
+from .jinja import MARKED
+from .jinja import render as render_chat
 from .recipe import Data
+from .tokenizer import Tokenizer
 from .types import Rendered, Row, Span
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CHATML = Path(__file__).with_name("chatml.jinja")
 """The template of models made from scratch."""
 
@@ -32,10 +31,8 @@ class BadRow(Exception):
 class Chat:
     """A tokenizer's chat template, with the spans that the assistant wrote."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
+    def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         template = tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
         if not template:
             raise DataError(
                 "the data holds chats, but the tokenizer has no chat template. Set "
@@ -54,27 +51,24 @@ class Chat:
         self.own: str = template
         self.template: str = usable
         self.differs = False
-        names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-        self.variables = {**names, **data.template_kwargs}
+        self.variables = {**(tokenizer.special_tokens_map or {}), **data.template_kwargs}
 
     def render(self, messages: list[Row], tools: Any = None, prompt: bool = False) -> Text:
         """Return a conversation's text, and the spans of its assistant."""
-        given = {"tools": tools, "add_generation_prompt": prompt, **self.variables}
+        given = {
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            **self.variables,
+        }
         try:
-            rendered: Any = render_jinja_template(
-                [messages],
-                chat_template=self.template,
-                return_assistant_tokens_mask=bool(MARKED.search(self.template)),
-                **given,
-            )
-            texts, spans = rendered
+            text, spans = render_chat(self.template, messages, given)
             if self.template is not self.own and not self.differs:
-                plain: Any = render_jinja_template([messages], chat_template=self.own, **given)
-                self.differs = plain[0] != texts
+                self.differs = render_chat(self.own, messages, given)[0] != text
         except (TemplateError, *WRONG) as error:
             reason = " ".join(str(error).split())
             raise BadRow(f"the chat template refuses it: {reason}") from error
-        return texts[0], _joined(spans[0]) if spans else []
+        return text, _joined(spans)
 
     def describe(self) -> str:
         """Say where the spans come from."""
@@ -101,7 +95,7 @@ def training_template(template: str) -> str | None:
     return None
 
 
-def render(rows: list[Row], tokenizer: PreTrainedTokenizerBase, data: Data) -> Rendered | None:
+def render(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
     """Render rows of messages, prompt and completion, or text; None if they are neither."""
     renamed = [_rename(row, data.columns) for row in rows]
     kind = kind_of(renamed)
@@ -140,11 +134,11 @@ def kind_of(rows: list[Row]) -> str | None:
 
 
 def _renderer(
-    kind: str, tokenizer: PreTrainedTokenizerBase, data: Data
+    kind: str, tokenizer: Tokenizer, data: Data
 ) -> tuple[Callable[[Row], Text], Callable[[], str]]:
     if kind in ("text", "completion"):
         whole = kind == "text"
-        end = str(tokenizer.eos_token or "")
+        end = tokenizer.eos_token
 
         def text_of(row: Row) -> Text:
             prompt = "" if whole else _string(row, "prompt", empty=True)

@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 from . import loop
 from .answers import DataAnswers
 from .errors import did_you_mean
-from .hooks import Hooks
 from .machine import look
-from .prepare import Work, prepare
-from .record import read_metrics
+from .prepare import job_of
 from .registry import check, find, resolve
+from .report import read_metrics
 from .types import Slice
+from .work import Work
 
 ROWS = 24
 TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that read them all"
@@ -93,7 +93,7 @@ def returns_what_it_wrapped(
 ) -> None:
     """Check that a run calls the plugin's hooks to the end, and gets something from each."""
     with _recipe(name, options, tables) as recipe:
-        _run(functools.partial(_train, watched=name), [recipe], f"plugin '{name}'")
+        _run(_train, [recipe], f"plugin '{name}'")
 
 
 def verdict(name: str, options: Tables | None = None, tables: Tables | None = None) -> str:
@@ -150,38 +150,13 @@ def _run(function: Callable[[Job], Result], jobs: Sequence[Job], who: str) -> li
             raise AssertionError(f"{who}: {type(error).__name__}: {error}") from error
 
 
-def _train(raw: dict[str, Any], watched: str = "") -> tuple[list[Tables], dict[str, str]]:
+def _train(raw: dict[str, Any]) -> tuple[list[Tables], dict[str, str]]:
     """Train; return the metrics of every step, and the verdicts."""
     recipe, active = resolve(raw)
-    if watched:
-        _watch(active.plugins[watched], watched)
     # A tiny model gains nothing from threads, and several runs would fight over the cores.
     loop.train(recipe, active, replace(look(), cores=1))
     lines = read_metrics(recipe.folder / "metrics.jsonl")
     return [line for line in lines if "loss" in line], active.verdicts()
-
-
-def _watch(plugin: Any, name: str) -> None:
-    """Make each answer of a plugin fail that is None; the core sees to the wrappers."""
-    for hook, spec in vars(Hooks).items():
-        mark = getattr(getattr(plugin, hook, None), "plugsft_impl", None)
-        stage = getattr(spec, "plugsft_spec", {}).get("firstresult")
-        # To `render`, None is an answer: not my format.
-        if mark and stage and not mark["wrapper"] and hook != "render":
-            setattr(plugin, hook, _never_none(getattr(plugin, hook), name, hook))
-
-
-def _never_none(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def watched(*arguments: Any) -> Any:
-        result = function(*arguments)
-        assert result is not None, (
-            f"plugin '{name}': its answer to '{hook}' is None, and so the core's is taken: "
-            "return the result"
-        )
-        return result
-
-    return watched
 
 
 def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], dict[str, bytes]]:
@@ -189,10 +164,10 @@ def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], dict[str, bytes]]:
     recipe, active = resolve(raw)
     active.answer(DataAnswers(recipe.folder))
     check(active, recipe, look())
-    work, _, _ = prepare(recipe, active)
-    rows, middle = len(work.rows[0]), len(work.rows[0]) // 2
-    slices = [Slice(0, 0, middle), Slice(0, middle, rows)]
-    return work, slices, _write(work, slices)
+    job = job_of(recipe, active)
+    rows, middle = len(job.opened[0]), len(job.opened[0]) // 2
+    slices = [Slice(0, a, b, job.opened[0].part(a, b)) for a, b in ((0, middle), (middle, rows))]
+    return job.work, slices, _write(job.work, slices)
 
 
 def _write(work: Work, slices: list[Slice]) -> dict[str, bytes]:

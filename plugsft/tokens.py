@@ -5,21 +5,31 @@ loss_mask  list<bool>    which of them are trained targets
 lengths    list<int32>   the sequences inside it: one for SFT, chosen and rejected for DPO
 trained    int32         how many targets it has, so that a window's total needs no tokens
 row        int64         the row of its source
+
+Beside the shards stands index.arrow: length, trained and row of all examples, three flat columns.
+Opening maps it, and a shard is opened when one of its examples is asked for, so that it costs the
+same at ten thousand rows and at ten million.
 """
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
-from datasets import Features
 from numpy.typing import NDArray
 
-FORMAT = 1
+from .errors import DataError
+from .types import Shard
+
+Chunk = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
+"""Of a record batch: ids, offsets, and the mask as bits."""
+Chunks = list[Chunk]
+
+FORMAT = 2
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
@@ -29,6 +39,25 @@ SCHEMA = pa.schema(
         "row": pa.int64(),
     }
 )
+
+
+INDEX = pa.schema({"length": pa.int64(), "trained": pa.int64(), "row": pa.int64()})
+MOST = 2**30
+"""Tokens of a record batch: its offsets are of 32 bits."""
+
+
+def _feature(kind: str, listed: bool) -> dict[str, Any]:
+    value = {"dtype": kind, "_type": "Value"}
+    return {"feature": value, "_type": "List"} if listed else value
+
+
+# What `datasets` would write; importing it to do so takes a second.
+FEATURES = {
+    field.name: _feature(
+        str(getattr(field.type, "value_type", field.type)), field.type.num_fields > 0
+    )
+    for field in SCHEMA
+}
 
 
 @dataclass
@@ -44,16 +73,34 @@ class Examples:
     rows: NDArray[np.int64]
 
 
-def write_shard(path: Path, batches: Sequence[Examples]) -> int:
-    """Write one Arrow file; return its number of trained targets."""
+def write_shard(path: Path, examples: Examples) -> int:
+    """Write one Arrow file, at once or not at all; return its number of trained targets."""
     trained = 0
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
-        for examples in batches:
-            # A batch of its own for each: offsets are of 32 bits, and start anew.
-            batch = _record_batch(examples)
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with pa.OSFile(str(half), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
+        for some in _parts(examples):
+            batch = _record_batch(some)
             writer.write_batch(batch)
             trained += int(batch.column("trained").to_numpy().sum())
+    half.replace(path)
     return trained
+
+
+def _parts(examples: Examples) -> Iterator[Examples]:
+    if len(examples.ids) <= MOST:
+        yield examples
+        return
+    first = _offsets(examples.pieces)
+    ends = _offsets(examples.counts)[first]
+    cuts = np.searchsorted(ends, np.arange(0, len(examples.ids), MOST))
+    for a, b in zip(cuts, [*cuts[1:], len(examples.rows)], strict=True):
+        yield Examples(
+            examples.ids[ends[a] : ends[b]],
+            examples.mask[ends[a] : ends[b]],
+            examples.counts[first[a] : first[b]],
+            examples.pieces[a:b],
+            examples.rows[a:b],
+        )
 
 
 def _record_batch(examples: Examples) -> pa.RecordBatch:
@@ -72,10 +119,10 @@ def _record_batch(examples: Examples) -> pa.RecordBatch:
     )
 
 
-def write_index(folder: Path, shards: list[str], facts: dict[str, Any]) -> None:
+def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> None:
     """Write what makes a folder of shards a dataset, and the facts about it."""
     state = {
-        "_data_files": [{"filename": name} for name in shards],
+        "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": facts["key"],
         "_format_columns": None,
         "_format_kwargs": {},
@@ -84,50 +131,70 @@ def write_index(folder: Path, shards: list[str], facts: dict[str, Any]) -> None:
         "_split": None,
     }
     (folder / "state.json").write_text(json.dumps(state, indent=1))
-    features = Features.from_arrow_schema(SCHEMA).to_dict()
-    (folder / "dataset_info.json").write_text(json.dumps({"features": features}, indent=1))
-    (folder / "facts.json").write_text(json.dumps(facts, indent=1))
-
-
-def digest(key: dict[str, Any]) -> str:
-    """Return a short name for a key: equal keys, equal names, in every process."""
-    return xxhash.xxh3_128(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    (folder / "dataset_info.json").write_text(json.dumps({"features": FEATURES}, indent=1))
+    columns = [_columns(folder / shard.file) for shard in shards]
+    joined = [
+        np.concatenate([np.zeros(0, np.int64), *parts]) for parts in zip(*columns, strict=True)
+    ]
+    with pa.OSFile(str(folder / "index.arrow"), "wb") as sink, pa.ipc.new_file(sink, INDEX) as file:
+        file.write_batch(pa.record_batch([pa.array(one) for one in joined], schema=INDEX))
+    listed = [{"file": shard.file, "examples": shard.examples} for shard in shards]
+    (folder / "facts.json").write_text(json.dumps(facts | {"shards": listed}, indent=1))
 
 
 class Tokens:
     """Prepared examples, mapped from disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder = folder
         self.facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-        state = json.loads((folder / "state.json").read_text())
-        self._chunks: list[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.uint8]]] = []
-        trained, rows = [], []
-        for file in state["_data_files"]:
-            for batch in pa.ipc.open_stream(pa.memory_map(str(folder / file["filename"]))):
-                ids, mask = batch.column("input_ids"), batch.column("loss_mask")
-                offsets = ids.offsets.to_numpy()
-                bits = np.frombuffer(mask.values.buffers()[1] or b"", np.uint8)
-                self._chunks.append((ids.values.to_numpy(), offsets, bits))
-                trained.append(batch.column("trained").to_numpy())
-                rows.append(batch.column("row").to_numpy())
-        self.lengths = _joined([np.diff(offsets) for _, offsets, _ in self._chunks])
-        self.trained, self.rows = _joined(trained), _joined(rows)
-        self._starts = _offsets([len(offsets) - 1 for _, offsets, _ in self._chunks])
+        self._files = [folder / shard["file"] for shard in self.facts["shards"]]
+        self._starts = _offsets([shard["examples"] for shard in self.facts["shards"]])
+        self._opened: dict[int, Chunks] = {}
+        self._in_memory = in_memory
+        with pa.memory_map(str(folder / "index.arrow")) as mapped:
+            index = pa.ipc.open_file(mapped).get_batch(0)
+        self.lengths, self.trained, self.rows = (column.to_numpy() for column in index.columns)
+        if in_memory:
+            for shard in range(len(self._files)):
+                self._open(shard)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def example(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the tokens of one example (a view of the disk) and its mask."""
-        chunk = int(np.searchsorted(self._starts, number, "right")) - 1
-        ids, offsets, bits = self._chunks[chunk]
-        inside = number - self._starts[chunk]
+        shard = int(np.searchsorted(self._starts, number, "right")) - 1
+        inside = number - int(self._starts[shard])
+        for chunk in self._opened.get(shard) or self._open(shard):
+            ids, offsets, bits = chunk
+            if inside < len(offsets) - 1:
+                break
+            inside -= len(offsets) - 1
         start, stop = int(offsets[inside]), int(offsets[inside + 1])
         # Arrow holds eight booleans to a byte.
         first, last = start // 8, -(-stop // 8)
         mask = np.unpackbits(bits[first:last], bitorder="little").view(np.bool_)
         return ids[start:stop], mask[start - first * 8 : stop - first * 8]
+
+    def _open(self, shard: int) -> Chunks:
+        path = self._files[shard]
+        try:
+            file = pa.OSFile(str(path)) if self._in_memory else pa.memory_map(str(path))
+            chunks = [_chunk(batch) for batch in pa.ipc.open_stream(file)]
+        except (OSError, pa.ArrowException) as error:
+            raise self._damaged(path, str(error)) from error
+        lengths = [np.diff(offsets) for _, offsets, _ in chunks]
+        known = self.lengths[self._starts[shard] : self._starts[shard + 1]]
+        if not np.array_equal(np.concatenate([known[:0], *lengths]), known):
+            raise self._damaged(path, "its examples have other lengths than in the index")
+        self._opened[shard] = chunks
+        return chunks
+
+    def _damaged(self, path: Path, reason: str) -> DataError:
+        return DataError(
+            f"{path}: damaged: {reason}. Remove the folder {self.folder}: it is prepared again"
+        )
 
     def source_of(self, number: int) -> tuple[int, int]:
         """Return the source and the row in it that an example was made from."""
@@ -143,5 +210,19 @@ def _offsets(counts: Any) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _joined(parts: list[Any]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+def _chunk(batch: pa.RecordBatch) -> Chunk:
+    ids, mask = batch.column("input_ids"), batch.column("loss_mask")
+    bits = np.frombuffer(mask.values.buffers()[1] or b"", np.uint8)
+    return ids.values.to_numpy(), ids.offsets.to_numpy(), bits
+
+
+def _columns(path: Path) -> tuple[NDArray[np.int64], ...]:
+    """Read what the index holds of a shard."""
+    with pa.memory_map(str(path)) as mapped:
+        table = pa.ipc.open_stream(mapped).read_all()
+        lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in table["input_ids"].chunks]
+        return (
+            np.concatenate([np.zeros(0, np.int64), *lengths]),
+            table["trained"].to_numpy().astype(np.int64),
+            table["row"].to_numpy(),
+        )

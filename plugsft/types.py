@@ -49,16 +49,31 @@ class Encoded:
     counts: Ints
     """How many tokens each text has."""
     ends: Ints
-    """For each token, the place in its text (in characters) where it ends."""
+    """For each token, where it ends: a place in all texts joined, in bytes of UTF-8."""
+    engines: dict[str, int] = field(default_factory=dict)
+    """How many texts each engine encoded, for the record."""
+
+
+class Rows(Protocol):
+    """A source, opened: random access to its rows. Travels to other processes in parts."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> list[Row | None]:
+        """Return rows; None stands for one that is not a JSON object."""
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a stretch of the rows, as small to send as it is."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A stretch of a source's rows: the unit of work of `tokenize`."""
+    """A stretch of a source's rows, and what it takes to read them: the unit of `tokenize`."""
 
     source: int
     start: int
     stop: int
+    rows: Rows
 
 
 @dataclass
@@ -77,9 +92,20 @@ class Shard:
     """Rows left out because of their length."""
     truncated: list[int] = field(default_factory=list)
     mask: str = ""
+    engines: dict[str, int] = field(default_factory=dict)
+    """How many texts each engine encoded."""
+    stamp: list[int | str] = field(default_factory=list)
+    """The file's size and checksum."""
 
 
-Work: TypeAlias = Callable[[Slice], Shard]
+class Work(Protocol):
+    """What is done to a slice. Travels to other processes, where it makes its plugins again."""
+
+    def __call__(self, part: Slice) -> Shard:
+        """Render, encode and mask a slice, and write it as one shard."""
+
+    def where(self, part: Slice) -> str:
+        """Name a slice: its source and rows."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def test_counts_are_those_of_preparing(tiny, tmp_path, inspect):
     path = tiny(chats(40), data={"max_length": 50})
     recipe, active = registry.load(path)
     active.answer(DataAnswers(recipe.folder))
-    _, tokens, _ = prepare.prepare(recipe, active)
+    tokens = prepare.prepare(recipe, active).tokens
     shown = inspect(path, rows=40)
     facts = tokens.facts
     assert f"{facts['trained_tokens']:,} of {facts['tokens']:,} tokens" in shown

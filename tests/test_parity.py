@@ -15,7 +15,7 @@ from plugsft.loop import scratch_model
 from plugsft.plan import Plan
 from plugsft.prepare import prepare
 from plugsft.registry import resolve
-from plugsft.tokenizer import pad_id
+from plugsft.pretrained import pad_id
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -31,17 +31,18 @@ def ours(tmp_path_factory):
     tables["train"] |= {"batch_size": 8, "micro_batch": 3}
     recipe, active = resolve(tables)
     hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
-    work, tokens, _ = prepare(recipe, active)
-    folder = scratch_model(recipe, work)
+    data = prepare(recipe, active)
+    tokens = data.tokens
+    folder = scratch_model(recipe, data)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     window = Plan(tokens, recipe, 1, hook).window(1)
     loss = 0.0
     for examples in window.layout[0]:
-        batch = hook.collate(tokens=tokens, examples=examples, pad=pad_id(work.tokenizer))
+        batch = hook.collate(tokens=tokens, examples=examples, pad=pad_id(data.tokenizer))
         part = hook.step(model=model, batch=batch, total=window.total)
         part.backward()
         loss += float(part.detach())
-    return loss, gradients(model), folder, work.tokenizer
+    return loss, gradients(model), folder, data.tokenizer
 
 
 def gradients(model):

@@ -10,7 +10,7 @@ import pytest
 from conftest import chats, start_plugsft, tiny_tables, write_jsonl, write_recipe
 from making import activate, install
 
-from plugsft import DataError, RecipeError, prepare
+from plugsft import DataError, RecipeError, prepare, sources
 from plugsft.answers import DataAnswers
 from plugsft.registry import load, resolve
 from plugsft.templates import CHATML
@@ -26,7 +26,7 @@ LATE = {"messages": [{**ASK, "content": "who " * 300}, TELL]}
 
 @pytest.fixture
 def run(tmp_path):
-    """Give `run(rows, max_length=...)`: prepares rows, returns work, tokens, evaluation tokens."""
+    """Give `run(rows, max_length=...)`: prepares rows, returns all, tokens, evaluation tokens."""
 
     def make(rows, eval=None, plugins=None, **data):
         tables = tiny_tables(tmp_path, rows)
@@ -38,7 +38,8 @@ def run(tmp_path):
             del tables["data"]["source"]
         recipe, active = resolve({**tables, "plugins": plugins or {}})
         active.answer(DataAnswers(recipe.folder))
-        return prepare.prepare(recipe, active)
+        made = prepare.prepare(recipe, active)
+        return made, made.tokens, made.held_out
 
     return make
 
@@ -65,16 +66,15 @@ def test_rows_become_examples_in_order(run):
         assert work.tokenizer.decode(ids[mask]) == "".join(said)
 
 
-def test_slices_and_batches_leave_no_seam(run, monkeypatch):
+def test_slices_leave_no_seam(run, monkeypatch):
     rows = chats(53)
     _, whole, _ = run(rows)
     expected = [whole.example(n)[0].tolist() for n in range(len(whole))]
-    monkeypatch.setattr(prepare, "ROWS_PER_SLICE", 10)
-    monkeypatch.setattr(prepare, "ROWS_PER_BATCH", 4)
+    monkeypatch.setattr(sources, "MOST", 10)
     _, cut, _ = run(rows, on_bad_row="drop")  # another key
     assert [cut.example(n)[0].tolist() for n in range(len(cut))] == expected
     assert cut.rows.tolist() == list(range(53))
-    assert len(list(cut.folder.glob("*.arrow"))) == 6
+    assert len(list(cut.folder.glob("data-*.arrow"))) == 6
 
 
 BAD = [GOOD, NOBODY, GOOD, {"messages": []}, NOBODY, 3, {"messages": [ASK]}, GOOD]
@@ -84,7 +84,7 @@ def test_bad_rows_stop_the_run_with_reasons_and_numbers(run, tmp_path):
     with pytest.raises(DataError) as caught:
         run(BAD)
     message = str(caught.value)
-    assert message.startswith(f"{tmp_path / 'data.jsonl'}: 5 bad among the first 8 rows: ")
+    assert message.startswith(f"{tmp_path / 'data.jsonl'}, rows 0 to 7: 5 bad: ")
     for part in (
         "unknown role 'nobody': 2 (rows 1, 4)",
         "'messages' is no list of turns, or an empty one: 1 (row 3)",
@@ -106,14 +106,13 @@ def test_bad_rows_are_dropped_and_counted_if_so_wished(run, capsys):
 
 def test_rows_of_a_slice_are_named_with_it(run):
     with pytest.raises(
-        DataError, match=r"data.jsonl \(split train\[1:\]\): .* 'nobody': 2 \(rows 0"
+        DataError, match=r"data.jsonl \(split train\[1:\]\), .* 'nobody': 2 \(rows 0"
     ):
         run(BAD, split="train[1:]")
 
 
-def test_bad_rows_in_later_batches_keep_their_numbers(run, monkeypatch):
-    monkeypatch.setattr(prepare, "ROWS_PER_BATCH", 3)
-    monkeypatch.setattr(prepare, "ROWS_PER_SLICE", 6)
+def test_bad_rows_in_later_slices_keep_their_numbers(run, monkeypatch):
+    monkeypatch.setattr(sources, "MOST", 6)
     rows = [GOOD] * 20
     for number in (2, 3, 11, 19):
         rows[number] = NOBODY
@@ -225,7 +224,7 @@ def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path,
             tables[name] = {**tables[name], **change} if merge else change
         recipe, active = resolve(tables)
         active.answer(DataAnswers(recipe.folder))
-        return prepare.prepare(recipe, active)[1].facts["key"]
+        return prepare.prepare(recipe, active).tokens.facts["key"]
 
     other = tmp_path / "other.jinja"
     other.write_text(CHATML.read_text() + "{# the same, almost #}")
@@ -295,14 +294,19 @@ def test_a_plugin_s_format_also_trains_a_new_tokenizer(run, tmp_path, monkeypatc
 
 def test_work_travels_to_another_process(run, tmp_path):
     one = write_jsonl(tmp_path / "one.jsonl", chats(30))
-    work, tokens, _ = run(None, sources=[{"source": str(one), "weight": 0.5}])
-    again = pickle.loads(pickle.dumps(work))
-    assert "tokenizer" not in vars(again) and again._hook is None
+    tables = tiny_tables(tmp_path)
+    tables["data"] = {"sources": [{"source": str(one), "weight": 0.5}], "max_length": 64}
+    recipe, active = resolve(tables)
+    active.answer(DataAnswers(recipe.folder))
+    tokens = prepare.prepare(recipe, active).tokens
+    job = prepare.job_of(recipe, active)
+    work, part = job.work, job.opened[0].part(0, 30)
+    assert work.hook and pickle.loads(pickle.dumps(work))._hook is None
     (tmp_path / "there").mkdir()
     work.folder = tmp_path / "there"
     # A process of its own, which has nothing but what travels.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        shard = pool.submit(work, Slice(0, 0, 30)).result()
+        shard = pool.submit(work, Slice(0, 0, 30, part)).result()
     there = (tmp_path / "there" / shard.file).read_bytes()
     assert there == (tokens.folder / shard.file).read_bytes()
 
@@ -321,7 +325,7 @@ def test_several_processes_prepare_one_output(tmp_path):
 def test_tokens_on_disk_tell_what_they_are(run):
     _, tokens, _ = run(chats(10))
     facts = json.loads((tokens.folder / "facts.json").read_text())
-    assert facts["key_parts"]["format"] == 1 and facts["key"] == tokens.folder.name
+    assert facts["key_parts"]["format"] == 2 and facts["key"] == tokens.folder.name
     assert np.array_equal(Tokens(tokens.folder).lengths, tokens.lengths)
 
 
@@ -329,8 +333,8 @@ def test_a_resolved_recipe_prepares_the_same_tokens(tmp_path):
     path = write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path))
     recipe, active = load(path)
     active.answer(DataAnswers(recipe.folder))
-    tokens = prepare.prepare(recipe, active)[1]
+    tokens = prepare.prepare(recipe, active).tokens
     tables = recipe.model_dump(exclude_none=True)
     recipe, active = resolve(tables)
     active.answer(DataAnswers(recipe.folder))
-    assert prepare.prepare(recipe, active)[1].folder == tokens.folder
+    assert prepare.prepare(recipe, active).tokens.folder == tokens.folder

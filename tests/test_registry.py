@@ -272,28 +272,37 @@ class Wraps:
 
 def wrapping(body):
     lines = dedent_in(dedent_in(dedent(body)))
-    return f"@plugin()\nclass Wraps:\n    @hookimpl(wrapper=True)\n    def cache(self):\n{lines}"
+    return f"@plugin()\nclass Wraps:\n    @hookimpl(wrapper=True)\n    def tokenize(self):\n{lines}"
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("result = yield", "its wrapper of 'cache' returned nothing; end it with: return"),
-        ("return 3\nyield", "its wrapper of 'cache' returned before its yield"),
-        ("yield\nyield\nreturn 3", "its wrapper of 'cache' yields twice"),
+        ("result = yield", "its wrapper of 'tokenize' returned nothing; end it with: return"),
+        ("return 3\nyield", "its wrapper of 'tokenize' returned before its yield"),
+        ("yield\nyield\nreturn 3", "its wrapper of 'tokenize' yields twice"),
     ],
 )
 def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tmp_path):
     active = resolve(company(one=wrapping(body)))[1].answer(DataAnswers(tmp_path))
     with pytest.raises(PluginError, match=expected) as caught:
-        active.hook.cache(key={}, build=lambda folder: None)
+        active.hook.tokenize(slices=[], work=None)
     assert "plugin 'one'" in str(caught.value)
 
 
 def test_a_wrapper_may_pass_on_that_nobody_answered(company):
-    source = wrapping("return (yield)").replace("cache", "render")
+    source = wrapping("return (yield)").replace("tokenize", "render")
     active = resolve(company(one=source))[1].answer(DataAnswers(None))
     assert active.hook.render(rows=[{"x": 1}], tokenizer=None, data=Ours()) is None
+
+
+def test_an_answer_of_nothing_is_named_unless_it_passes_the_question_on(company, tmp_path):
+    answer = "@plugin()\nclass Answers:\n    @hookimpl\n    def {hook}(self):\n        pass\n"
+    active = resolve(company(one=answer.format(hook="batches")))[1].answer(DataAnswers(tmp_path))
+    with pytest.raises(PluginError, match="plugin 'one': its answer to 'batches' is None"):
+        active.hook.batches(order=None, lengths=None, ranks=1, train=None)
+    active = resolve(company(two=answer.format(hook="tokenize")))[1].answer(DataAnswers(tmp_path))
+    assert active.hook.tokenize(slices=[], work=None) == []
 
 
 class Ours:
@@ -310,14 +319,14 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
 
     class Core:
         @hookimpl
-        def cache(self):
+        def tokenize(self):
             return 1 / 0
 
     active = resolve(company(one=wrapping(body)))[1].answer(Core())
-    assert active.hook.cache(key={}, build=None) == "mended"
+    assert active.hook.tokenize(slices=[], work=None) == "mended"
     active = resolve(company(two=wrapping("return (yield)")))[1].answer(Core())
     with pytest.raises(ZeroDivisionError):
-        active.hook.cache(key={}, build=None)
+        active.hook.tokenize(slices=[], work=None)
 
 
 def test_check_hears_every_objection(company):

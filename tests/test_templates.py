@@ -7,13 +7,15 @@ import trl
 from conftest import chats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tokenizer import Rows
 
 from plugsft import DataError
-from plugsft.prepare import _mask
+from plugsft.jinja import MARKED
+from plugsft.jsonl import Held
+from plugsft.pretrained import train_tokenizer
 from plugsft.recipe import Data
-from plugsft.templates import CHATML, MARKED, Chat, render, training_template
-from plugsft.tokenizer import encode, train_tokenizer
+from plugsft.templates import CHATML, Chat, render, training_template
+from plugsft.tokenizer import encode, lighten
+from plugsft.work import mask_of
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 PAIRS = sorted(
@@ -28,7 +30,7 @@ def tokenizer():
     def texts(batch, source, wrapped):
         return render(batch, wrapped, Data(source="none"))
 
-    return train_tokenizer([Rows(chats(40))], texts, 500)
+    return train_tokenizer([Held(chats(40))], texts, 500)
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def with_template(tokenizer):
 
 
 def rendered(tokenizer, *rows, **data):
-    return render(list(rows), tokenizer, Data(source="none", **data))
+    return render(list(rows), lighten(tokenizer), Data(source="none", **data))
 
 
 def trained(tokenizer, row, **data):
@@ -192,34 +194,37 @@ def test_the_mask_is_transformers_mask(tokenizer, turns):
         for role, content in zip(("user", "assistant"), pair, strict=True)
     ]
     result = rendered(tokenizer, {"messages": messages})
-    encoded = encode(result.texts, tokenizer, result.special_tokens)
+    encoded = encode(result.texts, lighten(tokenizer), result.special_tokens)
     theirs = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     assert encoded.ids.tolist() == theirs["input_ids"]
-    assert _mask(encoded, result.spans).astype(int).tolist() == theirs["assistant_masks"]
+    assert (
+        mask_of(encoded, result.texts, result.spans).astype(int).tolist()
+        == theirs["assistant_masks"]
+    )
 
 
 def test_a_first_token_has_no_predecessor_that_could_predict_it(tokenizer):
     result = rendered(tokenizer, {"text": "owls"})
-    encoded = encode(result.texts, tokenizer, False)
-    mask = _mask(encoded, result.spans)
+    encoded = encode(result.texts, lighten(tokenizer), False)
+    mask = mask_of(encoded, result.texts, result.spans)
     assert not mask[0] and mask[1:].all()
 
 
 def test_a_last_character_of_several_tokens_is_trained_whole(tokenizer):
     text = "owls 🦉 hoot"
-    encoded = encode([text], tokenizer, False)
-    mask = _mask(encoded, [[(0, text.index("🦉") + 1)]])
+    encoded = encode([text], lighten(tokenizer), False)
+    mask = mask_of(encoded, [text], [[(0, text.index("🦉") + 1)]])
     assert tokenizer.decode(encoded.ids[: mask.sum() + 1]) == "owls 🦉"
 
 
 def test_an_empty_span_takes_nothing_away(tokenizer):
-    encoded = encode(["owls and foxes"], tokenizer, False)
-    whole = _mask(encoded, [[(0, 14)]])
-    assert not _mask(encoded, [[(6, 6)]]).any()
+    encoded = encode(["owls and foxes"], lighten(tokenizer), False)
+    whole = mask_of(encoded, ["owls and foxes"], [[(0, 14)]])
+    assert not mask_of(encoded, ["owls and foxes"], [[(6, 6)]]).any()
     for place in range(15):
-        assert (_mask(encoded, [[(0, 14), (place, place)]]) == whole).all()
+        assert (mask_of(encoded, ["owls and foxes"], [[(0, 14), (place, place)]]) == whole).all()
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -250,7 +255,7 @@ def test_trl_would_choose_the_same(with_template, name):
 def test_chats_through_trl_s_templates(with_template, name):
     template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf8")
     tokenizer = with_template(template, bos_token="<|im_start|>")
-    chat = Chat(tokenizer, Data(source="none"))
+    chat = Chat(lighten(tokenizer), Data(source="none"))
     assert chat.describe() == "trl's training variant of the chat template"
     row = {"messages": [ASK, TELL, ASK, TELL]}
     text, parts = trained(tokenizer, row)

@@ -2,10 +2,14 @@
 
 import datasets
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugsft.tokens import Examples, Tokens, digest, write_index, write_shard
+from plugsft import tokens as tokens_module
+from plugsft.digests import digest
+from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.types import Shard
 
 SEQUENCE = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=40)
 EXAMPLE = st.lists(SEQUENCE, min_size=1, max_size=3)
@@ -28,26 +32,28 @@ def pack(examples, first_row):
 
 def write(folder, shards):
     """Write shards; return the examples in order."""
-    everything, names, trained = [], [], 0
+    everything, made, trained = [], [], 0
     for number, batches in enumerate(shards):
-        packed = []
-        for batch in batches:
-            packed.append(pack(batch, len(everything)))
-            everything += batch
-        names.append(f"data-{number}.arrow")
-        trained += write_shard(folder / names[-1], packed)
+        batch = [example for examples in batches for example in examples]
+        packed = pack(batch, len(everything))
+        everything += batch
+        made.append(Shard(f"data-{number}.arrow", examples=len(batch)))
+        trained += write_shard(folder / made[-1].file, packed)
     facts = {"key": "k", "sources": [{"examples": len(everything)}]}
-    write_index(folder, names, facts)
+    write_index(folder, made, facts)
     assert trained == sum(yes for one in everything for part in one for _, yes in part)
     return everything
 
 
 @settings(max_examples=60, deadline=None)
-@given(SHARDS)
-def test_what_is_read_is_what_was_written(tmp_path_factory, shards):
+@given(SHARDS, st.booleans(), st.sampled_from([7, tokens_module.MOST]))
+def test_what_is_read_is_what_was_written(tmp_path_factory, shards, in_memory, most):
     folder = tmp_path_factory.mktemp("tokens")
-    everything = write(folder, shards)
-    tokens = Tokens(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        # A shard of many tokens is written in several batches, whose offsets start anew.
+        patch.setattr(tokens_module, "MOST", most)
+        everything = write(folder, shards)
+    tokens = Tokens(folder, in_memory)
     assert len(tokens) == len(everything)
     naive = [[pair for part in example for pair in part] for example in everything]
     assert tokens.lengths.tolist() == [len(one) for one in naive]

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from ..console import is_terminal, say
 from ..context import context_of
 from ..errors import PlugsftError, did_you_mean
-from ..tokenizer import pad_id
+from ..pretrained import pad_id
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history

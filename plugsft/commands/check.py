@@ -16,15 +16,18 @@ from .. import registry
 from ..answers import DataAnswers
 from ..console import out, say
 from ..context import check_context, load_config
+from ..contracts import mark_of
 from ..errors import DataError, PlugsftError, RecipeError
 from ..machine import free_disk, look
-from ..prepare import CURE_BAD, CURE_LONG, Work, eval_source
-from ..publish import is_published
+from ..prepare import eval_source
 from ..recipe import Data, Model, Recipe, Scratch, Source, Train
 from ..registry import Active
 from ..schedule import check_schedule
-from ..sources import Rows, open_source
-from .sample import Sample, listed, make_tokenizer, take, worker
+from ..sources import Source as Opened
+from ..sources import open_source
+from ..work import CURE_BAD, CURE_LONG, Work
+from .places import ensure_ours, leftovers, wrong_inputs
+from .sample import Sample, listed, take, worker
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""
@@ -60,7 +63,7 @@ class Findings:
                 self._line("fail", what, "see the end" if len(new) == 1 else f"{len(new)} problems")
 
     def _line(self, mark: str, what: str, text: str) -> None:
-        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{what:<11}", text))
+        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{what:<12}", text))
 
 
 def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: int | None) -> None:
@@ -74,13 +77,19 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
     with findings.about("plugins"):
         registry.check(active, recipe, machine)
         findings.ok("plugins", ", ".join(active.plugins) or "none")
-    with findings.about("model"):
-        check_context(recipe)
-        findings.ok("model", _describe(recipe))
+    wrong = wrong_inputs(recipe, path)
+    with findings.about("paths"):
+        if wrong:
+            raise RecipeError([*wrong.values()])
+        findings.ok("paths", f"relative ones begin at {Path.cwd()}")
+    if recipe.model.path not in wrong:
+        with findings.about("model"):
+            check_context(recipe)
+            findings.ok("model", _describe(recipe))
     with findings.about("schedule"):
         check_schedule(recipe.train)
         findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
-    rows, tokens = _data(findings, recipe, active)
+    rows, tokens = _data(findings, recipe, active, wrong)
     _ranks(findings, recipe.train, machine.world_size, active)
     steps = _steps(findings, recipe, rows) if rows else None
     with findings.about("output"):
@@ -93,36 +102,38 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
     say(f"ready: plugsft {shlex.join(words)}")
 
 
-def _data(findings: Findings, recipe: Recipe, active: Active) -> tuple[list[int], float]:
+def _data(
+    findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
+) -> tuple[list[int], float]:
     """Look at the sources; return the rows of each, if all can be opened, and their tokens."""
     sources = recipe.data.all_sources()
-    opened = [_open(findings, "data", source) for source in sources]
+    opened = [_open(findings, "data", one) for one in sources if one.source not in wrong]
     rows = [one for one in opened if one is not None]
-    complete = len(rows) == len(opened)
+    complete = len(rows) == len(sources)
+    model = recipe.model
+    known = not {*wrong} & {model.tokenizer or model.path, model.chat_template}
     tokens = 0.0
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
-        work = worker(recipe, active, sources, Path(folder))
-        work.rows = rows
-        has_tokenizer = complete and _tokenizer(findings, recipe.model, work)
-        for number in range(len(sources)) if has_tokenizer else ():
+        work = _work(findings, recipe, active, rows, Path(folder)) if complete and known else None
+        for number in range(len(sources)) if work else ():
             with findings.about("rows"):
-                sample = take(work, number, 0, ROWS)
+                sample = take(work, rows, number, 0, ROWS)
                 tokens += sample.shard.tokens / len(sample.rows) * len(rows[number])
                 _rows(findings, recipe.data, sources[number].source, sample)
-        if recipe.eval is not None:
+        if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
                 held_out = eval_source(recipe)
                 if held_out in [one.model_copy(update={"weight": 1.0}) for one in sources]:
                     findings.warn("eval", "measures the loss on the very rows that are trained on")
-                elif (found := _open(findings, "eval", held_out)) is not None and has_tokenizer:
-                    work.sources, work.rows = [held_out], [found]
-                    sample = take(work, 0, 0, ROWS)
+                elif (found := _open(findings, "eval", held_out)) is not None and work:
+                    work.sources = [held_out]
+                    sample = take(work, [found], 0, 0, ROWS)
                     tokens += sample.shard.tokens / len(sample.rows) * len(found)
                     _rows(findings, recipe.data, held_out.source, sample)
     return [len(one) for one in rows] if complete else [], tokens
 
 
-def _open(findings: Findings, what: str, source: Source) -> Rows | None:
+def _open(findings: Findings, what: str, source: Source) -> Opened | None:
     with findings.about(what):
         rows = open_source(source)
         findings.ok(what, f"{source.source} ({source.split}): {len(rows):,} rows")
@@ -130,20 +141,21 @@ def _open(findings: Findings, what: str, source: Source) -> Rows | None:
     return None
 
 
-def _tokenizer(findings: Findings, model: Model, work: Work) -> bool:
+def _work(
+    findings: Findings, recipe: Recipe, active: Active, rows: list[Opened], folder: Path
+) -> Work | None:
     with findings.about("tokenizer"):
-        make_tokenizer(work, ROWS)
-        tokenizer = work.tokenizer
-        where = model.tokenizer or model.path
-        template = "with" if tokenizer.chat_template else "without"
+        work = worker(recipe, active, rows, folder, ROWS)
+        where = recipe.model.tokenizer or recipe.model.path
+        template = "with" if work.tokenizer.chat_template else "without"
         findings.ok(
             "tokenizer",
-            f"{where}: {len(tokenizer):,} entries, {template} a chat template"
+            f"{where}: {len(work.tokenizer):,} entries, {template} a chat template"
             if where
             else "a new one will be trained on the data, with a ChatML template",
         )
-        return True
-    return False
+        return work
+    return None
 
 
 def _rows(findings: Findings, data: Data, source: str, sample: Sample) -> None:
@@ -180,9 +192,11 @@ def _rows(findings: Findings, data: Data, source: str, sample: Sample) -> None:
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:
     """Say how a window is dealt to the ranks."""
     word = "rank" if ranks == 1 else "ranks"
-    if other := [name for name in active.plugins if active.implements(name, ["batches"])]:
+    others = {name: mark_of(type(one), "batches") for name, one in active.plugins.items()}
+    if other := [name for name, mark in others.items() if mark and not mark["wrapper"]]:
         findings.ok("ranks", f"{ranks} {word}; windows are laid out by {', '.join(other)}")
         return
+    again = "".join(f", dealt again by {name}" for name, mark in others.items() if mark)
     size, micro = train.batch_size, train.micro_batch
     steps, idle = -(-size // (ranks * micro)), ranks + (-size // micro)
     if idle > 0:
@@ -200,7 +214,7 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
     full = "" if size % (ranks * micro) == 0 else ", though not all of them full"
     findings.ok(
         "ranks",
-        f"{ranks} {word}, a window of {size} examples: {steps} x {min(micro, size)} on each{full}",
+        f"{ranks} {word}, a window of {size} examples: {steps} x {min(micro, size)} on each{full}{again}",
     )
 
 
@@ -212,6 +226,7 @@ def _steps(findings: Findings, recipe: Recipe, rows: list[int]) -> int:
     per_epoch = max(1, -(-examples // train.batch_size))
     steps = train.steps or train.epochs * per_epoch
     findings.ok("steps", f"{steps:,}, {per_epoch:,} an epoch of {examples:,} examples")
+    findings.ok("checkpoints", recipe.checkpoint.describe(steps))
     warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
     if warmup >= steps:
         findings.warn(
@@ -232,9 +247,9 @@ def _output(findings: Findings, recipe: Recipe) -> None:
         raise RecipeError(f"output: {there} is a file; give another folder")
     if not os.access(there, os.W_OK):
         raise RecipeError(f"output: {there} cannot be written to; give another folder")
-    left = is_published(folder / "model") or any(folder.glob("checkpoints/step-*"))
-    if left:
-        findings.warn("output", f"{recipe.output} holds a run: train with --resume or --overwrite")
+    ensure_ours(recipe.folder)
+    if left := leftovers(recipe.folder):
+        findings.warn("output", f"{recipe.output} holds {left}")
     else:
         findings.ok("output", recipe.output)
 
@@ -243,27 +258,56 @@ def _disk(
     findings: Findings, recipe: Recipe, active: Active, tokens: float, steps: int | None
 ) -> None:
     """Compare what the run will write with the free space."""
-    free, weights = free_disk(recipe.folder.absolute()), _weights(recipe.model)
-    if weights is None:
+    every = recipe.checkpoint.interval(steps or 1)
+    written = -(-(steps or 1) // every) if every else 1
+    # The oldest goes once a new one is complete.
+    need = _need(recipe, min(written, recipe.checkpoint.keep + 1))
+    free = free_disk(recipe.folder.absolute()) + _taken(recipe)
+    if need is None:
         findings.warn(
             "disk", f"{_size(free)} free; the model's size is known once it is downloaded"
         )
         return
-    every = recipe.checkpoint.every
-    written = -(-(steps or 1) // every) if every else 1
-    # AdamW's two moments stand beside the weights; the oldest goes once a new one is complete.
-    checkpoints = (min(written, recipe.checkpoint.keep + 1)) * 3 * weights
-    need = weights + checkpoints + tokens * TOKEN_BYTES
+    need += tokens * TOKEN_BYTES
     text = f"about {_size(need)} needed, {_size(free)} free"
     if need < free:
         findings.ok("disk", text)
         return
     cure = "lower checkpoint.keep, or give another output"
-    # A plugin may train a part of the weights only, and so write far less.
-    if any(active.implements(name, ["optimize_model", "optimizer"]) for name in active.plugins):
+    if _may_shrink(active):
         findings.warn("disk", f"{text}, unless a plugin makes it less; {cure}")
     else:
         raise RecipeError(f"output: {text}; {cure}")
+
+
+def ensure_room(recipe: Recipe, active: Active, overwrite: bool) -> None:
+    """Refuse a disk without room for the first checkpoint and the model, where it can be known."""
+    free = free_disk(recipe.folder.absolute()) + (_taken(recipe) if overwrite else 0)
+    need = _need(recipe, 1)
+    if need is not None and need > free and not _may_shrink(active):
+        raise RecipeError(
+            f"output: the first checkpoint and the model need about {_size(need)}, and "
+            f"{_size(free)} are free; free some, or give another folder (output=...)"
+        )
+
+
+def _need(recipe: Recipe, checkpoints: int) -> int | None:
+    """Return the bytes of a run's model and checkpoints, if the model's size is known."""
+    weights = _weights(recipe.model)
+    # AdamW's two moments stand beside the weights.
+    return weights and weights + checkpoints * 3 * weights
+
+
+def _taken(recipe: Recipe) -> int:
+    """Return the bytes of an earlier run's results, which go when a new one begins."""
+    found = [recipe.folder.glob(f"{name}/**/*") for name in ("checkpoints", "model")]
+    return sum(path.stat().st_size for paths in found for path in paths if path.is_file())
+
+
+def _may_shrink(active: Active) -> bool:
+    """Tell whether a plugin may train a part of the weights only, and so write far less."""
+    hooks = ["optimize_model", "optimizer"]
+    return any(active.implements(name, hooks) for name in active.plugins)
 
 
 def _describe(recipe: Recipe) -> str:

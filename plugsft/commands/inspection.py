@@ -15,9 +15,10 @@ from ..answers import DataAnswers
 from ..console import is_terminal, out, say
 from ..errors import DataError
 from ..machine import look
-from ..prepare import Work
+from ..sources import Source, open_source
 from ..types import Ints
-from .sample import listed, make_tokenizer, take, worker
+from ..work import Work
+from .sample import listed, take, worker
 
 SAMPLE = 1_000
 BINS = 12
@@ -34,22 +35,21 @@ def inspect(
     recipe, active = registry.load(path, overrides, without)
     active.answer(DataAnswers(recipe.folder))
     registry.check(active, recipe, look())
-    sources = recipe.data.all_sources()
+    opened = [open_source(source) for source in recipe.data.all_sources()]
     with TemporaryDirectory(prefix="plugsft-inspect-") as folder:
-        work = worker(recipe, active, sources, Path(folder))
-        make_tokenizer(work)
+        work = worker(recipe, active, opened, Path(folder))
         if rows:
             how = "are green" if is_terminal() else "stand in [[ ]], and a · ends each token"
             say(f"trained tokens {how}\n")
-        for number in range(len(sources)):
+        for number in range(len(opened)):
             if rows:
-                _show(work, number, first, rows)
-            _measure(work, number)
+                _show(work, opened, number, first, rows)
+            _measure(work, opened, number)
 
 
-def _show(work: Work, source: int, first: int, rows: int) -> None:
+def _show(work: Work, opened: list[Source], source: int, first: int, rows: int) -> None:
     try:
-        sample = take(work, source, first, first + rows)
+        sample = take(work, opened, source, first, first + rows)
     except DataError as error:
         say(f"{error}\n")
         return
@@ -106,11 +106,11 @@ def _mark(found: list[tuple[int, str]], trained: NDArray[np.bool_]) -> Text:
     return Text(marked + ("]]" if inside else ""))
 
 
-def _measure(work: Work, source: int) -> None:
+def _measure(work: Work, opened: list[Source], source: int) -> None:
     """Say what the first rows of a source are like."""
-    sample = take(work, source, 0, SAMPLE)
-    shard, tokens, data = sample.shard, sample.tokens, work.recipe.data
-    rows = len(work.rows[source])
+    sample = take(work, opened, source, 0, SAMPLE)
+    shard, tokens, data = sample.shard, sample.tokens, work.data
+    rows = len(opened[source])
     title = f"{work.sources[source].source}: the first {len(sample.rows):,} of {rows:,} rows"
     out.print(Text(title, "bold"))
     if shard.examples:

@@ -5,13 +5,15 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from ..errors import DataError
-from ..prepare import Work
-from ..recipe import Recipe, Source
+from ..prepare import makers, renderer
+from ..pretrained import load_tokenizer, train_tokenizer
+from ..recipe import Recipe
 from ..registry import Active
-from ..sources import Rows
-from ..tokenizer import train_tokenizer
+from ..sources import Source as Opened
+from ..tokenizer import lighten
 from ..tokens import Tokens, write_index
-from ..types import Row, Shard, Slice
+from ..types import Shard, Slice
+from ..work import Work
 
 
 @dataclass
@@ -23,26 +25,26 @@ class Sample:
     tokens: Tokens
 
 
-def worker(recipe: Recipe, active: Active, sources: list[Source], folder: Path) -> Work:
-    """Return what prepares rows, made to count the rows at which preparing would stop."""
+def worker(
+    recipe: Recipe, active: Active, opened: list[Opened], folder: Path, most: int | None = None
+) -> Work:
+    """Return what prepares rows, made to count the rows at which preparing would stop.
+
+    The tokenizer of a model from scratch is trained, if only on the first rows of each source.
+    """
     keep = "drop" if recipe.data.too_long == "error" else recipe.data.too_long
     data = recipe.data.model_copy(update={"on_bad_row": "drop", "too_long": keep})
-    lenient = recipe.model_copy(update={"data": data})
-    return Work(lenient, sources, folder / "tokenizer", folder, _hook=active.hook)
-
-
-def make_tokenizer(work: Work, most: int | None = None) -> None:
-    """Train the tokenizer of a model from scratch, if only on the first rows of each source."""
-    model = work.recipe.model
+    model = recipe.model
     if model.scratch is not None and not model.tokenizer:
-        rows: list[Rows] = [_Head(one, most) for one in work.rows]
-        trained = train_tokenizer(rows, work.render, model.scratch.vocab)
-        trained.save_pretrained(work.tokenizer_folder)
+        rows = [one.part(0, len(one) if most is None else min(most, len(one))) for one in opened]
+        train_tokenizer(rows, renderer(recipe, active), model.scratch.vocab).save_pretrained(folder)
+    tokenizer = lighten(load_tokenizer(model, folder))
+    return Work(data, data.all_sources(), tokenizer, folder, makers(active), _hook=active.hook)
 
 
-def take(work: Work, source: int, start: int, stop: int) -> Sample:
+def take(work: Work, opened: list[Opened], source: int, start: int, stop: int) -> Sample:
     """Render, encode and mask some rows of a source."""
-    name, count = work.sources[source].source, len(work.rows[source])
+    name, count = work.sources[source].source, len(opened[source])
     rows = range(count)[start:stop]
     if not rows:
         raise DataError(
@@ -50,8 +52,9 @@ def take(work: Work, source: int, start: int, stop: int) -> Sample:
         )
     base, work.folder = work.folder, Path(mkdtemp(dir=work.folder))
     try:
-        shard = work(Slice(source, rows.start, rows.stop))
-        write_index(work.folder, [shard.file], {"key": ""})
+        part = opened[source].part(rows.start, rows.stop)
+        shard = work(Slice(source, rows.start, rows.stop, part))
+        write_index(work.folder, [shard], {"key": ""})
         return Sample(rows, shard, Tokens(work.folder))
     finally:
         work.folder = base
@@ -61,20 +64,3 @@ def listed(rows: list[int]) -> str:
     """Name some rows: "3 (rows 1, 5, 7)"."""
     shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
     return f"{len(rows):,} ({'row' if len(rows) == 1 else 'rows'} {shown})"
-
-
-class _Head:
-    """The first rows of a source."""
-
-    def __init__(self, rows: Rows, most: int | None) -> None:
-        self._rows, self._count = rows, len(rows) if most is None else min(most, len(rows))
-
-    @property
-    def identity(self) -> dict[str, str]:
-        return self._rows.identity
-
-    def __len__(self) -> int:
-        return self._count
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        return self._rows.read(start, min(stop, self._count))

@@ -1,0 +1,208 @@
+"""Render and tokenize in several processes, each with a tokenizer and slices of its own."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, Pipe
+from queue import SimpleQueue
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from plugsft import (
+    PluginError,
+    PlugsftError,
+    Shard,
+    Slice,
+    Work,
+    hookimpl,
+    look,
+    plugin,
+    state,
+    tokenizing,
+)
+
+MEMORY = 1 << 30
+"""Bytes granted to each worker; it takes about half of that, however large the data."""
+SLICES = 2
+"""Slices that a worker must have to do; for fewer it is not worth its start."""
+START = "from plugsft.plugins.multiprocess_tokenize import serve; serve({})"
+# A process per core: an engine that started as many threads again would only be in the way.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@plugin()
+class MultiprocessTokenize:
+    """Render and tokenize in several processes, each with a tokenizer and slices of its own.
+
+    Nothing but the names and counts of finished shards comes back from them. Small data is done in
+    this process, without a pool.
+    """
+
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Processes; auto takes the cores that the container grants, and one for each GiB of memory."""
+
+    used: int = state(0)
+
+    @hookimpl
+    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard] | None:
+        """Hand slices out as workers get free."""
+        self.used = self.processes(len(slices))
+        if self.used == 1:
+            return None
+        with pool(self.used, work) as idle, ThreadPoolExecutor(self.used) as threads:
+
+            def run(part: Slice) -> Shard:
+                worker = idle.get()
+                try:
+                    return worker.do(part, work)
+                finally:
+                    idle.put(worker)
+
+            futures = [threads.submit(run, part) for part in slices]
+            try:
+                with tokenizing(slices) as advance:
+                    for future in as_completed(futures):
+                        advance(future.result())
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+            return [future.result() for future in futures]
+
+    def processes(self, slices: int) -> int:
+        """Return how many processes to use for so many slices."""
+        if self.workers != "auto":
+            return min(self.workers, slices) or 1
+        machine = look()
+        return max(1, min(machine.cores, machine.memory // MEMORY, slices // SLICES))
+
+    @hookimpl
+    def verdict(self) -> str:
+        """Say how many processes there were."""
+        if not self.used:
+            return "nothing to tokenize"
+        return f"{self.used} processes" if self.used > 1 else "one process: there was little to do"
+
+
+class Worker:
+    """A process that works on one slice at a time."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
+        environment = (
+            os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        )
+        # In a group of its own: ctrl-C is ours to hear, and we end it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", START.format(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            process_group=0,
+        )
+        theirs.close()
+
+    def teach(self, work: Work) -> None:
+        """Tell it what is to be done."""
+        with suppress(OSError):
+            # One that died at once says so with its first slice.
+            self._pipe.send(work)
+
+    def do(self, part: Slice, work: Work) -> Shard:
+        """Have a slice done; raise what it raised there."""
+        where = work.where(part)
+        try:
+            self._pipe.send(part)
+            shard, error, trace = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            code = self._process.wait()
+            raise PluginError(
+                f"{where}: the worker process ended ({_ending(code)}). "
+                "Try fewer with plugins.multiprocess_tokenize.workers"
+            ) from error
+        if error is not None:
+            if not isinstance(error, PlugsftError):
+                error.add_note(f"in a worker process, at {where}:\n{trace}")
+            raise error
+        assert isinstance(shard, Shard)
+        return shard
+
+    def end(self, now: bool) -> None:
+        """End it; if not now, then where it finds that no slice comes any more."""
+        if now:
+            self._process.kill()
+        else:
+            self._pipe.close()
+        self._process.wait()
+
+
+@contextmanager
+def pool(count: int, work: Work) -> Iterator[SimpleQueue[Worker]]:
+    """Give so many workers, to be taken when free and put back."""
+    # One after the other takes a moment; they load side by side.
+    workers = [Worker() for _ in range(count)]
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    failed = True
+    try:
+        for worker in workers:
+            worker.teach(work)
+            idle.put(worker)
+        yield idle
+        failed = False
+    finally:
+        for worker in workers:
+            worker.end(now=failed)
+
+
+def _ending(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "killed, most often for want of memory"
+    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def serve(pipe: int) -> None:
+    """Do slice after slice, in a worker process, until none comes any more."""
+    ours = Connection(pipe)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        work = ours.recv()
+        while True:
+            part = ours.recv()
+            answer: tuple[Shard | None, Exception | None, str]
+            try:
+                answer = work(part), None, ""
+            except Exception as error:  # whatever a plugin raises: the main process ends the run
+                answer = None, *_told(_narrowed(error, work, part))
+            ours.send(answer)
+
+
+def _narrowed(error: Exception, work: Work, part: Slice) -> Exception:
+    """Find the row that raises, where a slice does not say it."""
+    if isinstance(error, PlugsftError):
+        return error
+    for row in range(part.start, part.stop):
+        place = row - part.start
+        try:
+            work(Slice(part.source, row, row + 1, part.rows.part(place, place + 1)))
+        except Exception as found:
+            found.add_note(f"it was row {row:,}")
+            return found
+    return error
+
+
+def _told(error: Exception) -> tuple[Exception, str]:
+    """Return an error that travels, with its story."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}"), trace
+    return error, trace

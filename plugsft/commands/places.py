@@ -1,0 +1,168 @@
+"""The places that a recipe names: what it reads, and the folder that it writes."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..console import say
+from ..errors import RecipeError, did_you_mean
+from ..publish import is_published, writing
+from ..recipe import Recipe
+from ..report import read_metrics
+
+FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
+"""What a run writes, besides checkpoints/ and model/."""
+ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
+"""By these a name is known to be a file's, not one on the hub."""
+LOCK = ".lock"
+
+
+def ensure_inputs(recipe: Recipe, path: Path) -> None:
+    """Refuse a recipe (the file `path`) that reads from places where nothing can be read."""
+    if found := wrong_inputs(recipe, path):
+        raise RecipeError([*found.values()])
+
+
+def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
+    """Return what is wrong with the files and folders that a recipe reads, by their names."""
+    results = [(recipe.folder / name).resolve() for name in ("checkpoints", "model", *FILES)]
+    wrong = {}
+    for key, name in _inputs(recipe):
+        place = Path(name)
+        if any(place.resolve().is_relative_to(result) for result in results):
+            wrong[name] = (
+                f"{key}: {name} is a result in this recipe's own output, which a new run removes; "
+                "give another output"
+            )
+        elif (place / "run.json").is_file() and (place / "model/config.json").is_file():
+            if key in ("model.path", "model.tokenizer"):
+                wrong[name] = f"{key}: {name} is a run's folder; its model is {place / 'model'}"
+        elif not place.exists() and _is_path(key, name, recipe):
+            wrong[name] = f"{key}: {name}: no such file or folder{_instead(place, path)}"
+            if key == "model.path" and name.count("/") == 1 and name[0] not in "./":
+                wrong[name] += '; for the one on the hub, set model.revision = "main"'
+    return wrong
+
+
+def near(place: Path) -> str:
+    """Return "; did you mean 'x'?" for the name nearest to the first one that is missing."""
+    while not place.parent.exists():
+        place = place.parent
+    return did_you_mean(place.name, (path.name for path in place.parent.glob("*")))
+
+
+def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    model, data = recipe.model, recipe.data
+    places = {
+        "model.path": model.path,
+        "model.tokenizer": model.tokenizer,
+        "model.chat_template": model.chat_template,
+        "data.source": data.source,
+        "eval.source": recipe.eval and recipe.eval.source,
+        **{f"data.sources.{n}.source": one.source for n, one in enumerate(data.sources or ())},
+    }
+    return ((key, name) for key, name in places.items() if name)
+
+
+def _is_path(key: str, name: str, recipe: Recipe) -> bool:
+    """Tell whether a name means a file or folder: one on the hub has one slash at most."""
+    if name.startswith((".", "/")) or name.count("/") > 1 or name.endswith(ENDINGS):
+        return True
+    if key == "model.path":
+        return "/" in name and Path(name).parts[0] in os.listdir() and not recipe.model.revision
+    return key == "model.chat_template"
+
+
+def _instead(place: Path, recipe: Path) -> str:
+    """Say what may be meant, and where a relative path was looked for."""
+    home = recipe.absolute().parent
+    if place.is_absolute() or home == Path.cwd():
+        return near(place)
+    hint = f"; did you mean '{home / place}'?" if (home / place).exists() else near(place)
+    return f" in {Path.cwd()}, where relative paths begin{hint}"
+
+
+@contextmanager
+def alone(recipe: Recipe) -> Iterator[None]:
+    """Hold the output folder: a second run that writes into it would spoil both."""
+    with writing(recipe.folder):
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        lock = (recipe.folder / LOCK).open("a")
+    with lock:
+        try:
+            # The system lets go of it when we end, however we end.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecipeError(
+                f"output: another run is writing into {recipe.output}; wait for its end, or give "
+                "another folder (output=...)"
+            ) from None
+        except OSError:
+            say(f"warning: {recipe.output} is on a file system without locks; keep other runs out")
+        try:
+            yield
+        finally:
+            if os.listdir(recipe.folder) == [LOCK]:
+                # The recipe was refused: nothing stays behind.
+                shutil.rmtree(recipe.folder)
+
+
+def is_held(folder: Path) -> bool:
+    """Tell whether a run writes into an output folder right now."""
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # no run has held it, or the file system has no locks
+    return False
+
+
+def ensure_ours(folder: Path) -> None:
+    """Refuse an output where something else stands in the places of a run's results."""
+    kept = folder / "checkpoints"
+    listed = [path for path in kept.glob("*") if not path.name.startswith(".")]
+    whole = [path for path in (folder / "model", *listed) if is_published(path)]
+    others = [path for path in (folder / "model", *listed) if path.exists() and path not in whole]
+    others += [kept] if kept.is_file() else []
+    if not whole and "format" not in read_run(folder):
+        others += [folder / name for name in FILES if (folder / name).exists()]
+    if others:
+        raise RecipeError(
+            f"output: {', '.join(map(str, others))} {'were' if others[1:] else 'was'} not written "
+            "by plugsft, and a run would replace it; move it away, or give another folder "
+            "(output=...)"
+        )
+
+
+def leftovers(folder: Path) -> str:
+    """Say what an earlier run left that a new one would remove, and the cure."""
+    kept = sorted(path for path in folder.glob("checkpoints/step-*") if is_published(path))
+    steps = len([line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
+    anew = "start anew with --overwrite, or give another folder (output=...)"
+    if is_published(folder / "model"):
+        return (
+            f"a finished run: {anew}. To train its model on, set model.path = "
+            f'"{folder / "model"}" and another output'
+        )
+    if kept:
+        return f"checkpoints up to {kept[-1].name}: go on with --resume, {anew}"
+    return f"{steps:,} steps of a run that left no checkpoint: {anew}" if steps else ""
+
+
+def is_finished(folder: Path) -> bool:
+    """Tell whether the run in an output folder came to its end."""
+    return is_published(folder / "model") and read_run(folder).get("status") == "finished"
+
+
+def read_run(folder: Path) -> dict[str, object]:
+    """Return a run's run.json; nothing, where there is none."""
+    try:
+        return dict(json.loads((folder / "run.json").read_text(encoding="utf8")))
+    except (OSError, ValueError, TypeError):
+        return {}

@@ -1,0 +1,99 @@
+"""The whole tokenizer: loaded by transformers, or trained on the recipe's data."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .errors import RecipeError
+from .recipe import Model
+from .templates import CHATML
+from .tokenizer import Tokenizer, lighten
+from .types import Rendered, Row, Rows
+
+Render = Callable[[list[Row], int, Tokenizer], Rendered]
+"""Rows, the number of their source, a tokenizer -> text."""
+PAD, END = "<|pad|>", "<|im_end|>"
+SPECIAL = [PAD, "<|im_start|>", END]
+
+
+def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
+    """Load a recipe's tokenizer; `folder` holds the one of a model made from scratch."""
+    where = model.tokenizer or model.path or str(folder)
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.revision and not model.tokenizer:
+        options["revision"] = model.revision
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    except Exception as error:  # transformers raises whatever its readers and the hub raise
+        first = str(error).strip().partition("\n")[0]
+        raise RecipeError(
+            f"model.{'tokenizer' if model.tokenizer else 'path'}: no tokenizer could be loaded "
+            f"from '{where}': {type(error).__name__}: {first}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise RecipeError(
+            f"model.tokenizer: '{where}' gives a slow tokenizer ({type(tokenizer).__name__}), "
+            "which cannot tell where its tokens end; plugsft needs one with a tokenizer.json"
+        )
+    # Some tokenizer files cut or fill what they encode; transformers undoes this at each call.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    if model.chat_template:
+        tokenizer.chat_template = read_template(model.chat_template)
+    return tokenizer
+
+
+def read_template(name: str) -> str:
+    """Read a chat template's file."""
+    try:
+        return Path(name).read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"model.chat_template: '{name}' cannot be read ({error})") from error
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return what fills a row's end.
+
+    Any token will do: masks come from the lengths of examples, never from looking for this one,
+    so that a real end-of-text token is trained and seen even where it doubles as padding.
+    """
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(candidate) for candidate in candidates if candidate is not None)
+
+
+def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with a chat template on the text of the recipe's data."""
+    plain = lighten(_wrap(tokenizers.Tokenizer(models.BPE())))
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_texts(sources, render, plain), trainer)
+    return _wrap(bpe)
+
+
+def _wrap(tokenizer: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped upstream
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD
+    )
+    wrapped.chat_template = CHATML.read_text(encoding="utf8")
+    return wrapped
+
+
+def _texts(sources: Sequence[Rows], render: Render, tokenizer: Tokenizer) -> Iterator[list[str]]:
+    for number, rows in enumerate(sources):
+        for start in range(0, len(rows), 1000):
+            batch = [row for row in rows.read(start, start + 1000) if row is not None]
+            for text in render(batch, number, tokenizer).texts if batch else []:
+                for marker in SPECIAL:
+                    text = text.replace(marker, "")
+                yield [text]

@@ -1,0 +1,225 @@
+"""What is done to a slice of a source: rendered, encoded, masked, written. Needs no torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .answers import DataAnswers
+from .digests import file_digest
+from .errors import DataError
+from .hooks import Hooks
+from .publish import write_text
+from .recipe import Data, Source
+from .registry import rebuild
+from .tokenizer import Tokenizer, char_places
+from .tokens import Examples, write_shard
+from .types import Encoded, Rendered, Row, Shard, Slice, Span
+
+CURE_BAD = '. Mend them (the first row is 0), or set data.on_bad_row = "drop"'
+CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
+
+
+@dataclass
+class Work:
+    """What is done to a slice. Travels to other processes as options and names of plugins."""
+
+    data: Data
+    sources: list[Source]
+    tokenizer: Tokenizer
+    folder: Path
+    plugins: Mapping[str, dict[str, Any]]
+    """Those that render or encode, with their options."""
+    _hook: Hooks | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("data", "sources", "tokenizer", "folder", "plugins")
+        return {"_hook": None} | {name: vars(self)[name] for name in kept}
+
+    @cached_property
+    def hook(self) -> Hooks:
+        """The hooks: of this run, or in another process, made again from the options."""
+        return self._hook or rebuild(self.plugins).answer(DataAnswers(self.folder)).hook
+
+    def __call__(self, part: Slice) -> Shard:
+        """Render, encode and mask a slice, and write it as one shard."""
+        shard = Shard(
+            f"data-{part.source:02d}-{part.start:012d}.arrow",
+            source=part.source,
+            rows=part.stop - part.start,
+        )
+        examples = self._examples(part, shard)
+        if shard.bad and self.data.on_bad_row == "error":
+            raise DataError(complain(shard.bad, self.where(part)) + CURE_BAD)
+        longer = {f"longer than {self.data.max_length} tokens": shard.too_long}
+        if shard.too_long and self.data.too_long == "error":
+            raise DataError(complain(longer, self.where(part)) + CURE_LONG)
+        shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
+        path = self.folder / shard.file
+        shard.trained = write_shard(path, examples)
+        shard.stamp = [path.stat().st_size, file_digest(path)]
+        # Written last: a shard that has it is whole, and need not be made again after a kill.
+        write_text(path.with_suffix(".json"), json.dumps(asdict(shard)))
+        return shard
+
+    def where(self, part: Slice) -> str:
+        """Name a slice: its source and rows."""
+        one = self.sources[part.source]
+        split = "" if one.split == "train" else f" (split {one.split})"
+        return f"{one.source}{split}, rows {part.start:,} to {part.stop - 1:,}"
+
+    def finished(self, part: Slice) -> Shard | None:
+        """Return the shard of a slice that a killed build left behind, if it is whole."""
+        path = self.folder / f"data-{part.source:02d}-{part.start:012d}.arrow"
+        try:
+            shard = Shard(**json.loads(path.with_suffix(".json").read_text()))
+            whole = shard.stamp == [path.stat().st_size, file_digest(path)]
+        except (OSError, ValueError, TypeError):
+            return None
+        return shard if whole and shard.rows == part.stop - part.start else None
+
+    def _examples(self, part: Slice, shard: Shard) -> Examples:
+        read = part.rows.read(0, part.stop - part.start)
+        numbers = [part.start + number for number, row in enumerate(read) if row is not None]
+        rows: list[Row] = [row for row in read if row is not None]
+        if len(rows) < len(read):
+            shard.bad["no JSON object"] = [
+                part.start + number for number, row in enumerate(read) if row is None
+            ]
+        source = self.sources[part.source].source
+        rendered = render(self.hook, self.data, source, rows, self.tokenizer)
+        shard.mask = rendered.mask
+        for number, reason in rendered.bad.items():
+            shard.bad.setdefault(reason, []).append(numbers[number])
+        encoded = self.hook.encode(
+            texts=rendered.texts,
+            tokenizer=self.tokenizer,
+            special_tokens=rendered.special_tokens,
+        )
+        shard.engines = encoded.engines
+        return _cut(encoded, rendered, np.array(numbers, np.int64), self.data, shard)
+
+
+def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tokenizer) -> Rendered:
+    """Render rows, or say which columns nobody knows."""
+    if not rows:
+        return Rendered()
+    rendered = hook.render(rows=rows, tokenizer=tokenizer, data=data)
+    if rendered is None:
+        columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
+        raise DataError(
+            f"{source}: no format has these columns: {columns}. Known are "
+            "messages; prompt and completion; text. Name yours in [data.columns], for "
+            'instance messages = "conversation", or add a plugin that renders them'
+        )
+    return rendered
+
+
+def complain(bad: dict[str, list[int]], where: str) -> str:
+    """Say which rows are bad and why, the most frequent reason first."""
+    count = sum(map(len, bad.values()))
+    reasons = "; ".join(
+        f"{reason}: {len(found)} ({'row' if len(found) == 1 else 'rows'} "
+        f"{', '.join(map(str, found[:5]))}{', ...' if len(found) > 5 else ''})"
+        for reason, found in sorted(bad.items(), key=lambda item: -len(item[1]))
+    )
+    return f"{where}: {count:,} bad: {reasons}"
+
+
+def _cut(
+    encoded: Encoded, rendered: Rendered, numbers: NDArray[np.int64], data: Data, shard: Shard
+) -> Examples:
+    """Mask the trained tokens, and treat examples that are too long.
+
+    A row may have several texts, which follow each other; what becomes of one becomes of all.
+    """
+    mask = mask_of(encoded, rendered.texts, rendered.spans)
+    rows, pieces = np.unique(np.array(rendered.rows, np.int64), return_counts=True)
+    first = np.concatenate([[0], np.cumsum(pieces)])[:-1].astype(np.int64)
+    counts = np.minimum(encoded.counts, data.max_length)
+    kept = _starts_with(counts, encoded.counts)
+    cut = _any(counts < encoded.counts, first)
+    trained = _any(_sums(mask & kept, encoded.counts) > 0, first)
+    good = trained if data.too_long == "truncate" else trained & ~cut
+    if cut.any() or not trained.all():
+        _report(shard, numbers[rows], cut, trained, data)
+    texts = np.repeat(good, pieces)
+    keep = kept & np.repeat(texts, encoded.counts)
+    return Examples(
+        ids=encoded.ids[keep],
+        mask=mask[keep],
+        counts=counts[texts],
+        pieces=pieces[good].astype(np.int64),
+        rows=numbers[rows][good],
+    )
+
+
+def _report(
+    shard: Shard,
+    rows: NDArray[np.int64],
+    cut: NDArray[np.bool_],
+    trained: NDArray[np.bool_],
+    data: Data,
+) -> None:
+    """Note the rows that were cut, left out, or have nothing to train on."""
+    leave = data.too_long != "truncate"
+    shard.too_long += rows[cut].tolist() if leave else []
+    shard.truncated += [] if leave else rows[cut & trained].tolist()
+    for found, note in (
+        (~trained & ~cut, ""),
+        (~trained & cut & (not leave), f" among the first {data.max_length}"),
+    ):
+        if found.any():
+            shard.bad.setdefault(f"no trained token{note}", []).extend(rows[found].tolist())
+
+
+def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> NDArray[np.bool_]:
+    """Mark the tokens that spans of characters touch; the first of a text has no predecessor."""
+    wanted = [(number, a, b) for number, row in enumerate(spans) for a, b in row if b > a]
+    owners, starts, stops = np.array(wanted, np.int64).reshape(-1, 3).T
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+    shift = (np.cumsum(sizes) - sizes)[owners]
+    places = char_places("".join(texts))
+    ends, limits = encoded.ends, np.cumsum(encoded.counts)
+    first = np.searchsorted(ends, places[starts + shift], "right")
+    # Several tokens may share the last character, as bytes of it; and an end-of-text token that
+    # the tokenizer adds has no character of its own.
+    until = places[stops + shift]
+    last = np.maximum(
+        np.searchsorted(ends, until, "left") + 1, np.searchsorted(ends, until, "right")
+    )
+    last = np.minimum(last, limits[owners])
+    change = np.zeros(len(ends) + 1, np.int32)
+    np.add.at(change, first, 1)
+    np.add.at(change, last, -1)
+    mask: NDArray[np.bool_] = np.cumsum(change)[:-1] > 0
+    mask[(limits - encoded.counts)[encoded.counts > 0]] = False
+    return mask
+
+
+def _starts_with(kept: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Mark the first `kept` of each text's tokens."""
+    if np.array_equal(kept, counts):
+        return np.ones(int(counts.sum()), np.bool_)
+    place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return place < np.repeat(kept, counts)
+
+
+def _sums(values: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count the true values of each text."""
+    summed: NDArray[np.int64] = np.concatenate([[0], np.cumsum(values)])
+    stops = np.cumsum(counts)
+    result: NDArray[np.int64] = summed[stops] - summed[stops - counts]
+    return result
+
+
+def _any(values: NDArray[np.bool_], first: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell of each row whether any of its texts is true."""
+    if not len(first):
+        return np.zeros(0, np.bool_)
+    return np.logical_or.reduceat(values, first)

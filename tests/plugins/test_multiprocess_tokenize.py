@@ -1,0 +1,238 @@
+"""multiprocess_tokenize: the same bytes from any number of processes, and no end that hangs."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import chats, run_plugsft, start_plugsft, tiny_tables, write_jsonl, write_recipe
+from making import activate, install
+
+from plugsft import DataError, PluginError, prepare, sources, testing
+from plugsft.answers import DataAnswers
+from plugsft.plugins import multiprocess_tokenize
+from plugsft.plugins.multiprocess_tokenize import MultiprocessTokenize
+from plugsft.registry import resolve
+
+MINE = multiprocess_tokenize.__name__
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Give `run(rows, workers, plugins)`: prepares in small slices; returns folder and plugin."""
+    monkeypatch.setattr(sources, "MOST", 7)
+
+    def make(rows, workers=3, plugins=None, **data):
+        tables = tiny_tables(tmp_path, rows)
+        tables["output"] = str(tmp_path / f"run-{workers}")
+        tables["data"] |= data
+        # The tokenizer of a test is trained on whatever the other plugins make of the rows.
+        tables["plugins"] = (plugins or {}) | (
+            {"multiprocess_tokenize": {"workers": workers}} if workers else {}
+        )
+        recipe, active = resolve(tables)
+        active.answer(DataAnswers(recipe.folder))
+        folder = prepare.prepare(recipe, active).tokens.folder
+        return folder, active.plugins.get("multiprocess_tokenize")
+
+    return make
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def workers_of(pid):
+    """The worker processes of a process."""
+    return [one for one in psutil.Process(pid).children() if MINE in " ".join(one.cmdline())]
+
+
+def eventually(tell, seconds=20):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := tell():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it never happened")
+
+
+def test_any_number_of_workers_writes_the_same_bytes(run):
+    rows = [*chats(60), {"messages": []}, 3, *chats(20)]
+    folders = [run(rows, workers, on_bad_row="drop")[0] for workers in (None, 1, 2, 5)]
+    first = content(folders[0])
+    assert sum(name.startswith("data-") for name in first) == 12
+    for folder in folders[1:]:
+        assert content(folder) == first
+    assert not workers_of(os.getpid())
+
+
+def test_bad_rows_are_told_as_without_workers(run):
+    rows = [*chats(10), {"messages": []}, *chats(10)]
+    with pytest.raises(DataError) as alone:
+        run(rows, None)
+    with pytest.raises(DataError) as together:
+        run(rows, 3)
+    assert str(together.value) == str(alone.value)
+    assert (
+        "rows 7 to 13: 1 bad: 'messages' is no list of turns, or an empty one: 1 (row 10)"
+        in str(together.value)
+    )
+    assert not workers_of(os.getpid())
+
+
+STUMBLES = """
+    import os, signal
+
+    @plugin()
+    class Stumbles:
+        how: str = "raise"
+
+        @hookimpl(wrapper=True)
+        def render(self, rows):
+            rendered = yield
+            # In a worker only: the tokenizer is trained before, in this process.
+            if "RAYON_NUM_THREADS" in os.environ and any("here" in str(row) for row in rows):
+                if self.how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.how == "exit":
+                    os._exit(7)
+                raise ZeroDivisionError("by an owl")
+            return rendered
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("kill", PluginError, "the worker process ended (killed, most often for want of memory)"),
+        ("exit", PluginError, "the worker process ended (with exit code 7)"),
+        ("raise", ZeroDivisionError, "by an owl"),
+    ],
+)
+def test_a_worker_that_ends_or_raises_stops_the_run_and_says_where(
+    run, tmp_path, monkeypatch, how, error, words
+):
+    activate(install(tmp_path / "site", stumbles=STUMBLES), monkeypatch)
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    rows = [{"text": "owls hoot"}] * 24 + [{"text": "here"}] + [{"text": "owls"}] * 20
+    with pytest.raises(error) as caught:
+        run(rows, 2, plugins={"stumbles": {"how": how}})
+    told = str(caught.value) + " ".join(getattr(caught.value, "__notes__", []))
+    assert words in told and f"{tmp_path / 'data.jsonl'}, rows 21 to 27" in told
+    if how == "raise":
+        assert "it was row 24" in told and "in a worker process" in told
+    assert not workers_of(os.getpid())
+    assert not list((tmp_path / "run-2").rglob("data-*"))
+
+
+LOOKS = """
+    import os, sys
+    from plugsft import Rendered
+
+    @plugin()
+    class Looks:
+        @hookimpl
+        def render(self, rows):
+            threads = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")]
+            text = f"{threads} torch {'torch' in sys.modules}"
+            if "RAYON_NUM_THREADS" not in os.environ:
+                text = "trains a tokenizer"
+            return Rendered([text] * len(rows), [[(0, len(text))]] * len(rows), [*range(len(rows))])
+"""
+
+
+def test_a_worker_has_one_thread_and_no_torch(run, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", looks=LOOKS), monkeypatch)
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    tables = tiny_tables(tmp_path)
+    tables["plugins"] = {"looks": {}, "multiprocess_tokenize": {"workers": 2}}
+    recipe, active = resolve(tables)
+    active.answer(DataAnswers(recipe.folder))
+    made = prepare.prepare(recipe, active)
+    text = made.tokenizer.decode(made.tokens.example(0)[0])
+    assert text == "['1', '1'] torch False"
+
+
+@pytest.mark.parametrize(
+    ("slices", "cores", "memory", "expected"),
+    [
+        (1, 64, 2**40, 1),
+        (3, 64, 2**40, 1),
+        (40, 64, 2**40, 20),
+        (4000, 64, 2**40, 64),
+        (4000, 64, 5 * 2**30, 5),
+        (4000, 1, 2**40, 1),
+    ],
+)
+def test_auto_asks_what_is_granted(monkeypatch, slices, cores, memory, expected):
+    class Granted:
+        pass
+
+    Granted.cores, Granted.memory = cores, memory
+    monkeypatch.setattr(multiprocess_tokenize, "look", lambda: Granted)
+    assert MultiprocessTokenize().processes(slices) == expected
+    assert MultiprocessTokenize(workers=3).processes(slices) == min(3, slices)
+
+
+def test_small_data_starts_no_process(run):
+    folder, plugin = run(chats(10), "auto")
+    assert plugin.verdict() == "one process: there was little to do"
+    assert len(content(folder)) > 3
+    _, plugin = run(chats(10), "auto")
+    assert plugin.verdict() == "nothing to tokenize"
+
+
+@pytest.fixture
+def long(tmp_path):
+    """A recipe whose data keeps two workers busy for some seconds, in many slices."""
+    rows = [{"text": f"owls hoot {number} " + "fox " * 40} for number in range(100_000)]
+    tables = tiny_tables(tmp_path, rows[:200])
+    write_jsonl(tmp_path / "long.jsonl", rows)
+    tables["model"] = {"scratch": tables["model"]["scratch"]}
+    run_plugsft("prepare", write_recipe(tmp_path / "small.toml", tables))
+    (tokenizer,) = (tmp_path / "run/scratch").glob("tokenizer-*")
+    tables["model"]["tokenizer"] = str(tokenizer)
+    tables["data"]["source"] = str(tmp_path / "long.jsonl")
+    tables["output"] = str(tmp_path / "long")
+    tables["plugins"] = {"multiprocess_tokenize": {"workers": 2}}
+    return write_recipe(tmp_path / "long.toml", tables)
+
+
+def test_after_a_kill_no_worker_stays_and_finished_shards_serve(long, tmp_path):
+    process = start_plugsft("prepare", long)
+    eventually(lambda: list((tmp_path / "long").rglob("data-*.json")))
+    workers = workers_of(process.pid)
+    assert len(workers) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(workers, timeout=20)
+    assert not any(one.is_running() for one in workers)
+    done = run_plugsft("prepare", long)
+    assert done.returncode == 0 and "going on after" in done.stdout, done
+    fresh = run_plugsft(
+        "prepare", long, f"output={tmp_path / 'fresh'}", "--without=multiprocess_tokenize"
+    )
+    assert "going on" not in fresh.stdout
+    (mine,), (theirs,) = ([*(tmp_path / name / "tokens").glob("*")] for name in ("long", "fresh"))
+    assert content(mine) == content(theirs)
+
+
+def test_ctrl_c_ends_the_workers(long, tmp_path):
+    process = start_plugsft("prepare", long)
+    workers = eventually(lambda: workers_of(process.pid))
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait().returncode != 0
+    assert psutil.wait_procs(workers, timeout=20)[1] == []
+
+
+def test_progress_is_told_where_nobody_watches(long):
+    done = run_plugsft("prepare", long, env={"PLUGSFT_PROGRESS_SECONDS": "0"})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("tokenizing: ")]
+    assert lines and all("rows/s, " in line and " tokens/s, about 0:" in line for line in lines)
+
+
+def test_it_changes_nothing_that_is_learned():
+    tables = {"data": {}}
+    testing.returns_what_it_wrapped("multiprocess_tokenize", {"workers": 2}, tables)
+    testing.keeps_gradients("multiprocess_tokenize", {"workers": 2}, tables)
