@@ -5,7 +5,7 @@ from typing import overload
 
 import numpy as np
 
-from plugsft import Ints, Layout, Layouts, hookimpl, plugin, state
+from plugsft import Ints, Layout, Layouts, Recipe, RecipeError, hookimpl, plugin, state
 
 
 @plugin()
@@ -18,6 +18,15 @@ class LengthGroup:
     after: int = state(0)
     """The same, as they are."""
 
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what it would do nothing for."""
+        if recipe.train.micro_batch == 1:
+            raise RecipeError(
+                "train.micro_batch = 1 pads nothing, so there is nothing to save; raise it as far "
+                "as memory allows, or remove [plugins.length_group]"
+            )
+
     @hookimpl(wrapper=True)
     def batches(self, lengths: Ints) -> Generator[None, Layouts, Layouts]:
         """Deal every window's examples again, longest first."""
@@ -25,11 +34,13 @@ class LengthGroup:
         return Sorted(layouts, lengths, self)
 
     @hookimpl
-    def verdict(self) -> str:
+    def verdict(self) -> str | None:
         """Say how much of the padding was saved."""
+        if not self.tokens:
+            return None
         padding = self.before - self.tokens
         if not padding:
-            return "no padding to save" if self.tokens else "sorts each step by length"
+            return "no padding to save"
         return (
             f"{(self.before - self.after) / padding:.0%} of the padding saved: "
             f"{padding / self.before:.0%} of all places before, "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import (
     CheckpointError,
     DataError,
+    DiskError,
     LaunchError,
     PluginError,
     PlugsftError,
@@ -34,7 +35,10 @@ from .types import (
 )
 
 if TYPE_CHECKING:
-    from .answers import tokenizing
+    from .answers import open_tokens, tokenizing
+    from .console import say
+    from .digests import cache_folder, digest
+    from .publish import damage, once
     from .tokenizer import Tokenizer, encode
     from .tokens import Tokens
 
@@ -43,7 +47,13 @@ __version__ = "0.1.0"
 LATE = {
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",
+    "cache_folder": "digests",
+    "damage": "publish",
+    "digest": "digests",
     "encode": "tokenizer",
+    "once": "publish",
+    "open_tokens": "answers",
+    "say": "console",
     "tokenizing": "answers",
 }
 """Names whose modules bring numpy and Arrow: imported when a plugin asks for them."""
@@ -61,6 +71,7 @@ __all__ = [
     "CheckpointError",
     "Data",
     "DataError",
+    "DiskError",
     "Encoded",
     "Fed",
     "Feed",
@@ -86,10 +97,16 @@ __all__ = [
     "Window",
     "Work",
     "__version__",
+    "cache_folder",
+    "damage",
+    "digest",
     "encode",
     "hookimpl",
     "look",
+    "once",
+    "open_tokens",
     "plugin",
+    "say",
     "state",
     "tokenizing",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 from .console import progress, say
 from .digests import digest
 from .hooks import hookimpl
+from .machine import look, slow_to_map
 from .plan import Windows
 from .publish import once
 from .recipe import Data, Train
@@ -34,6 +35,14 @@ def tokenizing(slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
             advance(shard.rows, f"{rows / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s")
 
         yield done
+
+
+def open_tokens(folder: Path, in_memory: bool = False) -> Tokens:
+    """Map tokens from disk, or read them at once where mapping is slow."""
+    if not in_memory and slow_to_map(folder, look()):
+        say(f"tokens: read into memory, since {folder} is on a Windows disk, slow to map from WSL")
+        in_memory = True
+    return Tokens(folder, in_memory)
 
 
 @dataclass
@@ -66,7 +75,7 @@ class DataAnswers:
     def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Tokens:
         """Keep tokens in the run's own output."""
         told_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        return Tokens(once(self.output / "tokens" / digest(key), build, told_once))
+        return open_tokens(once(self.output / "tokens" / digest(key), build, told_once))
 
     @hookimpl
     def batches(self, order: Ints, ranks: int, train: Train) -> Layouts:

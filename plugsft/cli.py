@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import typer
 from . import __version__
 from .console import complain, say
 from .errors import PlugsftError, RecipeError, did_you_mean
+from .stop import Stopped
 
 app = typer.Typer(
     add_completion=False,
@@ -22,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="`plugsft RECIPE` trains. On several processes: accelerate launch -m plugsft RECIPE",
 )
+
+cache = typer.Typer(no_args_is_help=True, help="Look at, explain and clean the cache of tokens.")
 
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)
@@ -33,6 +37,14 @@ Overrides = Annotated[
 Without = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Switch a plugin off for this run.", show_default=False),
+]
+
+
+CacheFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="The cache; $PLUGSFT_CACHE unless said, or ~/.cache/plugsft.", show_default=False
+    ),
 ]
 
 
@@ -175,6 +187,58 @@ def new_plugin(
     late("skeleton").new_plugin(name, folder)
 
 
+@cache.command()
+def ls(folder: CacheFolder = None) -> None:
+    """List what is kept, the last used first."""
+    late("cache").ls(folder)
+
+
+@cache.command()
+def explain(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    folder: CacheFolder = None,
+) -> None:
+    """Say whether a recipe's data is there, and if not, what differs from what is."""
+    late("cache").explain(recipe, overrides or [], without or [], folder)
+
+
+@cache.command()
+def gc(
+    folder: CacheFolder = None,
+    keep_days: Annotated[
+        float | None,
+        typer.Option(min=0, help="Remove what was not used for so long.", show_default=False),
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Remove the longest unused until the rest is within 20GiB, 500MB, ...",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
+    ] = False,
+) -> None:
+    """Remove what dead builders left and, if asked to, what was not used for long."""
+    late("cache").gc(folder, keep_days, max_size, dry_run)
+
+
+@cache.command()
+def verify(
+    folder: CacheFolder = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")] = False,
+) -> None:
+    """Read every byte of every entry; one that is damaged ends with exit code 2."""
+    late("cache").verify(folder, remove)
+
+
+app.add_typer(cache, name="cache")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; mistakes end with one line each and exit code 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -195,17 +259,18 @@ def with_command(words: list[str]) -> list[str]:
         command.name or command.callback.__name__.replace("_", "-")
         for command in app.registered_commands
         if command.callback
-    ]
+    ] + [str(group.name) for group in app.registered_groups]
     if not words or words[0] in commands:
         return words
-    if any(word.endswith(".toml") for word in words) or Path(words[0]).is_file():
+    first = words[0]
+    if first.endswith(".toml") or Path(first).is_file():
         return ["train", *words]
-    if words[0].startswith("-"):
-        return words
-    hint = did_you_mean(words[0], commands) or f"; commands: {', '.join(commands)}"
-    if Path(words[0]).is_dir():
-        hint = f" but a folder; try: plugsft show {words[0]}"
-    raise RecipeError(f"'{words[0]}' is neither a command nor a recipe{hint}")
+    if first.startswith("-") or "=" in first:
+        return ["train", *words] if any(word.endswith(".toml") for word in words) else words
+    hint = did_you_mean(first, commands) or f"; commands: {', '.join(commands)}"
+    if Path(first).is_dir():
+        hint = f" but a folder; try: plugsft show {shlex.quote(first)}"
+    raise RecipeError(f"'{first}' is neither a command nor a recipe{hint}")
 
 
 def _leave(error: PlugsftError) -> None:
@@ -213,6 +278,8 @@ def _leave(error: PlugsftError) -> None:
         # Only the main process speaks. Most mistakes are everyone's, and it ends us all; if we
         # are still here after a while, this one was ours alone.
         time.sleep(5)
+        if isinstance(error, Stopped):
+            sys.exit(error.exit_code)  # it is everyone's, and the main process has said it
     for line in str(error).splitlines():
         complain(f"error: {line}")
     sys.exit(error.exit_code)

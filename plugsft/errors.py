@@ -39,7 +39,14 @@ class DataError(PlugsftError):
 
 
 class DiskError(PlugsftError):
-    """A place cannot be written to: full, read-only, not ours."""
+    """A place cannot be written to: full, read-only, not ours. Holds the reason by itself."""
+
+    def __init__(self, reason: str, cure: str) -> None:
+        self.reason = reason
+        super().__init__(reason, cure)
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 class LaunchError(PlugsftError):

@@ -31,7 +31,7 @@ from .recipe import Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .schedule import Schedule, check_schedule
-from .stop import Stop, Stopped
+from .stop import Stop
 from .tokens import Tokens
 from .types import Window
 
@@ -58,12 +58,11 @@ def train(
     feeder = Feeder(hook, accelerator, pad_id(data.tokenizer))
     checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator, plan.steps)
     checkpoints.restore(checkpoint, model, optimizer)
-    done = checkpoints.saved
     describe(record, recipe, accelerator, model, tokens, data.held_out, plan, checkpoints)
 
     with Stop() as stop, record:
         clock = time.perf_counter()
-        for fed in feeder.feed(plan.window, tokens, range(done + 1, plan.steps + 1)):
+        for fed in feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1)):
             window, parts = fed.window, []
             seed_step(recipe.train.seed, window.step, accelerator.process_index)
             rate = schedule.set(window.step)
@@ -80,18 +79,17 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
 
-            seconds = time.perf_counter() - clock
-            if accelerator.is_main_process:
-                metrics = measure(window, plan, loss, norm, rate, seconds)
-                hook.log(step=window.step, metrics=metrics)
+            metrics = measure(window, plan, loss, norm, rate, time.perf_counter() - clock)
+            tell(hook, accelerator, stop, window.step, metrics)
             last = window.step == plan.steps
             due = last or (recipe.eval is not None and window.step % recipe.eval.every == 0)
             if data.held_out is not None and due:
-                evaluate(accelerator, model, hook, feeder, data.held_out, recipe, window.step)
+                metrics = evaluate(accelerator, model, hook, feeder, data.held_out, recipe)
+                tell(hook, accelerator, stop, window.step, metrics)
             if last or stopping or checkpoints.due(window.step):
                 checkpoints.save(window.step, model, optimizer)
             if stopping:
-                raise Stopped(stop.name, window.step, recipe.output, checkpoints.possible)
+                raise stop.end(window.step, recipe.output, checkpoints.possible)
             clock = time.perf_counter()
         save_model(accelerator, model, data.tokenizer, recipe.folder / "model")
     accelerator.end_training()
@@ -182,6 +180,15 @@ def measure(
     }
 
 
+def tell(
+    hook: Hooks, accelerator: Accelerator, stop: Stop, step: int, metrics: dict[str, Any]
+) -> None:
+    """Log metrics. What a plugin raises there stops the run, and every rank, in good order."""
+    if accelerator.is_main_process:
+        with stop.kept():
+            hook.log(step=step, metrics=metrics)
+
+
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
@@ -190,8 +197,7 @@ def evaluate(
     feeder: Feeder,
     held_out: Tokens,
     recipe: Recipe,
-    step: int,
-) -> None:
+) -> dict[str, Any]:
     """Measure the loss on held-out data: the sum over its targets by their number."""
     plan = Plan.once_through(held_out, recipe, accelerator.num_processes, hook)
     summed = torch.zeros((), device=accelerator.device, dtype=torch.float64)
@@ -202,8 +208,7 @@ def evaluate(
     model.train()
     total = int(held_out.trained.sum())
     loss = float(accelerator.reduce(summed, reduction="sum")) / total
-    if accelerator.is_main_process:
-        hook.log(step=step, metrics={"eval_loss": loss, "eval_tokens": total})
+    return {"eval_loss": loss, "eval_tokens": total}
 
 
 def describe(

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def look() -> Machine:
 def num_cores() -> int:
     """Return the cores we may keep busy: affinity, and the container's quota."""
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = _cgroup("cpu.max").split()
+    quota = (_cgroup("cpu.max") or _first_version_quota()).split()
     if len(quota) == 2 and quota[0] != "max":
         allowed = min(allowed, max(1, int(quota[0]) // int(quota[1])))
     return allowed
@@ -53,7 +54,7 @@ def num_cores() -> int:
 def memory_limit() -> int:
     """Return the bytes of memory we may use: the machine's, or the container's if less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup("memory.max")
+    limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
@@ -64,8 +65,19 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def slow_to_map(folder: Path, machine: Machine) -> bool:
+    """Tell whether a folder is on a Windows disk, seen from WSL: each page is fetched by itself."""
+    return machine.wsl and re.match("/mnt/[a-z]/", f"{folder.resolve()}/") is not None
+
+
+def _first_version_quota() -> str:
+    """Return what older cgroups grant, as version 2 would write it."""
+    quota, period = (_cgroup(f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    return f"{quota} {period}" if quota.isdigit() else ""
+
+
 def _cgroup(name: str) -> str:
-    # Version 2 of cgroups; a container sees its own limits at the root.
+    # A container sees its own limits at the root.
     try:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:

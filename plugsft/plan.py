@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 
@@ -105,4 +105,6 @@ def shuffled(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Int
         parts += [np.arange(first, first + count)] * int(whole)
         parts.append(first + random.permutation(count)[: round(rest * count)])
         first += count
-    return cast("Ints", random.permutation(np.concatenate(parts)).astype(np.int64))
+    order: Ints = np.concatenate(parts)
+    random.shuffle(order)
+    return order

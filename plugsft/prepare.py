@@ -10,20 +10,18 @@ from transformers import PreTrainedTokenizerBase
 
 from .console import say
 from .digests import digest
-from .errors import DataError
+from .errors import DataError, RecipeError
+from .keys import differences, key_of, makers, with_sources
 from .pretrained import Render, load_tokenizer, train_tokenizer
 from .publish import once
 from .recipe import Recipe, Source
-from .registry import Active, options_of
+from .registry import Active
 from .sources import Source as Opened
 from .sources import open_source, slices_of
 from .tokenizer import OWN, Tokenizer, lighten
-from .tokens import FORMAT, Tokens, write_index
+from .tokens import Tokens, write_index
 from .types import Rendered, Row, Shard
 from .work import Work, complain, render
-
-MAKERS = ("render", "encode")
-"""The hooks that say what the tokens are."""
 
 
 @dataclass
@@ -50,7 +48,10 @@ class Prepared:
 def prepare(recipe: Recipe, active: Active) -> Prepared:
     """Return the tokens to train on, those to evaluate on, and the tokenizer."""
     job = job_of(recipe, active)
-    tokens = _tokens(job.work, job.opened, active)
+    if recipe.data.tokens:
+        tokens = _known(_named(recipe, job, active), job.work, "prepared before")
+    else:
+        tokens = _tokens(job.work, job.opened, active)
     held_out = None
     if recipe.eval is not None:
         job.work.sources = [eval_source(recipe)]
@@ -61,7 +62,9 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
 def job_of(recipe: Recipe, active: Active) -> Job:
     """Open a recipe's sources and its tokenizer."""
     sources = recipe.data.all_sources()
-    opened = [open_source(source) for source in sources]
+    # The rows of named tokens may lie on the machine that prepared them.
+    here = not recipe.data.tokens or all(Path(one.source).exists() for one in sources)
+    opened = [open_source(source) for source in sources] if here else []
     folder = _tokenizer_folder(recipe, opened, active)
     tokenizer = load_tokenizer(recipe.model, folder)
     light = lighten(tokenizer)
@@ -75,15 +78,6 @@ def eval_source(recipe: Recipe) -> Source:
     return Source(source=recipe.eval.source or str(recipe.data.source), split=recipe.eval.split)
 
 
-def makers(active: Active) -> dict[str, dict[str, Any]]:
-    """Return the plugins that say what the tokens are, with their options."""
-    return {
-        name: options_of(plugin)
-        for name, plugin in active.plugins.items()
-        if active.implements(name, MAKERS)
-    }
-
-
 def _tokenizer_folder(recipe: Recipe, opened: Sequence[Opened], active: Active) -> Path:
     """Train the tokenizer of a model from scratch, once; return its folder."""
     scratch = recipe.model.scratch
@@ -93,7 +87,7 @@ def _tokenizer_folder(recipe: Recipe, opened: Sequence[Opened], active: Active) 
         "data": [rows.identity for rows in opened],
         "vocab": scratch.vocab,
         "options": recipe.data.model_dump(include={"columns", "train_on", "template_kwargs"}),
-        "plugins": _with_sources(active, ("render",)),
+        "plugins": with_sources(active, ("render",)),
     }
 
     def build(folder: Path) -> None:
@@ -116,26 +110,23 @@ def renderer(recipe: Recipe, active: Active) -> Render:
     return text_of
 
 
-def key_of(work: Work, opened: Sequence[Opened], active: Active) -> dict[str, Any]:
-    """Return everything that the tokens depend on, and nothing else."""
-    tokenizer = work.tokenizer
-    backend = tokenizer.backend_tokenizer.to_str()
-    return {
-        "format": FORMAT,
-        "data": [rows.identity for rows in opened],
-        "options": work.data.model_dump(exclude={"source", "split", "sources"}),
-        "tokenizer": digest({"backend": backend, "names": tokenizer.special_tokens_map}),
-        "template": digest({"template": tokenizer.chat_template}),
-        "plugins": _with_sources(active, MAKERS),
-    }
-
-
-def _with_sources(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        name: {"options": options_of(plugin), "source": active.source_digest(name)}
-        for name, plugin in active.plugins.items()
-        if active.implements(name, hooks)
-    }
+def _named(recipe: Recipe, job: Job, active: Active) -> Tokens:
+    """Open the tokens that a recipe names, if they are what it would prepare."""
+    folder = Path(str(recipe.data.tokens))
+    try:
+        tokens = Tokens(folder)
+        there = tokens.facts["key_parts"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError(
+            f"data.tokens: {folder} holds no prepared tokens ({error}); name a folder that "
+            "`plugsft prepare` has given"
+        ) from error
+    here = key_of(job.work, job.opened, active)
+    if not job.opened:
+        here["data"] = there["data"]
+    if lines := list(differences(there, here)):
+        raise RecipeError([f"data.tokens: {folder} was prepared otherwise: {it}" for it in lines])
+    return tokens
 
 
 def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
@@ -165,10 +156,15 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
             (folder / shard.file).with_suffix(".json").unlink()
 
     tokens = active.hook.cache(key=key, build=build)
-    # Weights and names decide nothing about the tokens, so they may differ from the stored ones.
-    for known, source in zip(tokens.facts["sources"], work.sources, strict=True):
-        known.update(name=source.source, weight=source.weight)
     took = f"in {time.perf_counter() - built[0]:.1f} s" if built else "from cache"
+    return _known(tokens, work, took)
+
+
+def _known(tokens: Tokens, work: Work, took: str) -> Tokens:
+    """Give tokens the names and weights of this recipe, and say what they are."""
+    # These decide nothing about the tokens, so they may differ from the stored ones.
+    for known, source in zip(tokens.facts["sources"], work.sources, strict=bool(work.sources)):
+        known.update(name=source.source, weight=source.weight)
     say(describe(tokens.facts, took))
     return tokens
 
@@ -178,9 +174,11 @@ def describe(facts: dict[str, Any], took: str) -> str:
     share = facts["trained_tokens"] / facts["tokens"]
     bad = sum(entry["count"] for entry in facts["bad_rows"].values())
     cut = facts["truncated"]["count"]
+    engines = [name for name, count in facts["engines"].items() if count]
+    by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
     return (
         f"data: {facts['examples']:,} examples of {facts['rows']:,} rows, "
-        f"{facts['tokens']:,} tokens, {share:.0%} trained on, "
+        f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, "
         f"{bad:,} bad rows, {cut:,} truncated, {took}"
     )
 
@@ -197,7 +195,6 @@ def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, An
     bad = _all_bad(shards)
     if too_long := [row for shard in shards for row in shard.too_long]:
         bad[f"longer than {work.data.max_length} tokens"] = too_long
-    sources = [[s for s in shards if s.source == number] for number in range(len(work.sources))]
     truncated = [row for shard in shards for row in shard.truncated]
     engines = {name for shard in shards for name in shard.engines} or {OWN}
     return {
@@ -215,5 +212,12 @@ def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, An
         "engines": {
             name: sum(shard.engines.get(name, 0) for shard in shards) for name in sorted(engines)
         },
-        "sources": [{"examples": sum(shard.examples for shard in one)} for one in sources],
+        "sources": [
+            {
+                "name": source.source,
+                "weight": source.weight,
+                "examples": sum(shard.examples for shard in shards if shard.source == number),
+            }
+            for number, source in enumerate(work.sources)
+        ],
     }

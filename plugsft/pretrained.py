@@ -9,8 +9,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .errors import RecipeError
-from .recipe import Model
-from .templates import CHATML
+from .recipe import TRL, Model
+from .templates import CHATML, training_template
 from .tokenizer import Tokenizer, lighten
 from .types import Rendered, Row, Rows
 
@@ -42,7 +42,9 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     # Some tokenizer files cut or fill what they encode; transformers undoes this at each call.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    if model.chat_template:
+    if model.chat_template == TRL:
+        tokenizer.chat_template = _training_variant(lighten(tokenizer), where)
+    elif model.chat_template:
         tokenizer.chat_template = read_template(model.chat_template)
     return tokenizer
 
@@ -53,6 +55,16 @@ def read_template(name: str) -> str:
         return Path(name).read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"model.chat_template: '{name}' cannot be read ({error})") from error
+
+
+def _training_variant(tokenizer: Tokenizer, where: str) -> str:
+    variant = training_template(tokenizer.chat_template or "")
+    if variant is None:
+        raise RecipeError(
+            f"model.chat_template: trl has no training variant of the chat template of '{where}'; "
+            "give a file with {% generation %} blocks"
+        )
+    return variant
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
 from torch.nn import Module
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
@@ -46,6 +48,7 @@ def connect(train: Train, machine: Machine) -> Accelerator:
             f"accelerate launch was asked for {asked} processes and started {machine.world_size}. "
             f"{CURE}"
         )
+    wait_for_all(machine)
     cpu = not torch.cuda.is_available()
     fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
@@ -79,6 +82,22 @@ def connect(train: Train, machine: Machine) -> Accelerator:
         config["gradient_accumulation_steps"] = 1
         config["train_micro_batch_size_per_gpu"] = train.micro_batch
     return accelerator
+
+
+def wait_for_all(machine: Machine) -> None:
+    """Wait until every rank has prepared its data, however long that takes.
+
+    Nodes that share no file system prepare one copy each, and the process group would give up on
+    the slowest. The launcher keeps a store, which all can reach before there is a group.
+    """
+    if machine.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False)
+    here = f"plugsft-prepared-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store.add(here, 1)
+    while store.add(here, 0) < machine.world_size:
+        time.sleep(0.2)
 
 
 @contextmanager

@@ -52,6 +52,8 @@ def _usable(place: str) -> str:
 
 Place = Annotated[str, AfterValidator(_usable)]
 """A path, with ~ for the home folder, or a name on the hub."""
+TRL = "trl"
+"""In model.chat_template: trl's training variant of the model's own."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -107,7 +109,8 @@ class Model(Table):
     tokenizer: Place | None = None
     """A hub name or a folder, where the tokenizer is not the model's own."""
     chat_template: Place | None = None
-    """A Jinja file that replaces the tokenizer's chat template."""
+    """A Jinja file that replaces the tokenizer's chat template; or "trl": trl's training variant
+    of it, which writes every turn alike and marks the assistant's. Saved with the model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights."""
     trust_remote_code: bool = False
@@ -140,8 +143,10 @@ class Data(Table):
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     sources: list[Source] | None = Field(None, min_length=1)
     """A mixture, in place of `source`."""
+    tokens: Place | None = None
+    """A folder that `plugsft prepare` gave; beside it, `source` may be left out, or far away."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Names that plugsft knows -> your columns: {messages = "conversation"}."""
+    """Names that plugsft knows -> your columns: {messages = "dialogue"}."""
     max_length: int = Field(4096, ge=2, lt=2**31)
     """Longest example, in tokens."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
@@ -155,15 +160,19 @@ class Data(Table):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.source is None) == (self.sources is None):
+        if self.source and self.sources:
             raise ValueError("give either source or [[data.sources]]")
+        if not (self.source or self.sources or self.tokens):
+            raise ValueError("give source, [[data.sources]], or tokens")
         if self.sources and self.split != "train":
             raise ValueError("split belongs into each of [[data.sources]]")
         return self
 
     def all_sources(self) -> list[Source]:
         """Return the mixture, of one source in most recipes."""
-        return self.sources or [Source(source=self.source or "", split=self.split)]
+        if self.source:
+            return [Source(source=self.source, split=self.split)]
+        return self.sources or []
 
 
 class Eval(Table):
@@ -246,8 +255,13 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _evaluates_on_something(self) -> Self:
-        if self.eval and not self.eval.source and self.data.sources:
-            raise ValueError("eval.source: missing; with [[data.sources]] it must be set")
+        if self.eval and not self.eval.source and not self.data.source:
+            raise ValueError("eval.source: missing; without data.source it must be set")
+        if self.data.tokens and self.model.scratch and not self.model.tokenizer:
+            raise ValueError(
+                "data.tokens: [model.scratch] would train another tokenizer; name the "
+                "one of these tokens in model.tokenizer"
+            )
         return self
 
     def has(self, plugin: str) -> bool:
@@ -296,7 +310,8 @@ def explain(
         if kind in ("extra_forbidden", "unexpected_keyword_argument"):
             allowed = [name for name, _ in fields(_table_at(table, place[:-1]))]
             hint = did_you_mean(str(place[-1]), allowed) or _elsewhere(str(place[-1]), table)
-            what = f"unknown key (given {_short(given)}){hint} allowed: {', '.join(allowed)}"
+            known = f"allowed: {', '.join(allowed)}" if allowed else "it has no options"
+            what = f"unknown key (given {_short(given)}){hint} {known}"
         elif kind.startswith("missing"):
             what = "missing; it must be set"
         elif kind == "literal_error":
@@ -361,8 +376,9 @@ def anchored(recipe: Recipe) -> dict[str, Any]:
     tables["output"] = str(recipe.folder.absolute())
     model, data = tables["model"], tables["data"]
     for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
-        for name in {"path", "tokenizer", "chat_template", "source"} & table.keys():
-            if Path(table[name]).exists():
+        for name in {"path", "tokenizer", "chat_template", "source", "tokens"} & table.keys():
+            # The variant of a chat template is no place, whatever lies here under its name.
+            if Path(table[name]).exists() and (name, table[name]) != ("chat_template", TRL):
                 table[name] = str(Path(table[name]).absolute())
     if "sources" in data:
         del data["split"]

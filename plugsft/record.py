@@ -83,7 +83,7 @@ class Record:
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._metrics = path.open("a", encoding="utf8")
 
-    @hookimpl
+    @hookimpl(tryfirst=True)
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and every so often one to the console."""
         assert self._metrics is not None

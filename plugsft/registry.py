@@ -7,10 +7,12 @@ import inspect
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, cast
 
 import pluggy
@@ -143,6 +145,23 @@ class Active:
         """Return a checksum of the file that a plugin's class stands in."""
         return file_digest(Path(inspect.getfile(type(self.plugins[name]))))
 
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Let an unforeseen error say in which plugin's hook it was raised."""
+        try:
+            yield
+        except Exception as error:
+            places = {
+                id(inspect.unwrap(impl.function).__code__): (impl.plugin_name, hook)
+                for hook in SPECS
+                for impl in self._impls(hook)
+            }
+            called = [places.get(id(at.f_code)) for at, _ in walk_tb(error.__traceback__)]
+            name, hook = next(filter(None, reversed(called)), (CORE, ""))
+            if not is_core(name):
+                error.add_note(f"raised by plugin '{name}', in its hook '{hook}'")
+            raise
+
     def _impls(self, hook: str) -> list[pluggy.HookImpl]:
         caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
         return caller.get_hookimpls()
@@ -235,7 +254,10 @@ def check(active: Active, recipe: Recipe, machine: Machine) -> None:
         try:
             impl.function(*(given[name] for name in impl.argnames))
         except RecipeError as error:
-            problems += [f"plugins.{impl.plugin_name}: {line}" for line in error.problems]
+            where = f"plugins.{impl.plugin_name}"
+            problems += [
+                line if line.startswith(where) else f"{where}: {line}" for line in error.problems
+            ]
     if problems:
         raise RecipeError(problems)
 

@@ -79,19 +79,40 @@ def slices_of(sources: Sequence[Source]) -> list[Slice]:
     return slices
 
 
-class Lines(JsonLines):
-    """A whole jsonl file, or a slice of it."""
+class Lines:
+    """A whole jsonl file, or a slice of it.
+
+    Its lines are looked for when they are asked for: of data that is prepared, none is read again.
+    """
 
     def __init__(self, path: Path, split: str) -> None:
-        found = find_lines(path)
-        chosen = _select(split, len(found), path)
-        super().__init__(path, found.starts[chosen], found.stops[chosen])
-        self._split = split
+        self._path, self._split = path, split
+
+    @cached_property
+    def _lines(self) -> JsonLines:
+        found = find_lines(self._path)
+        chosen = _select(self._split, len(found), self._path)
+        return JsonLines(self._path, found.starts[chosen], found.stops[chosen])
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """The file's bytes."""
-        return {"file": remembered_digest(self.path), "split": self._split}
+        return {"file": remembered_digest(self._path), "split": self._split}
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a stretch of the rows, as small to send as it is."""
+        return self._lines.part(start, stop)
+
+    def read(self, start: int, stop: int) -> list[Row | None]:
+        """Return rows; None stands for one that is not a JSON object."""
+        return self._lines.read(start, stop)
+
+    def sizes(self) -> Ints:
+        """Return the bytes of every row."""
+        return self._lines.sizes()
 
 
 class Array:

@@ -1,84 +1,221 @@
 """Rows as text, with the characters that are trained on: the core's answer to `render`."""
 
 from collections.abc import Callable
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
+from itertools import starmap
+from operator import lt
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from .errors import DataError
-from .jinja import MARKED
+from .formats import BadRow, Talk, calls_of, kind_of, spellings, string_of, talk_of
+from .jinja import Compiled, compiled
 from .jinja import render as render_chat
 from .recipe import Data
 from .tokenizer import Tokenizer
 from .types import Rendered, Row, Span
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 CHATML = Path(__file__).with_name("chatml.jinja")
 """The template of models made from scratch."""
 
+BLOCKS = "the chat template's generation blocks"
+VARIANT = "trl's training variant of the chat template"
+BEGINNINGS = "each chat compared with its beginnings, as the chat template writes them"
+WHOLE = "every token of the chat"
+
 # A template is a program, and may trip over a row in as many ways.
-WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# A chat to try a template with.
+ASK, ANSWER = {"role": "user", "content": "!ask!"}, {"role": "assistant", "content": "!answer!"}
 
 Text = tuple[str, list[Span]]
-
-
-class BadRow(Exception):
-    """A row that cannot be used, and why."""
 
 
 class Chat:
     """A tokenizer's chat template, with the spans that the assistant wrote."""
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
-        template = tokenizer.chat_template
-        if not template:
+        if not tokenizer.chat_template:
             raise DataError(
                 "the data holds chats, but the tokenizer has no chat template. Set "
                 'model.chat_template = "FILE.jinja", or give rows with prompt and completion'
             )
-        marked = data.train_on == "all" or MARKED.search(template)
-        usable = template if marked else training_template(template)
-        if usable is None:
+        self.own = _compiled(tokenizer.chat_template)
+        training = None if self.own.marked else training_template(tokenizer.chat_template)
+        self.training = _compiled(training) if training else None
+        if unknown := data.template_kwargs.keys() - self.own.variables:
             raise DataError(
-                "the chat template does not mark what the assistant wrote: it has no "
-                "{% generation %} block, and trl has no training variant of it. Copy the template "
-                "into a file, put {% generation %} and {% endgeneration %} around the assistant's "
-                'words and end-of-turn token, and set model.chat_template = "FILE.jinja"; or set '
-                'data.train_on = "all"'
+                f"data.template_kwargs: the chat template reads no '{min(unknown)}'; it reads "
+                f"{', '.join(sorted(self.own.variables))}"
             )
-        self.own: str = template
-        self.template: str = usable
-        self.differs = False
-        self.variables = {**(tokenizer.special_tokens_map or {}), **data.template_kwargs}
-
-    def render(self, messages: list[Row], tools: Any = None, prompt: bool = False) -> Text:
-        """Return a conversation's text, and the spans of its assistant."""
-        given = {
-            "tools": tools,
+        self.train_on = data.train_on
+        self.given: dict[str, Any] = {
+            "tools": None,
             "documents": None,
-            "add_generation_prompt": prompt,
-            **self.variables,
+            "add_generation_prompt": False,
+            **(tokenizer.special_tokens_map or {}),
+            **data.template_kwargs,
         }
+        self.used: set[str] = set()
+        """Where spans came from, in words."""
+        self.parted = False
+        # Templates of models that see images may drop a string, and want a list of parts.
+        if not self._writes_answers():
+            self.parted = True
+            self.parted = self._writes_answers()
+
+    @cached_property
+    def header(self) -> str:
+        """What the template writes before any answer: the assistant's role."""
         try:
-            text, spans = render_chat(self.template, messages, given)
-            if self.template is not self.own and not self.differs:
-                self.differs = render_chat(self.own, messages, given)[0] != text
-        except (TemplateError, *WRONG) as error:
-            reason = " ".join(str(error).split())
-            raise BadRow(f"the chat template refuses it: {reason}") from error
-        return text, _joined(spans)
+            bare = self._write(self.own, [ASK], self.given)[0]
+            asked = self._write(self.own, [ASK], {**self.given, "add_generation_prompt": True})[0]
+            answered = self._write(self.own, [ASK, ANSWER], self.given)[0]
+        except BadRow:
+            return ""
+        pairs = enumerate(zip(asked, answered, strict=False))
+        end = next((place for place, (a, b) in pairs if a != b), len(asked))
+        return asked[len(bare) : end] if asked.startswith(bare) else ""
+
+    def render(self, talk: Talk) -> Text:
+        """Return a conversation's text, and the spans of it that are trained."""
+        if not talk.calls:
+            return self._render(talk, talk.messages)
+        problems = []
+        for messages in spellings(talk.messages):
+            try:
+                return self._render(talk, messages)
+            except BadRow as problem:
+                problems.append(problem)
+        # A template refuses what it takes in another way; anything else tells more.
+        raise min(problems, key=lambda problem: "refuses" in str(problem))
+
+    def prompt(self, talk: Talk, place: int) -> str:
+        """Return what a model is given to write a message of a conversation."""
+        given = {**self._variables(talk), "add_generation_prompt": True}
+        return self._write(self.own, talk.messages[:place], given)[0]
 
     def describe(self) -> str:
         """Say where the spans come from."""
-        if self.template is self.own:
-            return "the chat template's generation blocks"
-        # Some of trl's keep the thoughts of every turn, where the model's own drops earlier ones.
-        note = ", which writes some chats otherwise than the model's own" if self.differs else ""
-        return f"trl's training variant of the chat template{note}"
+        return ", or ".join(way for way in (BLOCKS, VARIANT, BEGINNINGS, WHOLE) if way in self.used)
+
+    def _render(self, talk: Talk, messages: list[Row]) -> Text:
+        given = self._variables(talk)
+        text, marks = self._write(self.own, messages, given)
+        everything = self.train_on == "all"
+        way, spans = "", list[Span]()
+        if not everything or talk.calls or talk.wishes:
+            way, spans = self._marked(text, marks, messages, given)
+        if talk.calls:
+            _ensure_called(messages, "".join(text[a:b] for a, b in spans) if way else text)
+        if everything and not talk.wishes:
+            self.used.add(WHOLE)
+            return text, [(0, len(text))]
+        if way and talk.plain and self.train_on == "assistant":
+            self.used.add(way)
+            return text, _joined(spans)
+        places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+        needed = self._left_out(talk, places) if everything else self._trained(talk, places)
+        for one_each in (spans, _joined(spans)) if way else ():
+            if len(one_each) == len(places):
+                self.used.add(way)
+                turns = dict(zip(places, one_each, strict=True))
+                break
+        else:
+            self.used.add(BEGINNINGS)
+            turns = self._compared(text, messages, given, needed)
+        spans = [turns[place] for place in needed]
+        return text, _between(spans, len(text)) if everything else spans
+
+    def _trained(self, talk: Talk, places: list[int]) -> list[int]:
+        """Return which of the assistant's messages are trained."""
+        if wrong := [place for place, wish in talk.wishes.items() if wish and place not in places]:
+            role = talk.messages[wrong[0]]["role"]
+            raise BadRow(f"a turn of the {role} is to be trained; only the assistant's are")
+        last = places[-1:] if self.train_on == "last" else places
+        return [place for place in last if place >= talk.prompt and talk.wishes.get(place, True)]
+
+    def _left_out(self, talk: Talk, places: list[int]) -> list[int]:
+        """Return the messages that are not trained where all others are."""
+        found = [place for place, wish in talk.wishes.items() if not wish]
+        if wrong := [place for place in found if place not in places]:
+            role = talk.messages[wrong[0]]["role"]
+            raise BadRow(f"a turn of the {role} is not to be trained; only the assistant's can be")
+        return found
+
+    def _marked(
+        self, text: str, marks: list[Span], messages: list[Row], given: dict[str, Any]
+    ) -> tuple[str, list[Span]]:
+        """Return the spans that a template marks, and whose marks they are, if anyone's."""
+        if self.own.marked:
+            return BLOCKS, marks
+        if self.training:
+            try:
+                same, marks = self._write(self.training, messages, given)
+            except BadRow:
+                return "", []
+            if same == text:
+                # Some of trl's mark the role as well, which nobody has to say.
+                size = len(self.header)
+                return VARIANT, [
+                    (start + size if size and text.startswith(self.header, start) else start, stop)
+                    for start, stop in marks
+                ]
+        return "", []
+
+    def _compared(
+        self, text: str, messages: list[Row], given: dict[str, Any], places: list[int]
+    ) -> dict[int, Span]:
+        """Find messages by what the template writes up to each: without it, and with it."""
+        asked, found = {**given, "add_generation_prompt": True}, {}
+        for place in places:
+            try:
+                before = self._write(self.own, messages[:place], asked)[0]
+                until = self._write(self.own, messages[: place + 1], given)[0]
+            except BadRow:
+                raise BadRow(self._cure()) from None
+            if not (text.startswith(before) and text.startswith(until)):
+                raise BadRow(self._cure())
+            # White space after the end of a turn belongs to the template.
+            found[place] = (len(before), max(len(before), len(until.rstrip())))
+        return found
+
+    def _cure(self) -> str:
+        cures = ['model.chat_template = "trl" (its training variant, saved with the model)']
+        cures = cures if self.training else []
+        cures.append("model.chat_template to a file with {% generation %} blocks")
+        cures += ['data.train_on = "last"'] if self.train_on == "assistant" else []
+        return (
+            "the chat template rewrites earlier turns, so that the assistant's words cannot be "
+            f'told apart: set {", ".join(cures)} or "all"'
+        )
+
+    def _variables(self, talk: Talk) -> dict[str, Any]:
+        if talk.tools is None and not talk.variables:
+            return self.given
+        if talk.tools and "tools" not in self.own.variables:
+            raise BadRow("it has tools, and the chat template takes none")
+        return {**self.given, "tools": talk.tools, **(talk.variables or {})}
+
+    def _write(self, template: Compiled, messages: list[Row], given: dict[str, Any]) -> Text:
+        if self.parted:
+            messages = [_part(message) for message in messages]
+        try:
+            return render_chat(template, messages, given)
+        except (TemplateError, *WRONG) as error:
+            raise BadRow(f"the chat template refuses it: {_line(error)}") from error
+
+    def _writes_answers(self) -> bool:
+        try:
+            return "!answer!" in self._write(self.own, [ASK, ANSWER], self.given)[0]
+        except BadRow:
+            return False
 
 
+@lru_cache(maxsize=16)
 def training_template(template: str) -> str | None:
     """Return trl's variant of a template that marks the assistant's words, if trl has one.
 
@@ -90,24 +227,31 @@ def training_template(template: str) -> str | None:
     folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
     for path in sorted(folder.glob("*_training.jinja")):
         plain = path.with_name(path.name.replace("_training.jinja", ".jinja"))
-        if plain.is_file() and plain.read_text(encoding="utf8") == template:
-            return path.read_text(encoding="utf8")
+        training = path.read_text(encoding="utf8")
+        if template == training or (plain.is_file() and template == plain.read_text("utf8")):
+            return training
     return None
 
 
 def render(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
-    """Render rows of messages, prompt and completion, or text; None if they are neither."""
-    renamed = [_rename(row, data.columns) for row in rows]
-    kind = kind_of(renamed)
+    """Render rows of a format that formats.py knows; None if they have none."""
+    if data.columns:
+        rows = [_renamed(row, data.columns) for row in rows]
+    kind = kind_of(rows)
     if kind is None:
         return None
-    result = Rendered(special_tokens=kind in ("text", "completion"))
-    one, describe = _renderer(kind, tokenizer, data)
-    for number, row in enumerate(renamed):
+    if kind == "preference":
+        raise DataError(_refuse_preferences(rows))
+    chats = any(isinstance(row.get("completion"), list) for row in rows)
+    texts = kind == "text" or (kind == "completion" and not chats)
+    result = Rendered(special_tokens=texts)
+    one, describe = (_texts if texts else _chats)(kind, tokenizer, data)
+    for number, row in enumerate(rows):
         try:
             text, spans = one(row)
-            text.encode()
-            if not any(stop > start for start, stop in spans):
+            if not text.isascii():
+                text.encode("utf-16-le")  # the fastest that minds half characters
+            if not any(starmap(lt, spans)):
                 raise BadRow("no trained token")
         except UnicodeEncodeError:
             result.bad[number] = "half a character (a lone surrogate)"
@@ -122,54 +266,57 @@ def render(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None
     return result
 
 
-def kind_of(rows: list[Row]) -> str | None:
-    """Tell the format of rows by their columns."""
-    columns = {column for row in rows for column in row}
-    if "messages" in columns:
-        return "messages"
-    if {"prompt", "completion"} <= columns:
-        chats = any(isinstance(row.get("completion"), list) for row in rows)
-        return "chat completion" if chats else "completion"
-    return "text" if "text" in columns else None
-
-
-def _renderer(
+def _chats(
     kind: str, tokenizer: Tokenizer, data: Data
 ) -> tuple[Callable[[Row], Text], Callable[[], str]]:
-    if kind in ("text", "completion"):
-        whole = kind == "text"
-        end = tokenizer.eos_token
-
-        def text_of(row: Row) -> Text:
-            prompt = "" if whole else _string(row, "prompt", empty=True)
-            text = prompt + _string(row, kind)
-            text = text if text.endswith(end) else text + end
-            return text, [(0 if data.train_on == "all" else len(prompt), len(text))]
-
-        mask = "every token of the text" if whole else "the completion's end of the text"
-        return text_of, lambda: mask
     chat = Chat(tokenizer, data)
-
-    def chat_of(row: Row) -> Text:
-        if kind == "messages":
-            text, spans = chat.render(_messages(row, "messages"), row.get("tools"))
-        else:
-            prompt = _messages(row, "prompt")
-            text, spans = chat.render(prompt + _messages(row, "completion"), row.get("tools"))
-            before, _ = chat.render(prompt, row.get("tools"), prompt=True)
-            if not text.startswith(before):
-                raise BadRow("the chat template writes its prompt otherwise once it is answered")
-            spans = [(max(start, len(before)), stop) for start, stop in spans if stop > len(before)]
-        if data.train_on == "all":
-            spans = [(0, len(text))]
-        return text, spans[-1:] if data.train_on == "last" else spans
-
-    if data.train_on == "all":
-        return chat_of, lambda: "every token of the chat"
-    return chat_of, chat.describe
+    return lambda row: chat.render(talk_of(kind, row)), chat.describe
 
 
-def _joined(spans: list[tuple[int, int]]) -> list[Span]:
+def _texts(
+    kind: str, tokenizer: Tokenizer, data: Data
+) -> tuple[Callable[[Row], Text], Callable[[], str]]:
+    whole, end = kind == "text", tokenizer.eos_token
+
+    def text_of(row: Row) -> Text:
+        prompt = "" if whole else string_of(row, "prompt", empty=True)
+        text = prompt + string_of(row, kind)
+        text = text if text.endswith(end) else text + end
+        return text, [(0 if data.train_on == "all" else len(prompt), len(text))]
+
+    every = whole or data.train_on == "all"
+    mask = "every token of the text" if every else "the completion's end of the text"
+    return text_of, lambda: mask
+
+
+def _compiled(source: str) -> Compiled:
+    try:
+        return compiled(source)
+    except (TemplateError, RecursionError) as error:
+        raise DataError(f"the chat template is no Jinja: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _part(message: Row) -> Row:
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _ensure_called(messages: list[Row], said: str) -> None:
+    """Refuse a template that leaves calls out, as some do where there is content."""
+    for message in messages:
+        for name, arguments in calls_of(message):
+            # JSON given to a template that writes JSON itself comes out quoted twice.
+            given = arguments.strip() if isinstance(arguments, str) else ""
+            if name not in said or given not in said:
+                raise BadRow(f"the chat template leaves out a call of the tool '{name}'")
+
+
+def _joined(spans: list[Span]) -> list[Span]:
     """Make one of spans that touch: a template may mark a turn and its end one by one."""
     joined: list[Span] = []
     for start, stop in spans:
@@ -180,35 +327,23 @@ def _joined(spans: list[tuple[int, int]]) -> list[Span]:
     return joined
 
 
-def _rename(row: Row, columns: dict[str, str]) -> Row:
-    return {**row, **{ours: row[yours] for ours, yours in columns.items() if yours in row}}
+def _between(spans: list[Span], size: int) -> list[Span]:
+    """Return what is left of a text without some spans."""
+    cuts = [0, *(place for span in sorted(spans) for place in span), size]
+    return list(zip(cuts[::2], cuts[1::2], strict=True))
 
 
-def _string(row: Row, column: str, empty: bool = False) -> str:
-    value = row.get(column)
-    if value is None:
-        raise BadRow(f"no '{column}'")
-    if not isinstance(value, str):
-        raise BadRow(f"'{column}' is no text")
-    if not value and not empty:
-        raise BadRow(f"'{column}' is empty")
-    return value
+def _renamed(row: Row, columns: dict[str, str]) -> Row:
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return others | {ours: row[yours] for ours, yours in columns.items() if yours in row}
 
 
-def _messages(row: Row, column: str) -> list[Row]:
-    messages = row.get(column)
-    if messages is None:
-        raise BadRow(f"no '{column}'")
-    if not isinstance(messages, list) or not messages:
-        raise BadRow(f"'{column}' is no list of turns, or an empty one")
-    for message in messages:
-        if not isinstance(message, dict) or "role" not in message:
-            raise BadRow("a turn has no role")
-        role, content = message["role"], message.get("content")
-        if not isinstance(role, str) or role not in ROLES:
-            raise BadRow(f"unknown role {role!r}")
-        if not content and not message.get("tool_calls"):
-            raise BadRow(f"an empty turn of the {role}")
-        if not isinstance(content, str | list | None):
-            raise BadRow(f"a turn of the {role} is no text")
-    return messages
+def _refuse_preferences(rows: list[Row]) -> str:
+    row = next(row for row in rows if "chosen" in row)
+    answers = isinstance(row.get("prompt"), list) or isinstance(row["chosen"], str)
+    column = ("completion" if "prompt" in row else "text") if answers else "messages"
+    return (
+        "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
+        f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen"; to '
+        "train on preferences, add a plugin that renders them"
+    )

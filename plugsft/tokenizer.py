@@ -1,6 +1,5 @@
 """What the data path needs of a tokenizer, and the core's answer to `encode`. Needs no torch."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,13 +46,17 @@ class Tokenizer:
     @cached_property
     def spelling(self) -> pa.Array:
         """The bytes that each id stands for, as far as they can be told from the vocabulary."""
-        description = self.backend_tokenizer.to_str()
-        byte_level = '"ByteLevel"' in description
-        added = {entry["id"] for entry in json.loads(description)["added_tokens"]}
-        spelt = [b""] * (max(self.backend_tokenizer.get_vocab().values(), default=-1) + 1)
-        for text, number in self.backend_tokenizer.get_vocab().items():
-            spelt[number] = text.encode() if number in added else _spell(text, byte_level)
-        return pa.array(spelt, pa.binary())
+        backend = self.backend_tokenizer
+        parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
+        spell = _spell_bytes if any("ByteLevel" in repr(part) for part in parts) else _spell_text
+        added, vocab = backend.get_added_tokens_decoder(), backend.get_vocab()
+        spelt = [b""] * (max(vocab.values(), default=-1) + 1)
+        for text, number in vocab.items():
+            spelt[number] = text.encode() if number in added else spell(text)
+        offsets = np.append(0, np.cumsum([len(one) for one in spelt])).astype(np.int32)
+        return pa.Array.from_buffers(
+            pa.binary(), len(spelt), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(spelt))]
+        )
 
     @cached_property
     def surroundings(self) -> tuple[Ids, Ids]:
@@ -97,14 +100,15 @@ def encode(
 ) -> Encoded:
     """Encode with an engine, the model's own unless given, and find where the tokens end.
 
-    Where the tokens of a text spell it byte for byte, their lengths say where they end. Else (its
-    normalizer changed it, or its vocabulary hides what a token spells) the offsets of the model's
-    own tokenizer do, and its ids are taken.
+    Where the tokens of a text spell it byte for byte, their lengths say where they end. Else the
+    model's own tokenizer does it; and where its tokens do not spell it either (its normalizer
+    changed it, or its vocabulary hides what a token spells), their offsets say it.
     """
     ids, counts = (engine or tokenizer.own_engine)(texts)
-    ends, wrong = _place(ids, counts, texts, tokenizer)
+    raw = [text.encode() for text in texts]
+    ends, wrong = _place(ids, counts, raw, tokenizer)
     if wrong:
-        ids, counts, ends = _encode_slowly(ids, counts, ends, texts, wrong, tokenizer)
+        ids, counts, ends = _encode_slowly(ids, counts, ends, raw, wrong, tokenizer)
     if special_tokens:
         ids, counts, ends = _surround(ids, counts, ends, *tokenizer.surroundings)
     engines = {name: len(texts)}
@@ -114,65 +118,86 @@ def encode(
 
 
 def _place(
-    ids: Ids, counts: Ints, texts: list[str], tokenizer: Tokenizer
+    ids: Ids, counts: Ints, raw: list[bytes], tokenizer: Tokenizer
 ) -> tuple[Ints, list[int]]:
     """Return where tokens end by what they spell, and the texts that they do not spell."""
+    stops, places = _stops(counts), _stops(np.array([len(text) for text in raw]))
+    ends, wrong = np.empty(len(ids), np.int64), []
+    # Few at a time: what they spell stays near the processor.
+    for first in range(0, len(raw), TEXTS):
+        texts = slice(first, first + TEXTS)
+        tokens = slice(stops[first], stops[min(first + TEXTS, len(raw))])
+        found, failed = _place_few(ids[tokens], counts[texts], raw[texts], tokenizer)
+        np.add(found, places[first], out=ends[tokens])
+        wrong += [first + number for number in failed]
+    return ends, wrong
+
+
+def _place_few(
+    ids: Ids, counts: Ints, raw: list[bytes], tokenizer: Tokenizer
+) -> tuple[NDArray[Any], list[int]]:
     try:
-        spelt = tokenizer.spelling.take(pa.array(ids))
+        # Not pa.array(): that imports pandas, which takes longer than many a slice.
+        buffers = [None, pa.py_buffer(np.ascontiguousarray(ids, np.int32))]
+        spelt = tokenizer.spelling.take(pa.Array.from_buffers(pa.int32(), len(ids), buffers))
     except IndexError:
-        return np.zeros(len(ids), np.int64), list(range(len(texts)))
-    made = np.frombuffer(spelt.buffers()[2] or b"", np.uint8)
-    offsets = np.frombuffer(spelt.buffers()[1], np.int32) if len(ids) else np.zeros(1, np.int32)
-    ends = offsets[1 : len(ids) + 1].astype(np.int64)
-    stops = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(counts)])]
-    whole = "".join(texts).encode()
-    places = np.concatenate([[0], np.cumsum(byte_sizes(texts))])
-    if np.array_equal(stops, places) and made[: len(whole)].tobytes() == whole:
+        return np.zeros(len(ids), np.int32), list(range(len(raw)))
+    _, offsets, made = spelt.buffers() if len(ids) else (None, bytes(4), None)
+    made = made or pa.py_buffer(b"")
+    ends = np.frombuffer(offsets, np.int32, len(ids) + 1)
+    stops, places = ends[_stops(counts)], _stops(np.array([len(text) for text in raw]))
+    ends = ends[1:]
+    if np.array_equal(stops, places) and made.slice(0, places[-1]).equals(
+        pa.py_buffer(b"".join(raw))
+    ):
         return ends, []
-    lead, wrong = np.zeros(len(texts), np.int64), []
-    for number in range(len(texts)):
-        text = whole[places[number] : places[number + 1]]
-        spelling = made[stops[number] : stops[number + 1]].tobytes()
+    lead, wrong = np.zeros(len(raw), np.int64), []
+    for number, text in enumerate(raw):
+        spelling = made.slice(stops[number], stops[number + 1] - stops[number]).to_pybytes()
         if spelling == b" " + text:
             # Some vocabularies put a space before every text.
             lead[number] = 1
         elif spelling != text:
             wrong.append(number)
-    ends = ends - np.repeat(stops[:-1] + lead - places[:-1], counts)
-    return np.maximum(ends, np.repeat(places[:-1], counts)), wrong
+    moved = ends - np.repeat(stops[:-1] + lead - places[:-1], counts)
+    return np.maximum(moved, np.repeat(places[:-1], counts)), wrong
 
 
-def byte_sizes(texts: list[str]) -> Ints:
-    """Return how many bytes of UTF-8 each text has."""
-    sizes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
-    return np.fromiter(sizes, np.int64, len(texts))
+def _stops(counts: Ints) -> Ints:
+    """Return 0, and where each of so many parts ends."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _encode_slowly(
     ids: Ids,
     counts: Ints,
     ends: Ints,
-    texts: list[str],
+    raw: list[bytes],
     wrong: list[int],
     tokenizer: Tokenizer,
 ) -> tuple[Ids, Ints, Ints]:
-    """Put the offsets and ids of the model's own tokenizer in the place of some texts' tokens."""
-    cuts = np.cumsum(counts)[:-1]
-    all_ids, all_ends = np.split(ids, cuts), np.split(ends, cuts)
-    starts = np.concatenate([[0], np.cumsum(byte_sizes(texts))])
-    counts = counts.copy()
+    """Put what the model's own tokenizer makes of some texts in the place of their tokens."""
+    stops, starts = _stops(counts), _stops(np.array([len(text) for text in raw]))
+    counts, left = counts.copy(), 0
+    all_ids, all_ends = [], []
     for first in range(0, len(wrong), TEXTS):
         some = wrong[first : first + TEXTS]
         encoded = tokenizer.backend_tokenizer.encode_batch(
-            [texts[number] for number in some], add_special_tokens=False
+            [raw[number].decode() for number in some], add_special_tokens=False
         )
         for number, one in zip(some, encoded, strict=True):
-            all_ids[number] = np.array(one.ids, np.int32)
-            counts[number] = len(one.ids)
-            # A token that starts before the end of another (a character's bytes) ends with it.
-            last = np.array(one.offsets, np.int64).reshape(-1, 2)[:, 1]
-            places = char_places(texts[number])[np.maximum.accumulate(last)]
-            all_ends[number] = places + starts[number]
+            own, count = np.array(one.ids, np.int32), np.array([len(one.ids)])
+            found, failed = _place_few(own, count, raw[number : number + 1], tokenizer)
+            if failed:
+                # A token that starts before the end of another (a character's bytes) ends with it.
+                last = np.array(one.offsets, np.int64).reshape(-1, 2)[:, 1]
+                found = char_places(raw[number].decode())[np.maximum.accumulate(last)]
+            kept = slice(stops[left], stops[number])
+            all_ids += [ids[kept], own]
+            all_ends += [ends[kept], found + starts[number]]
+            counts[number], left = count[0], number + 1
+    all_ids.append(ids[stops[left] :])
+    all_ends.append(ends[stops[left] :])
     return np.concatenate(all_ids), counts, np.concatenate(all_ends)
 
 
@@ -200,21 +225,22 @@ def _surround(
     )
 
 
-def _bytes_of_characters() -> dict[str, int]:
+def _bytes_of_characters() -> dict[int, int]:
     """Return the byte for which each character of a byte-level vocabulary stands."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
+    return {256 + place: byte for place, byte in enumerate(others)}
 
 
 BYTES = _bytes_of_characters()
+"""Those of a byte-level vocabulary that stand for another byte than their own."""
 
 
-def _spell(text: str, byte_level: bool) -> bytes:
-    if byte_level:
-        return bytes(BYTES.get(character, 0) for character in text)
+def _spell_bytes(text: str) -> bytes:
+    return text.translate(BYTES).encode("latin-1", "replace")
+
+
+def _spell_text(text: str) -> bytes:
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         return bytes.fromhex(text[3:5])
     return text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

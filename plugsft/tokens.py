@@ -14,6 +14,7 @@ same at ten thousand rows and at ten million.
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ SCHEMA = pa.schema(
 INDEX = pa.schema({"length": pa.int64(), "trained": pa.int64(), "row": pa.int64()})
 MOST = 2**30
 """Tokens of a record batch: its offsets are of 32 bits."""
+DAMAGE = (OSError, ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException)
+"""What reading a damaged file raises."""
 
 
 def _feature(kind: str, listed: bool) -> dict[str, Any]:
@@ -79,9 +82,8 @@ def write_shard(path: Path, examples: Examples) -> int:
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with pa.OSFile(str(half), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
         for some in _parts(examples):
-            batch = _record_batch(some)
-            writer.write_batch(batch)
-            trained += int(batch.column("trained").to_numpy().sum())
+            writer.write_batch(_record_batch(some))
+            trained += int(np.count_nonzero(some.mask))
     half.replace(path)
     return trained
 
@@ -112,8 +114,8 @@ def _record_batch(examples: Examples) -> pa.RecordBatch:
             _lists(ends, examples.ids),
             _lists(ends, examples.mask),
             _lists(first, examples.counts.astype(np.int32)),
-            pa.array(trained, pa.int32()),
-            pa.array(examples.rows, pa.int64()),
+            _arrow(trained.astype(np.int32)),
+            _arrow(examples.rows.astype(np.int64)),
         ],
         schema=SCHEMA,
     )
@@ -137,7 +139,7 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         np.concatenate([np.zeros(0, np.int64), *parts]) for parts in zip(*columns, strict=True)
     ]
     with pa.OSFile(str(folder / "index.arrow"), "wb") as sink, pa.ipc.new_file(sink, INDEX) as file:
-        file.write_batch(pa.record_batch([pa.array(one) for one in joined], schema=INDEX))
+        file.write_batch(pa.record_batch([_arrow(one) for one in joined], schema=INDEX))
     listed = [{"file": shard.file, "examples": shard.examples} for shard in shards]
     (folder / "facts.json").write_text(json.dumps(facts | {"shards": listed}, indent=1))
 
@@ -147,14 +149,19 @@ class Tokens:
 
     def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder = folder
-        self.facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-        self._files = [folder / shard["file"] for shard in self.facts["shards"]]
-        self._starts = _offsets([shard["examples"] for shard in self.facts["shards"]])
         self._opened: dict[int, Chunks] = {}
         self._in_memory = in_memory
-        with pa.memory_map(str(folder / "index.arrow")) as mapped:
-            index = pa.ipc.open_file(mapped).get_batch(0)
-        self.lengths, self.trained, self.rows = (column.to_numpy() for column in index.columns)
+        with self._reading(folder / "facts.json") as path:
+            self.facts: dict[str, Any] = json.loads(path.read_text())
+            shards = self.facts["shards"]
+            self._files = [folder / shard["file"] for shard in shards]
+            self._starts = _offsets([shard["examples"] for shard in shards])
+            counted = sum(one["examples"] for one in self.facts.get("sources", shards))
+        with self._reading(folder / "index.arrow") as path:
+            index = _checked(pa.ipc.open_file(self._buffer(path)).get_batch(0), INDEX)
+            self.lengths, self.trained, self.rows = (_numpy(one) for one in index.columns)
+            if not len(index) == counted == self._starts[-1]:
+                raise ValueError("it has not as many examples as facts.json says")
         if in_memory:
             for shard in range(len(self._files)):
                 self._open(shard)
@@ -178,23 +185,30 @@ class Tokens:
         return ids[start:stop], mask[start - first * 8 : stop - first * 8]
 
     def _open(self, shard: int) -> Chunks:
-        path = self._files[shard]
-        try:
-            file = pa.OSFile(str(path)) if self._in_memory else pa.memory_map(str(path))
-            chunks = [_chunk(batch) for batch in pa.ipc.open_stream(file)]
-        except (OSError, pa.ArrowException) as error:
-            raise self._damaged(path, str(error)) from error
-        lengths = [np.diff(offsets) for _, offsets, _ in chunks]
-        known = self.lengths[self._starts[shard] : self._starts[shard + 1]]
-        if not np.array_equal(np.concatenate([known[:0], *lengths]), known):
-            raise self._damaged(path, "its examples have other lengths than in the index")
+        with self._reading(self._files[shard]) as path:
+            chunks = [_chunk(batch) for batch in pa.ipc.open_stream(self._buffer(path))]
+            lengths = [np.diff(offsets) for _, offsets, _ in chunks]
+            known = self.lengths[self._starts[shard] : self._starts[shard + 1]]
+            if not np.array_equal(np.concatenate([known[:0], *lengths]), known):
+                raise ValueError("its examples have other lengths than in the index")
         self._opened[shard] = chunks
         return chunks
 
-    def _damaged(self, path: Path, reason: str) -> DataError:
-        return DataError(
-            f"{path}: damaged: {reason}. Remove the folder {self.folder}: it is prepared again"
-        )
+    def _buffer(self, path: Path) -> pa.Buffer:
+        """Map a file, or read it at once where mapping is slow."""
+        with (pa.OSFile if self._in_memory else pa.memory_map)(str(path)) as file:
+            return file.read_buffer()
+
+    @contextmanager
+    def _reading(self, path: Path) -> Iterator[Path]:
+        """Turn whatever Arrow or JSON make of a damaged file into one line with the cure."""
+        try:
+            yield path
+        except DAMAGE as error:
+            reason = " ".join(str(error).split())
+            raise DataError(
+                f"{path}: damaged: {reason}. Remove the folder {self.folder}: it is prepared again"
+            ) from error
 
     def source_of(self, number: int) -> tuple[int, int]:
         """Return the source and the row in it that an example was made from."""
@@ -203,7 +217,24 @@ class Tokens:
 
 
 def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))
+    return pa.ListArray.from_arrays(_arrow(offsets.astype(np.int32)), _arrow(values))
+
+
+def _arrow(values: NDArray[Any]) -> pa.Array:
+    """Return values as an Arrow array; pa.array() would import pandas, half a second long."""
+    if values.dtype == np.bool_:
+        kind, held = pa.bool_(), np.packbits(values, bitorder="little")
+    else:
+        kind, held = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(held)])
+
+
+def _numpy(array: pa.Array) -> NDArray[Any]:
+    """Return a view of an Arrow array of numbers."""
+    if array.null_count:
+        raise ValueError("it has empty places")
+    values = np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype())
+    return values[array.offset : array.offset + len(array)]
 
 
 def _offsets(counts: Any) -> NDArray[np.int64]:
@@ -211,18 +242,29 @@ def _offsets(counts: Any) -> NDArray[np.int64]:
 
 
 def _chunk(batch: pa.RecordBatch) -> Chunk:
+    _checked(batch, SCHEMA)
     ids, mask = batch.column("input_ids"), batch.column("loss_mask")
     bits = np.frombuffer(mask.values.buffers()[1] or b"", np.uint8)
-    return ids.values.to_numpy(), ids.offsets.to_numpy(), bits
+    flat, offsets = _numpy(ids.values), _numpy(ids.offsets)
+    if not 0 <= offsets[0] <= offsets[-1] <= min(len(flat), 8 * len(bits)):
+        raise ValueError("its offsets point outside of its tokens")
+    return flat, offsets, bits
+
+
+def _checked(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Make sure that a batch lies inside of its file: a damaged one may point anywhere."""
+    batch.validate()
+    if batch.schema != schema:
+        raise ValueError("it has other columns")
+    return batch
 
 
 def _columns(path: Path) -> tuple[NDArray[np.int64], ...]:
     """Read what the index holds of a shard."""
     with pa.memory_map(str(path)) as mapped:
-        table = pa.ipc.open_stream(mapped).read_all()
-        lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in table["input_ids"].chunks]
-        return (
-            np.concatenate([np.zeros(0, np.int64), *lengths]),
-            table["trained"].to_numpy().astype(np.int64),
-            table["row"].to_numpy(),
-        )
+        batches = [*pa.ipc.open_stream(mapped)]
+    columns = (
+        [np.diff(_numpy(batch["input_ids"].offsets)) for batch in batches],
+        *([_numpy(batch[name]) for batch in batches] for name in ("trained", "row")),
+    )
+    return tuple(np.concatenate([np.zeros(0, np.int64), *column]) for column in columns)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from .hooks import Hooks
 from .publish import write_text
 from .recipe import Data, Source
 from .registry import rebuild
-from .tokenizer import Tokenizer, char_places
+from .tokenizer import Tokenizer
 from .tokens import Examples, write_shard
 from .types import Encoded, Rendered, Row, Shard, Slice, Span
 
@@ -113,9 +114,9 @@ def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tok
     if rendered is None:
         columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
         raise DataError(
-            f"{source}: no format has these columns: {columns}. Known are "
-            "messages; prompt and completion; text. Name yours in [data.columns], for "
-            'instance messages = "conversation", or add a plugin that renders them'
+            f"{source}: no format has these columns: {columns}. Known are messages; "
+            "prompt and completion; instruction and output; conversations; text. Name yours in "
+            '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
         )
     return rendered
 
@@ -180,26 +181,39 @@ def _report(
 
 def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> NDArray[np.bool_]:
     """Mark the tokens that spans of characters touch; the first of a text has no predecessor."""
-    wanted = [(number, a, b) for number, row in enumerate(spans) for a, b in row if b > a]
-    owners, starts, stops = np.array(wanted, np.int64).reshape(-1, 3).T
-    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-    shift = (np.cumsum(sizes) - sizes)[owners]
-    places = char_places("".join(texts))
+    starts, stops, owners, at = [], [], [], 0
+    for number, (text, row) in enumerate(zip(texts, spans, strict=True)):
+        places = _bytes_before(text, row)
+        for a, b in row:
+            if b > a:
+                starts.append(at + places[a])
+                stops.append(at + places[b])
+                owners.append(number)
+        at += places[len(text)]
     ends, limits = encoded.ends, np.cumsum(encoded.counts)
-    first = np.searchsorted(ends, places[starts + shift], "right")
+    first = np.searchsorted(ends, np.array(starts, np.int64), "right")
     # Several tokens may share the last character, as bytes of it; and an end-of-text token that
     # the tokenizer adds has no character of its own.
-    until = places[stops + shift]
+    until = np.array(stops, np.int64)
     last = np.maximum(
         np.searchsorted(ends, until, "left") + 1, np.searchsorted(ends, until, "right")
     )
-    last = np.minimum(last, limits[owners])
+    last = np.minimum(last, limits[np.array(owners, np.int64)])
     change = np.zeros(len(ends) + 1, np.int32)
     np.add.at(change, first, 1)
     np.add.at(change, last, -1)
     mask: NDArray[np.bool_] = np.cumsum(change)[:-1] > 0
     mask[(limits - encoded.counts)[encoded.counts > 0]] = False
     return mask
+
+
+def _bytes_before(text: str, spans: list[Span]) -> Mapping[int, int]:
+    """Return how many bytes of UTF-8 stand before the characters where spans begin and end."""
+    bounds = sorted({0, len(text), *chain.from_iterable(spans)})
+    if text.isascii():
+        return dict(zip(bounds, bounds, strict=True))
+    sizes = (len(text[a:b].encode()) for a, b in pairwise(bounds))
+    return dict(zip(bounds, accumulate(sizes, initial=0), strict=True))
 
 
 def _starts_with(kept: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -60,6 +60,7 @@ def test_every_command_is_there_with_its_help():
         (["--without", "lora", "a.toml"], ["train", "--without", "lora", "a.toml"]),
         (["recipes/quickstart.toml"], ["train", "recipes/quickstart.toml"]),
         (["--nonsense"], ["--nonsense"]),
+        (["train.steps=3", "a.toml"], ["train", "train.steps=3", "a.toml"]),
     ],
 )
 def test_a_recipe_in_the_place_of_a_command_trains(words, wanted):
@@ -67,17 +68,18 @@ def test_a_recipe_in_the_place_of_a_command_trains(words, wanted):
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("words", "says"),
     [
-        ("chekc", "did you mean 'check'"),
-        ("qqq", "commands: train, prepare"),
-        ("recipes", "a folder; try: plugsft show recipes"),
+        (["chekc"], "did you mean 'check'"),
+        (["tain", "recipes/quickstart.toml"], "'tain' .* did you mean 'train'"),
+        (["qqq"], "commands: train, prepare"),
+        (["recipes"], "a folder; try: plugsft show recipes"),
     ],
 )
-def test_an_unknown_word_gets_a_hint(word, says, monkeypatch):
+def test_an_unknown_word_gets_a_hint(words, says, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(RecipeError, match=says):
-        cli.with_command([word])
+        cli.with_command(words)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_rerun_after_a_kill_ends_with_the_same_weights(tiny, tmp_path):
         hits[moment] += running.process.is_alive()
         os.kill(running.pid, signal.SIGKILL)
         running.wait()
-        go_on = ["--resume"] if list(run.glob("checkpoints/step-*")) else []
+        go_on = ["--resume" if list(run.glob("checkpoints/step-*")) else "--overwrite"]
         done = run_plugsft(recipe, f"output={run}", *go_on)
         assert done.returncode == 0, (kill, done.stderr)
         assert (run / "model/model.safetensors").read_bytes() == wanted, (kill, moment.__name__)

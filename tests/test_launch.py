@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, chats, read_metrics, run_plugsft
+from conftest import ROOT, chats, read_metrics, run_plugsft, tiny_tables, write_recipe
+from making import activate, install
 
 QUIET = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no")
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 7, "learning_rate": 1e-3, "max_grad_norm": 0.5}
@@ -129,3 +130,84 @@ def test_a_killed_rank_ends_the_launch_and_the_rerun_goes_on(tiny, tmp_path):
     code, out, err = finish(launch(*config("cpu2"), "-m", "plugsft", recipe, *short))
     assert code == 0, err
     assert "going on after step" in out
+
+
+SLOW = """
+    import os, time
+    from datetime import timedelta
+    from pathlib import Path
+    from torch.distributed import distributed_c10d
+
+    @plugin()
+    class Slow:
+        folder: str
+        rank: str = ""
+        seconds: float = 0.0
+
+        @hookimpl
+        def check(self):
+            # As short as a run's patience would be, against a preparation of hours.
+            distributed_c10d.default_pg_timeout = timedelta(seconds=4)
+            if os.environ["RANK"] == self.rank:
+                time.sleep(10)
+
+        @hookimpl(wrapper=True)
+        def render(self):
+            with Path(self.folder, f"rank-{os.environ['RANK']}").open("a") as file:
+                file.write("slice\\n")
+            time.sleep(self.seconds)
+            return (yield)
+"""
+
+
+@pytest.fixture
+def slow(tmp_path, monkeypatch, tiny):
+    """Give `slow(...)`: a recipe with a plugin that notes who prepares, and takes its time."""
+    activate(install(tmp_path / "site", slow=SLOW), monkeypatch)
+    assert run_plugsft(tiny()).returncode == 0
+    tables = tiny_tables(tmp_path, chats(21)) | {"model": {"path": str(tmp_path / "run/model")}}
+    tables["train"] |= {"steps": 2}
+
+    def make(**options):
+        tables["plugins"] = {"slow": {"folder": str(tmp_path), **options}}
+        return write_recipe(tmp_path / "slow.toml", tables)
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_rank_prepares_for_longer_than_a_process_group_waits(slow, tmp_path, ranks):
+    run = tmp_path / f"run-{ranks}"
+    recipe = slow(seconds=9.0)
+    words = ("-m", "plugsft", recipe, f"output={run}")
+    code, out, err = finish(launch(*config("cpu2", ranks), *words))
+    assert code == 0, err
+    assert len(list(tmp_path.glob("rank-*"))) == 1, "all others waited for it"
+    assert f"DDP of {ranks}" in out
+
+
+@pytest.mark.slow
+def test_a_rank_that_prepares_longer_than_the_others_is_waited_for(slow, tmp_path):
+    """As a node does that has a disk of its own, and a slow one."""
+    recipe = slow(rank="1")
+    code, _, err = finish(
+        launch(*config("cpu2"), "-m", "plugsft", recipe, "output=" + str(tmp_path / "skew"))
+    )
+    assert code == 0, err
+
+
+@pytest.mark.slow
+def test_a_builder_that_is_killed_is_taken_over_by_the_next_launch(slow, tmp_path):
+    run = tmp_path / "killed"
+    words = (*config("cpu2"), "-m", "plugsft", slow(seconds=5.0), f"output={run}")
+    process = launch(*words)
+    while not (noted := list(tmp_path.glob("rank-*"))):
+        assert process.poll() is None
+        time.sleep(0.05)
+    claims = list((run / "tokens").glob(".*.claim-*"))
+    os.kill(json.loads(claims[0].read_text())["pid"], signal.SIGKILL)
+    assert finish(process, timeout=60)[0] != 0
+    code, _, err = finish(launch(*words))
+    assert code == 0, err
+    assert not [path for path in run.rglob(".*") if path.name != ".lock"], noted

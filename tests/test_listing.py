@@ -133,7 +133,8 @@ def test_a_run_that_was_killed_is_not_called_running(tmp_path, capsys):
     facts = {"status": "running", "started": "now", "machine": {"host": "h"}}
     (tmp_path / "run.json").write_text(json.dumps(facts))
     listing.show_run(tmp_path)
-    assert "or killed" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"killed: go on with plugsft {tmp_path}/recipe.toml --overwrite" in shown
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"status": 1}'])
@@ -179,5 +180,7 @@ def test_the_schema_says_what_keys_mean_and_which_plugins_are_missing(installed)
     assert "no driver" in plugins["broken"]["description"]
     loud = schema["$defs"][plugins["loud"]["$ref"].rpartition("/")[2]]
     assert loud["description"] == "Make the model louder."
-    assert loud["properties"]["volume"]["description"] == "How loud."
-    assert "description" in schema["$defs"]["Train"]["properties"]["beta1"]
+    assert loud["properties"]["volume"]["description"] == "How loud. Default: 3."
+    train = schema["$defs"]["Train"]["properties"]
+    assert train["schedule"]["description"].endswith(' Default: "linear".')
+    assert "Default" not in train["batch_size"]["description"] + train["steps"]["description"]

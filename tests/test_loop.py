@@ -121,6 +121,18 @@ def test_a_signal_saves_and_the_rerun_ends_the_same(tiny, tmp_path, number):
     assert weights(parts) == weights(whole) and curve(parts) == curve(whole)
 
 
+def test_a_signal_that_comes_twice_at_once_is_one(tiny, tmp_path):
+    """Ctrl-C reaches every process of a terminal, and the launcher passes it on as well."""
+    running = start_plugsft(tiny(rows=chats(43), train=LONG | {"steps": 2000, "log_every": 1000}))
+    wait_for_lines(tmp_path / "run/metrics.jsonl", 3)
+    for _ in range(4):
+        os.kill(running.pid, signal.SIGINT)
+        time.sleep(0.005)
+    ended = running.wait()
+    assert ended.returncode == 130 and "saved" in ended.stderr, ended.stderr
+    assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
+
+
 def test_a_second_run_into_the_same_output_is_refused_while_the_first_runs(tiny, tmp_path):
     recipe = tiny(rows=chats(43), train=LONG | {"steps": 2000, "log_every": 1000})
     running = start_plugsft(recipe)
@@ -131,7 +143,7 @@ def test_a_second_run_into_the_same_output_is_refused_while_the_first_runs(tiny,
         assert "another run is writing into" in second.stderr
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
-    assert run_plugsft(recipe, "train.steps=2").returncode == 0
+    assert run_plugsft(recipe, "train.steps=2", "--overwrite").returncode == 0
 
 
 def test_a_signal_to_one_rank_stops_all_of_them(tiny, tmp_path):
@@ -141,6 +153,8 @@ def test_a_signal_to_one_rank_stops_all_of_them(tiny, tmp_path):
     os.kill(ranks[1].pid, signal.SIGTERM)
     ended = [rank.wait() for rank in ranks]
     assert [one.returncode for one in ended] == [143, 143], ended[0].stderr
+    # One of them says so.
+    assert "saved; go on with --resume" in ended[0].stderr and not ended[1].stderr
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
@@ -150,7 +164,7 @@ def test_resume_says_what_is_wrong(tiny, tmp_path):
     assert nothing.returncode == 2 and "there is no checkpoint" in nothing.stderr
     assert run_plugsft(recipe).returncode == 0
     again = run_plugsft(recipe)
-    assert again.returncode == 2 and "--resume" in again.stderr and "--overwrite" in again.stderr
+    assert again.returncode == 2 and "--overwrite" in again.stderr
     other = run_plugsft(recipe, "train.learning_rate=0.5", "--resume")
     assert other.returncode == 2
     assert "train.learning_rate was 0.003 and is 0.5" in other.stderr

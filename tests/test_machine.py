@@ -28,6 +28,10 @@ def test_cores_follow_affinity_and_quota(container, monkeypatch):
     ]:
         container["cpu.max"] = quota
         assert num_cores() == cores
+    del container["cpu.max"]
+    for quota, cores in [("-1", 8), ("200000", 2)]:
+        container |= {"cpu/cpu.cfs_quota_us": quota, "cpu/cpu.cfs_period_us": "100000"}
+        assert num_cores() == cores
 
 
 def test_memory_is_the_container_s_if_that_is_less(container):
@@ -35,6 +39,9 @@ def test_memory_is_the_container_s_if_that_is_less(container):
     for limit, expected in [("max", whole), ("1000000", 1_000_000), (str(10**18), whole)]:
         container["memory.max"] = limit
         assert memory_limit() == expected
+    container.clear()
+    container["memory/memory.limit_in_bytes"] = "1000000"
+    assert memory_limit() == 1_000_000
 
 
 def test_free_disk_of_a_folder_that_is_still_to_be_made(tmp_path, monkeypatch):

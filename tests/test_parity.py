@@ -14,8 +14,8 @@ from plugsft.answers_model import ModelAnswers
 from plugsft.loop import scratch_model
 from plugsft.plan import Plan
 from plugsft.prepare import prepare
-from plugsft.registry import resolve
 from plugsft.pretrained import pad_id
+from plugsft.registry import resolve
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

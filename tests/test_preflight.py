@@ -54,8 +54,8 @@ def test_a_good_recipe_is_ready_and_nothing_is_written(tiny, tmp_path, check):
     assert found.lines[-1] == f"ready: plugsft {tmp_path / 'recipe.toml'}"
     what = [line.split()[0] for line in found.ok]
     assert what == [
-        *["recipe", "plugins", "model", "schedule", "data", "tokenizer", "rows", "eval", "rows"],
-        *["ranks", "steps", "output", "disk"],
+        *["recipe", "plugins", "paths", "model", "schedule", "data", "tokenizer", "rows", "eval"],
+        *["rows", "ranks", "steps", "checkpoints", "output", "disk"],
     ]
     assert not (tmp_path / "run").exists()
 
@@ -88,7 +88,7 @@ def test_problems_of_all_stages_come_together(tiny, tmp_path, check):
     assert "no 'messages'" in text and "row 21" in text
     assert "nothing.jsonl: no such file" in text
     assert f"{tmp_path / 'file'} is a file" in text
-    assert [line.split()[0] for line in found.fail] == ["model", "rows", "eval", "output"]
+    assert [line.split()[0] for line in found.fail] == ["paths", "model", "rows", "output"]
     assert "ready" not in found.lines[-1]
     done = run_plugsft("check", path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 5
@@ -145,6 +145,14 @@ def test_a_window_is_measured_against_the_ranks(tiny, check, size, micro, ranks,
     assert says in line and line in getattr(found, mark)
 
 
+def test_windows_that_are_dealt_again_are_told_with_their_micro_batches(tiny, check):
+    path = tiny(plugins={"length_group": {}})
+    [line] = [line for line in check(path).ok if line.startswith("ranks")]
+    assert line.endswith("2 x 4 on each, dealt again by length_group")
+    [problem] = check(path, "train.micro_batch=1").problems
+    assert problem.startswith("plugins.length_group: train.micro_batch = 1 pads nothing")
+
+
 def test_steps_and_warm_up_are_counted(tiny, check):
     found = check(tiny(), "train.epochs=3", "train.warmup=9")
     assert any("9, 3 an epoch of 24 examples" in line for line in found.ok)
@@ -162,8 +170,10 @@ def test_plugins_may_object_to_the_ranks_asked_about(tiny, tmp_path, monkeypatch
 
 
 def test_a_run_in_the_output_is_warned_of(tiny, tmp_path, check):
-    (tmp_path / "run/checkpoints/step-000001").mkdir(parents=True)
-    assert any("--resume or --overwrite" in line for line in check(tiny()).warn)
+    for name, says in (("checkpoints/step-000001", "--resume"), ("model", "--overwrite")):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "manifest.json").write_text("{}")
+        assert any(says in line for line in check(tiny()).warn)
 
 
 def test_a_full_disk_is_a_problem(tiny, tmp_path, monkeypatch, check):

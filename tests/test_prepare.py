@@ -7,7 +7,15 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import chats, start_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import (
+    chats,
+    read_metrics,
+    run_plugsft,
+    start_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
 from making import activate, install
 
 from plugsft import DataError, RecipeError, prepare, sources
@@ -338,3 +346,62 @@ def test_a_resolved_recipe_prepares_the_same_tokens(tmp_path):
     recipe, active = resolve(tables)
     active.answer(DataAnswers(recipe.folder))
     assert prepare.prepare(recipe, active).tokens.folder == tokens.folder
+
+
+@pytest.fixture
+def named(tmp_path):
+    """Prepared tokens, and `recipe(**data)`: tables that name them."""
+    tables = tiny_tables(tmp_path, chats(30))
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    assert run_plugsft(path).returncode == 0
+    tables["model"] = {"path": str(tmp_path / "run/model")}
+    path = write_recipe(tmp_path / "prepare.toml", tables)
+    done = run_plugsft("prepare", path, f"output={tmp_path / 'cpu'}")
+    folder = done.stdout.splitlines()[-1].removeprefix("tokens: ")
+    tables["output"] = str(tmp_path / "gpu")
+
+    def recipe(**data):
+        kept = {key: value for key, value in {**tables["data"], **data}.items() if value}
+        return write_recipe(tmp_path / "train.toml", {**tables, "data": kept})
+
+    return folder, recipe
+
+
+def test_a_run_takes_tokens_that_were_prepared_elsewhere(named, tmp_path):
+    folder, recipe = named
+    fresh = run_plugsft(recipe(), f"output={tmp_path / 'fresh'}")
+    (tmp_path / "data.jsonl").rename(tmp_path / "away.jsonl")
+    for number, source in enumerate([None, str(tmp_path / "data.jsonl")]):
+        out = tmp_path / f"named-{number}"
+        done = run_plugsft(recipe(tokens=folder, source=source), f"output={out}")
+        assert done.returncode == 0 and "prepared before" in done.stdout, done
+        assert not (out / "tokens").exists()
+        losses = [line["loss"] for line in read_metrics(out)]
+        assert losses == [line["loss"] for line in read_metrics(tmp_path / "fresh")]
+        again = run_plugsft(out / "recipe.toml", f"output={out}-again")
+        assert again.returncode == 0 and fresh.returncode == 0, again
+
+
+def test_tokens_of_another_recipe_are_refused_part_by_part(named, tmp_path):
+    folder, recipe = named
+    other = tmp_path / "other.jinja"
+    other.write_text(CHATML.read_text() + "{# the same, almost #}")
+    write_jsonl(tmp_path / "more.jsonl", chats(31))
+    done = run_plugsft(
+        recipe(tokens=folder, source=str(tmp_path / "more.jsonl"), max_length=100),
+        "data.train_on=last",
+        f"model.chat_template={other}",
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for words in (
+        f"data.tokens: {folder} was prepared otherwise: other data, or another split of it",
+        "another chat template",
+        "data.max_length was 256, and is 100 here",
+        "data.train_on was 'assistant', and is 'last' here",
+    ):
+        assert words in done.stderr, done.stderr
+    for wrong in (tmp_path / "run/model", tmp_path / "nowhere"):
+        done = run_plugsft(recipe(tokens=str(wrong)))
+        assert done.returncode == 2 and "data.tokens: " in done.stderr, done.stderr
+    done = run_plugsft("prepare", recipe(tokens=folder))
+    assert done.returncode == 2 and "is prepared already" in done.stderr

@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all, with real processes that are really killed."""
 
+import errno
 import json
 import os
 import resource
@@ -312,10 +313,31 @@ def fill_tokenizer(building):
 )
 def test_a_full_disk_is_told_with_place_and_room(small_disk, fill):
     place = small_disk / "folder"
-    with pytest.raises(PlugsftError, match=r"folder: cannot be written: .*GiB are free") as caught:
+    with pytest.raises(PlugsftError, match=r"the disk is full \(\d MiB are free\)") as caught:
         once(place, fill)
+    assert str(caught.value).startswith(f"{place}: cannot be written: ")
+    assert str(caught.value).endswith("; free some, or give another folder (output=...)")
     assert "\n" not in str(caught.value)
     assert list(small_disk.iterdir()) == [], "and leaves the room that it took"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
+def test_room_is_no_cure_for_what_is_not_full(place, code):
+    with pytest.raises(PlugsftError) as caught, writing(place):
+        raise OSError(code, os.strerror(code), str(place))
+    assert os.strerror(code) in str(caught.value) and "free" not in str(caught.value)
+    assert str(caught.value).endswith("; give another folder (output=...)")
+
+
+def test_a_disk_too_small_for_the_first_checkpoint_is_known_before_anything_is_prepared(
+    small_disk, tiny
+):
+    recipe = tiny(model={"scratch": {"hidden": 128, "layers": 2, "heads": 2, "context": 256}})
+    for command in ("train", "check"):
+        done = run_plugsft(command, recipe, f"output={small_disk}/run")
+        assert done.returncode == 2 and "data:" not in done.stdout
+        assert "1.0 MiB free" in done.stderr or "1.0 MiB are free" in done.stderr, done.stderr
+    assert list(small_disk.iterdir()) == []
 
 
 def test_a_limit_of_size_is_told_too(place):

@@ -8,11 +8,12 @@ from conftest import ROOT, read_metrics, run_plugsft
 
 GOLDEN = ROOT / "tests/golden/quickstart.json"
 RUN = ROOT / "runs/quickstart"
+LESSONS = ROOT / "recipes/data/quickstart.jsonl"
 
 
 def lessons():
     """Return 20 of the quickstart's questions with their answers, from all over the file."""
-    lines = (ROOT / "recipes/data/quickstart.jsonl").read_text(encoding="utf8").splitlines()
+    lines = LESSONS.read_text(encoding="utf8").splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     assert len(chats) == 300
     return [(chat[0]["content"], chat[1]["content"]) for chat in chats[7::15]]
@@ -32,6 +33,10 @@ def test_the_quickstart_trains_a_model_that_answers():
     done = subprocess.run(["tools/quickstart"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "report:       runs/quickstart/report.html" in done.stdout
+    # The questions that it suggests are of those that it has learned.
+    known = [line for line in done.stdout.splitlines() if line.startswith("    What ")]
+    assert len(known) == 2
+    assert all(f'"content": "{line.strip()}"' in LESSONS.read_text() for line in known)
     assert (RUN / "report.html").is_file()
     print(done.stdout[-1500:])
     record = json.loads((RUN / "run.json").read_text())

@@ -12,7 +12,8 @@ from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_r
 
 README = (ROOT / "README.md").read_text(encoding="utf8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
-COMMANDS = [line.partition("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
+LINES = [line.partition("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
+COMMANDS = [line for line in LINES if line]
 TOOLS = ["tools/quickstart", ".venv/bin/plugsft chat runs/quickstart", "tools/test"]
 
 
@@ -50,3 +51,5 @@ def test_a_command_of_the_readme(place, command):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+    # Nothing stands between our lines, of the launcher's or of anybody's.
+    assert not done.stderr

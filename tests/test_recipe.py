@@ -91,7 +91,7 @@ def test_all_mistakes_of_a_file_come_at_once_the_plugins_among_them(tiny, tmp_pa
     path = tiny(
         train={"batch_size": 0, "epoch": 2},
         data={"max_length": "long"},
-        plugins={"squeez": {}, "squeeze": {"dept": 1}},
+        plugins={"squeez": {}, "squeeze": {"dept": 1}, "length_group": {"dept": 1}},
     )
     lines = "\n".join(problems(path))
     for key in (
@@ -100,6 +100,7 @@ def test_all_mistakes_of_a_file_come_at_once_the_plugins_among_them(tiny, tmp_pa
         "data.max_length: given 'long'",
         "plugins.squeez: unknown plugin; did you mean 'squeeze'?",
         "plugins.squeeze.dept: unknown key (given 1); did you mean 'depth'? allowed: depth",
+        "plugins.length_group.dept: unknown key (given 1); it has no options",
     ):
         assert key in lines, key
 
@@ -261,7 +262,7 @@ def test_a_mixture_says_what_it_is_evaluated_on(tmp_path):
     tables["data"]["sources"] = [{"source": tables["data"].pop("source")}]
     tables["eval"] = {}
     (line,) = problems(write_recipe(tmp_path / "recipe.toml", tables))
-    assert "eval.source: missing; with [[data.sources]] it must be set" in line
+    assert "eval.source: missing; without data.source it must be set" in line
 
 
 def test_a_home_folder_is_written_with_a_tilde(tiny, monkeypatch):

@@ -8,7 +8,7 @@ import sys
 from textwrap import dedent
 
 import pytest
-from conftest import run_plugsft, tiny_tables, write_recipe
+from conftest import read_metrics, run_plugsft, start_ranks, tiny_tables, write_recipe
 from making import activate, install
 
 from plugsft import PluginError, RecipeError
@@ -441,3 +441,96 @@ def test_a_run_without_a_plugin_it_names_says_where(company, tmp_path):
     write_recipe(path, tables)
     with pytest.raises(RecipeError, match=rf"{path}: plugins\.one\.depth: unknown key"):
         load(path)
+
+
+def test_a_plugin_that_names_itself_is_named_once(company):
+    words = ["plugins.one.depth: too deep", "plugins.one: too wide", "too long"]
+    objects = f"""
+        @plugin()
+        class Objects:
+            @hookimpl
+            def check(self):
+                raise RecipeError({words})
+    """
+    recipe, active = resolve(company(one=objects))
+    with pytest.raises(RecipeError) as caught:
+        check(active.answer(), recipe, look())
+    assert caught.value.problems == [*words[:2], "plugins.one: too long"]
+
+
+BREAKS = """
+@plugin()
+class Breaks:
+    fails: bool = False
+
+    @hookimpl(wrapper=True)
+    def feed(self):
+        1 / (not self.fails)
+        return (yield)
+"""
+
+
+def test_an_unforeseen_error_names_the_plugin_and_the_hook_it_came_from(company):
+    class Core:
+        @hookimpl
+        def feed(self, build, steps):
+            return build(steps)
+
+    tables = company(one=BREAKS, two=BREAKS)
+    # Both wrap; the inner one, the core, or what the core calls, goes wrong.
+    for fails, build, notes in (
+        (True, len, ["raised by plugin 'one', in its hook 'feed'"]),
+        (False, lambda steps: 1 / 0, []),
+        (False, None, []),
+    ):
+        tables["plugins"]["one"]["fails"] = fails
+        active = resolve(tables)[1].answer(Core())
+        with pytest.raises((ZeroDivisionError, TypeError)) as caught, active.named():
+            active.hook.feed(build=build, steps=range(2))
+        assert getattr(caught.value, "__notes__", []) == notes
+
+
+COUNTS = """
+@plugin()
+class Counts:
+    seen: int = state(0)
+
+    @hookimpl
+    def log(self, step, metrics):
+        self.seen += 1
+        if step == {raises}:
+            raise ConnectionError("the tracker is gone")
+
+    @hookimpl
+    def verdict(self):
+        return f"{{self.seen}} lines heard" if self.seen else None
+"""
+
+
+def test_the_last_verdict_reaches_the_console_and_the_first_pretends_nothing(company, tmp_path):
+    static = (
+        "@plugin()\nclass Static:\n    @hookimpl\n    def verdict(self):\n        return 'on'\n"
+    )
+    tables = company(counts=COUNTS.format(raises=0), static=static)
+    tables["train"] |= {"steps": 2}
+    done = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables))
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith(("plugin ", "step "))]
+    assert [line.partition("  ")[0] for line in said] == [
+        *["plugin counts: active", "plugin static: on", "step 1/2", "step 2/2"],
+        "plugin counts: 2 lines heard",
+    ]
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_what_log_raises_stops_every_rank_with_everything_saved(company, tmp_path, step):
+    tables = company(counts=COUNTS.format(raises=step))
+    tables["train"] |= {"steps": 5}
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    ended = [one.wait(60) for one in start_ranks(2, path)]
+    assert "ConnectionError: the tracker is gone" in ended[0].stderr
+    assert ended[0].stderr.splitlines()[-1] == "raised by plugin 'counts', in its hook 'log'"
+    assert "Traceback" not in ended[1].stderr and ended[0].returncode == 1
+    last = min(step + 1, 5)
+    assert (tmp_path / f"run/checkpoints/step-{last:06d}/manifest.json").is_file()
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [*range(1, last + 1)]

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -162,6 +163,22 @@ def test_on_a_terminal_answers_stream_and_ctrl_d_ends(run):
         assert "Me." in until("\r\n> ")
         os.write(parent, b"\x04")
         assert process.wait(30) == 0
+    os.close(parent)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_talk_with_a_line_of_its_own(run):
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "plugsft", "chat", str(run)]
+    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, cwd=ROOT) as process:
+        os.close(child)
+        shown = b""
+        while b"\n> " not in shown:
+            assert select.select([parent], [], [], 60)[0], shown
+            shown += os.read(parent, 4096)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert os.read(parent, 4096).endswith(b"\r\n")
     os.close(parent)
 
 

@@ -1,28 +1,58 @@
 """Rows as text: what is trained on, as transformers and trl would have it."""
 
+import os
+import re
 from pathlib import Path
 
 import pytest
 import trl
 from conftest import chats
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugsft import DataError
-from plugsft.jinja import MARKED
+from plugsft import DataError, RecipeError
+from plugsft.jinja import compiled
 from plugsft.jsonl import Held
-from plugsft.pretrained import train_tokenizer
-from plugsft.recipe import Data
+from plugsft.pretrained import load_tokenizer, train_tokenizer
+from plugsft.recipe import Data, Model
 from plugsft.templates import CHATML, Chat, render, training_template
 from plugsft.tokenizer import encode, lighten
 from plugsft.work import mask_of
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-PAIRS = sorted(
-    path.name.removesuffix("_training.jinja") for path in TEMPLATES.glob("*_training.jinja")
-)
+# PLUGSFT_FULL=1 (tools/test --full) makes this many chats, otherwise a tenth.
+COUNT = 2_000 if os.environ.get("PLUGSFT_FULL") == "1" else 200
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = {path.stem: path.read_text("utf8") for path in sorted(FOLDER.glob("*.jinja"))}
+MARKED = [name for name, source in TEMPLATES.items() if compiled(source).marked]
+PAIRS = [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]
+
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 SYSTEM = {"role": "system", "content": "be brief"}
+THINK = {**TELL, "reasoning_content": "birds at night"}
+FUNCTION = {"name": "look_up", "arguments": {"word": "owl"}}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "abcdef123", "type": "function", "function": FUNCTION}],
+}
+RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "abcdef123", "content": "a bird"}
+WORD = {"type": "string", "description": "What to look up."}
+TOOL = {
+    "name": "look_up",
+    "description": "Look a word up.",
+    "parameters": {"type": "object", "properties": {"word": WORD}, "required": ["word"]},
+}
+CHATS = {
+    "one turn": {"messages": [ASK, TELL]},
+    "two turns": {"messages": [ASK, TELL, ASK, TELL]},
+    "system": {"messages": [SYSTEM, ASK, TELL]},
+    "reasoning": {"messages": [ASK, THINK]},
+    "reasoning twice": {"messages": [SYSTEM, ASK, THINK, ASK, THINK]},
+    "tools": {
+        "messages": [ASK, CALL, RESULT, TELL],
+        "tools": [{"type": "function", "function": TOOL}],
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +118,50 @@ def test_text(tokenizer):
 
 
 def test_columns_by_other_names(tokenizer):
-    row = {"conversation": [ASK, TELL], "text": "not this"}
-    assert trained(tokenizer, row, columns={"messages": "conversation"})[1] == ["owls<|im_end|>"]
+    row = {"dialogue": [ASK, TELL], "text": "not this"}
+    assert trained(tokenizer, row, columns={"messages": "dialogue"})[1] == ["owls<|im_end|>"]
+    # What is renamed does not stand under its old name any more.
+    row = {"text": "2 + 2 = ", "prompt": "4"}
+    swapped = {"prompt": "text", "completion": "prompt"}
+    assert trained(tokenizer, row, columns=swapped)[1] == ["4<|im_end|>"]
     assert rendered(tokenizer, {"zzz": 1}) is None
+
+
+def test_other_formats_of_chats(tokenizer):
+    text = trained(tokenizer, {"messages": [SYSTEM, ASK, TELL]})[0]
+    turns = [("system", "be brief"), ("human", "who?"), ("gpt", "owls")]
+    sharegpt = {"conversations": [{"from": who, "value": said} for who, said in turns]}
+    alpaca = {"system": "be brief", "instruction": "who?", "output": "owls"}
+    for row in (sharegpt, alpaca):
+        assert trained(tokenizer, row) == (text, ["owls<|im_end|>"])
+        assert rendered(tokenizer, row).special_tokens is False
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"chosen": [ASK, TELL], "rejected": [ASK, TELL]}, "messages"),
+        ({"prompt": "who?", "chosen": [ASK, TELL], "rejected": [ASK, TELL]}, "messages"),
+        ({"prompt": [ASK], "chosen": [TELL], "rejected": [TELL]}, "completion"),
+        ({"prompt": "who? ", "chosen": "owls", "rejected": "elks"}, "completion"),
+        ({"chosen": "who? owls", "rejected": "who? elks"}, "text"),
+    ],
+)
+def test_preferences_are_refused_with_a_cure_that_works(tokenizer, row, column):
+    with pytest.raises(DataError, match=rf'set \[data.columns\] {column} = "chosen"'):
+        rendered(tokenizer, row)
+    assert trained(tokenizer, row, columns={column: "chosen"})[1][-1].endswith("owls<|im_end|>")
+
+
+def test_a_row_of_another_format_is_bad(tokenizer):
+    result = rendered(tokenizer, {"messages": [ASK, TELL]}, {"text": "owls", "id": 3})
+    assert result.rows == [0] and result.bad == {1: "no 'messages': the row has id, text"}
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": None}, "no 'messages'"),
+        ({"messages": None}, "'messages' is null"),
         ({"messages": []}, "'messages' is no list of turns, or an empty one"),
         ({"messages": "hi"}, "'messages' is no list of turns, or an empty one"),
         ({"messages": ["hi"]}, "a turn has no role"),
@@ -111,8 +176,9 @@ def test_columns_by_other_names(tokenizer):
         ({"messages": [{"role": "user", "content": 3}, TELL]}, "a turn of the user is no text"),
         ({"messages": [ASK]}, "no trained token"),
         ({"messages": [ASK, {**TELL, "content": "\ud83e"}]}, "half a character"),
-        ({"prompt": "a", "completion": None}, "no 'completion'"),
-        ({"prompt": None, "completion": "b"}, "no 'prompt'"),
+        ({"prompt": "a", "completion": None}, "'completion' is null"),
+        ({"prompt": None, "completion": "b"}, "'prompt' is null"),
+        ({"prompt": "a", "text": "b"}, "no 'completion': the row has prompt, text"),
         ({"prompt": "a", "completion": ""}, "'completion' is empty"),
         ({"prompt": 3, "completion": "b"}, "'prompt' is no text"),
         ({"prompt": "a", "completion": [TELL]}, "'prompt' is no list of turns"),
@@ -138,17 +204,15 @@ def test_a_template_that_refuses_a_row_is_quoted_in_one_line(with_template):
     refuses = "{{ raise_exception('roles must\nalternate') }}{% generation %}{% endgeneration %}"
     result = rendered(with_template(refuses), {"messages": [ASK, TELL]})
     assert result.bad == {0: "the chat template refuses it: roles must alternate"}
-    for broken in (
-        "{{ 1 / 0 }}",
-        "{{ messages[0]['x']['y'] }}",
-        "{{ messages.nothing() }}",
-        "{% if",
-    ):
-        tokenizer = with_template(broken + "{% generation %}{% endgeneration %}")
-        assert (
-            "the chat template refuses it: "
-            in rendered(tokenizer, {"messages": [ASK, TELL]}).bad[0]
-        )
+    for broken in ("{{ 1 / 0 }}", "{{ messages[0]['x']['y'] }}", "{{ messages.nothing() }}"):
+        bad = rendered(with_template(broken), {"messages": [ASK, TELL]}).bad[0]
+        assert bad.startswith("the chat template refuses it: ")
+
+
+def test_a_template_that_is_no_jinja_is_refused(with_template):
+    for broken in ("{% if", "{% generation %}", "{{ x | nothing }}"):
+        with pytest.raises(DataError, match="the chat template is no Jinja: "):
+            rendered(with_template(broken), {"messages": [ASK, TELL]})
 
 
 def test_a_tokenizer_without_a_template_is_refused_with_the_cure(with_template):
@@ -156,13 +220,6 @@ def test_a_tokenizer_without_a_template_is_refused_with_the_cure(with_template):
         with pytest.raises(DataError, match=r"has no chat template. Set model.chat_template = "):
             rendered(with_template(nothing), {"messages": [ASK, TELL]})
     assert rendered(with_template(None), {"text": "needs none"}).texts
-
-
-def test_a_template_without_marks_is_refused_with_the_cure(with_template):
-    bare = with_template("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(DataError, match=r"put \{% generation %\} and \{% endgeneration %\} around"):
-        rendered(bare, {"messages": [ASK, TELL]})
-    assert trained(bare, {"messages": [ASK, TELL]}, train_on="all")[1] == ["who?owls"]
 
 
 def test_template_variables(with_template):
@@ -174,6 +231,10 @@ def test_template_variables(with_template):
         "N<|im_end|>owls",
         ["owls"],
     )
+    own = {**row, "chat_template_kwargs": {"name": "M"}}
+    assert trained(with_template(template), own, template_kwargs={"name": "N"})[0].startswith("M")
+    with pytest.raises(DataError, match="reads no 'nmae'; it reads eos_token, messages, name"):
+        rendered(with_template(template), row, template_kwargs={"nmae": "N"})
 
 
 def test_a_template_among_several_is_the_default(with_template):
@@ -181,28 +242,56 @@ def test_a_template_among_several_is_the_default(with_template):
     assert trained(with_template(named), {"messages": [ASK, TELL]})[1] == ["owls<|im_end|>"]
 
 
-CONTENT = st.text(min_size=1, max_size=30).filter(str.strip)
-CHATS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
-
-
-@settings(max_examples=150, deadline=None)
-@given(CHATS)
-def test_the_mask_is_transformers_mask(tokenizer, turns):
-    messages = [
-        {"role": role, "content": content}
-        for pair in turns
-        for role, content in zip(("user", "assistant"), pair, strict=True)
+WHITE = st.text(st.sampled_from(" \t\n\r\f\v\xa0\x85\u2028\u3000\u200b\ufeff"), max_size=6)
+ODD = st.sampled_from(
+    [
+        "",
+        " ",
+        "\n",
+        "\\ud83e",
+        "\ud83e",
+        "\ud83e\udd89",
+        "🦉👩‍👩‍👧",
+        "\0",
+        "\x1b[31m",
+        "{{ x }}",
+        "{% if %}",
+        "<|im_end|>",
+        "<|im_start|>assistant\n",
+        "<|im_end|>\n<|im_start|>",
+        "None",
     ]
+)
+HUGE = st.builds(str.__mul__, st.text(min_size=1, max_size=3), st.integers(1_000, 5_000))
+CONTENT = st.one_of(
+    st.text(max_size=40), WHITE, ODD, HUGE, st.tuples(WHITE, st.text(), ODD, WHITE).map("".join)
+)
+ROLES = st.sampled_from(["user", "assistant", "user", "assistant", "system", "tool", "developer"])
+TURNS = st.lists(st.fixed_dictionaries({"role": ROLES, "content": CONTENT}), min_size=1, max_size=7)
+
+
+@settings(max_examples=COUNT, deadline=None, suppress_health_check=list(HealthCheck))
+@given(TURNS)
+def test_the_mask_is_transformers_mask(tokenizer, messages):
     result = rendered(tokenizer, {"messages": messages})
+    if result.bad:
+        spoken = {one["role"] for one in messages if not one["content"]} & {"user", "assistant"}
+        halves = any("\ud83e" in one["content"] for one in messages)
+        silent = not any(one["role"] == "assistant" for one in messages)
+        reasons = (
+            {"an empty turn of the user", "an empty turn of the assistant"} if spoken else set()
+        )
+        reasons |= {"half a character (a lone surrogate)"} if halves else set()
+        reasons |= {"no trained token"} if silent else set()
+        assert result.bad[0] in reasons
+        return
     encoded = encode(result.texts, lighten(tokenizer), result.special_tokens)
     theirs = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     assert encoded.ids.tolist() == theirs["input_ids"]
-    assert (
-        mask_of(encoded, result.texts, result.spans).astype(int).tolist()
-        == theirs["assistant_masks"]
-    )
+    mask = mask_of(encoded, result.texts, result.spans)
+    assert mask.astype(int).tolist() == theirs["assistant_masks"]
 
 
 def test_a_first_token_has_no_predecessor_that_could_predict_it(tokenizer):
@@ -227,41 +316,247 @@ def test_an_empty_span_takes_nothing_away(tokenizer):
         assert (mask_of(encoded, ["owls and foxes"], [[(0, 14), (place, place)]]) == whole).all()
 
 
+def test_a_block_inside_a_macro_is_found_too(with_template):
+    said = "{% macro said(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    each = "{% for m in messages %}[{{ said(m) | upper if m.role == 'assistant' }}]{% endfor %}"
+    text, parts = trained(with_template(said + each), {"messages": [ASK, TELL, ASK, TELL]})
+    assert text == "[][OWLS][][OWLS]" and parts == ["OWLS", "OWLS"]
+
+
+def test_blocks_inside_each_other_are_refused(with_template):
+    block = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
+    reason = "the chat template refuses it: its generation blocks stand inside each other"
+    assert rendered(with_template(block), {"messages": [ASK, TELL]}).bad == {0: reason}
+
+
+def parted(messages):
+    """Messages as the templates of models that see images want them."""
+    return [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+
+
+def theirs(tokenizer, row, **options):
+    """What transformers makes of a chat; None where the template refuses it."""
+    chat = Chat(lighten(tokenizer), Data(source="none"))
+    messages = parted(row["messages"]) if chat.parted else row["messages"]
+    try:
+        return tokenizer.apply_chat_template(messages, tools=row.get("tools"), **options)
+    except Exception:  # a template raises what it likes
+        return None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_of_trl_writes_as_in_transformers(with_template, name):
+    tokenizer, written = with_template(TEMPLATES[name], bos_token="<|im_start|>"), 0
+    for kind, row in CHATS.items():
+        result = rendered(tokenizer, row, train_on="all")
+        expected = theirs(tokenizer, row, tokenize=False)
+        if not result.bad:
+            # One takes the arguments of calls as JSON only, and gets them so.
+            assert result.texts == [expected] or (expected is None and name == "deepseekv3"), kind
+            written += 1
+        elif result.bad[0] == "it has tools, and the chat template takes none":
+            source = re.sub(r"(?s){#.*?#}", "", TEMPLATES[name])
+            assert not re.search(r"\btools\b(?! is| =)", source), kind
+        elif result.bad[0] == "the chat template leaves out a call of the tool 'look_up'":
+            assert "tool_calls" not in TEMPLATES[name], kind
+        else:
+            assert expected is None and result.bad[0].startswith("the chat template refuses it: ")
+    assert written >= 3
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_every_template_with_blocks_masks_as_in_transformers(with_template, name):
+    tokenizer, masked = with_template(TEMPLATES[name], bos_token="<|im_start|>"), 0
+    for kind, row in CHATS.items():
+        result = rendered(tokenizer, row)
+        if result.bad:
+            continue  # the test above tells why
+        assert result.mask == "the chat template's generation blocks"
+        expected = theirs(tokenizer, row, return_dict=True, return_assistant_tokens_mask=True)
+        encoded = encode(result.texts, lighten(tokenizer), False)
+        mask = mask_of(encoded, result.texts, result.spans)
+        assert encoded.ids.tolist() == expected["input_ids"], kind
+        assert mask.astype(int).tolist() == expected["assistant_masks"], kind
+        masked += 1
+    assert masked >= 3
+
+
 @pytest.mark.parametrize("name", PAIRS)
-def test_trl_s_training_templates_are_found(name):
-    plain = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf8")
-    training = training_template(plain)
-    assert training == (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf8")
-    assert MARKED.search(training)
-    assert training_template(plain + " ") is None
+def test_trl_s_variant_is_taken_where_it_writes_the_same(with_template, name):
+    assert training_template(TEMPLATES[name]) == TEMPLATES[f"{name}_training"]
+    assert training_template(TEMPLATES[f"{name}_training"]) == TEMPLATES[f"{name}_training"]
+    assert training_template(TEMPLATES[name] + " ") is None
+    for kind, row in CHATS.items():
+        variant = rendered(with_template(TEMPLATES[f"{name}_training"]), row)
+        own = rendered(with_template(TEMPLATES[name]), row)
+        if own.mask != "trl's training variant of the chat template":
+            assert variant.texts != own.texts or variant.bad, kind
+            continue
+        assert own.texts == variant.texts
+        # Where trl's marks the role as well, we do not.
+        header = Chat(lighten(with_template(TEMPLATES[name])), Data(source="none")).header
+        for (start, stop), (theirs, same) in zip(own.spans[0], variant.spans[0], strict=True):
+            assert stop == same and own.texts[0][theirs:start] in ("", header)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.filterwarnings("ignore")  # trl's own
 def test_trl_would_choose_the_same(with_template, name):
-    plain = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf8")
-    tokenizer = with_template(plain)
-    ours = plain if MARKED.search(plain) else training_template(plain)
+    tokenizer = with_template(TEMPLATES[name])
     try:
-        theirs = trl.chat_template_utils.get_training_chat_template(tokenizer)
+        chosen = trl.chat_template_utils.get_training_chat_template(tokenizer)
     except Exception as error:  # some templates need another tokenizer or a processor
         pytest.skip(f"trl cannot say: {error}")
-    if theirs is not None:
-        assert theirs == ours
+    if chosen is not None:
+        assert chosen == training_template(TEMPLATES[name])
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "qwen3", "gemma", "phi3"])
-def test_chats_through_trl_s_templates(with_template, name):
-    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf8")
-    tokenizer = with_template(template, bos_token="<|im_start|>")
-    chat = Chat(lighten(tokenizer), Data(source="none"))
-    assert chat.describe() == "trl's training variant of the chat template"
-    row = {"messages": [ASK, TELL, ASK, TELL]}
-    text, parts = trained(tokenizer, row)
-    same = text == tokenizer.apply_chat_template(row["messages"], tokenize=False)
-    # Qwen3's own drops the thoughts of earlier turns; trl's keeps them, and the record says so.
-    assert same == (name != "qwen3")
-    assert ("otherwise" in rendered(tokenizer, row).mask) != same
-    assert trained(tokenizer, row, train_on="last")[1] == parts[-1:]
-    assert len(parts) == 2 and all("owls" in part and "who?" not in part for part in parts)
+BARE = re.sub(r"{% (end)?generation %}", "", CHATML.read_text())
+
+
+def test_without_blocks_a_chat_is_compared_with_its_beginnings(with_template):
+    rows = [{"messages": [SYSTEM, ASK, TELL, ASK, TELL]}, {"messages": [ASK, TELL, ASK]}]
+    for train_on in ("assistant", "last", "all"):
+        marked = rendered(with_template(CHATML.read_text()), *rows, train_on=train_on)
+        bare = rendered(with_template(BARE), *rows, train_on=train_on)
+        assert (bare.texts, bare.spans) == (marked.texts, marked.spans)
+    mask = "each chat compared with its beginnings, as the chat template writes them"
+    assert rendered(with_template(BARE), *rows).mask == mask
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("llama3_1", "<|eot_id|>"), ("llama3_2", "<|eot_id|>"), ("gemma4", "<turn|>")]
+)
+def test_families_that_trl_has_no_variant_of(with_template, name, end):
+    tokenizer = with_template(TEMPLATES[name], bos_token="<|im_start|>")
+    row = {"messages": [SYSTEM, ASK, TELL, ASK, {**TELL, "content": "owls\n "}]}
+    # White space that the template adds behind the end is not trained.
+    assert trained(tokenizer, row)[1] == [f"owls{end}"] * 2
+    called, told = trained(tokenizer, CHATS["tools"])[1]
+    assert '"look_up"' in called or "call:look_up" in called
+    assert told == f"owls{end}"
+
+
+def test_a_template_that_rewrites_earlier_turns(with_template, tmp_path):
+    tokenizer = with_template(TEMPLATES["qwen3"])
+    two, one = CHATS["two turns"], CHATS["one turn"]
+    result = rendered(tokenizer, two, one)
+    # Qwen3 takes the thoughts out of a turn once it is answered.
+    assert result.bad == {
+        0: "the chat template rewrites earlier turns, so that the assistant's words cannot be told "
+        'apart: set model.chat_template = "trl" (its training variant, saved with the model), '
+        "model.chat_template to a file with {% generation %} blocks, data.train_on = "
+        '"last" or "all"'
+    }
+    assert result.rows == [1]
+    assert trained(tokenizer, two, train_on="last")[1] == ["<think>\n\n</think>\n\nowls<|im_end|>"]
+    assert rendered(tokenizer, two, train_on="all").texts
+    tokenizer.save_pretrained(tmp_path)
+    cured = load_tokenizer(Model(path=str(tmp_path), chat_template="trl"), tmp_path)
+    assert cured.chat_template == TEMPLATES["qwen3_training"]
+    assert len(trained(cured, two)[1]) == 2
+    # What was saved with a model is its own variant.
+    cured.save_pretrained(tmp_path)
+    again = load_tokenizer(Model(path=str(tmp_path), chat_template="trl"), tmp_path)
+    assert again.chat_template == cured.chat_template
+
+
+def test_trl_has_no_variant_of_every_template(with_template, tmp_path):
+    with_template(TEMPLATES["gemma4"]).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"model.chat_template: trl has no training variant"):
+        load_tokenizer(Model(path=str(tmp_path), chat_template="trl"), tmp_path)
+    rewrites = "{% for m in messages %}{{ m.content if loop.last else loop.index }}{% endfor %}"
+    bad = rendered(with_template(rewrites), {"messages": [ASK, TELL, ASK, TELL]}).bad[0]
+    assert "rewrites earlier turns" in bad and '"trl"' not in bad
+    bad = rendered(with_template(rewrites), {"messages": [ASK, TELL, ASK]}, train_on="last").bad[0]
+    assert '"last"' not in bad and 'or "all"' in bad
+
+
+OWLS, ELKS = "owls<|im_end|>", "elks<|im_end|>"
+OTHER = {"role": "assistant", "content": "elks"}
+
+
+@pytest.mark.parametrize("source", [CHATML.read_text(), BARE], ids=["blocks", "bare"])
+def test_single_turns_may_be_left_out(with_template, source):
+    tokenizer = with_template(source)
+
+    def parts(*turns, **data):
+        return trained(tokenizer, {"messages": list(turns)}, **data)[1]
+
+    for flag in ({"weight": 0}, {"train": False}):
+        assert parts(ASK, {**TELL, **flag}, ASK, OTHER) == [ELKS]
+        assert parts(ASK, TELL, ASK, {**OTHER, **flag}) == [OWLS]
+        # Neighbours are told apart, and the user's turns never count.
+        assert parts({**ASK, **flag}, TELL, {**OTHER, **flag}, TELL) == [OWLS, OWLS]
+        everything = parts(ASK, {**TELL, **flag}, ASK, OTHER, train_on="all")
+        assert "".join(everything) == trained(tokenizer, {"messages": [ASK, TELL, ASK, OTHER]})[
+            0
+        ].replace(OWLS, "")
+        row = {"messages": [ASK, TELL, ASK, {**OTHER, **flag}]}
+        assert rendered(tokenizer, row, train_on="last").bad == {0: "no trained token"}
+        row = {"messages": [{**ASK, **flag}, TELL]}
+        reason = "a turn of the user is not to be trained; only the assistant's can be"
+        assert rendered(tokenizer, row, train_on="all").bad == {0: reason}
+    assert parts(ASK, {**TELL, "weight": 1}, ASK, {**OTHER, "weight": 0}) == [OWLS]
+    row = {"messages": [{**ASK, "train": True}, TELL]}
+    assert rendered(tokenizer, row).bad == {
+        0: "a turn of the user is to be trained; only the assistant's are"
+    }
+    assert parts({**ASK, "train": True}, TELL, train_on="all")
+
+
+def test_turns_that_blocks_do_not_tell_apart_are_compared(with_template):
+    # One block around everything behind the first message.
+    once = (
+        "{% for m in messages[:1] %}[{{ m.content }}]{% endfor %}{% generation %}"
+        "{% for m in messages[1:] %}[{{ m.content }}]{% endfor %}{% endgeneration %}"
+    )
+    turns = [ASK, {**TELL, "train": False}, ASK, OTHER]
+    result = rendered(with_template(once), {"messages": turns})
+    assert [result.texts[0][a:b] for a, b in result.spans[0]] == ["[elks]"]
+    assert "beginnings" in result.mask
+    assert trained(with_template(once), {"messages": [ASK, TELL, ASK, OTHER]})[1] == [
+        "[owls][who?][elks]"
+    ]
+
+
+def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
+    row = {"messages": CHATS["tools"]["messages"]}
+    lost = {0: "the chat template leaves out a call of the tool 'look_up'"}
+    for content in ("", None, "let me see"):
+        called = {"messages": [ASK, {**CALL, "content": content}, RESULT, TELL]}
+        for train_on in ("assistant", "last", "all"):
+            assert rendered(tokenizer, called, train_on=train_on).bad == lost
+    takes_none = {0: "it has tools, and the chat template takes none"}
+    assert rendered(tokenizer, CHATS["tools"]).bad == takes_none
+    # That its name stands among the tools does not count.
+    assert rendered(with_template(TEMPLATES["lfm2"]), CHATS["tools"], train_on="all").bad == lost
+    assert trained(with_template(TEMPLATES["lfm2_v2"]), row)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "llama3_1", "glm4moe", "deepseek_r1_distill", "gptoss"]
+)
+def test_calls_are_given_as_the_template_takes_them(with_template, name):
+    tokenizer = with_template(TEMPLATES[name], bos_token="<|im_start|>")
+    tools = None if name.startswith("deepseek") else CHATS["tools"]["tools"]
+    texts = set()
+    for content in ("", None):
+        for arguments in ({"word": "owl"}, '{"word": "owl"}'):
+            function = {"name": "look_up", "arguments": arguments}
+            call = {**CALL["tool_calls"][0], "function": function}
+            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+            row = {"messages": [ASK, turn, RESULT, TELL], "tools": tools}
+            text, parts = trained(tokenizer, row)
+            texts.add(text)
+            assert "look_up" in parts[0] and "owl" in parts[0] and "\\" not in text
+            assert "owls" in parts[-1] and "None" not in text
+    assert len(texts) == 1
+
+
+def test_reasoning_is_trained(with_template):
+    tokenizer = with_template(TEMPLATES["qwen3_training"])
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        (part,) = trained(tokenizer, {"messages": [ASK, {**TELL, name: "at night"}]})[1]
+        assert part.startswith("<think>\nat night\n</think>\n\nowls<|im_end|>")

@@ -120,7 +120,7 @@ def test_a_new_plugin_passes_its_own_test(tmp_path):
     done = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
     assert done.returncode == 0, done.stderr
     made = tmp_path / "plugsft-loud-loss"
-    for command in (f"cd {made}", "pip install -e .", "pytest"):
+    for command in (f"cd {made}", "pip install -e '.[dev]'", "pytest"):
         assert command in done.stdout
     site = install(made, tmp_path / "site")
     tested = run_fresh(site, "pytest", "-q", "-W", "error", cwd=made)

@@ -1,6 +1,7 @@
 """`plugsft chat`: talk to a trained model."""
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,8 +22,9 @@ from transformers.utils import logging as transformers_logging
 
 from ..console import is_terminal, say
 from ..context import context_of
-from ..errors import PlugsftError, did_you_mean
+from ..errors import PlugsftError
 from ..pretrained import pad_id
+from .places import near
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -47,7 +49,10 @@ def chat(output: Path, ask: Sequence[str], max_tokens: int, temperature: float) 
         for answer in speaker.answer(talks):
             say(answer)
     if not ask:
-        converse(speaker)
+        try:
+            converse(speaker)
+        except KeyboardInterrupt:
+            say("")  # the shell's prompt begins a line of its own
 
 
 def model_folder(output: Path) -> Path:
@@ -56,8 +61,7 @@ def model_folder(output: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
     if not output.exists():
-        near = [path.name for path in output.parent.glob("*")] if output.parent.is_dir() else []
-        raise PlugsftError(f"{output}: no such folder{did_you_mean(output.name, near)}")
+        raise PlugsftError(f"{output}: no such folder{near(output)}")
     if output.is_file():
         raise PlugsftError(f"{output}: is a file; give the output folder of a run")
     try:
@@ -71,7 +75,7 @@ def model_folder(output: Path) -> Path:
     resume = " --resume" if any(output.glob("checkpoints/step-*")) else ""
     raise PlugsftError(
         f"{output}: its run is at step {done} of {total} and has left no model yet; wait for its "
-        f"end, or go on with: plugsft {output / 'recipe.toml'}{resume}"
+        f"end, or go on with: plugsft {shlex.quote(str(output / 'recipe.toml'))}{resume}"
     )
 
 

@@ -115,11 +115,12 @@ def _data(
     tokens = 0.0
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
         work = _work(findings, recipe, active, rows, Path(folder)) if complete and known else None
-        for number in range(len(sources)) if work else ():
-            with findings.about("rows"):
-                sample = take(work, rows, number, 0, ROWS)
-                tokens += sample.shard.tokens / len(sample.rows) * len(rows[number])
-                _rows(findings, recipe.data, sources[number].source, sample)
+        for number, source in enumerate(sources):
+            if work is not None:
+                with findings.about("rows"):
+                    sample = take(work, rows, number, 0, ROWS)
+                    tokens += sample.shard.tokens / len(sample.rows) * len(rows[number])
+                    _rows(findings, recipe.data, source.source, sample)
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
                 held_out = eval_source(recipe)
@@ -212,10 +213,8 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
         )
         return
     full = "" if size % (ranks * micro) == 0 else ", though not all of them full"
-    findings.ok(
-        "ranks",
-        f"{ranks} {word}, a window of {size} examples: {steps} x {min(micro, size)} on each{full}{again}",
-    )
+    share = f"{steps} x {min(micro, size)} on each{full}{again}"
+    findings.ok("ranks", f"{ranks} {word}, a window of {size} examples: {share}")
 
 
 def _steps(findings: Findings, recipe: Recipe, rows: list[int]) -> int:
@@ -268,7 +267,7 @@ def _disk(
             "disk", f"{_size(free)} free; the model's size is known once it is downloaded"
         )
         return
-    need += tokens * TOKEN_BYTES
+    need += round(tokens * TOKEN_BYTES)
     text = f"about {_size(need)} needed, {_size(free)} free"
     if need < free:
         findings.ok("disk", text)

@@ -1,6 +1,7 @@
 """What there is: plugins, the schema of recipes, and what came of a run. Starts without torch."""
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -17,6 +18,8 @@ from ..console import out, say
 from ..errors import RecipeError
 from ..recipe import Recipe, fields
 from ..registry import Found, find, load_class
+from ..report import read_metrics
+from .places import is_held
 
 ENABLED = {
     "type": "boolean",
@@ -71,6 +74,8 @@ def make_schema(found: dict[str, Found]) -> dict[str, Any]:
         kept = {key: value for key, value in options.get("properties", {}).items() if key in known}
         options["properties"] = {"enabled": ENABLED, **kept}
         options.setdefault("description", found[name].summary)
+    for definition in definitions.values():
+        _tell_defaults(definition.get("properties", {}))
     recipe = definitions.pop(places["", "validation"]["$ref"].rpartition("/")[2])
     recipe["properties"]["plugins"] = {
         "type": "object",
@@ -79,6 +84,15 @@ def make_schema(found: dict[str, Found]) -> dict[str, Any]:
         "additionalProperties": False,
     }
     return {"$schema": GenerateJsonSchema.schema_dialect, **recipe, "$defs": definitions}
+
+
+def _tell_defaults(options: dict[str, dict[str, Any]]) -> None:
+    """Say each option's default where editors show it: in its description."""
+    for option in options.values():
+        if option.get("default") not in (None, {}):
+            shown = json.dumps(option["default"], ensure_ascii=False)
+            told = f"{option.get('description', '')} Default: {shown}."
+            option["description"] = told.strip()
 
 
 def show_run(folder: Path) -> None:
@@ -96,10 +110,16 @@ def show_run(folder: Path) -> None:
 
 def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
     steps, final, speed = (run.get(part) or {} for part in ("steps", "final", "throughput"))
-    reason = run.get("reason")
-    if run["status"] == "running":
-        reason = "or killed before it could say so"
-    yield "status", run["status"] + (f": {reason}" if reason else "")
+    status, reason = run["status"], run.get("reason")
+    if status == "running":
+        # The record is written when a run begins and ends; in between, the metrics tell.
+        lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+        steps, final = (steps and steps | {"done": len(lines)}), lines[-1] if lines else final
+        if not is_held(folder):
+            go_on = "--resume" if any(folder.glob("checkpoints/step-*")) else "--overwrite"
+            recipe = shlex.quote(str(folder / "recipe.toml"))
+            status, reason = "killed", f"go on with plugsft {recipe} {go_on}"
+    yield "status", status + (f": {reason}" if reason else "")
     yield "started", run["started"]
     if steps:
         yield "steps", f"{steps['done']:,} of {steps['total']:,}, {steps['per_epoch']:,} an epoch"
@@ -131,7 +151,7 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
     if (folder / "report.html").is_file():
         yield "report", str(folder / "report.html")
     if (folder / "model").is_dir():
-        yield "talk", f"plugsft chat {folder}"
+        yield "talk", f"plugsft chat {shlex.quote(str(folder))}"
 
 
 def _data(facts: dict[str, Any]) -> str:

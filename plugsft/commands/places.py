@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..console import say
 from ..errors import RecipeError, did_you_mean
 from ..publish import is_published, writing
-from ..recipe import Recipe
+from ..recipe import TRL, Recipe
 from ..report import read_metrics
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
@@ -60,7 +61,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
     places = {
         "model.path": model.path,
         "model.tokenizer": model.tokenizer,
-        "model.chat_template": model.chat_template,
+        "model.chat_template": None if model.chat_template == TRL else model.chat_template,
         "data.source": data.source,
         "eval.source": recipe.eval and recipe.eval.source,
         **{f"data.sources.{n}.source": one.source for n, one in enumerate(data.sources or ())},
@@ -155,12 +156,15 @@ def leftovers(folder: Path) -> str:
     return f"{steps:,} steps of a run that left no checkpoint: {anew}" if steps else ""
 
 
-def is_finished(folder: Path) -> bool:
-    """Tell whether the run in an output folder came to its end."""
-    return is_published(folder / "model") and read_run(folder).get("status") == "finished"
+def is_finished(folder: Path, checkpoint: Path) -> bool:
+    """Tell whether an output folder's run came to its end, with this checkpoint."""
+    run = read_run(folder)
+    if run.get("status") != "finished" or not is_published(folder / "model"):
+        return False
+    return checkpoint.name == f"step-{run['steps']['total']:06d}"
 
 
-def read_run(folder: Path) -> dict[str, object]:
+def read_run(folder: Path) -> dict[str, Any]:
     """Return a run's run.json; nothing, where there is none."""
     try:
         return dict(json.loads((folder / "run.json").read_text(encoding="utf8")))

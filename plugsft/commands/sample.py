@@ -5,7 +5,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from ..errors import DataError
-from ..prepare import makers, renderer
+from ..keys import makers
+from ..prepare import renderer
 from ..pretrained import load_tokenizer, train_tokenizer
 from ..recipe import Recipe
 from ..registry import Active

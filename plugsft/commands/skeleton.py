@@ -2,6 +2,7 @@
 
 import keyword
 import re
+import shlex
 from pathlib import Path
 
 from ..console import say
@@ -38,7 +39,8 @@ def new_plugin(name: str, folder: Path) -> None:
     except OSError as error:
         raise PluginError(f"{error.filename or target}: {error.strerror}; give --folder") from error
     say(f"written: {target}. Go on with:")
-    for command in (f"cd {target}", "pip install -e .", "pytest"):
+    go_there = f"cd {shlex.quote(str(target))}"
+    for command in (go_there, "pip install -e '.[dev]'", "pytest"):
         say(f"  {command}")
 
 

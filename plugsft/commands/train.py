@@ -37,10 +37,11 @@ def train(
             raise RecipeError(f"output: {recipe.output} holds {left}")
         ensure_room(recipe, active, overwrite)
         checkpoint = find(recipe, resume, given)
-        if resume and is_finished(folder):
+        if resume and checkpoint and is_finished(folder, checkpoint):
             say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
             return
-        loop.train(recipe, active, machine, checkpoint)
+        with active.named():
+            loop.train(recipe, active, machine, checkpoint)
     say(f"model: {folder / 'model'}")
     say(f"report: {folder / 'report.html'}")
 
@@ -49,7 +50,13 @@ def prepare(path: Path, overrides: Sequence[str], without: Sequence[str]) -> Non
     """Tokenize a recipe's data into its output folder, where training finds it."""
     recipe, active = load(path, overrides, without)
     ensure_inputs(recipe, path)
+    if recipe.data.tokens:
+        raise RecipeError(
+            f"data.tokens: {recipe.data.tokens} is prepared already; leave data.tokens out to "
+            "prepare data.source"
+        )
     active.answer(DataAnswers(recipe.folder))
-    loop.ensure_sound(recipe, active, look())
-    data = preparation.prepare(recipe, active)
+    with active.named():
+        loop.ensure_sound(recipe, active, look())
+        data = preparation.prepare(recipe, active)
     say(f"tokens: {data.tokens.folder}")

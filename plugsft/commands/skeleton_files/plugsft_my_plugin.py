@@ -26,6 +26,8 @@ class MyPlugin:
         return loss
 
     @hookimpl
-    def verdict(self) -> str:
-        """Say what came of it."""
+    def verdict(self) -> str | None:
+        """Say what came of it, once there is something to say."""
+        if not self.seen:
+            return None
         return f"{self.long} of {self.seen} micro-batches longer than {self.longer_than} tokens"

@@ -1,0 +1,136 @@
+"""Keep prepared tokens in a folder that all runs share, and open them there in milliseconds."""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+from pydantic import Field
+
+from plugsft import (
+    DataError,
+    DiskError,
+    Machine,
+    RecipeError,
+    Tokens,
+    cache_folder,
+    damage,
+    digest,
+    hookimpl,
+    once,
+    open_tokens,
+    plugin,
+    say,
+    state,
+)
+
+BUILT = "built.json"
+"""Beside the tokens: which run built them, and how long it took."""
+ABSENT = "it is not there"
+
+
+@plugin()
+class ArrowCache:
+    """Keep prepared tokens in a folder that all runs share, and open them there in milliseconds.
+
+    An entry is named by all that its tokens depend on. It is built by one of all the processes that
+    ask for it, and appears whole or not at all.
+    """
+
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """Where to keep it; $PLUGSFT_CACHE unless said, and ~/.cache/plugsft without that."""
+    refresh: bool = False
+    """Build anew, once in this run, what is there already."""
+    read_only: bool = False
+    """Take what is there, and write nothing; what is not there is prepared in the run's output."""
+    in_memory: bool = False
+    """Read all tokens at once, for file systems where mapping is slow."""
+
+    said: list[str] = state([])
+
+    @hookimpl
+    def check(self, machine: Machine) -> None:
+        """Refuse what would not do what it says."""
+        if self.refresh and self.read_only:
+            raise RecipeError("refresh writes and read_only must not; set one of them")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world_size))
+        if self.refresh and here < machine.world_size:
+            raise RecipeError(
+                "refresh: each machine would build anew what another reads; first run "
+                "`plugsft prepare RECIPE plugins.arrow_cache.refresh=true`, then launch without"
+            )
+
+    @hookimpl
+    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Tokens | None:
+        """Open an entry, or build it; where the disk does not allow that, leave it to the core."""
+        started = time.perf_counter()
+        home = Path(self.folder).expanduser() if self.folder else cache_folder()
+        entry = home / "tokens" / digest(key)
+        there = os.path.exists(entry)
+        wrong = self.wrong(entry, key) if there else ABSENT
+        try:
+            if wrong and self.read_only:
+                raise DiskError(f"{entry}: {wrong}", "")
+            if wrong and there:
+                say(f"cache: {entry} is built again: {wrong}")
+            found = self._build(entry, key, build) if wrong else "hit"
+        except DiskError as error:
+            say(f"cache: not used, the run goes on without it: {error.reason}")
+            self.said.append(f"not used: {error.reason}")
+            return None
+        if not self.read_only:
+            with suppress(OSError):
+                os.utime(entry / "manifest.json")  # its time says when the entry was last used
+        tokens = open_tokens(entry, self.in_memory)
+        took = time.perf_counter() - started
+        self.said.append(
+            f"{found}, kept in {entry}"
+            if wrong
+            else f"hit: {entry.name}, opened in {took * 1e3:.0f} ms"
+        )
+        return tokens
+
+    def _build(self, entry: Path, key: dict[str, Any], build: Callable[[Path], None]) -> str:
+        """Have an entry built by one process of all; say by whom."""
+        built: list[float] = []
+
+        def build_and_note(folder: Path) -> None:
+            started = time.perf_counter()
+            build(folder)
+            built.append(round(time.perf_counter() - started, 1))
+            (folder / BUILT).write_text(json.dumps({"launch": launch(), "seconds": built[0]}))
+
+        waiting = functools.cache(lambda: say("waiting for another process to prepare the data"))
+        once(entry, build_and_note, waiting, lambda there: self.wrong(there, key) is None)
+        return f"miss: built in {built[0]} s" if built else "miss: built by another process"
+
+    def wrong(self, entry: Path, key: dict[str, Any]) -> str | None:
+        """Say why an entry cannot serve, if so, at the cost of a look at each file's size."""
+        if harm := damage(entry, quick=True):
+            return harm
+        try:
+            known = Tokens(entry).facts["key_parts"]
+            note = json.loads((entry / BUILT).read_text()) if self.refresh else {}
+        except (DataError, LookupError, OSError, ValueError) as error:
+            return str(error)
+        if known != json.loads(json.dumps(key)):
+            return "it was built for another key"
+        return "refresh is asked for" if self.refresh and note["launch"] != launch() else None
+
+    @hookimpl
+    def verdict(self) -> str:
+        """Say what was found."""
+        return "; ".join(self.said) or "nothing was asked of it"
+
+
+def launch() -> str:
+    """Name what started this run: the same for all its ranks, and another in the next run."""
+    process = psutil.Process()
+    if "RANK" in os.environ:
+        process = process.parent() or process
+    return f"{process.pid} {process.create_time()} {os.environ.get('MASTER_PORT')}"

@@ -1,0 +1,269 @@
+"""`plugsft cache`: what is kept of prepared data, why a recipe finds it or not, and its end."""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.text import Text
+
+from ..answers import DataAnswers
+from ..console import out, say
+from ..digests import cache_folder, digest
+from ..errors import DataError, PlugsftError
+from ..keys import differences, key_of
+from ..prepare import eval_source, job_of
+from ..publish import (
+    MANIFEST,
+    Watch,
+    claim,
+    damage,
+    discard,
+    is_claimed,
+    is_published,
+    parts_of,
+    sweep,
+)
+from ..registry import load
+from ..sources import open_source
+from ..tokens import Tokens
+from .places import ensure_inputs
+
+NAME = re.compile("[0-9a-f]{16}")
+"""Of an entry: the digest of its key."""
+UNDER_WAY = re.compile(r"\.(.+)\.(?:claim|parts)-\d+")
+"""What stands beside an entry that is being built, or was when its builder died."""
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
+NEAREST = 2
+"""Entries that a recipe is compared with."""
+
+
+@dataclass
+class Entry:
+    """Prepared data in the cache."""
+
+    folder: Path
+    facts: dict[str, Any]
+    size: int
+    made: float
+    used: float
+    harm: str | None
+
+    @property
+    def sources(self) -> str:
+        """The names of what it was made from."""
+        return ", ".join(str(one.get("name", "?")) for one in self.facts.get("sources", []))
+
+
+def ls(folder: Path | None) -> None:
+    """Print a line for each entry, the last used first."""
+    home = _home(folder)
+    found = list(entries(home))
+    rows = [["key", "rows", "tokens", "size", "made", "last used", "state", "from"]]
+    rows += [
+        [
+            one.folder.name,
+            f"{one.facts.get('rows', 0):,}",
+            f"{one.facts.get('tokens', 0):,}",
+            size_of(one.size),
+            _when(one.made),
+            _when(one.used),
+            f"damaged: {one.harm}" if one.harm else "whole",
+            one.sources,
+        ]
+        for one in found
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows if found else []):
+        cells = [
+            text.rjust(wide) if 0 < place < 4 else text.ljust(wide)
+            for place, (text, wide) in enumerate(zip(row, widths, strict=True))
+        ]
+        out.print(Text("  ".join(cells).rstrip(), "" if number else "bold"))
+    under_way = len(_under_way(home))
+    note = f"; {under_way} being built, or left half-built" if under_way else ""
+    say(f"{home}: {_count(found)}, {size_of(sum(one.size for one in found))}{note}")
+
+
+def explain(
+    path: Path, overrides: Sequence[str], without: Sequence[str], folder: Path | None
+) -> None:
+    """Say whether a recipe's data is there; where it is not, what differs from what is there."""
+    recipe, active = load(path, overrides, without)
+    ensure_inputs(recipe, path)
+    if recipe.data.tokens:
+        raise PlugsftError(f"data.tokens: {recipe.data.tokens} is taken, whatever the cache holds")
+    active.answer(DataAnswers(recipe.folder))
+    option = recipe.plugins.get("arrow_cache", {}).get("folder")
+    places = {
+        "cache": _home(folder or (Path(option).expanduser() if option else None)),
+        "output": recipe.folder / "tokens",
+    }
+    with TemporaryDirectory() as elsewhere:
+        # A model from scratch has a tokenizer trained: not in the output of a run to come.
+        job = job_of(recipe.model_copy(update={"output": elsewhere}), active)
+    _explain("data", key_of(job.work, job.opened, active), places)
+    if recipe.eval is not None:
+        job.work.sources = [eval_source(recipe)]
+        opened = [open_source(one) for one in job.work.sources]
+        _explain("eval", key_of(job.work, opened, active), places)
+
+
+def _explain(what: str, key: dict[str, Any], places: dict[str, Path]) -> None:
+    name = digest(key)
+    say(f"{what}: {name}")
+    there = False
+    for place, home in places.items():
+        harm = damage(home / name, quick=True) if (home / name).exists() else "it is not there"
+        there |= harm is None
+        say(f"  {place:<8} {'miss' if harm else 'hit'}: {home / name}{f': {harm}' if harm else ''}")
+    others = [one for home in places.values() for one in entries(home) if "key_parts" in one.facts]
+    compared = [(list(differences(one.facts["key_parts"], key)), one) for one in others]
+    for lines, one in sorted(compared, key=lambda pair: len(pair[0]))[: 0 if there else NEAREST]:
+        say(f"  nearest  {one.folder} ({one.sources}), last used {_when(one.used)}")
+        for line in lines:
+            say(f"           {line}")
+
+
+def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_run: bool) -> None:
+    """Remove what has not been used for long, and what dead builders left."""
+    home = _home(folder)
+    limit = parse_size(max_size) if max_size is not None else None
+    kept, gone, freed = list(entries(home)), 0, 0
+    left = sum(one.size for one in kept)
+    now, verb = time.time(), "would go" if dry_run else "removed"
+    while kept:
+        last = kept[-1]
+        too_old = keep_days is not None and now - last.used > keep_days * 86_400
+        if not too_old and (limit is None or left <= limit):
+            break
+        kept.pop()
+        left -= last.size
+        reason = "not used for long" if too_old else "over --max-size"
+        if not dry_run:
+            if _used(last.folder) != last.used:
+                continue  # somebody has just found it
+            discard(last.folder)
+        say(f"{verb}  {last.folder.name}  {size_of(last.size)}  {reason}, from {last.sources}")
+        gone, freed = gone + 1, freed + last.size
+    for name, size in _clear(home, dry_run):
+        say(f"{verb}  {name}  {size_of(size)}  left half-built")
+        gone, freed = gone + 1, freed + size
+    say(f"{home}: {gone:,} {verb}, {size_of(freed)}; {_count(kept)} stay, {size_of(left)}")
+
+
+def verify(folder: Path | None, remove: bool) -> None:
+    """Read every byte of every entry, and compare with its checksum."""
+    home = _home(folder)
+    found = sorted(entries(home), key=lambda one: one.folder)
+    damaged = 0
+    for one in found:
+        harm = damage(one.folder)
+        say(f"{one.folder.name}  {f'damaged: {harm}' if harm else 'whole'}")
+        damaged += harm is not None
+        if harm and remove:
+            discard(one.folder)
+    if damaged:
+        raise PlugsftError(
+            f"{home}: {damaged} of {_count(found)} "
+            + ("were damaged, and are removed" if remove else "are damaged; give --remove")
+        )
+    say(f"{home}: {_count(found)}, all whole")
+
+
+def entries(home: Path) -> Iterator[Entry]:
+    """Yield what a folder holds of prepared data, the last used first."""
+    found = [path for path in home.glob("*") if NAME.fullmatch(path.name) and is_published(path)]
+    for path in sorted(found, key=_used, reverse=True):
+        used, harm, facts = _used(path), damage(path, quick=True), {}
+        try:
+            facts = Tokens(path).facts
+            made = (path / "facts.json").stat().st_mtime
+        except (DataError, OSError) as error:
+            harm, made = harm or str(error), used
+        if used:
+            yield Entry(path, facts, _size(path), made, used, harm)
+
+
+def _clear(home: Path, dry_run: bool) -> Iterator[tuple[str, int]]:
+    """Remove what no living process holds; yield its names and sizes."""
+    watch: Watch = {}
+    for name in _abandoned(home, watch):
+        folder = home / name
+        doomed = [*parts_of(folder), *([] if is_published(folder) else [folder])]
+        size = sum(map(_size, doomed))
+        if not dry_run:
+            # As its next builder would: who comes now waits for us.
+            with claim(folder, watch) as mine:
+                if mine is None or is_published(folder) != (folder not in doomed):
+                    continue
+                for path in doomed:
+                    discard(path)
+        yield name, size
+    if not dry_run:
+        sweep(home)
+
+
+def _abandoned(home: Path, watch: Watch) -> list[str]:
+    """Return the names of what was being built by processes that show no sign of life."""
+    unfinished = {path.name for path in home.glob("*") if NAME.fullmatch(path.name)}
+    unfinished = {name for name in unfinished if not is_published(home / name)}
+    names, first = _under_way(home) | unfinished, dict[Path, Any]()
+    alive: set[str] = set()
+    while undecided := {name for name in names - alive if is_claimed(home / name, watch)}:
+        for path, (beat, _) in watch.items():
+            if first.setdefault(path, beat) != beat:
+                alive |= {name for name in undecided if path.name.startswith(f".{name}.")}
+        time.sleep(0.1)
+    return sorted(names - alive)
+
+
+def _under_way(home: Path) -> set[str]:
+    matches = (UNDER_WAY.fullmatch(path.name) for path in home.glob(".*"))
+    return {match[1] for match in matches if match}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of "20GiB", "1.5 TB" or "1000000"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in UNITS:
+        raise PlugsftError(f"--max-size: given '{text}'; write it as 20GiB, 500MB, or in bytes")
+    return round(float(match[1]) * UNITS[match[2]])
+
+
+def size_of(count: float) -> str:
+    """Write bytes as a person reads them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+def _home(folder: Path | None) -> Path:
+    return (folder or cache_folder()) / "tokens"
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _used(folder: Path) -> float:
+    """Return when an entry was last used; 0 if it has gone."""
+    with suppress(OSError):
+        return (folder / MANIFEST).stat().st_mtime
+    return 0.0
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+
+
+def _count(found: Sequence[Entry]) -> str:
+    return f"{len(found):,} {'entry' if len(found) == 1 else 'entries'}"

@@ -1,0 +1,75 @@
+"""The key of prepared data: all that it depends on, and what tells one key from another."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .digests import digest
+from .recipe import flatten
+from .registry import Active, options_of
+from .sources import Source
+from .tokens import FORMAT
+from .work import Work
+
+MAKERS = ("render", "encode")
+"""The hooks that say what the tokens are."""
+WORDS = {
+    "format": "another version of the format",
+    "data": "other data, or another split of it",
+    "tokenizer": "another tokenizer",
+    "template": "another chat template",
+}
+
+
+def makers(active: Active) -> dict[str, dict[str, Any]]:
+    """Return the plugins that say what the tokens are, with their options."""
+    return {
+        name: options_of(plugin)
+        for name, plugin in active.plugins.items()
+        if active.implements(name, MAKERS)
+    }
+
+
+def with_sources(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
+    """Return the plugins that have some of these hooks: options, and a checksum of the source."""
+    return {
+        name: {"options": options_of(plugin), "source": active.source_digest(name)}
+        for name, plugin in active.plugins.items()
+        if active.implements(name, hooks)
+    }
+
+
+def key_of(work: Work, opened: Sequence[Source], active: Active) -> dict[str, Any]:
+    """Return everything that the tokens depend on, and nothing else."""
+    tokenizer = work.tokenizer
+    backend = tokenizer.backend_tokenizer.to_str()
+    return {
+        "format": FORMAT,
+        "data": [rows.identity for rows in opened],
+        "options": work.data.model_dump(exclude={"source", "split", "sources", "tokens"}),
+        "tokenizer": digest({"backend": backend, "names": tokenizer.special_tokens_map}),
+        "template": digest({"template": tokenizer.chat_template}),
+        "plugins": with_sources(active, MAKERS),
+    }
+
+
+def differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+    """Say in a line each what differs between a key that was used and one that is asked for."""
+    for part, words in WORDS.items():
+        if there.get(part) != here.get(part):
+            yield words
+    for table in ("options", "plugins"):
+        old, new = (flatten(key.get(table) or {}) for key in (there, here))
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                yield _difference(table, name, old.get(name), new.get(name))
+
+
+def _difference(table: str, name: str, old: Any, new: Any) -> str:
+    if table == "options":
+        return f"data.{name} was {old!r}, and is {new!r} here"
+    plugin, _, rest = name.partition(".")
+    if old is None or new is None:
+        return f"plugins.{plugin} was {'off' if old is None else 'on'}"
+    if rest == "source":
+        return f"the source of plugin '{plugin}' has changed"
+    return f"plugins.{plugin}.{rest.partition('.')[2]} was {old!r}, and is {new!r} here"

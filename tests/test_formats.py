@@ -1,0 +1,199 @@
+"""Formats of rows: each becomes messages, whatever its columns and its speakers are called."""
+
+import json
+
+import pytest
+
+from plugsft.formats import FORMATS, BadRow, kind_of, spellings, talk_of
+
+ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
+SYSTEM = {"role": "system", "content": "be brief"}
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "owl"}}}
+TOOL = {"type": "function", "function": {"name": "look_up"}}
+
+
+def messages(row, kind="messages"):
+    return talk_of(kind, row).messages
+
+
+def reason(row, kind="messages"):
+    with pytest.raises(BadRow) as caught:
+        talk_of(kind, row)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_format_is_told_by_its_columns(kind):
+    row = dict.fromkeys(FORMATS[kind], "")
+    assert kind_of([{"id": 1}, row]) == kind
+    assert kind_of([{column: ""} for column in FORMATS[kind]]) == kind, "over all rows"
+    for column in row:
+        assert kind_of([{name: "" for name in row if name != column}]) is None
+
+
+def test_the_richest_format_is_taken():
+    every = [column for columns in FORMATS.values() for column in columns]
+    for kind, columns in FORMATS.items():
+        assert kind_of([dict.fromkeys(every)]) == kind
+        every = [column for column in every if column not in columns]
+    assert kind_of([{"zzz": 1}]) is None and kind_of([{}]) is None
+
+
+def test_plain_messages_are_not_copied():
+    turns = [SYSTEM, ASK, TELL]
+    talk = talk_of("messages", {"messages": turns, "id": 3})
+    assert talk.messages is turns and talk.plain and not talk.calls
+
+
+def test_sharegpt():
+    turns = [("system", "be brief"), ("human", "who?"), ("gpt", "owls")]
+    row = {"conversations": [{"from": who, "value": said} for who, said in turns]}
+    assert messages(row, "conversations") == [SYSTEM, ASK, TELL]
+    assert messages({"messages": row["conversations"]}) == [SYSTEM, ASK, TELL]
+    # Its columns may also hold messages, and its system prompt a column of its own.
+    assert messages({"conversation": [ASK, TELL]}, "conversation") == [ASK, TELL]
+    column = {"conversations": [ASK, TELL], "system": "be brief"}
+    assert messages(column, "conversations") == [SYSTEM, ASK, TELL]
+    assert messages({**column, "system": ""}, "conversations") == [ASK, TELL]
+    elf = {"conversations": [{"from": "elf", "value": "x"}]}
+    assert reason(elf, "conversations") == "unknown role 'elf'"
+
+
+def test_sharegpt_s_tools():
+    call = {"name": "look_up", "arguments": {"word": "owl"}}
+    turns = [("human", "who?"), ("function_call", json.dumps(call)), ("observation", "a bird")]
+    row = {"conversations": [{"from": who, "value": said} for who, said in turns]}
+    talk = talk_of("conversations", {**row, "tools": json.dumps([TOOL])})
+    assert talk.messages == [
+        ASK,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "a bird"},
+    ]
+    assert talk.calls and talk.tools == [TOOL]
+    row["conversations"][1]["value"] = "look up owls"
+    assert reason(row, "conversations") == "a function call is no JSON"
+    row["conversations"][1]["value"] = json.dumps([{"arguments": {}}])
+    assert reason(row, "conversations") == "'tool_calls' is no list of calls with names"
+
+
+def test_alpaca():
+    row = {"instruction": "who?", "input": "", "output": "owls"}
+    assert messages(row, "alpaca") == [ASK, TELL]
+    whole = {
+        "instruction": "who?",
+        "input": "at night",
+        "output": "owls",
+        "system": "be brief",
+        "history": [["who?", "owls"]],
+    }
+    asked = {"role": "user", "content": "who?\nat night"}
+    assert messages(whole, "alpaca") == [SYSTEM, ASK, TELL, asked, TELL]
+    bare = {"instruction": "who?", "output": "owls", "input": None, "history": None, "system": None}
+    assert messages(bare, "alpaca") == [ASK, TELL]
+    assert reason({**row, "output": ""}, "alpaca") == "'output' is empty"
+    assert reason({**row, "input": 3}, "alpaca") == "'input' is no text"
+    assert reason({**row, "instruction": ""}, "alpaca") == "an empty turn of the user"
+    assert reason({**row, "history": ["who?"]}, "alpaca") == "'history' is no list of pairs"
+
+
+def test_parts_of_content_are_joined():
+    parts = [{"type": "text", "text": "ow"}, {"type": "text", "text": "ls"}]
+    assert messages({"messages": [ASK, {"role": "assistant", "content": parts}]}) == [ASK, TELL]
+    for part, kind in (
+        ({"type": "image_url", "image_url": "x"}, "image_url"),
+        ("owls", "str"),
+        ({"type": "text"}, "text"),
+    ):
+        row = {"messages": [{"role": "user", "content": [*parts, part]}, TELL]}
+        assert reason(row) == f"a part of a turn of the user is no text ({kind})"
+
+
+def test_tools_are_a_list_or_its_json():
+    row = {"messages": [ASK, TELL]}
+    for given in ([TOOL], json.dumps([TOOL])):
+        assert talk_of("messages", {**row, "tools": given}).tools == [TOOL]
+    for nothing in (None, "", [], "[]"):
+        assert talk_of("messages", {**row, "tools": nothing}).tools is None
+    assert reason({**row, "tools": "{"}) == "'tools' is no JSON"
+    for wrong in ({"a": 1}, ["look_up"], 3, '"x"'):
+        assert reason({**row, "tools": wrong}) == "'tools' is no list of tools"
+
+
+def test_a_row_s_own_variables():
+    row = {"messages": [ASK, TELL], "chat_template_kwargs": {"enable_thinking": False}}
+    assert talk_of("messages", row).variables == {"enable_thinking": False}
+    assert reason({**row, "chat_template_kwargs": "x"}) == "'chat_template_kwargs' is no object"
+
+
+def test_reasoning_is_given_under_every_name():
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        (message,) = messages({"messages": [{**TELL, name: "birds at night"}]})
+        assert message["reasoning_content"] == message["thinking"] == "birds at night"
+    assert messages({"messages": [{**TELL, "thinking": None}]}) == [{**TELL, "thinking": None}]
+
+
+@pytest.mark.parametrize(
+    ("said", "wish"),
+    [
+        ({}, None),
+        ({"weight": None, "train": None}, None),
+        ({"weight": 0}, False),
+        ({"weight": 1.0}, True),
+        ({"train": False}, False),
+        ({"train": True}, True),
+        ({"train": True, "weight": 0}, False),
+    ],
+)
+def test_wishes(said, wish):
+    talk = talk_of("messages", {"messages": [ASK, {**TELL, **said}]})
+    assert talk.wishes == ({} if wish is None else {1: wish})
+    assert talk.plain == (wish is None)
+
+
+def test_wishes_that_are_not_understood():
+    row = {"messages": [ASK, {**TELL, "weight": 0.5}]}
+    assert reason(row) == "'weight' of a turn is 0.5, and should be 0 or 1"
+    row = {"messages": [ASK, {**TELL, "train": "yes"}]}
+    assert reason(row) == "'train' of a turn is 'yes', and should be true or false"
+
+
+def test_prompts_are_never_trained():
+    talk = talk_of("completion", {"prompt": [ASK, TELL, ASK], "completion": [TELL]})
+    assert talk.messages == [ASK, TELL, ASK, TELL] and talk.prompt == 3 and not talk.plain
+
+
+def test_turns_without_words():
+    for role in ("system", "tool"):
+        for nothing in ({"content": ""}, {"content": None}, {}):
+            turn = {"role": role, **nothing}
+            assert messages({"messages": [turn, ASK, TELL]})[0] == {"role": role, "content": ""}
+    for role in ("user", "assistant"):
+        for nothing in ({"content": ""}, {"content": None}, {}):
+            row = {"messages": [{"role": role, **nothing}]}
+            assert reason(row) == f"an empty turn of the {role}"
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert messages({"messages": [ASK, called]}) == [ASK, called]
+    for nothing in (None, []):
+        assert messages({"messages": [ASK, {**TELL, "tool_calls": nothing}]}) == [ASK, TELL]
+    for wrong in ("look_up", [3], [{"function": {}}], [{"function": "look_up"}]):
+        row = {"messages": [ASK, {**called, "tool_calls": wrong}]}
+        assert reason(row) == "'tool_calls' is no list of calls with names"
+
+
+def test_a_row_without_the_columns_names_those_it_has():
+    assert reason({"text": "a", "id": 1}) == "no 'messages': the row has id, text"
+    assert reason({}) == "no 'messages': the row has no columns"
+    assert reason({"messages": None}) == "'messages' is null"
+
+
+def test_calls_are_tried_in_every_way_a_template_may_take_them():
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    ways = [one[1] for one in spellings([ASK, called, TELL])]
+    assert [way["content"] for way in ways] == ["", None, "", None]
+    arguments = [way["tool_calls"][0]["function"]["arguments"] for way in ways]
+    assert arguments == [{"word": "owl"}] * 2 + ['{"word": "owl"}'] * 2
+    flat = {"role": "assistant", "content": "so:", "tool_calls": [{"name": "a", "arguments": "{}"}]}
+    ways = list(spellings([flat]))
+    assert ways[0] == [flat] and ways[-1][0]["tool_calls"] == [{"name": "a", "arguments": {}}]
+    flat["tool_calls"][0]["arguments"] = "no JSON"
+    assert list(spellings([flat])) == [[flat]] * 4

@@ -1,0 +1,257 @@
+"""The output folder and the places a recipe reads from: nothing that was there is ever lost."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables, write_recipe
+
+from plugsft.commands import places
+from plugsft.errors import RecipeError
+from plugsft.registry import load
+
+LONG = {"steps": 4000, "log_every": 4000}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return every file that a run leaves behind, apart from what it prepared."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.relative_to(folder).parts[0] not in ("tokens", "scratch")
+    }
+
+
+def killed(recipe: Path, run: Path, *words: str) -> None:
+    """Start a run, and kill it after some steps."""
+    running = start_plugsft(recipe, *words)
+    while not (run / "metrics.jsonl").is_file() or (run / "metrics.jsonl").stat().st_size < 2000:
+        assert running.process.is_alive()
+        time.sleep(0.02)
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run, and the recipe that made it."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = write_recipe(folder / "recipe.toml", tiny_tables(folder))
+    done = run_plugsft(recipe)
+    assert done.returncode == 0, done.stderr
+    return recipe, folder / "run"
+
+
+def test_a_refused_run_leaves_the_one_it_would_overwrite(finished, tmp_path):
+    recipe, run = finished
+    before = content(run)
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for path in (run / "model").iterdir():
+        (broken / path.name).write_bytes(path.read_bytes()[:3000])
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (broken / name).write_bytes((run / "model" / name).read_bytes())
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"other": 1}\n')
+    text = recipe.read_text()
+    other = tmp_path / "other.toml"
+    start = text.index("[model.scratch]")
+    stop = text.index("[data]")
+    other.write_text(f'{text[:start]}[model]\npath = "{broken}"\n{text[stop:]}')
+    for words, says in (
+        ([recipe, "data.max_length=9999"], "reads 256 tokens at most"),
+        ([recipe, f"data.source={bad}"], "no format has these columns"),
+        ([recipe, "train.schedule_options={a=1}"], "schedule_options"),
+        ([other], "no causal language model could be loaded"),
+    ):
+        done = run_plugsft(*words, "--overwrite")
+        assert done.returncode == 2 and says in done.stderr, done.stderr
+        assert content(run) == before, says
+
+
+def test_overwriting_leaves_nothing_of_the_old_run(tiny, tmp_path):
+    recipe, run = tiny(), tmp_path / "run"
+    assert run_plugsft(recipe, "train.steps=9", "checkpoint.every=1").returncode == 0
+    done = run_plugsft(recipe, "train.steps=2", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(run / "checkpoints")) == ["step-000001", "step-000002"]
+    assert len(read_metrics(run)) == 2
+
+
+@pytest.mark.parametrize(
+    "key", ["model.path", "model.tokenizer", "data.source", "eval.source", "model.chat_template"]
+)
+def test_what_a_run_would_remove_is_no_input_of_it(finished, tmp_path, key):
+    _, run = finished
+    before = content(run)
+    place = {"model.chat_template": run / "model/chat_template.jinja"}.get(
+        key, run / "metrics.jsonl" if "source" in key else run / "model"
+    )
+    # By another way to the same place.
+    (tmp_path / "link").symlink_to(run)
+    given = tmp_path / "link" / place.relative_to(run)
+    tables = tiny_tables(tmp_path) | {"output": str(run)}
+    table, name = key.split(".")
+    if key == "model.path":
+        tables["model"] = {}
+    tables.setdefault(table, {})[name] = str(given)
+    path = write_recipe(tmp_path / "second.toml", tables)
+    for words in (["check"], ["train", "--overwrite"]):
+        done = run_plugsft(*words, path)
+        assert done.returncode == 2
+        assert f"{key}: {given} is a result in this recipe's own output" in done.stderr
+    assert content(run) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["model/config.json", "checkpoints/notes/a.txt", *places.FILES, "checkpoints"]
+)
+def test_what_plugsft_did_not_write_is_never_replaced(tiny, tmp_path, name):
+    mine = tmp_path / "run" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("{}")
+    recipe = tiny(train={"steps": 1})
+    for words in ([recipe], [recipe, "--overwrite"], [recipe, "--resume"], ["check", recipe]):
+        done = run_plugsft(*words)
+        assert done.returncode == 2, done.stdout
+        shown = mine.parent if mine.parent.parent != tmp_path else mine
+        assert f"output: {shown} was not written by plugsft" in done.stderr
+        assert mine.read_text() == "{}"
+
+
+def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path):
+    recipe, run = tiny(rows=chats(43), train=LONG, checkpoint={"every": 0}), tmp_path / "run"
+    killed(recipe, run)
+    steps, before = len(read_metrics(run)), (run / "metrics.jsonl").read_bytes()
+    for words in ((), ("--resume",)):
+        done = run_plugsft(recipe, *words)
+        assert done.returncode == 2 and "--overwrite" in done.stderr
+        assert (run / "metrics.jsonl").read_bytes() == before
+    assert f"{steps} steps of a run that left no checkpoint" in run_plugsft(recipe).stderr
+    assert run_plugsft(recipe, "train.steps=2", "--overwrite").returncode == 0
+
+
+def test_a_killed_run_goes_on_though_nothing_was_said_about_checkpoints(tiny, tmp_path):
+    recipe, run = tiny(rows=chats(43), train={"steps": 30}), tmp_path / "run"
+    done = run_plugsft(recipe)
+    assert "checkpoints: every 3 steps, the last 3 kept" in done.stdout
+    assert sorted(os.listdir(run / "checkpoints")) == [f"step-0000{n}" for n in (24, 27, 30)]
+    assert "every 3 steps" in run_plugsft("check", recipe, f"output={tmp_path}/new").stdout
+    other = run_plugsft(recipe, f"output={tmp_path}/other", "checkpoint.every=0")
+    assert "checkpoints: at the end only" in other.stdout
+    assert os.listdir(tmp_path / "other/checkpoints") == ["step-000030"]
+    table = load(recipe)[0].checkpoint
+    assert [table.interval(steps) for steps in (1, 10, 11, 5000, 1_000_000)] == [1, 1, 2, 500, 500]
+
+
+def test_a_finished_run_says_so_when_resumed_and_keeps_its_record(finished, tmp_path):
+    recipe, run = finished
+    before = content(run)
+    done = run_plugsft(recipe, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "nothing to resume" in done.stdout and f'model.path = "{run}/model"' in done.stdout
+    more = run_plugsft(recipe, "train.epochs=2", "--resume")
+    assert more.returncode == 2 and "train.epochs was 1 and is 2" in more.stderr
+    assert f'model.path = "{run}/model"' in more.stderr
+    again = run_plugsft(recipe)
+    assert again.returncode == 2 and "--resume" not in again.stderr
+    assert content(run) == before
+
+
+def test_a_resolved_recipe_resumes_what_the_written_one_began(finished, tmp_path):
+    _, run = finished
+    tables = tiny_tables(tmp_path) | {"output": "run", "model": {"path": "base"}}
+    tables["train"]["steps"] = 4
+    (tmp_path / "base").symlink_to(run / "model")
+    recipe = write_recipe(tmp_path / "recipe.toml", tables)
+    assert run_plugsft(recipe, cwd=tmp_path).returncode == 0
+    for gone in ("checkpoints/step-000004", "model"):
+        (tmp_path / "run" / gone / "manifest.json").unlink()
+        for path in (tmp_path / "run" / gone).iterdir():
+            path.unlink()
+        (tmp_path / "run" / gone).rmdir()
+    done = run_plugsft(tmp_path / "run/recipe.toml", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 3" in done.stdout
+
+
+def test_a_checkpoint_from_elsewhere_does_not_mix_with_a_run(finished, tmp_path):
+    recipe, run = finished
+    there = run / "checkpoints/step-000003"
+    here = run_plugsft(recipe, f"output={tmp_path}/other", "checkpoint.every=0")
+    assert here.returncode == 0
+    done = run_plugsft(recipe, f"output={tmp_path}/other", "--resume-from", there)
+    assert done.returncode == 2 and "a finished run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("./nowhere", ["no such file or folder"]),
+        ("runs/quickstar", ["did you mean 'quickstart'", 'model.revision = "main"']),
+        ("some/where/else", ["no such file or folder"]),
+        ("runs/quickstart", ["is a run's folder; its model is runs/quickstart/model"]),
+        ("runs/quickstart/model", []),
+        ("Qwen/Qwen3-0.6B", []),
+        ("gpt2", []),
+    ],
+)
+def test_a_model_that_is_not_there_is_no_matter_of_the_hub(tmp_path, monkeypatch, name, says):
+    run = tmp_path / "runs/quickstart"
+    (run / "model").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "model/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    tables = tiny_tables(tmp_path) | {"model": {"path": name}}
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    found = places.wrong_inputs(load(path)[0], path)
+    assert bool(found) == bool(says)
+    for words in says:
+        assert words in found[name] and found[name].startswith(f"model.path: {name}")
+    # Who says which revision means the hub.
+    hub = load(path, ["model.revision=main"])[0]
+    assert bool(places.wrong_inputs(hub, path)) == (bool(says) and name != "runs/quickstar")
+
+
+def test_a_missing_model_is_known_at_once_though_there_is_no_network(tmp_path):
+    tables = tiny_tables(tmp_path) | {"model": {"path": "runs/none/model"}}
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    for command in ("check", "train", "prepare"):
+        started = time.perf_counter()
+        done = run_plugsft(command, path, env={"HF_HUB_OFFLINE": "0"}, cwd=tmp_path)
+        assert done.returncode == 2 and time.perf_counter() - started < 8
+        [line] = done.stderr.splitlines()
+        assert line == "error: model.path: runs/none/model: no such file or folder"
+
+
+def test_where_relative_paths_begin_is_said_where_it_matters(tmp_path, monkeypatch):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    tables = tiny_tables(home)
+    tables["data"]["source"] = "data.jsonl"
+    path = write_recipe(home / "recipe.toml", tables)
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(RecipeError) as caught:
+        places.ensure_inputs(load(path)[0], path)
+    assert str(caught.value) == (
+        f"data.source: data.jsonl: no such file or folder in {elsewhere}, where relative paths "
+        f"begin; did you mean '{home}/data.jsonl'?"
+    )
+    monkeypatch.chdir(home)
+    places.ensure_inputs(load(path)[0], Path("recipe.toml"))
+
+
+def test_show_tells_a_running_run_from_a_killed_one(tiny, tmp_path):
+    recipe, run = tiny(rows=chats(43), train=LONG, checkpoint={"every": 1}), tmp_path / "run"
+    running = start_plugsft(recipe)
+    while len(list(run.glob("checkpoints/step-*"))) < 2:
+        time.sleep(0.02)
+    shown = run_plugsft("show", run).stdout
+    assert "status   running\n" in shown
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    shown = dict(line.split(maxsplit=1) for line in run_plugsft("show", run).stdout.splitlines())
+    assert shown["status"] == f"killed: go on with plugsft {run}/recipe.toml --resume"
+    assert shown["steps"].startswith(f"{len(read_metrics(run))} of 4,000")

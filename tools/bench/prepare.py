@@ -1,0 +1,299 @@
+"""Preparing data, from a file of chats to mapped tokens: plugsft against TRL and against the floor.
+
+    .venv/bin/python tools/bench/prepare.py [--rows 20000] [--processes 2] [--rounds 5]
+        [--engines auto,transformers] [--folder DIR] [--json FILE]
+
+Every round runs each contender once, one after the other, each in a process of its own whose
+imports are done before the clock starts; workers' start-up counts. Before the rounds, ids and
+masks of all rows are compared with TRL's. Prints medians with their spread, the stages of the
+floor (reading, Jinja and the engine, each alone on one core), and the ratios. TRL is the
+preparation of its SFTTrainer with assistant_only_loss, from a cold cache.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import chats
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+MAX_LENGTH = 4096
+VOCAB = 32_000
+TRAINED_ON = 6_000
+"""Rows from which the tokenizer is trained."""
+
+
+def main() -> None:
+    """Measure, compare and print."""
+    options = arguments()
+    if options.one:
+        print(json.dumps(ONE[options.one](options)), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        options.folder = options.folder or Path(temporary)
+        make_data(options)
+        contenders = ["trl", *(f"plugsft-{name}" for name in options.engines.split(","))]
+        equal = compare(options)
+        rounds = [
+            {name: measure(name, options) for name in contenders} for _ in range(options.rounds)
+        ]
+        report = {
+            "machine": machine(),
+            "rows": options.rows,
+            "processes": options.processes,
+            "bytes": data(options).stat().st_size,
+            "equal": equal,
+            "seconds": {name: [one[name]["seconds"] for one in rounds] for name in contenders},
+            "floor": measure("floor", options),
+        }
+    show(report)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engines", default="auto,transformers")
+    parser.add_argument("--folder", type=Path, help="keeps the data for the next time")
+    parser.add_argument("--json", type=Path, help="writes what was measured")
+    parser.add_argument("--one", choices=[*ONE], help=argparse.SUPPRESS)
+    parser.add_argument("--engine", default="auto", help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def data(options: argparse.Namespace) -> Path:
+    """Return the file of chats."""
+    return Path(options.folder) / f"chats-{options.rows}.jsonl"
+
+
+def make_data(options: argparse.Namespace) -> None:
+    """Write the chats and train the tokenizer, if they are not there."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if not data(options).is_file():
+        half = data(options).with_suffix(".half")
+        chats.main(options.rows, half)
+        half.rename(data(options))
+    if not (options.folder / "tokenizer").is_dir():
+        measure("tokenizer", options)
+
+
+def measure(name: str, options: argparse.Namespace, **more: object) -> dict:
+    """Run one contender in a process of its own."""
+    one, _, engine = name.partition("-")
+    given = {
+        "one": one,
+        "engine": engine or "auto",
+        "rows": options.rows,
+        "processes": options.processes,
+        "folder": options.folder,
+        **more,
+    }
+    words = [f"--{key}={value}" for key, value in given.items()]
+    with tempfile.TemporaryDirectory() as cache:
+        quiet = {"TOKENIZERS_PARALLELISM": "true", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+        environment = os.environ | quiet | {"HF_DATASETS_CACHE": cache, "PLUGSFT_CACHE": cache}
+        done = subprocess.run(
+            [sys.executable, __file__, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise SystemExit(f"{name}:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_tokenizer(options: argparse.Namespace) -> dict:
+    """Train a byte-level BPE tokenizer on the first chats."""
+    from itertools import islice
+
+    from plugsft.jsonl import Held
+    from plugsft.pretrained import train_tokenizer
+    from plugsft.recipe import Data
+    from plugsft.templates import render
+
+    with data(options).open(encoding="utf8") as file:
+        rows = [json.loads(line) for line in islice(file, TRAINED_ON)]
+    tokenizer = train_tokenizer(
+        [Held(rows)], lambda some, _, light: render(some, light, Data(source="x")), VOCAB
+    )
+    tokenizer.save_pretrained(options.folder / "tokenizer")
+    return {}
+
+
+def run_plugsft(options: argparse.Namespace) -> dict:
+    """Prepare as a run does, and read an example."""
+    from plugsft import prepare
+    from plugsft.answers import DataAnswers
+    from plugsft.registry import resolve
+
+    with tempfile.TemporaryDirectory() as output:
+        raw = {
+            "output": str(options.keep or output),
+            "model": {"scratch": {}, "tokenizer": str(options.folder / "tokenizer")},
+            "data": {"source": str(data(options)), "max_length": MAX_LENGTH},
+            "train": {"batch_size": 8, "learning_rate": 1e-5},
+            "plugins": {
+                "fast_tokenizer": {"engine": options.engine},
+                "multiprocess_tokenize": {"workers": options.processes},
+            },
+        }
+        started = time.perf_counter()
+        recipe, active = resolve(raw)
+        active.answer(DataAnswers(recipe.folder))
+        tokens = prepare.prepare(recipe, active).tokens
+        tokens.example(len(tokens) // 2)
+        return {"seconds": time.perf_counter() - started, "facts": tokens.facts["engines"]}
+
+
+def run_trl(options: argparse.Namespace) -> dict:
+    """Prepare as TRL's trainer does before its first step."""
+    import transformers
+    from datasets import disable_progress_bars, load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    disable_progress_bars()
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with tempfile.TemporaryDirectory() as output:
+        settings = SFTConfig(
+            output_dir=output,
+            assistant_only_loss=True,
+            dataset_num_proc=options.processes,
+            max_length=MAX_LENGTH,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+        )
+        started = time.perf_counter()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.folder / "tokenizer")
+        rows = load_dataset("json", data_files=str(data(options)), split="train")
+        trainer = SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer)
+        prepared = trainer.train_dataset
+        prepared[len(prepared) // 2]
+        seconds = time.perf_counter() - started
+        if options.keep:
+            table = prepared.with_format("arrow")[:]
+            np.savez(
+                options.keep,
+                ids=table["input_ids"].combine_chunks().flatten().to_numpy(),
+                labels=flat_labels(table),
+            )
+    return {"seconds": seconds}
+
+
+def flat_labels(table: object) -> np.ndarray:
+    """Return which of TRL's tokens are trained."""
+    names = table.column_names
+    if "labels" in names:
+        return table["labels"].combine_chunks().flatten().to_numpy() != -100
+    return table["assistant_masks"].combine_chunks().flatten().to_numpy() != 0
+
+
+def compare(options: argparse.Namespace) -> dict:
+    """Prepare with both, and compare all ids and masks."""
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = Path(folder) / "trl.npz"
+        measure("trl", options, keep=theirs)
+        measure("plugsft", options, keep=Path(folder) / "ours")
+        with np.load(theirs) as kept:
+            ids, trained = kept["ids"], kept["labels"]
+        from plugsft.tokens import Tokens
+
+        (place,) = (Path(folder) / "ours/tokens").iterdir()
+        tokens = Tokens(place)
+        parts = [tokens.example(number) for number in range(len(tokens))]
+        ours = np.concatenate([part for part, _ in parts])
+        mask = np.concatenate([part for _, part in parts])
+        assert np.array_equal(ours, ids), "other ids than TRL's"
+        assert np.array_equal(mask, trained), "other masks than TRL's"
+        return {"tokens": len(ours), "trained": int(mask.sum())}
+
+
+def run_floor(options: argparse.Namespace) -> dict:
+    """Time what cannot be left out, each alone, on one core."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    import gigatoken
+    from pydantic_core import from_json
+
+    from plugsft.jinja import compiled
+
+    def timed(function, *arguments):
+        started = time.perf_counter()
+        result = function(*arguments)
+        return time.perf_counter() - started, result
+
+    # A second of work to wake the processor, and the engine once to load what it loads lazily.
+    text = (options.folder / "tokenizer/tokenizer.json").read_text()
+    template = compiled((options.folder / "tokenizer/chat_template.jinja").read_text())
+    engine = gigatoken.Tokenizer.from_json(text)
+    engine.encode_batch(["x"], parallel=False)
+    seconds = {"reading": 0.0, "jinja": 0.0, "engine": 0.0}
+    with data(options).open("rb") as file:
+        while True:
+            took, rows = timed(lambda: [from_json(line) for line in file.readlines(8_000_000)])
+            if not rows:
+                break
+            seconds["reading"] += took
+            took, texts = timed(
+                lambda rows: [
+                    template.render(messages=row["messages"], tools=None, eos_token="<|im_end|>")
+                    for row in rows
+                ],
+                rows,
+            )
+            seconds["jinja"] += took
+            seconds["engine"] += timed(
+                lambda some: engine.encode_batch(some, parallel=False), texts
+            )[0]
+    return seconds
+
+
+def machine() -> str:
+    """Name the machine by what matters here."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'a CPU'}"
+
+
+def show(report: dict) -> None:
+    """Print what was measured, side by side."""
+    size, rows, processes = report["bytes"] / 1e6, report["rows"], report["processes"]
+    print(f"{rows:,} chats, {size:.0f} MB, {processes} processes, {report['machine']}")
+    print(f"ids and masks of all rows equal TRL's: {report['equal']['tokens']:,} tokens")
+    trl = statistics.median(report["seconds"]["trl"])
+    for name, seconds in report["seconds"].items():
+        middle = statistics.median(seconds)
+        print(
+            f"{name:<22}{middle:8.2f} s  ({min(seconds):.2f} to {max(seconds):.2f})"
+            f"{rows / middle:12,.0f} rows/s  {trl / middle:6.1f} x TRL"
+        )
+    floor = sum(report["floor"].values())
+    parts = ", ".join(f"{name} {value:.2f} s" for name, value in report["floor"].items())
+    best = min(statistics.median(seconds) for seconds in report["seconds"].values())
+    print(f"floor on one core: {floor:.2f} s ({parts})")
+    print(f"the fastest takes {best * processes / floor:.2f} x the floor of {processes} cores")
+
+
+ONE = {"plugsft": run_plugsft, "trl": run_trl, "floor": run_floor, "tokenizer": run_tokenizer}
+
+if __name__ == "__main__":
+    main()
