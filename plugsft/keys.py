@@ -48,7 +48,9 @@ def key_of(work: Work, opened: Sequence[Source], active: Active) -> dict[str, An
         "options": work.data.model_dump(exclude={"source", "split", "sources", "tokens"}),
         "tokenizer": digest({"backend": backend, "names": tokenizer.special_tokens_map}),
         "template": digest({"template": tokenizer.chat_template}),
-        "plugins": with_sources(active, MAKERS),
+        "plugins": with_sources(active, ("render",)),
+        # By the law of `encode` they give the ids of the model's own tokenizer.
+        "encoders": with_sources(active, ("encode",)),
     }
 
 
@@ -57,7 +59,7 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
     for part, words in WORDS.items():
         if there.get(part) != here.get(part):
             yield words
-    for table in ("options", "plugins"):
+    for table in ("options", "plugins", "encoders"):
         old, new = (flatten(key.get(table) or {}) for key in (there, here))
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .console import say
 from .digests import digest
-from .errors import DataError, RecipeError
+from .errors import DataError, PlugsftError, RecipeError
 from .keys import differences, key_of, makers, with_sources
 from .pretrained import Render, load_tokenizer, train_tokenizer
 from .publish import once
@@ -49,7 +49,8 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
     """Return the tokens to train on, those to evaluate on, and the tokenizer."""
     job = job_of(recipe, active)
     if recipe.data.tokens:
-        tokens = _known(_named(recipe, job, active), job.work, "prepared before")
+        tokens = named(recipe, job, active)
+        say(describe(tokens.facts, "prepared before"))
     else:
         tokens = _tokens(job.work, job.opened, active)
     held_out = None
@@ -110,23 +111,25 @@ def renderer(recipe: Recipe, active: Active) -> Render:
     return text_of
 
 
-def _named(recipe: Recipe, job: Job, active: Active) -> Tokens:
+def named(recipe: Recipe, job: Job, active: Active) -> Tokens:
     """Open the tokens that a recipe names, if they are what it would prepare."""
     folder = Path(str(recipe.data.tokens))
     try:
         tokens = Tokens(folder)
-        there = tokens.facts["key_parts"]
-    except (OSError, ValueError, KeyError) as error:
+        there = dict(tokens.facts["key_parts"])
+    except (PlugsftError, OSError, ValueError, KeyError) as error:
         raise RecipeError(
             f"data.tokens: {folder} holds no prepared tokens ({error}); name a folder that "
             "`plugsft prepare` has given"
         ) from error
     here = key_of(job.work, job.opened, active)
+    # Any encoder gives the same ids, and the rows may have stayed where they were prepared.
+    there["encoders"] = here["encoders"]
     if not job.opened:
         here["data"] = there["data"]
     if lines := list(differences(there, here)):
         raise RecipeError([f"data.tokens: {folder} was prepared otherwise: {it}" for it in lines])
-    return tokens
+    return _known(tokens, job.work)
 
 
 def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
@@ -155,17 +158,17 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
         for shard in shards:
             (folder / shard.file).with_suffix(".json").unlink()
 
-    tokens = active.hook.cache(key=key, build=build)
+    tokens = _known(active.hook.cache(key=key, build=build), work)
     took = f"in {time.perf_counter() - built[0]:.1f} s" if built else "from cache"
-    return _known(tokens, work, took)
+    say(describe(tokens.facts, took))
+    return tokens
 
 
-def _known(tokens: Tokens, work: Work, took: str) -> Tokens:
-    """Give tokens the names and weights of this recipe, and say what they are."""
+def _known(tokens: Tokens, work: Work) -> Tokens:
+    """Give tokens the names and weights of this recipe."""
     # These decide nothing about the tokens, so they may differ from the stored ones.
     for known, source in zip(tokens.facts["sources"], work.sources, strict=bool(work.sources)):
         known.update(name=source.source, weight=source.weight)
-    say(describe(tokens.facts, took))
     return tokens
 
 

@@ -239,7 +239,8 @@ def claim(folder: Path, watch: Watch) -> Iterator[Claim | None]:
 
 def is_claimed(folder: Path, watch: Watch) -> bool:
     """Tell whether a process that seems alive builds a folder."""
-    return any([_lives(path, text, watch) for path, text in _claims(folder).items()])
+    alive = [_lives(path, text, watch) for path, text in _claims(folder).items()]
+    return any(alive)  # of all of them: each is watched from the first look on
 
 
 def parts_of(folder: Path) -> list[Path]:

@@ -44,7 +44,7 @@ FLOORS = _words("""
     testing
     commands.sample commands.places
     commands.check commands.train commands.inspection commands.listing commands.overview
-    commands.chat commands.skeleton commands.__init__
+    commands.chat commands.skeleton commands.cache commands.__init__
     __init__ cli __main__
 """)
 EXPORTED = _words("""

@@ -248,7 +248,7 @@ def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path,
         key(data={"max_length": 65}),
         key(data={"too_long": "drop"}),
         key(data={"train_on": "last"}),
-        key(data={"template_kwargs": {"a": 1}}),
+        key(data={"template_kwargs": {"add_generation_prompt": True}}),
         key(model={"chat_template": str(other)}),
         key(plugins={"shout": {}}),
         key(plugins={"shout": {"mark": "?"}}),
@@ -378,6 +378,9 @@ def test_a_run_takes_tokens_that_were_prepared_elsewhere(named, tmp_path):
         assert not (out / "tokens").exists()
         losses = [line["loss"] for line in read_metrics(out)]
         assert losses == [line["loss"] for line in read_metrics(tmp_path / "fresh")]
+        checked = run_plugsft("check", recipe(tokens=folder, source=source), f"output={out}-again")
+        assert checked.returncode == 0 and "30 examples of 30 rows" in checked.stdout, checked
+        assert f"steps       {len(losses)}" in checked.stdout
         again = run_plugsft(out / "recipe.toml", f"output={out}-again")
         assert again.returncode == 0 and fresh.returncode == 0, again
 

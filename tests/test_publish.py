@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -12,13 +13,16 @@ import time
 import pytest
 from conftest import ROOT, run_plugsft
 
-from plugsft import PlugsftError
+from plugsft import DiskError, PlugsftError
 from plugsft import publish as publishing
 from plugsft.publish import (
+    HERE,
     MANIFEST,
+    claim,
     damage,
     discard,
     is_published,
+    is_whole,
     once,
     publish,
     sweep,
@@ -34,6 +38,8 @@ folder, note, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 publish.PATIENCE, publish.HEARTBEAT = {patience}, 0.1
 def build(building):
     with note.open("a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+    with (building / "data-parts").open("a") as file:
         file.write(f"{{os.getpid()}}\\n")
     (building / "half").write_text("half")
     time.sleep(seconds)
@@ -119,17 +125,42 @@ def test_who_comes_as_the_folder_appears_does_not_build_again(place, monkeypatch
 
 
 def test_a_failing_build_leaves_nothing(place):
-    with pytest.raises(ZeroDivisionError), publish(place) as building:
-        (building / "half").write_text("half")
+    def build(building):
+        (building / "data-1").write_text("done")
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), publish(place) as building:
+        build(building)
+    with pytest.raises(ZeroDivisionError):
+        once(place, build)
     assert list(place.parent.iterdir()) == []
 
-    def build(building):
+
+def test_what_ctrl_c_left_is_gone_on_from(place):
+    def interrupted(building):
+        (building / "data-1").write_text("done")
+        (building / "data-1.json").write_text("its note")
+        (building / ".data-2.tmp").write_text("ha")
+        (building / "half").write_text("half")
+        (building / "inner").mkdir()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        once(place, build)
-    assert list(place.parent.iterdir()) == []
+        once(place, interrupted)
+    assert left_over(place) == [".folder.parts-000001"]
+    found = []
+    once(place, lambda building: found.extend(sorted(path.name for path in building.iterdir())))
+    assert found == ["data-1", "data-1.json"], "what was being written is not kept"
+    assert damage(place) is None and left_over(place) == []
+
+
+def test_half_files_are_not_published(place):
+    with publish(place) as building:
+        (building / "inner").mkdir()
+        (building / "inner/.a.12.tmp").write_text("ha")
+        (building / ".kept").write_text("x")
+    assert sorted(path.name for path in place.rglob("*")) == [".kept", "inner", MANIFEST]
+    assert list(json.loads((place / MANIFEST).read_text())) == [".kept"]
 
 
 def test_who_comes_second_keeps_what_is_there_unless_told_to_replace(place):
@@ -163,6 +194,51 @@ def test_damage_is_found(place, harm, expected):
         (building / "a").write_text("text")
     harm(place)
     assert expected in damage(place)
+
+
+def test_a_quick_look_finds_what_breaks_the_structure(place):
+    with publish(place) as building:
+        (building / "a").write_text("text")
+        (building / "b.json").write_text("{}")
+    assert is_whole(place)
+    (place / "a").write_text("teXt")
+    assert is_whole(place) and damage(place) and damage(place, quick=True) is None
+    (place / "a").write_text("longer")
+    assert damage(place, quick=True) == "a is not what was written"
+    (place / "a").write_text("text")
+    (place / "b.json").write_text("[]")
+    assert damage(place, quick=True) == "b.json is not what was written"
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: (folder / "a").write_text("longer"),
+        lambda folder: (folder / "a").unlink(),
+        lambda folder: (folder / MANIFEST).unlink(),
+        lambda folder: (folder / MANIFEST).write_text("{"),
+    ],
+)
+def test_a_damaged_or_half_copied_folder_is_built_again(place, harm):
+    def build(building):
+        (building / "a").write_text("text")
+
+    once(place, build)
+    harm(place)
+    once(place, build)
+    assert damage(place) is None and left_over(place) == []
+    once(place, build=None)
+
+
+def test_a_folder_that_may_not_stay_stays_until_the_new_one_is_there(place):
+    once(place, lambda building: (building / "a").write_text("old"))
+
+    def build(building):
+        assert (place / "a").read_text() == "old"
+        (building / "a").write_text("new")
+
+    once(place, build, stands=lambda folder: (folder / "a").read_text() == "new")
+    assert (place / "a").read_text() == "new" and left_over(place) == []
 
 
 def test_discarding(place):
@@ -201,7 +277,8 @@ def test_a_killed_builder_is_replaced_at_once(start, tmp_path, place):
     second.communicate(timeout=20)
     assert time.monotonic() - began < 5, "far less than the patience with other machines"
     assert damage(place) is None and left_over(place) == []
-    assert not (place / "half.tmp").exists()
+    kept = (place / "data-parts").read_text().split()
+    assert kept == [str(first.pid), str(second.pid)], "it went on from the first one's parts"
 
 
 def test_a_waiter_follows_when_the_building_fails(place, start, tmp_path):
@@ -227,6 +304,56 @@ def test_a_builder_without_a_heartbeat_is_outbid_and_does_no_harm(start, tmp_pat
     assert damage(place) is None and left_over(place) == []
 
 
+def test_a_sleeper_that_wakes_while_another_builds_waits_for_it(start, tmp_path, place):
+    first = start(1.0, patience=1.0)
+    builders(tmp_path, 1)
+    os.kill(first.pid, signal.SIGSTOP)
+    second = start(2.5, patience=1.0)
+    builders(tmp_path, 2)
+    os.kill(first.pid, signal.SIGCONT)
+    said = {int(process.communicate(timeout=30)[0]) for process in (first, second)}
+    assert said == {second.pid} and len(builders(tmp_path, 2)) == 2
+    assert (place / "whole").read_text() == str(second.pid)
+    assert damage(place) is None and left_over(place) == []
+
+
+def test_of_many_that_find_a_dead_builder_one_takes_over(start, tmp_path, place):
+    first = start(100.0)
+    builders(tmp_path, 1)
+    waiting = [start(0.5) for _ in range(6)]
+    time.sleep(1.5)
+    os.kill(first.pid, signal.SIGKILL)
+    said = {int(process.communicate(timeout=60)[0]) for process in waiting}
+    assert builders(tmp_path, 2) == [first.pid, *said] and len(said) == 1
+    assert damage(place) is None and left_over(place) == []
+
+
+def test_who_looked_long_ago_does_not_outbid_the_living(place, monkeypatch):
+    place.parent.mkdir()
+    old = place.parent / f".{place.name}.claim-000001"
+    old.write_text(json.dumps({"host": HERE, "pid": 2**22 - 1}))
+    really, new = publishing._held, json.dumps({"host": HERE, "pid": os.getpid()})
+
+    def slow(path):
+        # Between its look and its own claim, another took over, ended, and a third began.
+        old.write_text(new)
+        return really(path)
+
+    monkeypatch.setattr(publishing, "_held", slow)
+    with claim(place, {}) as mine:
+        assert mine is None
+    assert old.read_text() == new and left_over(place) == [old.name]
+
+
+def test_a_claim_that_is_another_s_by_now_is_not_removed(place):
+    place.parent.mkdir()
+    with claim(place, {}) as mine:
+        assert mine.holds()
+        mine.path.write_text("another's")
+        assert not mine.holds()
+    assert left_over(place) == [mine.path.name]
+
+
 def test_a_slow_builder_with_a_heartbeat_is_waited_for(start, tmp_path):
     first = start(3.0, patience=1.0)
     builders(tmp_path, 1)
@@ -235,21 +362,46 @@ def test_a_slow_builder_with_a_heartbeat_is_waited_for(start, tmp_path):
     assert said == set(builders(tmp_path, 1)) and len(said) == 1
 
 
-def test_an_unfinished_claim_counts_as_dead_after_a_while(start, place, tmp_path):
+@pytest.mark.parametrize("text", ["", '{"host', "3", "{}"])
+def test_an_unfinished_claim_counts_as_dead_after_a_while(start, place, text):
     place.parent.mkdir()
-    (place.parent / f".{place.name}.claim-000001").touch()
+    (place.parent / f".{place.name}.claim-000001").write_text(text)
     only = start(patience=0.5)
     assert int(only.communicate(timeout=30)[0]) == only.pid and left_over(place) == []
 
 
-def test_what_killed_processes_left_is_swept_and_what_lives_is_not(start, tmp_path, place):
-    first = start(100.0)
-    builders(tmp_path, 1)
-    (half,) = place.parent.glob("*.tmp")
+SLEEPER = """
+import sys, time
+from pathlib import Path
+from plugsft import publish
+with publish.publish(Path(sys.argv[1])) as building:
+    (building / "half").write_text("half")
+    print("begun", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_what_killed_processes_left_is_swept_and_what_lives_is_not(place):
+    command = [sys.executable, "-c", SLEEPER, str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as first:
+        first.stdout.readline()
+        (half,) = place.parent.glob("*.tmp")
+        sweep(place.parent)
+        assert half.is_dir()
+        first.kill()
     sweep(place.parent)
-    assert half.is_dir()
-    first.kill()
-    first.wait()
+    assert not half.exists()
+
+
+def test_what_another_machine_left_is_swept_when_it_is_a_day_old(place):
+    half = place.parent / f".{place.name}.elsewhere-1.tmp"
+    half.mkdir(parents=True)
+    (half / "new").touch()
+    os.utime(half, (0, 0))
+    sweep(place.parent)
+    assert half.exists(), "something in it is new"
+    os.utime(half / "new", (0, 0))
+    os.utime(half, (0, 0))
     sweep(place.parent)
     assert not half.exists()
 
@@ -285,7 +437,7 @@ def fill_arrow(building):
 
     many = np.ones(800_000, np.int32)
     counts = np.array([len(many)])
-    write_shard(building / "a", [Examples(many, many > 0, counts, counts // counts, counts)])
+    write_shard(building / "a", Examples(many, many > 0, counts, counts // counts, counts))
 
 
 def fill_safetensors(building):
@@ -370,6 +522,13 @@ def test_an_output_that_cannot_be_written_stops_a_run_with_one_line(tiny, tmp_pa
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and "cannot be written" in line
+
+
+def test_a_full_disk_s_reason_travels_between_processes(place):
+    with pytest.raises(DiskError) as caught, writing(place):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(place))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) == f"{again.reason}; give another folder (output=...)"
 
 
 def test_other_failures_pass_through(tmp_path):

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import trl
-from conftest import chats
+from conftest import chats, tiny_tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plugsft import DataError, RecipeError
+from plugsft.commands.places import wrong_inputs
 from plugsft.jinja import compiled
 from plugsft.jsonl import Held
 from plugsft.pretrained import load_tokenizer, train_tokenizer
-from plugsft.recipe import Data, Model
+from plugsft.recipe import Data, Model, Recipe, anchored
 from plugsft.templates import CHATML, Chat, render, training_template
 from plugsft.tokenizer import encode, lighten
 from plugsft.work import mask_of
@@ -460,6 +461,16 @@ def test_a_template_that_rewrites_earlier_turns(with_template, tmp_path):
     cured.save_pretrained(tmp_path)
     again = load_tokenizer(Model(path=str(tmp_path), chat_template="trl"), tmp_path)
     assert again.chat_template == cured.chat_template
+
+
+def test_trl_s_variant_is_no_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tables = tiny_tables(tmp_path)
+    tables["model"] = {"path": "some/model", "chat_template": "trl"}
+    recipe = Recipe.model_validate(tables)
+    assert wrong_inputs(recipe, tmp_path / "recipe.toml") == {}
+    (tmp_path / "trl").mkdir()
+    assert anchored(recipe)["model"]["chat_template"] == "trl"
 
 
 def test_trl_has_no_variant_of_every_template(with_template, tmp_path):

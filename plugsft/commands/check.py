@@ -19,7 +19,7 @@ from ..context import check_context, load_config
 from ..contracts import mark_of
 from ..errors import DataError, PlugsftError, RecipeError
 from ..machine import free_disk, look
-from ..prepare import eval_source
+from ..prepare import describe, eval_source, job_of, named
 from ..recipe import Data, Model, Recipe, Scratch, Source, Train
 from ..registry import Active
 from ..schedule import check_schedule
@@ -89,9 +89,9 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
     with findings.about("schedule"):
         check_schedule(recipe.train)
         findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
-    rows, tokens = _data(findings, recipe, active, wrong)
+    examples, tokens = _data(findings, recipe, active, wrong)
     _ranks(findings, recipe.train, machine.world_size, active)
-    steps = _steps(findings, recipe, rows) if rows else None
+    steps = _steps(findings, recipe, examples) if examples else None
     with findings.about("output"):
         _output(findings, recipe)
     with findings.about("disk"):
@@ -104,8 +104,10 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
 
 def _data(
     findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
-) -> tuple[list[int], float]:
-    """Look at the sources; return the rows of each, if all can be opened, and their tokens."""
+) -> tuple[int, float]:
+    """Look at the sources; return an epoch's examples, and the tokens that are to be written."""
+    if recipe.data.tokens:
+        return _prepared(findings, recipe, active, wrong), 0.0
     sources = recipe.data.all_sources()
     opened = [_open(findings, "data", one) for one in sources if one.source not in wrong]
     rows = [one for one in opened if one is not None]
@@ -131,7 +133,19 @@ def _data(
                     sample = take(work, [found], 0, 0, ROWS)
                     tokens += sample.shard.tokens / len(sample.rows) * len(found)
                     _rows(findings, recipe.data, held_out.source, sample)
-    return [len(one) for one in rows] if complete else [], tokens
+    counts = zip(sources, rows, strict=complete)
+    return sum(round(one.weight * len(found)) for one, found in counts) * complete, tokens
+
+
+def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]) -> int:
+    """Look at the tokens that the recipe names; return an epoch's examples."""
+    examples = 0
+    with findings.about("data"):
+        if not wrong:
+            facts = named(recipe, job_of(recipe, active), active).facts
+            findings.ok("data", describe(facts, "prepared before").removeprefix("data: "))
+            examples = sum(round(one["weight"] * one["examples"]) for one in facts["sources"])
+    return examples
 
 
 def _open(findings: Findings, what: str, source: Source) -> Opened | None:
@@ -217,11 +231,9 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
     findings.ok("ranks", f"{ranks} {word}, a window of {size} examples: {share}")
 
 
-def _steps(findings: Findings, recipe: Recipe, rows: list[int]) -> int:
+def _steps(findings: Findings, recipe: Recipe, examples: int) -> int:
     """Say how many steps a run takes, if no row is left out."""
     train = recipe.train
-    weights = [source.weight for source in recipe.data.all_sources()]
-    examples = sum(round(weight * count) for weight, count in zip(weights, rows, strict=True))
     per_epoch = max(1, -(-examples // train.batch_size))
     steps = train.steps or train.epochs * per_epoch
     findings.ok("steps", f"{steps:,}, {per_epoch:,} an epoch of {examples:,} examples")

@@ -62,9 +62,14 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
         "model.path": model.path,
         "model.tokenizer": model.tokenizer,
         "model.chat_template": None if model.chat_template == TRL else model.chat_template,
-        "data.source": data.source,
+        "data.tokens": data.tokens,
+        # The rows of tokens that were prepared elsewhere need not be here.
+        "data.source": None if data.tokens else data.source,
         "eval.source": recipe.eval and recipe.eval.source,
-        **{f"data.sources.{n}.source": one.source for n, one in enumerate(data.sources or ())},
+        **{
+            f"data.sources.{n}.source": one.source
+            for n, one in enumerate(() if data.tokens else data.sources or ())
+        },
     }
     return ((key, name) for key, name in places.items() if name)
 

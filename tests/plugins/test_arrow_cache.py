@@ -1,0 +1,350 @@
+"""arrow_cache: built once by one of many, found by all, and never in a run's way."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import (
+    chats,
+    run_plugsft,
+    run_ranks,
+    start_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
+from making import activate, install
+
+from plugsft import RecipeError, answers, prepare, testing
+from plugsft.answers import DataAnswers
+from plugsft.machine import look
+from plugsft.publish import damage, is_published, publish
+from plugsft.registry import check, resolve
+from plugsft.tokens import Tokens
+
+ROUNDS = 20 if os.environ.get("PLUGSFT_FULL") else 2
+# It notes who encodes a slice, and takes its time over it.
+NOTING = """
+    import os, time
+
+    @plugin()
+    class Noting:
+        seconds: float = 0.0
+
+        @hookimpl(wrapper=True)
+        def encode(self):
+            with open(os.environ["NOTE"], "a") as note:
+                note.write(f"{os.getpid()}\\n")
+            time.sleep(self.seconds)
+            return (yield)
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The cache's folder."""
+    monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/tokens"
+
+
+@pytest.fixture
+def run(tmp_path, home):
+    """Give `run(output, **options)`: prepares data; returns the tokens and the plugin's verdict."""
+
+    def make(output="run", rows=None, tables=None, **options):
+        recipe, active = resolve(
+            {
+                **tiny_tables(tmp_path, rows),
+                "output": str(tmp_path / output),
+                "plugins": {"arrow_cache": options},
+                **(tables or {}),
+            }
+        )
+        active.answer(DataAnswers(recipe.folder))
+        check(active, recipe, look())
+        tokens = prepare.prepare(recipe, active).tokens
+        return tokens, active.verdicts()["arrow_cache"]
+
+    return make
+
+
+@pytest.fixture
+def noted(tmp_path, home, monkeypatch):
+    """Give a recipe of many slices whose encoders are noted, and the file that notes them."""
+    activate(install(tmp_path / "site", noting=NOTING), monkeypatch)
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    (tmp_path / "note").touch()
+
+    def make(slices, seconds=0.0, **options):
+        tables = tiny_tables(tmp_path, chats(4))
+        sources = [write_jsonl(tmp_path / f"{n}.jsonl", chats(4, n)) for n in range(slices)]
+        tables["data"] = {"sources": [{"source": str(one)} for one in sources], "max_length": 64}
+        tables["plugins"] = {"arrow_cache": options, "noting": {"seconds": seconds}}
+        return write_recipe(tmp_path / "recipe.toml", tables), tmp_path / "note"
+
+    return make
+
+
+def content(tokens):
+    return [[one.tolist() for one in tokens.example(number)] for number in range(len(tokens))]
+
+
+def left_over(home):
+    return sorted(path.name for path in home.glob(".*"))
+
+
+def builders(note):
+    return note.read_text().split()
+
+
+def test_a_second_run_finds_what_the_first_has_built(run, home, tmp_path, capsys):
+    first, verdict = run("one")
+    (entry,) = home.iterdir()
+    assert verdict.startswith("miss: built in ") and verdict.endswith(f" s, kept in {entry}")
+    assert "from cache" not in capsys.readouterr().out
+    second, verdict = run("two")
+    assert verdict.startswith(f"hit: {entry.name}, opened in ") and verdict.endswith(" ms")
+    assert "from cache" in capsys.readouterr().out
+    assert first.folder == second.folder == entry and content(first) == content(second)
+    assert not (tmp_path / "one/tokens").exists() and not (tmp_path / "two/tokens").exists()
+    assert damage(entry) is None and left_over(home) == []
+
+
+def test_evaluation_data_is_kept_beside_it(run, home, tmp_path):
+    other = write_jsonl(tmp_path / "other.jsonl", chats(5, seed=1))
+    tables = {"eval": {"source": str(other)}}
+    assert run("one", tables=tables)[1].count("miss") == 2
+    assert run("two", tables=tables)[1].count("hit") == 2
+    assert len([*home.iterdir()]) == 2
+
+
+def test_where_it_is_kept(run, home, tmp_path, monkeypatch):
+    mine = tmp_path / "mine"
+    assert run(folder=str(mine))[0].folder.parent == mine / "tokens" and not home.exists()
+    monkeypatch.delenv("PLUGSFT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert run()[0].folder.parent == tmp_path / "xdg/plugsft/tokens"
+
+
+def test_a_hit_is_noted_as_the_last_use(run):
+    entry = run()[0].folder
+    os.utime(entry / "manifest.json", (0, 0))
+    run(read_only=True)
+    assert (entry / "manifest.json").stat().st_mtime == 0
+    run()
+    assert time.time() - (entry / "manifest.json").stat().st_mtime < 60
+
+
+def flip(path, at=-1):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def other_key(entry):
+    facts = json.loads((entry / "facts.json").read_text())
+    facts["key_parts"]["options"]["max_length"] = 3
+    (entry / "facts.json").write_text(json.dumps(facts))
+    again = entry.with_name("again")
+    with publish(again) as folder:
+        for path in entry.glob("[!m]*"):
+            shutil.copy(path, folder)
+    shutil.rmtree(entry)
+    again.rename(entry)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda entry: next(entry.glob("data-*")).unlink(), "data-00-000000000000.arrow is missi"),
+        (lambda entry: os.truncate(next(entry.glob("data-*")), 64), "is not what was written"),
+        (lambda entry: (entry / "index.arrow").write_bytes(b""), "index.arrow is not what was wri"),
+        (lambda entry: flip(entry / "facts.json", 10), "facts.json is not what was written"),
+        (lambda entry: flip(entry / "index.arrow", -1), "index.arrow: damaged: "),
+        (lambda entry: (entry / "manifest.json").unlink(), "its manifest cannot be read"),
+        (lambda entry: (shutil.rmtree(entry), entry.mkdir()), "its manifest cannot be read"),
+        (other_key, "it was built for another key"),
+    ],
+)
+def test_a_damaged_entry_is_noticed_and_built_again(run, home, capsys, harm, says):
+    tokens, _ = run()
+    expected, entry = content(tokens), tokens.folder
+    del tokens
+    harm(entry)
+    tokens, verdict = run("two", read_only=True)
+    assert tokens.folder.parent != home, "it may only read, so the run prepares its own"
+    assert verdict.startswith("not used: ") and says in verdict
+    capsys.readouterr()
+    tokens, verdict = run("three")
+    said = capsys.readouterr().out
+    assert f"cache: {entry} is built again: " in said and says in said
+    assert verdict.startswith("miss: built in ") and content(tokens) == expected
+    assert damage(entry) is None and left_over(home) == []
+
+
+def test_read_only_takes_what_is_there_and_writes_nothing(run, home, tmp_path):
+    tokens, verdict = run("one", read_only=True)
+    assert "it is not there" in verdict and not home.exists()
+    assert tokens.folder.parent == tmp_path / "one/tokens"
+    run("two")
+    tokens, verdict = run("three", read_only=True)
+    assert verdict.startswith("hit") and tokens.folder.parent == home
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 200 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_on_a_full_disk_the_run_goes_on_without_it(run, small_disk, tmp_path, capsys):
+    tokens, verdict = run(rows=chats(2000), folder=str(small_disk))
+    assert tokens.folder.parent == tmp_path / "run/tokens" and len(tokens) == 2000
+    assert verdict.startswith(f"not used: {small_disk}") and "the disk is full" in verdict
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("cache: ")]
+    assert line.startswith("cache: not used, the run goes on without it: ")
+    assert "output=" not in line, "another output would not help"
+    assert [*(small_disk / "tokens").iterdir()] == [], "and it leaves the room that it took"
+
+
+def test_on_a_read_only_disk_hits_still_serve(run, small_disk, tmp_path):
+    entry = run("one", folder=str(small_disk))[0].folder
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    tokens, verdict = run("two", folder=str(small_disk))
+    assert verdict.startswith("hit") and tokens.folder == entry
+    tokens, verdict = run("three", rows=chats(7), folder=str(small_disk))
+    assert verdict.startswith("not used: ") and "Read-only file system" in verdict
+    assert tokens.folder.parent == tmp_path / "three/tokens"
+
+
+@pytest.mark.parametrize("folder", ["/proc/plugsft", "/dev/null"])
+def test_a_folder_that_cannot_be_made_is_told(run, tmp_path, folder):
+    tokens, verdict = run(folder=folder)
+    assert verdict.startswith(f"not used: {folder}") and "cannot be written" in verdict
+    assert tokens.folder.parent == tmp_path / "run/tokens"
+
+
+def test_what_is_wrong_with_the_rows_is_no_matter_of_the_cache(run, home):
+    with pytest.raises(Exception, match="unknown role"):
+        run(rows=[{"messages": [{"role": "nobody", "content": "x"}]}])
+    assert [*home.iterdir()] == []
+
+
+def test_refresh_builds_once_in_each_run_of_two_ranks(noted):
+    recipe, note = noted(slices=2)
+    counts = []
+    for refresh in ("false", "true", "true", "false"):
+        before = len(builders(note))
+        done = run_ranks(2, "prepare", recipe, f"plugins.arrow_cache.refresh={refresh}")
+        assert done.returncode == 0, done.stderr
+        counts.append(len(builders(note)) - before)
+    assert counts == [2, 2, 2, 0], "both slices once in each run, whatever the number of ranks"
+
+
+def test_refresh_is_refused_where_it_cannot_hold(run, monkeypatch):
+    with pytest.raises(RecipeError, match=r"plugins.arrow_cache: refresh writes and read_only"):
+        run(refresh=True, read_only=True)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    run(refresh=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(RecipeError, match=r"each machine would build anew .* `plugsft prepare"):
+        run(refresh=True)
+    run()
+
+
+def mapped(path):
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_in_memory_reads_at_once(run):
+    one, _ = run()
+    shard = next(one.folder.glob("data-*"))
+    expected = content(one)
+    assert mapped(shard)
+    del one
+    two, _ = run(in_memory=True)
+    assert not mapped(shard) and content(two) == expected
+
+
+def test_a_windows_disk_is_read_at_once_and_that_is_said(run, monkeypatch, capsys):
+    run()
+    monkeypatch.setattr(answers, "slow_to_map", lambda folder, machine: True)
+    tokens, _ = run()
+    shard = next(tokens.folder.glob("data-*"))
+    assert "is on a Windows disk" in capsys.readouterr().out
+    assert content(tokens) and not mapped(shard)
+
+
+def test_a_killed_build_is_gone_on_from(noted, home):
+    recipe, note = noted(slices=8, seconds=0.3)
+    first = start_plugsft("prepare", recipe)
+    while len([*home.glob(".*.parts-*/data-*.json")]) < 3:
+        time.sleep(0.02)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    done = len([*home.glob(".*.parts-*/data-*.json")])
+    second = run_plugsft("prepare", recipe)
+    assert second.returncode == 0, second.stderr
+    assert f"data: going on after {done} of 8 slices" in second.stdout
+    assert builders(note).count(str(first.pid)) == done + 1 and len(builders(note)) == 9
+    (entry,) = home.iterdir()
+    assert damage(entry) is None and len(Tokens(entry)) == 32
+
+
+@pytest.mark.timeout(1200)
+def test_eight_processes_and_random_kills(noted, home, tmp_path):
+    recipe, note = noted(slices=6, seconds=0.05)
+    assert run_plugsft("prepare", recipe, "plugins.arrow_cache.enabled=false").returncode == 0
+    (reference,) = (tmp_path / "run/tokens").iterdir()
+    tokenizer = next((tmp_path / "run/scratch").iterdir())
+    rng = random.Random(11)
+    killed = 0
+    for round in range(ROUNDS):
+        note.write_text("")
+        words = [recipe, f"model.tokenizer={tokenizer}"]
+        started = [
+            start_plugsft("prepare", *words, f"output={tmp_path}/out-{round}-{n}") for n in range(8)
+        ]
+        for _ in range(rng.randint(1, 3)):
+            before = len(builders(note))
+            while len(builders(note)) == before and any(one.process.is_alive() for one in started):
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 0.1))
+            # Mostly the one that builds; else any of them.
+            likely = builders(note)[-1:] if rng.random() < 0.8 else []
+            victim = int(likely[0]) if likely else rng.choice(started).pid
+            if sum(one.process.is_alive() for one in started) > 2:
+                os.kill(victim, signal.SIGKILL)
+                killed += 1
+        ended = [one.wait() for one in started]
+        survivors = [one for one in ended if one.returncode == 0]
+        assert {one.returncode for one in ended} <= {0, -signal.SIGKILL}, ended
+        (entry,) = [path for path in home.iterdir() if is_published(path)]
+        assert all(f"tokens: {entry}" in one.stdout for one in survivors) and survivors
+        assert sum("from cache" not in one.stdout for one in survivors) <= 1
+        assert damage(entry) is None and content(Tokens(entry)) == content(Tokens(reference))
+        done = run_plugsft("cache", "gc", "--folder", home.parent)
+        assert done.returncode == 0 and [*home.iterdir()] == [entry], done
+        shutil.rmtree(entry)
+    assert killed >= ROUNDS
+
+
+def test_it_keeps_the_laws(tmp_path):
+    options = {"folder": str(tmp_path)}
+    testing.keeps_gradients("arrow_cache", options)
+    (entry,) = (tmp_path / "tokens").iterdir()
+    assert testing.verdict("arrow_cache", options).startswith(f"hit: {entry.name}")
+    testing.keeps_gradients("arrow_cache", options)
