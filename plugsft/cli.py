@@ -115,9 +115,17 @@ def inspect(
     without: Without = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="The first row to show.")] = 0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Look at every row, not at a sample of 1,000.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write it all as a page, too.", show_default=False)
+    ] = None,
 ) -> None:
-    """Show rows as the model will see them, and how long they are."""
-    late("inspection").inspect(recipe, overrides or [], without or [], rows, first)
+    """Show rows as the model will see them, and audit the data before it costs anything."""
+    late("inspection").inspect(
+        recipe, overrides or [], without or [], rows, first, everything, html
+    )
 
 
 @app.command()

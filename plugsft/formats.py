@@ -17,6 +17,8 @@ FORMATS = {
     "text": ("text",),
 }
 """Formats, and the columns that each needs; the first whose columns are there is taken."""
+TEXTS = ("text", "completion")
+"""Formats that are no conversations."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 SPEAKERS = {
     "human": "user",
@@ -63,12 +65,15 @@ class Talk:
 def kind_of(rows: list[Row]) -> str | None:
     """Tell the format of rows by their columns."""
     columns = {column for row in rows for column in row}
-    return next((kind for kind, needed in FORMATS.items() if columns.issuperset(needed)), None)
+    kind = next((kind for kind, needed in FORMATS.items() if columns.issuperset(needed)), None)
+    if kind == "completion" and any(isinstance(row.get(kind), list) for row in rows):
+        return "chat completion"
+    return kind
 
 
 def talk_of(kind: str, row: Row) -> Talk:
     """Read a row as a conversation."""
-    if kind == "completion":
+    if kind == "chat completion":
         prompt = _turns(row, "prompt")
         talk = _read(prompt + _turns(row, "completion"))
         talk.prompt = len(prompt)

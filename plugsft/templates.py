@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from .errors import DataError
-from .formats import BadRow, Talk, calls_of, kind_of, spellings, string_of, talk_of
+from .formats import TEXTS, BadRow, Talk, calls_of, kind_of, spellings, string_of, talk_of
 from .jinja import Compiled, compiled
 from .jinja import render as render_chat
 from .recipe import Data
@@ -93,10 +93,19 @@ class Chat:
         # A template refuses what it takes in another way; anything else tells more.
         raise min(problems, key=lambda problem: "refuses" in str(problem))
 
-    def prompt(self, talk: Talk, place: int) -> str:
-        """Return what a model is given to write a message of a conversation."""
-        given = {**self._variables(talk), "add_generation_prompt": True}
-        return self._write(self.own, talk.messages[:place], given)[0]
+    def is_stable(self, talk: Talk) -> bool:
+        """Tell whether every answer stands behind what a model would be given to write it."""
+        asked = {**self._variables(talk), "add_generation_prompt": True}
+        for messages in spellings(talk.messages):
+            places = [n for n, one in enumerate(messages) if n and one["role"] == "assistant"]
+            last = places[-1:] if self.train_on == "last" else places
+            try:
+                text, _ = self._render(talk, messages)
+                given = [self._write(self.own, messages[:place], asked)[0] for place in last]
+            except BadRow:
+                continue
+            return all(text.startswith(one) for one in given)
+        return True
 
     def describe(self) -> str:
         """Say where the spans come from."""
@@ -236,16 +245,14 @@ def training_template(template: str) -> str | None:
 def render(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
     """Render rows of a format that formats.py knows; None if they have none."""
     if data.columns:
-        rows = [_renamed(row, data.columns) for row in rows]
+        rows = [renamed(row, data.columns) for row in rows]
     kind = kind_of(rows)
     if kind is None:
         return None
     if kind == "preference":
         raise DataError(_refuse_preferences(rows))
-    chats = any(isinstance(row.get("completion"), list) for row in rows)
-    texts = kind == "text" or (kind == "completion" and not chats)
-    result = Rendered(special_tokens=texts)
-    one, describe = (_texts if texts else _chats)(kind, tokenizer, data)
+    result = Rendered(special_tokens=kind in TEXTS)
+    one, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
     for number, row in enumerate(rows):
         try:
             text, spans = one(row)
@@ -333,7 +340,8 @@ def _between(spans: list[Span], size: int) -> list[Span]:
     return list(zip(cuts[::2], cuts[1::2], strict=True))
 
 
-def _renamed(row: Row, columns: dict[str, str]) -> Row:
+def renamed(row: Row, columns: dict[str, str]) -> Row:
+    """Give a row's columns the names that formats have for them."""
     others = {name: value for name, value in row.items() if name not in columns.values()}
     return others | {ours: row[yours] for ours, yours in columns.items() if yours in row}
 

@@ -1,5 +1,6 @@
 """What tests share: tiny real data, tiny real recipes, and real processes."""
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -22,6 +23,9 @@ TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東�
 # Nothing in a test may look for the network.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.update(OFFLINE)
+# Nor does one leave anything in the home of who runs it.
+os.environ["PLUGSFT_CACHE"] = tempfile.mkdtemp(prefix="plugsft-tests-")
+atexit.register(shutil.rmtree, os.environ["PLUGSFT_CACHE"], ignore_errors=True)
 if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     # A core for each worker: threads that wait for a core someone else has cost tenfold.
     allowed = sorted(os.sched_getaffinity(0))

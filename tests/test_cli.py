@@ -50,10 +50,21 @@ def test_every_command_is_there_with_its_help():
         assert done.returncode == 0 and "Usage: plugsft " + name in done.stdout
 
 
+def test_the_cache_has_commands_of_its_own():
+    names = [command.callback.__name__ for command in cli.cache.registered_commands]
+    assert names == ["ls", "explain", "gc", "verify"]
+    for name in names:
+        done = run_plugsft("cache", name, "--help")
+        assert done.returncode == 0 and f"Usage: plugsft cache {name}" in done.stdout
+    with pytest.raises(RecipeError, match="did you mean 'cache'"):
+        cli.with_command(["cahce"])
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
         ([], []),
+        (["cache", "ls"], ["cache", "ls"]),
         (["--help"], ["--help"]),
         (["check", "a.toml"], ["check", "a.toml"]),
         (["a.toml", "--resume"], ["train", "a.toml", "--resume"]),
@@ -101,6 +112,10 @@ def test_an_unknown_word_gets_a_hint(words, says, monkeypatch):
         ["show", "recipes/quickstart.toml", "train.seed"],
         ["chat", "nowhere"],
         ["schema", "more"],
+        ["cache", "nothing"],
+        ["cache", "gc", "--max-size", "much"],
+        ["cache", "gc", "--keep-days", "-1"],
+        ["cache", "explain", "nowhere.toml"],
         ["check", "recipes/quickstart.toml", "--without", "nobody"],
         [""],
     ],

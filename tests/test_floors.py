@@ -43,6 +43,7 @@ FLOORS = _words("""
     loop
     testing
     commands.sample commands.places
+    commands.views commands.audit commands.inspection_page
     commands.check commands.train commands.inspection commands.listing commands.overview
     commands.chat commands.skeleton commands.cache commands.__init__
     __init__ cli __main__

@@ -158,7 +158,9 @@ def test_wishes_that_are_not_understood():
 
 
 def test_prompts_are_never_trained():
-    talk = talk_of("completion", {"prompt": [ASK, TELL, ASK], "completion": [TELL]})
+    row = {"prompt": [ASK, TELL, ASK], "completion": [TELL]}
+    assert kind_of([{"prompt": "a", "completion": "b"}, row]) == "chat completion"
+    talk = talk_of("chat completion", row)
     assert talk.messages == [ASK, TELL, ASK, TELL] and talk.prompt == 3 and not talk.plain
 
 

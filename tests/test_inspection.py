@@ -1,19 +1,25 @@
 """plugsft inspect: what it shows is what preparing makes."""
 
+import json
 import os
 import pty
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from making import activate, install
 
-from plugsft import prepare, registry
+from plugsft import DataError, PlugsftError, RecipeError, prepare, registry
 from plugsft.answers import DataAnswers
-from plugsft.commands import inspection
+from plugsft.commands import inspection, inspection_page
+from plugsft.commands.audit import histogram, quantiles, spread
+from plugsft.templates import CHATML
 
 UPPER = '''
 @plugin()
@@ -36,8 +42,8 @@ TALK = {
 
 @pytest.fixture
 def inspect(capsys):
-    def run(path, *overrides, rows=3, first=0):
-        inspection.inspect(path, list(overrides), [], rows, first)
+    def run(path, *overrides, **options):
+        inspection.inspect(path, list(overrides), [], **options)
         return capsys.readouterr().out
 
     return run
@@ -59,11 +65,15 @@ def test_the_trained_tokens_of_a_row_stand_in_brackets(tiny, tmp_path, inspect):
     assert "\x1b" not in shown and "\ufffd" not in shown
 
 
-def test_counts_are_those_of_preparing(tiny, tmp_path, inspect):
-    path = tiny(chats(40), data={"max_length": 50})
+def prepare_tokens(path):
     recipe, active = registry.load(path)
     active.answer(DataAnswers(recipe.folder))
-    tokens = prepare.prepare(recipe, active).tokens
+    return prepare.prepare(recipe, active).tokens
+
+
+def test_counts_are_those_of_preparing(tiny, inspect):
+    path = tiny(chats(40), data={"max_length": 50})
+    tokens = prepare_tokens(path)
     shown = inspect(path, rows=40)
     facts = tokens.facts
     assert f"{facts['trained_tokens']:,} of {facts['tokens']:,} tokens" in shown
@@ -73,10 +83,15 @@ def test_counts_are_those_of_preparing(tiny, tmp_path, inspect):
     assert [int(length) for length, _ in counts] == tokens.lengths.tolist()
     assert [int(trained) for _, trained in counts] == tokens.trained.tolist()
     assert shown.count(", truncated\n") == facts["truncated"]["count"]
-    histogram = re.findall(r"^ *(\d+) - +(\d+) +(\d+)  ▇*$", shown, re.MULTILINE)
-    for low, high, count in np.array(histogram, int):
-        assert count == np.sum((low <= tokens.lengths) & (tokens.lengths <= high))
-    assert sum(int(count) for _, _, count in histogram) == 40
+    # The lengths are those before anything is cut.
+    whole = prepare_tokens(tiny(chats(40))).lengths
+    bars = re.findall(r"^ *(\d+) - +(\d+) +(\d+)  ▇*$", shown, re.MULTILINE)
+    for low, high, count in np.array(bars, int):
+        assert count == np.sum((low <= whole) & (whole <= high))
+    assert sum(int(count) for *_, count in bars) == 40
+    assert f"{max(whole)} (longest); max_length 50" in shown
+    over = np.clip(whole - 50, 0, None).sum()
+    assert f"longer than data.max_length = 50, and lose their ends, {over} tokens" in shown
 
 
 def test_rows_that_cannot_be_used_say_why_and_stop_nothing(tiny, inspect):
@@ -92,7 +107,7 @@ def test_rows_that_cannot_be_used_say_why_and_stop_nothing(tiny, inspect):
 def test_a_row_beyond_the_end_is_named_and_the_rest_is_measured(tiny, tmp_path, inspect):
     path = tiny()
     shown = inspect(path, first=99)
-    assert "there is no row 99: it has 24" in shown and "the first 24 of 24 rows" in shown
+    assert "there is no row 99: it has 24" in shown and "all 24 rows" in shown
     assert "row 0" not in inspect(path, rows=0)
 
 
@@ -104,13 +119,14 @@ def test_every_source_of_a_mixture_is_shown(tmp_path, inspect):
     shown = inspect(write_recipe(tmp_path / "mixed.toml", tables), rows=1)
     for source in sources:
         assert f"{source['source']}, row 0:" in shown
-        assert f"{source['source']}: the first" in shown
+        assert f"{source['source']}: all" in shown
 
 
 def test_plugins_show(tiny, tmp_path, monkeypatch, inspect):
     activate(install(tmp_path, upper=UPPER), monkeypatch)
     shown = bare(inspect(tiny([TALK], plugins={"upper": {}})))
-    assert "say HELLO" in shown
+    # What a plugin renders is not what the template would make of the rows.
+    assert "say HELLO" in shown and "stable" not in shown
 
 
 def test_nothing_is_left_behind(tiny, tmp_path):
@@ -118,6 +134,257 @@ def test_nothing_is_left_behind(tiny, tmp_path):
     done = run_plugsft("inspect", tiny(), env={"TMPDIR": str(tmp_path / "tmp")})
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run").exists() and not list((tmp_path / "tmp").iterdir())
+
+
+LENGTHS = st.lists(st.integers(2, 5_000), min_size=1, max_size=60).map(np.array)
+
+
+@settings(deadline=None)
+@given(LENGTHS)
+def test_bins_are_round_and_hold_every_length_once(lengths):
+    bins = histogram(lengths)
+    assert len(bins) <= 14 and bins[0][2] and bins[-1][2]
+    for low, high, count in bins:
+        assert count == np.sum((low <= lengths) & (lengths <= high))
+    assert sum(count for *_, count in bins) == len(lengths)
+    width = bins[0][1] - bins[0][0] + 1
+    assert str(width).rstrip("0") in ("1", "2", "5")
+    assert all(high - low + 1 == width and low % width == 0 for low, high, _ in bins)
+    assert all(one[1] + 1 == other[0] for one, other in zip(bins, bins[1:], strict=False))
+    points = quantiles(lengths)
+    assert points["longest"] == lengths.max() and set(points.values()) <= {*lengths.tolist()}
+    assert points["50%"] == sorted(lengths)[(len(lengths) - 1) // 2]
+
+
+def test_few_rows_make_few_bins(tiny, inspect):
+    assert histogram(np.array([37])) == [(37, 37, 1)]
+    assert histogram(np.array([37, 37, 37])) == [(37, 37, 3)]
+    assert histogram(np.array([10, 1000])) == [(0, 499, 1), (500, 999, 0), (1000, 1499, 1)]
+    shown = inspect(tiny([TALK]), rows=0)
+    assert re.search(r"^ +(\d+)  1  ▇{40}$", shown, re.MULTILINE), shown
+    assert "its only row" in shown
+
+
+def test_a_sample_comes_from_all_over_the_source(tiny, inspect):
+    assert spread(700, False) == [range(700)]
+    stretches = spread(20_000, False)
+    assert [len(one) for one in stretches] == [50] * 20
+    assert stretches[0].start == 0 and stretches[-1].stop == 20_000
+    assert len({one.start - other.stop for one, other in zip(stretches[1:], stretches)}) <= 2
+    assert [row for one in spread(2_500, True) for row in one] == [*range(2_500)]
+    rows = [{"text": f"owl {number}"} for number in range(1_500)] + [{"text": ""}]
+    path = tiny(rows)
+    shown = inspect(path, rows=0)
+    assert "1,000 of 1,501 rows, from 20 places" in shown and "'text' is empty" in shown
+    shown = inspect(path, rows=0, everything=True)
+    assert "all 1,501 rows" in shown and "1 (row 1500): 'text' is empty" in shown
+
+
+ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
+BLOCK = "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+ENDLESS = CHATML.read_text().replace(
+    "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
+)
+BOTH = """{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}
+<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}
+<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture
+def audited(tiny, tmp_path, capsys):
+    """Give what is said, and complained of, about chats under a template."""
+
+    def run(source, *chats, **data):
+        (tmp_path / "other.jinja").write_text(source)
+        rows = [
+            {"messages": [ASK, {"role": "assistant", "content": f"owls {n}"}]} for n in range(5)
+        ]
+        rows += [{"messages": list(chat)} for chat in chats]
+        path = tiny(rows, model={"chat_template": str(tmp_path / "other.jinja")}, data=data)
+        try:
+            inspection.inspect(path, [], [], rows=1, page=tmp_path / "page.html")
+            complaint = ""
+        except DataError as error:
+            complaint = str(error)
+        assert (tmp_path / "page.html").is_file()
+        return capsys.readouterr().out, complaint
+
+    return run
+
+
+def test_sound_data_is_not_complained_of(audited):
+    shown, complaint = audited(CHATML.read_text())
+    assert "warning" not in shown and not complaint
+    assert "5 of 5 chats are stable" in shown and "duplicates none" in shown
+
+
+def test_a_mask_that_covers_the_role_is_an_error(audited, tmp_path):
+    shown, complaint = audited(BOTH)
+    assert complaint == (
+        f"{tmp_path / 'data.jsonl'}: 5 rows (0, 1, 2, 3, 4): the mask covers the role "
+        "'<|im_start|>assistant', which the model never has to write; let the {% generation %} "
+        "block of the chat template begin behind it"
+    )
+    assert "[[⏎" in bare_marks(shown)
+    assert audited(BOTH, train_on="all")[1] == "", "all is asked for"
+
+
+def bare_marks(text):
+    return text.replace("·", "")
+
+
+def test_an_end_that_is_never_trained_is_an_error(audited):
+    _, complaint = audited(ENDLESS)
+    assert "5 rows (0, 1, 2, 3, 4): '<|im_end|>' ends the example and is never trained" in complaint
+    # One trained end is enough, and what a cut takes away says nothing.
+    assert audited(CHATML.read_text(), [ASK, TELL, ASK])[1] == ""
+    assert audited(CHATML.read_text(), max_length=14)[1] == ""
+
+
+def test_an_example_without_an_end_is_a_warning(audited):
+    shown, complaint = audited(CHATML.read_text().replace("<|im_end|>", ""))
+    assert "5 rows (0, 1, 2, 3, 4): no token says where the example ends" in shown
+    assert not complaint
+
+
+def test_nothing_to_train_on_is_an_error(tiny, tmp_path):
+    path = tiny([{"messages": [ASK]}] * 3)
+    done = run_plugsft("inspect", path, "--html", tmp_path / "page.html")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    reason = "not one of 3 rows has a token to train on: 3 (rows 0, 1, 2): no trained token"
+    assert done.stderr == f"error: {tmp_path / 'data.jsonl'}: {reason}\n"
+    assert "1 error" in (tmp_path / "page.html").read_text()
+    done = run_plugsft("inspect", tiny(), "data.max_length=2", "data.too_long=drop")
+    assert "all are longer than data.max_length = 2" in done.stderr
+
+
+def test_duplicates_are_found_by_their_tokens(audited):
+    again = [ASK, {"role": "assistant", "content": "owls 3"}]
+    shown, _ = audited(CHATML.read_text(), again, again, [ASK, TELL])
+    assert "duplicates 2 (rows 5, 6)" in shown
+    assert "2 rows (5, 6): the same tokens as an earlier row (5 repeats 3)" in shown
+
+
+def test_a_template_that_is_not_stable_is_a_warning(audited):
+    # A model asked for an answer is given the beginning of a thought that no turn has.
+    thinks = CHATML.read_text().replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    shown, _ = audited(thinks)
+    assert "0 of 5 chats are stable" in shown
+    assert "5 rows (0, 1, 2, 3, 4): an answer does not stand behind" in shown
+
+
+def test_words_that_a_template_leaves_out_are_a_warning(audited):
+    silent = CHATML.read_text().replace(
+        "{%- for message in messages -%}",
+        "{%- for message in messages if message['role'] != 'tool' -%}",
+    )
+    turn = {"role": "tool", "content": "a bird"}
+    thought = {**TELL, "reasoning_content": "at night"}
+    shown, _ = audited(silent, [ASK, turn, TELL], [ASK, thought])
+    assert "row 5: the chat template leaves out words of the tool" in shown
+    assert "row 6: the chat template leaves out the reasoning of the assistant" in shown
+
+
+def test_a_column_that_no_row_has_is_a_warning(audited):
+    shown, _ = audited(CHATML.read_text(), columns={"tools": "functions"})
+    assert "data.columns: no row has a column 'functions' (tools)" in shown
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its tags, and its text in parts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.opened, self.tags, self.tokens, self.words = [], [], [], []
+        self.feed(text)
+        assert self.opened == [], "every tag is closed"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "link"):
+            self.opened.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.opened.pop() == tag
+
+    def handle_data(self, text):
+        self.words.append(text)
+        tag, attributes = self.tags[-1]
+        if self.opened and self.opened[-1] in "bi" and "data-i" in attributes:
+            self.tokens.append((text, attributes["data-i"], tag == "b"))
+
+
+HOSTILE = (
+    "</p><script>alert(1)</script> <!--rows--> &amp; <img src=x onerror=y> \"' \u202e 東京 {% if"
+)
+
+
+def test_the_page_shows_the_rows_and_runs_nothing(tiny, tmp_path, inspect):
+    talk = {"messages": [{**ASK, "content": HOSTILE}, {**TELL, "content": HOSTILE}]}
+    rows = [talk, {"messages": [{"role": HOSTILE, "content": "x"}]}, *chats(20)]
+    path, html = tiny(rows), tmp_path / "page.html"
+    shown = inspect(path, rows=2, page=html)
+    assert f"page: {html}" in shown
+    text = html.read_text()
+    page = Page(text)
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "img", "iframe", "object", "form", "a", "svg"}
+    given = {name for _, attributes in page.tags for name in attributes}
+    assert not {name for name in given if name.startswith("on") or name in ("src", "action")}
+    assert "default-src 'none'" in text and "prefers-color-scheme: dark" in text
+    assert not re.search(r"https?:|url\(|@import", text)
+    # The very tokens of the row, in order, each with its ids and whether it is trained.
+    tokens = prepare_tokens(tiny(rows, data={"on_bad_row": "drop"}))
+    ids, trained = tokens.example(0)
+    assert [int(one) for _, data, _ in page.tokens for one in data.split()] == ids.tolist()
+    marks = [mark for _, data, mark in page.tokens for _ in data.split()]
+    assert marks == trained.tolist()
+    drawn = "".join(text for text, _, _ in page.tokens)
+    assert drawn.count("<script>alert(1)</script>") == 2 and "\\u202e" in drawn
+    assert any("unknown role" in words and HOSTILE.split()[0] in words for words in page.words)
+
+
+def test_the_page_tells_what_the_terminal_tells(tiny, tmp_path, inspect):
+    html = tmp_path / "page.html"
+    shown = inspect(tiny([*chats(30), {"messages": []}]), "data.max_length=40", page=html)
+    said = " ".join("".join(Page(html.read_text()).words).split())
+    for label in ("trained", "mask", "duplicates", "template", "bad rows", "truncated"):
+        line = next(one for one in shown.splitlines() if one.startswith(f"{label:<11}"))
+        assert line.removeprefix(f"{label:<11}") in said
+    for warning in re.findall(r"^warning +(.*)$", shown, re.MULTILINE):
+        assert warning in said
+    bins = re.findall(r"^ *(\d+ - +\d+) +(\d+)  ▇*$", shown, re.MULTILINE)
+    assert bins and all(f"{span} {count}" in said for span, count in bins)
+    assert "31 of 31 rows looked at" in said and "max_length is 40" in said
+
+
+def test_a_page_of_many_tokens_is_cut(tiny, tmp_path, inspect, monkeypatch):
+    monkeypatch.setattr(inspection_page, "MOST", 50)
+    inspect(tiny(), rows=24, page=tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("data-i=") == 50 and text.count("more tokens") + text.count("token more") >= 1
+
+
+def test_a_page_needs_a_folder_and_rows(tiny, tmp_path):
+    with pytest.raises(PlugsftError, match=r"--html: .*nowhere: no such folder"):
+        inspection.inspect(tiny(), [], [], page=tmp_path / "nowhere/page.html")
+    tables = tiny_tables(tmp_path)
+    tables["data"] = {"tokens": str(tmp_path)}
+    tables["model"] = {"path": str(tmp_path)}
+    path = write_recipe(tmp_path / "tokens.toml", tables)
+    with pytest.raises(RecipeError, match=r"data.tokens: .* holds no rows to inspect"):
+        inspection.inspect(path, [], [])
+
+
+def test_the_command_takes_its_options(tiny, tmp_path):
+    page = tmp_path / "page.html"
+    done = run_plugsft("inspect", tiny(), "--all", "--rows", 1, "--first", 2, "--html", page)
+    assert done.returncode == 0, done.stderr
+    assert "row 2: " in done.stdout and "row 3: " not in done.stdout and page.is_file()
 
 
 @pytest.mark.slow

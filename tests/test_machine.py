@@ -1,11 +1,12 @@
 """What the machine grants, as a container would limit it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from plugsft import machine
-from plugsft.machine import free_disk, look, memory_limit, num_cores
+from plugsft.machine import free_disk, look, memory_limit, num_cores, slow_to_map
 
 
 @pytest.fixture
@@ -65,3 +66,19 @@ def test_ranks_are_the_launcher_s(monkeypatch):
 def test_windows_subsystem_is_recognised(monkeypatch):
     monkeypatch.setattr(machine.platform, "release", lambda: "5.15.0-microsoft-standard-WSL2")
     assert look().wsl is True
+
+
+@pytest.mark.parametrize(
+    ("folder", "slow"),
+    [
+        ("/mnt/c/data/tokens", True),
+        ("/mnt/d", True),
+        ("/mnt/data/tokens", False),
+        ("/home/me/mnt/c/tokens", False),
+        ("/mnt/wsl/tokens", False),
+        ("/mnt/wsl/../c/tokens", True),
+    ],
+)
+def test_a_windows_disk_is_slow_to_map_from_wsl_only(folder, slow):
+    assert slow_to_map(Path(folder), replace(look(), wsl=True)) is slow
+    assert not slow_to_map(Path(folder), replace(look(), wsl=False))

@@ -398,6 +398,7 @@ def test_trl_s_variant_is_taken_where_it_writes_the_same(with_template, name):
         header = Chat(lighten(with_template(TEMPLATES[name])), Data(source="none")).header
         for (start, stop), (theirs, same) in zip(own.spans[0], variant.spans[0], strict=True):
             assert stop == same and own.texts[0][theirs:start] in ("", header)
+            assert not header or not own.texts[0].startswith(header, start)
 
 
 @pytest.mark.slow
@@ -461,6 +462,13 @@ def test_a_template_that_rewrites_earlier_turns(with_template, tmp_path):
     cured.save_pretrained(tmp_path)
     again = load_tokenizer(Model(path=str(tmp_path), chat_template="trl"), tmp_path)
     assert again.chat_template == cured.chat_template
+
+
+def test_a_prompt_that_no_turn_begins_with(with_template):
+    # DeepSeek's asks for thoughts, which it does not write in a turn.
+    thinks = BARE.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    bad = rendered(with_template(thinks), {"messages": [ASK, TELL]}).bad[0]
+    assert "rewrites earlier turns" in bad
 
 
 def test_trl_s_variant_is_no_place(tmp_path, monkeypatch):
@@ -532,6 +540,26 @@ def test_turns_that_blocks_do_not_tell_apart_are_compared(with_template):
     ]
 
 
+def test_a_turn_marked_in_two_blocks_that_touch_is_one(with_template):
+    end = "{% endgeneration %}{% generation %}"
+    twice = CHATML.read_text().replace("<|im_end|>{% endg", f"{end}<|im_end|>{{% endg")
+    assert twice.count("{% generation %}") == 2
+    for source in (CHATML.read_text(), twice):
+        tokenizer = with_template(source)
+        turns = [ASK, TELL, ASK, OTHER]
+        assert trained(tokenizer, {"messages": turns})[1] == [OWLS, ELKS]
+        assert trained(tokenizer, {"messages": turns}, train_on="last")[1] == [ELKS]
+        turns = [ASK, {**TELL, "train": False}, ASK, OTHER]
+        assert trained(tokenizer, {"messages": turns})[1] == [ELKS]
+        assert "blocks" in rendered(tokenizer, {"messages": turns}).mask
+
+
+def test_a_block_without_words_trains_nothing(with_template):
+    empty = "{% generation %}{% endgeneration %}{{ messages }}"
+    row = {"messages": [ASK, TELL]}
+    assert rendered(with_template(empty), row).bad == {0: "no trained token"}
+
+
 def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
     row = {"messages": CHATS["tools"]["messages"]}
     lost = {0: "the chat template leaves out a call of the tool 'look_up'"}
@@ -544,6 +572,9 @@ def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
     # That its name stands among the tools does not count.
     assert rendered(with_template(TEMPLATES["lfm2"]), CHATS["tools"], train_on="all").bad == lost
     assert trained(with_template(TEMPLATES["lfm2_v2"]), row)
+    # It takes JSON only, which is no reason where it is given JSON.
+    bad = rendered(with_template(TEMPLATES["deepseekv3"]), row).bad[0]
+    assert "rewrites earlier turns" in bad
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ def _explain(what: str, key: dict[str, Any], places: dict[str, Path]) -> None:
         there |= harm is None
         say(f"  {place:<8} {'miss' if harm else 'hit'}: {home / name}{f': {harm}' if harm else ''}")
     others = [one for home in places.values() for one in entries(home) if "key_parts" in one.facts]
-    compared = [(list(differences(one.facts["key_parts"], key)), one) for one in others]
+    compared = [
+        (list(dict.fromkeys(differences(one.facts["key_parts"], key))), one) for one in others
+    ]
     for lines, one in sorted(compared, key=lambda pair: len(pair[0]))[: 0 if there else NEAREST]:
         say(f"  nearest  {one.folder} ({one.sources}), last used {_when(one.used)}")
         for line in lines:
@@ -187,7 +189,7 @@ def entries(home: Path) -> Iterator[Entry]:
             made = (path / "facts.json").stat().st_mtime
         except (DataError, OSError) as error:
             harm, made = harm or str(error), used
-        if used:
+        if is_published(path):
             yield Entry(path, facts, _size(path), made, used, harm)
 
 

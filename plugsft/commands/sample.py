@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
+from ..console import progress
 from ..errors import DataError
 from ..keys import makers
 from ..prepare import renderer
@@ -19,11 +20,16 @@ from ..work import Work
 
 @dataclass
 class Sample:
-    """A stretch of a source's rows, and what became of them."""
+    """Some of a source's rows, and what became of them."""
 
-    rows: range
+    stretches: list[range]
     shard: Shard
     tokens: Tokens
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of the rows."""
+        return [row for stretch in self.stretches for row in stretch]
 
 
 def worker(
@@ -51,14 +57,38 @@ def take(work: Work, opened: list[Opened], source: int, start: int, stop: int) -
         raise DataError(
             f"{name}: there is no row {start:,}: it has {count:,}" if count else f"{name}: no rows"
         )
+    return make(work, opened, source, [rows])
+
+
+def make(work: Work, opened: list[Opened], source: int, stretches: list[range]) -> Sample:
+    """Render, encode and mask stretches of a source."""
     base, work.folder = work.folder, Path(mkdtemp(dir=work.folder))
+    shards = []
     try:
-        part = opened[source].part(rows.start, rows.stop)
-        shard = work(Slice(source, rows.start, rows.stop, part))
-        write_index(work.folder, [shard], {"key": ""})
-        return Sample(rows, shard, Tokens(work.folder))
+        with progress("looking", sum(map(len, stretches)), "rows") as advance:
+            for one in stretches:
+                part = opened[source].part(one.start, one.stop)
+                shards.append(work(Slice(source, one.start, one.stop, part)))
+                advance(len(one), "")
+        write_index(work.folder, shards, {"key": ""})
+        return Sample(stretches, _together(shards), Tokens(work.folder))
     finally:
         work.folder = base
+
+
+def _together(shards: list[Shard]) -> Shard:
+    """Return several shards' facts as one's."""
+    whole = Shard("")
+    for shard in shards:
+        whole.examples += shard.examples
+        whole.tokens += shard.tokens
+        whole.trained += shard.trained
+        whole.too_long += shard.too_long
+        whole.truncated += shard.truncated
+        for reason, rows in shard.bad.items():
+            whole.bad.setdefault(reason, []).extend(rows)
+    whole.mask = "; ".join(sorted({shard.mask for shard in shards if shard.examples}))
+    return whole
 
 
 def listed(rows: list[int]) -> str:

@@ -1,0 +1,283 @@
+"""What a sample of a source is like, and what in it would make training wrong."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..formats import TEXTS, BadRow, kind_of, talk_of
+from ..registry import Active
+from ..sources import Source as Opened
+from ..templates import Chat, renamed
+from ..tokens import Tokens
+from ..types import Ints, Row
+from ..work import Work
+from .sample import Sample, listed, make
+
+SAMPLE, STRETCHES = 1_000, 20
+STEP = 1_000
+"""Where every row is looked at, so many at a time."""
+QUANTILES = (5, 25, 50, 75, 95, 99, 100)
+BINS = 12
+LONGEST = 2**31 - 1
+
+Example = tuple[int, NDArray[np.int32], NDArray[np.bool_]]
+"""A row, its tokens, and which are trained."""
+
+
+@dataclass
+class Audit:
+    """A sample of a source, measured and judged."""
+
+    name: str
+    total: int
+    """Rows of the source."""
+    max_length: int
+    sample: Sample
+    lengths: Ints
+    """Tokens of every example, before any is cut or left out for its length."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Label -> words."""
+    errors: list[str] = field(default_factory=list)
+    """What would make training wrong."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def looked(self) -> str:
+        """Which rows were looked at."""
+        rows = len(self.sample.rows)
+        if rows == self.total:
+            return f"all {rows:,} rows" if rows > 1 else "its only row"
+        return f"{rows:,} of {self.total:,} rows, from {len(self.sample.stretches)} places"
+
+
+def audit(work: Work, opened: list[Opened], source: int, active: Active, everything: bool) -> Audit:
+    """Measure and judge a sample of a source, or all of it."""
+    total = len(opened[source])
+    sample = make(work, opened, source, spread(total, everything))
+    lengths = _whole_lengths(work, opened, source, sample)
+    found = Audit(work.sources[source].source, total, work.data.max_length, sample, lengths)
+    if sample.shard.examples:
+        _measure(found)
+        _judge_tokens(found, work)
+    if not any(active.implements(name, ["render"]) for name in active.plugins):
+        _judge_chats(found, work, opened[source])
+    _judge_rows(found, work)
+    return found
+
+
+def spread(total: int, everything: bool) -> list[range]:
+    """Return stretches of rows: some from all over a source, or all of it."""
+    if everything or total <= SAMPLE:
+        return [range(total)[at : at + STEP] for at in range(0, total, STEP)]
+    size = SAMPLE // STRETCHES
+    starts = np.linspace(0, total - size, STRETCHES).astype(np.int64).tolist()
+    return [range(start, start + size) for start in starts]
+
+
+def quantiles(lengths: Ints) -> dict[str, int]:
+    """Return how long the examples are, from the shorter ones to the longest."""
+    found = np.percentile(lengths, QUANTILES, method="inverted_cdf").astype(np.int64).tolist()
+    names = [*(f"{point}%" for point in QUANTILES[:-1]), "longest"]
+    return dict(zip(names, found, strict=True))
+
+
+def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
+    """Return bins of round, equal width: shortest, longest, how many."""
+    low, high = int(lengths.min()), int(lengths.max())
+    most = min(BINS, math.ceil(2 * math.sqrt(len(lengths))))
+    least = (high - low + 1) / most
+    power = 10 ** max(0, math.floor(math.log10(least)))
+    width = next(step * power for step in (1, 2, 5, 10) if step * power >= least)
+    edges = np.arange(low // width, high // width + 2) * width
+    counts, _ = np.histogram(lengths, edges)
+    pairs = zip(edges.tolist(), counts.tolist(), strict=False)
+    return [(edge, edge + width - 1, count) for edge, count in pairs]
+
+
+def _whole_lengths(work: Work, opened: list[Opened], source: int, sample: Sample) -> Ints:
+    """Return the lengths of all examples; those that were cut are made again, whole."""
+    shard = sample.shard
+    unused = {
+        row for reason, rows in shard.bad.items() if "among the first" in reason for row in rows
+    }
+    cut = {*shard.truncated, *shard.too_long, *unused}
+    if not cut:
+        return sample.tokens.lengths
+    again = [one for one in sample.stretches if cut.intersection(one)]
+    data = work.data.model_copy(update={"max_length": LONGEST, "too_long": "truncate"})
+    whole = make(replace(work, data=data), opened, source, again).tokens
+    kept = ~np.isin(sample.tokens.rows, whole.rows)
+    return np.concatenate([sample.tokens.lengths[kept], whole.lengths])
+
+
+def _examples(tokens: Tokens) -> Iterator[Example]:
+    for number, row in enumerate(tokens.rows.tolist()):
+        yield row, *tokens.example(number)
+
+
+def _measure(found: Audit) -> None:
+    """Say how long examples are, how much of them is trained, and which are there twice."""
+    shard, tokens, facts = found.sample.shard, found.sample.tokens, found.facts
+    points = ", ".join(f"{length:,} ({name})" for name, length in quantiles(found.lengths).items())
+    facts["lengths"] = f"{points}; max_length {found.max_length:,}"
+    shares = tokens.trained / tokens.lengths
+    facts["trained"] = (
+        f"{shard.trained:,} of {shard.tokens:,} tokens ({shard.trained / shard.tokens:.0%}); of "
+        f"one example {shares.min():.0%} to {shares.max():.0%}, median {np.median(shares):.0%}"
+    )
+    facts["mask"] = shard.mask
+    first: dict[bytes, int] = {}
+    again = {}
+    for row, ids, _ in _examples(tokens):
+        earlier = first.setdefault(xxhash.xxh3_128_digest(ids.tobytes()), row)
+        if earlier != row:
+            again[row] = earlier
+    facts["duplicates"] = listed([*again]) if again else "none"
+    if again:
+        row, earlier = next(iter(again.items()))
+        found.warnings.append(
+            f"{_named([*again])}: the same tokens as an earlier row ({row} repeats {earlier})"
+        )
+
+
+def _judge_tokens(found: Audit, work: Work) -> None:
+    """Look for what the model would learn wrongly: roles that are trained, ends that are not."""
+    tokens, cut = found.sample.tokens, {*found.sample.shard.truncated}
+    spelt: list[bytes] = work.tokenizer.spelling.to_pylist()
+    header = _header(work).rstrip()
+    head = header.encode()
+    headed = [row for row, ids, mask in _examples(tokens) if _covers(head, spelt, ids, mask)]
+    if headed:
+        found.errors.append(
+            f"{_named(headed)}: the mask covers the role '{header}', which the model never has to "
+            "write; let the {% generation %} block of the chat template begin behind it"
+        )
+    added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    ends: dict[int, list[int]] = defaultdict(list)
+    for row, ids, _ in _examples(tokens):
+        if row not in cut:
+            last = next((n for n in ids[::-1].tolist() if spelt[n].strip()), -1)
+            ends[last if last in added else -1].append(row)
+    end, rows = max(ends.items(), key=lambda item: len(item[1]), default=(-1, []))
+    if rows and end == -1:
+        found.warnings.append(
+            f"{_named(rows)}: no token says where the example ends, so that the model would not "
+            "learn to stop; let the chat template write one, or give the tokenizer an eos_token"
+        )
+    elif rows and not any(((ids == end) & mask).any() for _, ids, mask in _examples(tokens)):
+        found.errors.append(
+            f"{_named(rows)}: '{spelt[end].decode()}' ends the example and is never trained, so "
+            "that the model would not learn to stop; let the {% generation %} block of the chat "
+            "template end behind it"
+        )
+
+
+def _header(work: Work) -> str:
+    """Return what names the assistant, where it may stand in the text and should not be trained."""
+    if not work.tokenizer.chat_template or work.data.train_on == "all":
+        return ""
+    try:
+        return Chat(work.tokenizer, work.data).header
+    except DataError:
+        return ""  # the rows are no chats, or would have said so
+
+
+def _covers(
+    header: bytes, spelt: list[bytes], ids: NDArray[np.int32], trained: NDArray[np.bool_]
+) -> bool:
+    """Tell whether a trained stretch begins with the role."""
+    starts = np.flatnonzero(trained & ~np.concatenate([[False], trained[:-1]]))
+    stretches = (ids[at : at + len(header)].tolist() for at in starts.tolist())
+    return any(
+        b"".join(spelt[token] for token in stretch).startswith(header)
+        for stretch in stretches
+        if header and header.startswith(spelt[stretch[0]])
+    )
+
+
+def _judge_chats(found: Audit, work: Work, opened: Opened) -> None:
+    """Look at conversations: what the template makes of them, and what it leaves out."""
+    chats, unstable, columns = 0, list[int](), set[str]()
+    lost: dict[str, list[int]] = defaultdict(list)
+    for stretch in found.sample.stretches:
+        read = zip(stretch, opened.read(stretch.start, stretch.stop), strict=True)
+        rows = {number: row for number, row in read if row is not None}
+        columns |= {column for row in rows.values() for column in row}
+        known = {number: renamed(row, work.data.columns) for number, row in rows.items()}
+        kind = kind_of([*known.values()])
+        if kind is None or kind in TEXTS:
+            continue
+        chat = Chat(work.tokenizer, work.data)
+        for number, row in known.items():
+            try:
+                talk = talk_of(kind, row)
+                text, spans = chat.render(talk)
+                if not any(stop > start for start, stop in spans):
+                    continue
+                if not chat.is_stable(talk):
+                    unstable.append(number)
+            except BadRow:
+                continue
+            chats += 1
+            for what in _left_out(talk.messages, text):
+                lost[what].append(number)
+    for ours, yours in work.data.columns.items():
+        if yours not in columns:
+            found.warnings.append(f"data.columns: no row has a column '{yours}' ({ours})")
+    for what, numbers in sorted(lost.items()):
+        found.warnings.append(f"{_named(numbers)}: the chat template leaves out {what}")
+    if chats:
+        found.facts["template"] = (
+            f"{chats - len(unstable):,} of {chats:,} chats are stable: each answer stands behind "
+            "what the template gives a model to write it"
+        )
+    if unstable:
+        found.warnings.append(
+            f"{_named(unstable)}: an answer does not stand behind what the chat template gives a "
+            "model to write it, so that the model is trained on other chats than it will see"
+        )
+
+
+def _left_out(messages: list[Row], text: str) -> set[str]:
+    """Say what of some messages is not in their text."""
+    lost = set()
+    for message in messages:
+        if (message.get("content") or "").strip() not in text:
+            lost.add(f"words of the {message['role']}")
+        if str(message.get("reasoning_content") or "").strip() not in text:
+            lost.add(f"the reasoning of the {message['role']}")
+    return lost
+
+
+def _named(rows: list[int]) -> str:
+    """Name some rows, as a finding begins."""
+    if len(rows) == 1:
+        return f"row {rows[0]}"
+    return f"{len(rows):,} rows ({', '.join(map(str, rows[:5]))}{', ...' * (len(rows) > 5)})"
+
+
+def _judge_rows(found: Audit, work: Work) -> None:
+    """Say which rows are left out or cut, and why."""
+    shard, facts, data = found.sample.shard, found.facts, work.data
+    bad = [f"{listed(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
+    facts["bad rows"] = "; ".join(bad) or "none"
+    for label, rows in (("too long", shard.too_long), ("truncated", shard.truncated)):
+        facts[label] = listed(rows) if rows else "none"
+    if not shard.examples:
+        why = bad or [f"all are longer than data.max_length = {data.max_length:,}"]
+        looked = len(found.sample.rows)
+        found.errors.append(f"not one of {looked:,} rows has a token to train on: {'; '.join(why)}")
+        return
+    found.warnings += [f"{_named(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
+    over = int((found.lengths - data.max_length).clip(0).sum())
+    if longer := shard.too_long or shard.truncated:
+        fate = "are left out" if shard.too_long else f"lose their ends, {over:,} tokens"
+        found.warnings.append(
+            f"{_named(longer)}: longer than data.max_length = {data.max_length:,}, and {fate}"
+        )

@@ -1,0 +1,460 @@
+"""The cache: its commands, what its key depends on, what damage does to it, what a hit costs."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import FORKS, ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from making import activate, install
+
+from plugsft import DataError, PlugsftError, digests, keys, prepare
+from plugsft.answers import DataAnswers
+from plugsft.answers_model import ModelAnswers
+from plugsft.commands.cache import parse_size
+from plugsft.digests import digest, remembered_digest
+from plugsft.plan import Plan
+from plugsft.publish import PATIENCE, damage, is_whole, publish
+from plugsft.recipe import Recipe
+from plugsft.registry import Active, load, resolve
+from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.types import Shard
+
+PLUGIN = """
+    @plugin()
+    class Loud:
+        mark: str = "!"
+
+        @hookimpl(wrapper=True)
+        def render(self):
+            rendered = yield
+            rendered.texts = [text + self.mark for text in rendered.texts]
+            return rendered
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The cache's folder, empty."""
+    monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/tokens"
+
+
+@pytest.fixture
+def recipe(tmp_path, home):
+    """Give `recipe(data={...})`: a recipe file with a cache and a tokenizer that is there."""
+
+    def make(**changes):
+        tables = tiny_tables(tmp_path, changes.pop("rows", None))
+        if not (tmp_path / "tokenizer").exists():
+            made, active = resolve({**tables, "output": str(tmp_path / "first")})
+            active.answer(DataAnswers(made.folder))
+            shutil.copytree(prepare.prepare(made, active).tokenizer_folder, tmp_path / "tokenizer")
+        tables["model"]["tokenizer"] = str(tmp_path / "tokenizer")
+        tables["plugins"] = {"arrow_cache": {}}
+        for name, change in changes.items():
+            tables[name] = tables.get(name, {}) | change if isinstance(change, dict) else change
+        return write_recipe(tmp_path / "recipe.toml", tables)
+
+    return make
+
+
+def built(path, *overrides):
+    """Prepare a recipe's data in this process; return its entry."""
+    return prepare.prepare(*opened(path, overrides)).tokens.folder
+
+
+def opened(path, overrides):
+    made, active = load(path, overrides)
+    active.answer(DataAnswers(made.folder))
+    return made, active
+
+
+def key(path, *overrides):
+    made, active = opened(path, overrides)
+    job = prepare.job_of(made, active)
+    return digest(keys.key_of(job.work, job.opened, active))
+
+
+def cache(*words):
+    return run_plugsft("cache", *words)
+
+
+def flip(path, at, bit=0):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1 << bit
+    path.write_bytes(raw)
+
+
+def test_each_change_of_what_the_tokens_depend_on_changes_the_key(recipe, tmp_path, monkeypatch):
+    site = install(tmp_path / "site", loud=PLUGIN)
+    activate(site, monkeypatch)
+    path = recipe()
+    template = tmp_path / "other.jinja"
+    chatml = (ROOT / "plugsft/chatml.jinja").read_text()
+    template.write_text(chatml + "{# the same, almost #}")
+    names = [key(path)]
+    for change in (
+        "data.max_length=255",
+        "data.too_long=drop",
+        "data.on_bad_row=drop",
+        "data.train_on=last",
+        "data.columns.messages=chat",
+        "data.template_kwargs.a=1",
+        "data.split=train[:9]",
+        f"model.chat_template={template}",
+        "plugins.loud={}",
+        "plugins.loud.mark='?'",
+    ):
+        names.append(key(path, change))
+    template.write_text(chatml + "{# the same, Almost #}")
+    names.append(key(path, f"model.chat_template={template}"))
+    (module,) = site.glob("*.py")
+    module.write_text(module.read_text() + "# a note\n")
+    names.append(key(path, "plugins.loud={}"))
+    described = tmp_path / "tokenizer/tokenizer.json"
+    kept = described.read_text()
+    described.write_text(kept.replace('"normalizer": null', '"normalizer": {"type": "NFC"}'))
+    names.append(key(path))
+    described.write_text(kept)
+    data = tmp_path / "data.jsonl"
+    flip(data, data.read_bytes().index(b"quick") + 2)
+    names.append(key(path))
+    assert len(set(names)) == len(names) == 15
+
+
+def test_what_cannot_change_the_tokens_does_not_change_the_key(recipe, tmp_path):
+    path = recipe()
+    shutil.copy(tmp_path / "data.jsonl", tmp_path / "moved.jsonl")
+    shutil.copytree(tmp_path / "tokenizer", tmp_path / "moved")
+    expected = key(path)
+    for same in (
+        "output=elsewhere",
+        "plugins.multiprocess_tokenize={workers = 3}",
+        "plugins.arrow_cache={in_memory = true}",
+        "plugins.length_group={}",
+        "train.batch_size=3",
+        "train.micro_batch=3",
+        "train.seed=7",
+        "checkpoint.every=3",
+        "eval={split = 'train[:3]'}",
+        f"data.source={tmp_path}/moved.jsonl",
+        f"model.tokenizer={tmp_path}/moved",
+    ):
+        assert key(path, same) == expected, same
+
+
+@pytest.mark.slow
+def test_the_key_is_the_same_in_every_process(recipe):
+    path = recipe(data={"template_kwargs": {"b": 1, "a": {"d": 1, "c": 2}}})
+    command = [sys.executable, "-m", "plugsft", "cache", "explain", str(path)]
+    running = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONHASHSEED": seed}
+        )
+        for seed in ("1", "2")
+    ]
+    said = [one.communicate()[0] for one in running]
+    assert said[0] == said[1] and f"data: {key(path)}\n" in said[0]
+
+
+def test_ls_lists_what_is_there(recipe, home, tmp_path):
+    assert cache("ls").stdout == f"{home}: 0 entries, 0 B\n"
+    path = recipe()
+    one = built(path)
+    two = built(path, "data.max_length=99")
+    os.utime(one / "manifest.json", (0, 0))
+    (two / "index.arrow").unlink()
+    (home / ".0123456789abcdef.parts-000001").mkdir()
+    head, first, second, last = cache("ls").stdout.splitlines()
+    assert head.split()[:4] == ["key", "rows", "tokens", "size"]
+    facts = Tokens(one).facts
+    assert re.fullmatch(rf"{two.name} +0 +0 .*  damaged: index.arrow is missing", first), (
+        "the last used comes first"
+    )
+    made = r"\d{4}-\d\d-\d\d \d\d:\d\d"
+    assert re.fullmatch(
+        rf"{one.name} +24 +{facts['tokens']:,} +[\d.]+ KiB  {made}  19\d\d-.* +whole +"
+        + re.escape(str(tmp_path / "data.jsonl")),
+        second,
+    )
+    assert last.startswith(f"{home}: 2 entries, ")
+    assert last.endswith("; 1 being built, or left half-built")
+
+
+def test_explain_names_what_differs(recipe, home, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", loud=PLUGIN), monkeypatch)
+    path = recipe()
+    miss = cache("explain", path)
+    assert miss.returncode == 0 and "cache    miss: " in miss.stdout
+    assert "nearest" not in miss.stdout and not (tmp_path / "run").exists()
+    entry = built(path, "plugins.loud={}")
+    built(path, "data.max_length=90", "data.train_on=last", "data.on_bad_row=drop")
+    hit = cache("explain", path, "plugins.loud={}").stdout.splitlines()
+    assert hit[:2] == [f"data: {entry.name}", f"  cache    hit: {entry}"] and len(hit) == 3
+    lines = cache("explain", path, "plugins.loud.mark='?'", "data.max_length=99").stdout
+    place = lines.index(f"  nearest  {entry} ({tmp_path}/data.jsonl), last used ")
+    told = lines[place:].splitlines()
+    assert told[1].strip() == "data.max_length was 256, and is 99 here"
+    assert told[2].strip() == "plugins.loud.mark was '!', and is '?' here"
+    assert told[3].startswith("  nearest")
+    flip(tmp_path / "data.jsonl", (tmp_path / "data.jsonl").read_bytes().index(b"quick") + 2)
+    other = cache("explain", path, "plugins.loud={}").stdout
+    assert other.splitlines()[4].strip() == "other data, or another split of it"
+
+
+def test_explain_looks_into_the_output_and_at_evaluation_data(recipe, home):
+    path = recipe(eval={"split": "train[:5]"})
+    done = run_plugsft("prepare", path, "--without", "arrow_cache")
+    assert done.returncode == 0, done.stderr
+    said = cache("explain", path).stdout
+    assert said.count("  output   hit: ") == 2 and said.count("  cache    miss: ") == 2
+    assert [line.split(":")[0] for line in said.splitlines()[::3]] == ["data", "eval"]
+    assert "nearest" not in said
+
+
+def test_verify_reads_every_byte(recipe, home):
+    path = recipe()
+    one, two = built(path), built(path, "data.max_length=99")
+    done = cache("verify")
+    assert done.returncode == 0 and done.stdout.endswith("2 entries, all whole\n")
+    shard = next(two.glob("data-*"))
+    flip(shard, shard.stat().st_size // 2)
+    assert is_whole(two), "a look at the sizes does not tell"
+    for words in ([], ["--remove"]):
+        done = cache("verify", *words)
+        assert done.returncode == 2 and "1 of 2 entries" in done.stderr
+        assert f"{two.name}  damaged: {shard.name} is not what was written" in done.stdout
+        assert f"{one.name}  whole" in done.stdout
+    assert [*home.iterdir()] == [one] and cache("verify").returncode == 0
+
+
+def open_flipped(entry, seed, count):
+    """Flip bytes of an entry, one at a time; what opens must be readable to the last token."""
+    rng = random.Random(seed)
+    files = [path for path in sorted(entry.iterdir()) if path.name != "manifest.json"]
+    opened = {"whole": 0, "damaged": 0}
+    for number in range(count):
+        path = files[number % len(files)]
+        kept = path.read_bytes()
+        flip(path, rng.randrange(len(kept)), rng.randrange(8))
+        assert damage(entry) == f"{path.name} is not what was written"
+        if path.suffix == ".json":
+            assert not is_whole(entry), "these few bytes are read each time"
+        try:
+            tokens = Tokens(entry, in_memory=rng.random() < 0.5)
+            for example in range(len(tokens)):
+                ids, mask = tokens.example(example)
+                assert len(ids) == len(mask) == tokens.lengths[example]
+                _ = int(ids.sum()) + int(mask.sum())
+            opened["whole"] += 1
+        except DataError as error:
+            assert str(entry) in str(error) and "\n" not in str(error)
+            opened["damaged"] += 1
+        path.write_bytes(kept)
+    assert min(opened.values()) > count // 20, opened
+
+
+def test_any_flipped_byte_is_found_and_none_does_harm(recipe, tmp_path, home):
+    sources = [write_jsonl(tmp_path / f"{n}.jsonl", chats(5, n)) for n in range(3)]
+    path = recipe()
+    tables = path.read_text().replace(f'source = "{tmp_path}/data.jsonl"\n', "")
+    listed = "".join(f'[[data.sources]]\nsource = "{one}"\n' for one in sources)
+    path.write_text(tables.replace("[train]", f"{listed}[train]"))
+    entry = built(path)
+    # In a process of its own: a crash is found as one.
+    process = FORKS.Process(target=open_flipped, args=(entry, 5, 600))
+    process.start()
+    process.join(120)
+    alive = process.is_alive()
+    process.kill()
+    assert not alive and process.exitcode == 0
+    assert damage(entry) is None
+
+
+def test_gc_removes_what_was_not_used_for_long(recipe, home):
+    path = recipe()
+    entries = [built(path, f"data.max_length={length}") for length in (50, 60, 70, 80)]
+    for days, entry in enumerate(entries):
+        used = time.time() - days * 86_400
+        os.utime(entry / "manifest.json", (used, used))
+    size = {entry: sum(one.stat().st_size for one in entry.iterdir()) for entry in entries}
+    words = ["--keep-days", "2.5", "--max-size", str(size[entries[0]] + size[entries[1]])]
+    dry = cache("gc", *words, "--dry-run")
+    assert dry.returncode == 0 and len([*home.iterdir()]) == 4
+    done = cache("gc", *words)
+    assert sorted(home.iterdir()) == sorted(entries[:2])
+    lines = done.stdout.splitlines()
+    assert f"removed  {entries[3].name} " in lines[0] and "not used for long" in lines[0]
+    assert f"removed  {entries[2].name} " in lines[1] and "over --max-size" in lines[1]
+    assert lines[2].startswith(f"{home}: 2 removed, ") and "; 2 entries stay, " in lines[2]
+    assert dry.stdout == done.stdout.replace("removed", "would go")
+    assert "; 2 entries stay" in cache("gc").stdout
+
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from plugsft.publish import once
+def build(folder):
+    (folder / "data-1").write_text("x" * 5000)
+    print("begun", flush=True)
+    time.sleep(100)
+once(Path(sys.argv[1]), build)
+"""
+
+
+def test_gc_removes_what_no_living_process_holds(home):
+    dead, alive, half = (home / (digit * 16) for digit in "012")
+    half.mkdir(parents=True)
+    (half / "data-1").write_text("half copied")
+    (home / "notes.txt").write_text("not ours")
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILDER, str(place)], stdout=subprocess.PIPE, cwd=ROOT
+        )
+        for place in (dead, alive)
+    ]
+    try:
+        for one in running:
+            one.stdout.readline()
+        running[0].kill()
+        began = time.monotonic()
+        dry = cache("gc", "--dry-run").stdout
+        assert f"would go  {dead.name}  4.9 KiB  left half-built" in dry
+        assert f"would go  {half.name}  11 B  left half-built" in dry and alive.name not in dry
+        done = cache("gc")
+        assert done.returncode == 0 and done.stdout == dry.replace("would go", "removed")
+        assert time.monotonic() - began < PATIENCE / 2, "a beat tells that the other lives"
+        assert sorted(path.name for path in home.iterdir()) == [
+            f".{alive.name}.claim-000001",
+            f".{alive.name}.parts-000001",
+            "notes.txt",
+        ]
+    finally:
+        for one in running:
+            one.kill()
+            one.communicate()
+    cache("gc")
+    assert [path.name for path in home.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("20GiB", 20 << 30),
+        ("500MB", 500_000_000),
+        ("1.5 tb", 1_500_000_000_000),
+        ("7", 7),
+        ("2k", 2000),
+        ("1 KiB", 1024),
+        ("12B", 12),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1,5GB", "1iB", "one"])
+def test_sizes_that_are_none_are_told(text):
+    with pytest.raises(PlugsftError, match=r"--max-size: given '.*'; write it as 20GiB"):
+        parse_size(text)
+
+
+@pytest.fixture
+def big(tmp_path, home):
+    """A file that is worth a note of its checksum, written a while ago."""
+    path = tmp_path / "big.jsonl"
+    path.write_bytes(b"a" * digests.WORTH)
+    os.utime(path, (1e9, 1e9))
+    return path
+
+
+def notes(home):
+    return [*(home.parent / "files").glob("*")]
+
+
+def test_a_checksum_is_remembered_by_path_size_and_time(big, home, tmp_path):
+    known = remembered_digest(big)
+    (note,) = notes(home)
+    note.write_text(note.read_text().replace(known, "remembered"))
+    assert remembered_digest(big) == "remembered"
+    other = tmp_path / "other.jsonl"
+    shutil.copy2(big, other)
+    assert remembered_digest(other) == known, "another path"
+    os.utime(big, (1e9, 1e9 + 1))
+    assert remembered_digest(big) == known, "another time"
+    note.write_text(note.read_text().replace(known, "remembered"))
+    shutil.copy2(big, other)
+    other.replace(big)
+    assert remembered_digest(big) == known, "another file in its place"
+    note.write_text("{")
+    assert remembered_digest(big) == known
+    with big.open("ab") as file:
+        file.write(b"b")
+    os.utime(big, (1e9, 1e9 + 1))
+    assert remembered_digest(big) != known, "another size"
+
+
+def test_a_file_that_changes_within_a_tick_of_the_clock_is_read_again(big, home):
+    now = time.time_ns()
+    os.utime(big, ns=(now, now))
+    first = remembered_digest(big)
+    with big.open("r+b") as file:
+        file.write(b"b")
+    os.utime(big, ns=(now, now))
+    assert remembered_digest(big) != first and notes(home) == []
+
+
+def test_small_files_and_unwritable_notes_do_no_harm(big, home, tmp_path):
+    small = tmp_path / "small"
+    small.write_bytes(b"a")
+    remembered_digest(small)
+    assert not notes(home)
+    home.parent.mkdir(exist_ok=True)
+    (home.parent / "files").write_text("in the way")
+    assert remembered_digest(big) == digests.file_digest(big)
+
+
+def write_tokens(folder, rows):
+    """Write a data set of short rows."""
+    shards = []
+    for first in range(0, rows, 10_000):
+        numbers = np.arange(first, min(rows, first + 10_000))
+        counts = 3 + numbers % 5
+        ids = np.arange(counts.sum(), dtype=np.int32)
+        examples = Examples(ids, ids % 2 == 0, counts, np.ones_like(counts), numbers)
+        shards.append(Shard(f"data-{first:09d}.arrow", examples=len(numbers)))
+        write_shard(folder / shards[-1].file, examples)
+    sources = [{"examples": rows, "weight": 1.0}]
+    write_index(folder, shards, {"key": "", "sources": sources})
+
+
+def test_a_hit_costs_little_and_the_same_for_any_number_of_rows(tmp_path):
+    tables = tiny_tables(tmp_path) | {"train": {"batch_size": 64, "learning_rate": 1.0}}
+    recipe = Recipe.model_validate(tables)
+    hook = Active({}, {}).answer(DataAnswers(tmp_path), ModelAnswers()).hook
+    opened, first = {}, {}
+    for rows in (10_000, 1_000_000):
+        folder = tmp_path / str(rows)
+        with publish(folder) as building:
+            write_tokens(building, rows)
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            assert is_whole(folder)
+            tokens = Tokens(folder)
+            middle = time.perf_counter()
+            window = Plan(tokens, recipe, 1, hook).window(1)
+            batch = hook.collate(tokens=tokens, examples=np.concatenate(window.layout[0]), pad=0)
+            assert batch["input_ids"].shape == (64, 7)
+            times.append((middle - started, time.perf_counter() - started))
+        opened[rows], first[rows] = map(min, zip(*times, strict=True))
+    print(f"\nopening: {opened}, to the first batch: {first}")
+    assert first[1_000_000] <= 0.3
+    assert opened[1_000_000] <= opened[10_000] + 0.02
