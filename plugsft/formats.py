@@ -151,23 +151,21 @@ def _message(turn: Any) -> Row:
         message = _from_sharegpt(turn)
     if not isinstance(message, dict) or "role" not in message:
         raise BadRow("a turn has no role")
-    role, content = message["role"], message.get("content")
+    # As transformers does: tables give every message the fields of all.
+    message = {key: item for key, item in message.items() if item not in (None, [])}
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRow(f"unknown role {role!r}")
     if isinstance(content, list):
-        content = "".join(_part(part, role) for part in content)
-        message = {**message, "content": content}
+        content = message["content"] = "".join(_part(part, role) for part in content)
     if not isinstance(content, str | None):
         raise BadRow(f"a turn of the {role} is no text")
     if message.get("tool_calls"):
         _check_calls(message["tool_calls"])
-    elif "tool_calls" in message:
-        # Columns of tables give every message the fields of all.
-        return _message({key: item for key, item in message.items() if key != "tool_calls"})
     elif not content and role in ("user", "assistant"):
         raise BadRow(f"an empty turn of the {role}")
     elif content is None:
-        message = {**message, "content": ""}
+        message["content"] = ""
     return _with_reasoning(message)
 
 
@@ -233,7 +231,7 @@ def _wish(message: Row) -> bool | None:
 def _with_reasoning(message: Row) -> Row:
     """Give a message's reasoning under the names that templates read, as transformers does."""
     for name in REASONING:
-        if message.get(name) is not None:
+        if name in message:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
     return message
 

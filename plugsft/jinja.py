@@ -121,8 +121,7 @@ def compiled(source: str) -> Compiled:
     # Jinja keeps them in layers, which are slow to copy, and copies them at each rendering.
     template.globals = dict(template.globals)
     marked = any(node.data == BEGINS for node in tree.find_all(nodes.TemplateData))
-    variables = find_undeclared_variables(tree) - environment.globals.keys()
-    return Compiled(template, marked, frozenset(variables))
+    return Compiled(template, marked, frozenset(find_undeclared_variables(tree)))
 
 
 def render(

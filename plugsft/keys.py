@@ -1,22 +1,29 @@
 """The key of prepared data: all that it depends on, and what tells one key from another."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from .digests import digest
+from . import formats, jinja, templates, tokenizer
+from . import work as work_module
+from .digests import digest, file_digest
 from .recipe import flatten
 from .registry import Active, options_of
 from .sources import Source
 from .tokens import FORMAT
+from .templates import training_template
 from .work import Work
 
 MAKERS = ("render", "encode")
 """The hooks that say what the tokens are."""
+CORE = (formats, jinja, templates, tokenizer, work_module)
+"""What makes tokens of rows, where no plugin does: other code may make others."""
 WORDS = {
     "format": "another version of the format",
     "data": "other data, or another split of it",
     "tokenizer": "another tokenizer",
-    "template": "another chat template",
+    "template": "another chat template, or another variant of it in trl",
+    "core": "another version of plugsft's own rendering and masking",
 }
 
 
@@ -40,14 +47,19 @@ def with_sources(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
 
 def key_of(work: Work, opened: Sequence[Source], active: Active) -> dict[str, Any]:
     """Return everything that the tokens depend on, and nothing else."""
-    tokenizer = work.tokenizer
-    backend = tokenizer.backend_tokenizer.to_str()
+    light = work.tokenizer
+    backend, template = light.backend_tokenizer.to_str(), light.chat_template
     return {
         "format": FORMAT,
         "data": [rows.identity for rows in opened],
         "options": work.data.model_dump(exclude={"source", "split", "sources", "tokens"}),
-        "tokenizer": digest({"backend": backend, "names": tokenizer.special_tokens_map}),
-        "template": digest({"template": tokenizer.chat_template}),
+        "tokenizer": digest({"backend": backend, "names": light.special_tokens_map}),
+        "template": digest(
+            {"template": template, "training": template and training_template(template)}
+        ),
+        "core": digest(
+            {module.__name__: file_digest(Path(str(module.__file__))) for module in CORE}
+        ),
         "plugins": with_sources(active, ("render",)),
         # By the law of `encode` they give the ids of the model's own tokenizer.
         "encoders": with_sources(active, ("encode",)),

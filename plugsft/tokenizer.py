@@ -109,7 +109,7 @@ def encode(
     ends, wrong = _place(ids, counts, raw, tokenizer)
     if wrong:
         ids, counts, ends = _encode_slowly(ids, counts, ends, raw, wrong, tokenizer)
-    if special_tokens:
+    if special_tokens and any(map(len, tokenizer.surroundings)):
         ids, counts, ends = _surround(ids, counts, ends, *tokenizer.surroundings)
     engines = {name: len(texts)}
     if name != OWN:

@@ -1,14 +1,18 @@
 """The cache: its commands, what its key depends on, what damage does to it, what a hit costs."""
 
+import json
 import os
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from conftest import FORKS, ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 from making import activate, install
@@ -19,7 +23,7 @@ from plugsft.answers_model import ModelAnswers
 from plugsft.commands.cache import parse_size
 from plugsft.digests import digest, remembered_digest
 from plugsft.plan import Plan
-from plugsft.publish import PATIENCE, damage, is_whole, publish
+from plugsft.publish import HERE, PATIENCE, damage, is_whole, publish
 from plugsft.recipe import Recipe
 from plugsft.registry import Active, load, resolve
 from plugsft.tokens import Examples, Tokens, write_index, write_shard
@@ -234,6 +238,70 @@ def test_verify_reads_every_byte(recipe, home):
     assert [*home.iterdir()] == [one] and cache("verify").returncode == 0
 
 
+def other_facts(part, name, value):
+    def harm(entry):
+        facts = json.loads((entry / "facts.json").read_text())
+        facts[part][0][name] = value
+        (entry / "facts.json").write_text(json.dumps(facts))
+
+    return harm
+
+
+def other_batch(file, **changes):
+    """Write a file's only batch again, with other columns."""
+
+    def harm(entry):
+        path = next(entry.glob(file))
+        stream = file.startswith("data")
+        with (pa.ipc.open_stream if stream else pa.ipc.open_file)(path.read_bytes()) as reader:
+            table = reader.read_all()
+        columns = {name: table[name].combine_chunks() for name in table.column_names}
+        columns |= {name: change(columns[name]) for name, change in changes.items()}
+        table = pa.table(columns)
+        with (pa.ipc.new_stream if stream else pa.ipc.new_file)(path, table.schema) as writer:
+            writer.write(table)
+
+    return harm
+
+
+def shorter(bytes_of_tokens):
+    """Let the values of a shard's lists end early; Arrow's own writer would refuse to."""
+
+    def harm(entry):
+        path = next(entry.glob("data-*"))
+        size = bytes_of_tokens(Tokens(entry).facts["tokens"])
+        raw = path.read_bytes()
+        assert struct.pack("<q", size) in raw
+        path.write_bytes(
+            raw.replace(struct.pack("<q", size), struct.pack("<q", size // 2 // 4 * 4))
+        )
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (other_facts("shards", "examples", 23), "not as many examples"),
+        (other_facts("sources", "examples", 23), "not as many examples"),
+        (other_facts("shards", "examples", "x"), "facts.json: damaged"),
+        (other_facts("shards", "file", "y"), "No such file"),
+        (lambda entry: (entry / "facts.json").write_text("{}"), "facts.json: damaged: 'shards'"),
+        (lambda entry: (entry / "facts.json").unlink(), "facts.json: damaged: [Errno 2]"),
+        (other_batch("index.arrow", length=lambda one: pc.add(one, 1)), "have other lengths"),
+        (other_batch("index.arrow", row=lambda one: one.cast("int32")), "it has other columns"),
+        (other_batch("data-*", row=lambda one: one.cast("int32")), "it has other columns"),
+        (shorter(lambda tokens: tokens * 4), "point outside of its tokens"),
+        (shorter(lambda tokens: -(-tokens // 8)), "point outside of its tokens"),
+    ],
+)
+def test_a_data_set_that_does_not_fit_together_is_refused(recipe, harm, says):
+    entry = built(recipe())
+    harm(entry)
+    with pytest.raises(DataError, match=re.escape(says)):
+        Tokens(entry, in_memory=True)
+
+
 def open_flipped(entry, seed, count):
     """Flip bytes of an entry, one at a time; what opens must be readable to the last token."""
     rng = random.Random(seed)
@@ -314,6 +382,11 @@ def test_gc_removes_what_no_living_process_holds(home):
     half.mkdir(parents=True)
     (half / "data-1").write_text("half copied")
     (home / "notes.txt").write_text("not ours")
+    with publish(home / ("3" * 16)) as whole:
+        write_tokens(whole, 10)
+    # Its builder died as it was to let go of its claim.
+    late = home / f".{'3' * 16}.claim-000001"
+    late.write_text(json.dumps({"host": HERE, "pid": 2**22 - 1}))
     running = [
         subprocess.Popen(
             [sys.executable, "-c", BUILDER, str(place)], stdout=subprocess.PIPE, cwd=ROOT
@@ -334,6 +407,7 @@ def test_gc_removes_what_no_living_process_holds(home):
         assert sorted(path.name for path in home.iterdir()) == [
             f".{alive.name}.claim-000001",
             f".{alive.name}.parts-000001",
+            "3" * 16,
             "notes.txt",
         ]
     finally:
@@ -341,7 +415,7 @@ def test_gc_removes_what_no_living_process_holds(home):
             one.kill()
             one.communicate()
     cache("gc")
-    assert [path.name for path in home.iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in home.iterdir()) == ["3" * 16, "notes.txt"]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_sharegpt_s_tools():
     talk = talk_of("conversations", {**row, "tools": json.dumps([TOOL])})
     assert talk.messages == [
         ASK,
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [CALL]},
         {"role": "tool", "content": "a bird"},
     ]
     assert talk.calls and talk.tools == [TOOL]
@@ -129,7 +129,7 @@ def test_reasoning_is_given_under_every_name():
     for name in ("reasoning_content", "thinking", "reasoning"):
         (message,) = messages({"messages": [{**TELL, name: "birds at night"}]})
         assert message["reasoning_content"] == message["thinking"] == "birds at night"
-    assert messages({"messages": [{**TELL, "thinking": None}]}) == [{**TELL, "thinking": None}]
+    assert messages({"messages": [{**TELL, "thinking": None, "name": None}]}) == [TELL]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,10 @@ def test_turns_without_words():
             row = {"messages": [{"role": role, **nothing}]}
             assert reason(row) == f"an empty turn of the {role}"
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    assert messages({"messages": [ASK, called]}) == [ASK, called]
+    assert messages({"messages": [ASK, called]}) == [
+        ASK,
+        {"role": "assistant", "tool_calls": [CALL]},
+    ]
     for nothing in (None, []):
         assert messages({"messages": [ASK, {**TELL, "tool_calls": nothing}]}) == [ASK, TELL]
     for wrong in ("look_up", [3], [{"function": {}}], [{"function": "look_up"}]):
@@ -189,11 +192,12 @@ def test_a_row_without_the_columns_names_those_it_has():
 
 
 def test_calls_are_tried_in_every_way_a_template_may_take_them():
-    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    function = {"name": "look_up", "arguments": {"word": "鷹"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
     ways = [one[1] for one in spellings([ASK, called, TELL])]
     assert [way["content"] for way in ways] == ["", None, "", None]
     arguments = [way["tool_calls"][0]["function"]["arguments"] for way in ways]
-    assert arguments == [{"word": "owl"}] * 2 + ['{"word": "owl"}'] * 2
+    assert arguments == [{"word": "鷹"}] * 2 + ['{"word": "鷹"}'] * 2
     flat = {"role": "assistant", "content": "so:", "tool_calls": [{"name": "a", "arguments": "{}"}]}
     ways = list(spellings([flat]))
     assert ways[0] == [flat] and ways[-1][0]["tool_calls"] == [{"name": "a", "arguments": {}}]

@@ -1,12 +1,12 @@
 """plugsft inspect: what it shows is what preparing makes."""
 
-import json
 import os
 import pty
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -150,7 +150,7 @@ def test_bins_are_round_and_hold_every_length_once(lengths):
     width = bins[0][1] - bins[0][0] + 1
     assert str(width).rstrip("0") in ("1", "2", "5")
     assert all(high - low + 1 == width and low % width == 0 for low, high, _ in bins)
-    assert all(one[1] + 1 == other[0] for one, other in zip(bins, bins[1:], strict=False))
+    assert all(one[1] + 1 == other[0] for one, other in pairwise(bins))
     points = quantiles(lengths)
     assert points["longest"] == lengths.max() and set(points.values()) <= {*lengths.tolist()}
     assert points["50%"] == sorted(lengths)[(len(lengths) - 1) // 2]
@@ -165,19 +165,22 @@ def test_few_rows_make_few_bins(tiny, inspect):
     assert "its only row" in shown
 
 
-def test_a_sample_comes_from_all_over_the_source(tiny, inspect):
+def test_a_sample_comes_from_all_over_the_source(tiny, tmp_path, inspect):
     assert spread(700, False) == [range(700)]
     stretches = spread(20_000, False)
     assert [len(one) for one in stretches] == [50] * 20
     assert stretches[0].start == 0 and stretches[-1].stop == 20_000
-    assert len({one.start - other.stop for one, other in zip(stretches[1:], stretches)}) <= 2
+    assert len({one.start - other.stop for other, one in pairwise(stretches)}) <= 2
     assert [row for one in spread(2_500, True) for row in one] == [*range(2_500)]
     rows = [{"text": f"owl {number}"} for number in range(1_500)] + [{"text": ""}]
     path = tiny(rows)
     shown = inspect(path, rows=0)
     assert "1,000 of 1,501 rows, from 20 places" in shown and "'text' is empty" in shown
+    write_jsonl(tmp_path / "data.jsonl", [{"text": ""}, *rows])
     shown = inspect(path, rows=0, everything=True)
-    assert "all 1,501 rows" in shown and "1 (row 1500): 'text' is empty" in shown
+    assert "all 1,502 rows" in shown and "2 (rows 0, 1501): 'text' is empty" in shown
+    facts = prepare_tokens(tiny([{"text": ""}, *rows], data={"on_bad_row": "drop"})).facts
+    assert f"{facts['trained_tokens']:,} of {facts['tokens']:,} tokens" in shown
 
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
@@ -206,7 +209,7 @@ def audited(tiny, tmp_path, capsys):
         rows += [{"messages": list(chat)} for chat in chats]
         path = tiny(rows, model={"chat_template": str(tmp_path / "other.jinja")}, data=data)
         try:
-            inspection.inspect(path, [], [], rows=1, page=tmp_path / "page.html")
+            inspection.inspect(path, [], [], rows=9, page=tmp_path / "page.html")
             complaint = ""
         except DataError as error:
             complaint = str(error)
@@ -217,8 +220,9 @@ def audited(tiny, tmp_path, capsys):
 
 
 def test_sound_data_is_not_complained_of(audited):
-    shown, complaint = audited(CHATML.read_text())
-    assert "warning" not in shown and not complaint
+    shown, complaint = audited(CHATML.read_text(), [ASK])
+    assert shown.count("warning") == 1 and "warning    row 5: no trained token" in shown
+    assert not complaint
     assert "5 of 5 chats are stable" in shown and "duplicates none" in shown
 
 
@@ -229,12 +233,18 @@ def test_a_mask_that_covers_the_role_is_an_error(audited, tmp_path):
         "'<|im_start|>assistant', which the model never has to write; let the {% generation %} "
         "block of the chat template begin behind it"
     )
-    assert "[[⏎" in bare_marks(shown)
-    assert audited(BOTH, train_on="all")[1] == "", "all is asked for"
+    assert re.search(r"\[\[⏎·?\n<\|im_start\|>·a", shown) or "[[<|im_start|>" in shown
+    # Where a turn is not trained, everything from the next one on is, if all is asked for.
+    close = CHATML.read_text().replace("{{ '\\n' }}", "")
+    shown, complaint = audited(close, [ASK, {**TELL, "weight": 0}, TELL], train_on="all")
+    assert not complaint and "]] owls·<|im_end|>· [[<|im_start|>·assistant" in shown
 
 
-def bare_marks(text):
-    return text.replace("·", "")
+def test_a_role_inside_an_answer_is_the_model_s_own(audited):
+    said = "owls<|im_end|>\n<|im_start|>assistant\nand elks"
+    assert audited(CHATML.read_text(), [ASK, {**TELL, "content": said}])[1] == ""
+    other = CHATML.read_text().replace("{% generation %}", "{% generation %}<|im_start|>")
+    assert audited(other)[1] == "", "it begins like the role, and is none"
 
 
 def test_an_end_that_is_never_trained_is_an_error(audited):
@@ -242,7 +252,8 @@ def test_an_end_that_is_never_trained_is_an_error(audited):
     assert "5 rows (0, 1, 2, 3, 4): '<|im_end|>' ends the example and is never trained" in complaint
     # One trained end is enough, and what a cut takes away says nothing.
     assert audited(CHATML.read_text(), [ASK, TELL, ASK])[1] == ""
-    assert audited(CHATML.read_text(), max_length=14)[1] == ""
+    shown, complaint = audited(CHATML.read_text(), max_length=11)
+    assert "truncated  5 (rows" in shown and "no token says" not in shown and not complaint
 
 
 def test_an_example_without_an_end_is_a_warning(audited):
@@ -313,7 +324,7 @@ class Page(HTMLParser):
 
     def handle_data(self, text):
         self.words.append(text)
-        tag, attributes = self.tags[-1]
+        tag, attributes = self.tags[-1] if self.tags else ("", {})
         if self.opened and self.opened[-1] in "bi" and "data-i" in attributes:
             self.tokens.append((text, attributes["data-i"], tag == "b"))
 
@@ -351,7 +362,7 @@ def test_the_page_shows_the_rows_and_runs_nothing(tiny, tmp_path, inspect):
 def test_the_page_tells_what_the_terminal_tells(tiny, tmp_path, inspect):
     html = tmp_path / "page.html"
     shown = inspect(tiny([*chats(30), {"messages": []}]), "data.max_length=40", page=html)
-    said = " ".join("".join(Page(html.read_text()).words).split())
+    said = " ".join(" ".join(Page(html.read_text()).words).split())
     for label in ("trained", "mask", "duplicates", "template", "bad rows", "truncated"):
         line = next(one for one in shown.splitlines() if one.startswith(f"{label:<11}"))
         assert line.removeprefix(f"{label:<11}") in said
@@ -366,7 +377,11 @@ def test_a_page_of_many_tokens_is_cut(tiny, tmp_path, inspect, monkeypatch):
     monkeypatch.setattr(inspection_page, "MOST", 50)
     inspect(tiny(), rows=24, page=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    assert text.count("data-i=") == 50 and text.count("more tokens") + text.count("token more") >= 1
+    assert text.count("data-i=") == 50
+    left = sum(int(count) for count in re.findall(r"and (\d+) more", text))
+    shown = sum(int(count) for count in re.findall(r"(\d+) tokens, \d+ trained", text))
+    # A piece of several tokens counts as one.
+    assert 0 < left <= shown - 50
 
 
 def test_a_page_needs_a_folder_and_rows(tiny, tmp_path):

@@ -234,8 +234,21 @@ def test_template_variables(with_template):
     )
     own = {**row, "chat_template_kwargs": {"name": "M"}}
     assert trained(with_template(template), own, template_kwargs={"name": "N"})[0].startswith("M")
-    with pytest.raises(DataError, match="reads no 'nmae'; it reads eos_token, messages, name"):
+    template += "{{ raise_exception('?') if not name }}"
+    with pytest.raises(DataError, match=r"reads no 'nmae'; it reads eos_token, messages, name$"):
         rendered(with_template(template), row, template_kwargs={"nmae": "N"})
+
+
+def test_names_in_messages_that_python_has_too(with_template):
+    # Jinja takes the method, not the message's own field; and so do we, for the same text.
+    row = {"messages": [ASK, {**TELL, "items": "x", "words": "y", "get": None}]}
+    reads = (
+        "{% for m in messages %}{{ m.items() | list }}{{ m.words }}{{ m.get('items') }}{% endfor %}"
+    )
+    tokenizer = with_template(reads)
+    assert rendered(tokenizer, row, train_on="all").texts == [
+        theirs(tokenizer, row, tokenize=False)
+    ]
 
 
 def test_a_template_among_several_is_the_default(with_template):

@@ -41,8 +41,8 @@ class Audit:
     sample: Sample
     lengths: Ints
     """Tokens of every example, before any is cut or left out for its length."""
-    facts: dict[str, str] = field(default_factory=dict)
-    """Label -> words."""
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    """Labels and words; a label may come again."""
     errors: list[str] = field(default_factory=list)
     """What would make training wrong."""
     warnings: list[str] = field(default_factory=list)
@@ -125,20 +125,20 @@ def _measure(found: Audit) -> None:
     """Say how long examples are, how much of them is trained, and which are there twice."""
     shard, tokens, facts = found.sample.shard, found.sample.tokens, found.facts
     points = ", ".join(f"{length:,} ({name})" for name, length in quantiles(found.lengths).items())
-    facts["lengths"] = f"{points}; max_length {found.max_length:,}"
+    facts.append(("lengths", f"{points}; max_length {found.max_length:,}"))
     shares = tokens.trained / tokens.lengths
-    facts["trained"] = (
+    trained = (
         f"{shard.trained:,} of {shard.tokens:,} tokens ({shard.trained / shard.tokens:.0%}); of "
         f"one example {shares.min():.0%} to {shares.max():.0%}, median {np.median(shares):.0%}"
     )
-    facts["mask"] = shard.mask
+    facts += [("trained", trained), ("mask", shard.mask)]
     first: dict[bytes, int] = {}
     again = {}
     for row, ids, _ in _examples(tokens):
         earlier = first.setdefault(xxhash.xxh3_128_digest(ids.tobytes()), row)
         if earlier != row:
             again[row] = earlier
-    facts["duplicates"] = listed([*again]) if again else "none"
+    facts.append(("duplicates", listed([*again]) if again else "none"))
     if again:
         row, earlier = next(iter(again.items()))
         found.warnings.append(
@@ -233,10 +233,11 @@ def _judge_chats(found: Audit, work: Work, opened: Opened) -> None:
     for what, numbers in sorted(lost.items()):
         found.warnings.append(f"{_named(numbers)}: the chat template leaves out {what}")
     if chats:
-        found.facts["template"] = (
+        stable = (
             f"{chats - len(unstable):,} of {chats:,} chats are stable: each answer stands behind "
             "what the template gives a model to write it"
         )
+        found.facts.append(("template", stable))
     if unstable:
         found.warnings.append(
             f"{_named(unstable)}: an answer does not stand behind what the chat template gives a "
@@ -264,11 +265,11 @@ def _named(rows: list[int]) -> str:
 
 def _judge_rows(found: Audit, work: Work) -> None:
     """Say which rows are left out or cut, and why."""
-    shard, facts, data = found.sample.shard, found.facts, work.data
+    shard, data = found.sample.shard, work.data
     bad = [f"{listed(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
-    facts["bad rows"] = "; ".join(bad) or "none"
+    found.facts += [("bad rows", one) for one in bad or ["none"]]
     for label, rows in (("too long", shard.too_long), ("truncated", shard.truncated)):
-        facts[label] = listed(rows) if rows else "none"
+        found.facts.append((label, listed(rows) if rows else "none"))
     if not shard.examples:
         why = bad or [f"all are longer than data.max_length = {data.max_length:,}"]
         looked = len(found.sample.rows)

@@ -198,16 +198,19 @@ def _clear(home: Path, dry_run: bool) -> Iterator[tuple[str, int]]:
     watch: Watch = {}
     for name in _abandoned(home, watch):
         folder = home / name
-        doomed = [*parts_of(folder), *([] if is_published(folder) else [folder])]
+        doomed = parts_of(folder)
+        if folder.exists() and not is_published(folder):
+            doomed.append(folder)
         size = sum(map(_size, doomed))
         if not dry_run:
             # As its next builder would: who comes now waits for us.
             with claim(folder, watch) as mine:
-                if mine is None or is_published(folder) != (folder not in doomed):
+                if mine is None or (folder in doomed and is_published(folder)):
                     continue
                 for path in doomed:
                     discard(path)
-        yield name, size
+        if doomed:
+            yield name, size
     if not dry_run:
         sweep(home)
 

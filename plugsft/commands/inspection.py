@@ -107,7 +107,7 @@ def _tell(found: Audit) -> None:
     if len(found.lengths):
         for line in _bars(histogram(found.lengths)):
             say(line)
-    for label, words in found.facts.items():
+    for label, words in found.facts:
         say(f"{label:<11}{words}")
     for warning in found.warnings:
         out.print(Text.assemble(("warning    ", "yellow"), warning))

@@ -50,7 +50,7 @@ def _source(found: Audit) -> str:
     tables = _histogram(found) + _quantiles(found) if len(found.lengths) else ""
     facts = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(words)}</dd></div>\n"
-        for label, words in found.facts.items()
+        for label, words in found.facts
         if label != "lengths"
     )
     return f"""<h2>{escape(found.name)}</h2>
@@ -93,7 +93,7 @@ def _rows(views: Sequence[View]) -> str:
         left -= len(pieces)
         text = f'<p class="tokens">{"".join(map(_token, pieces))}</p>' if pieces else ""
         if more := len(view.pieces) - len(pieces):
-            text += f'<p class="small">and {_count(more, "token")} more</p>'
+            text += f'<p class="small">and {more:,} more</p>'
         kind = "row" if view.pieces else "row lost"
         drawn += f"""<section class="{kind}"><h3>{escape(view.source)}, row {view.row:,}
 <span>{escape(view.said)}</span></h3>{text}</section>\n"""

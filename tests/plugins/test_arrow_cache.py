@@ -21,7 +21,7 @@ from conftest import (
 )
 from making import activate, install
 
-from plugsft import RecipeError, answers, prepare, testing
+from plugsft import RecipeError, answers, prepare, sources, testing
 from plugsft.answers import DataAnswers
 from plugsft.machine import look
 from plugsft.publish import damage, is_published, publish
@@ -114,6 +114,12 @@ def test_a_second_run_finds_what_the_first_has_built(run, home, tmp_path, capsys
     assert first.folder == second.folder == entry and content(first) == content(second)
     assert not (tmp_path / "one/tokens").exists() and not (tmp_path / "two/tokens").exists()
     assert damage(entry) is None and left_over(home) == []
+
+
+def test_a_hit_does_not_read_the_rows_again(run, monkeypatch):
+    first, _ = run()
+    monkeypatch.setattr(sources, "find_lines", None)
+    assert content(run()[0]) == content(first)
 
 
 def test_evaluation_data_is_kept_beside_it(run, home, tmp_path):
@@ -276,7 +282,7 @@ def test_in_memory_reads_at_once(run):
     assert mapped(shard)
     del one
     two, _ = run(in_memory=True)
-    assert not mapped(shard) and content(two) == expected
+    assert content(two) == expected and not mapped(shard)
 
 
 def test_a_windows_disk_is_read_at_once_and_that_is_said(run, monkeypatch, capsys):

@@ -185,7 +185,7 @@ def touched(text, mine, span):
 
 
 @pytest.mark.parametrize(("name", "by"), FITTING)
-@settings(max_examples=200 if FULL else 25, deadline=None)
+@settings(max_examples=200 if FULL else 12, deadline=None)
 @given(st.lists(text, max_size=5), st.booleans())
 def test_ids_and_ends_are_those_of_the_model_s_tokenizer(name, by, texts, special):
     mine = kind(name)
@@ -198,8 +198,8 @@ def test_ids_and_ends_are_those_of_the_model_s_tokenizer(name, by, texts, specia
     assert sum(encoded.engines.values()) == len(texts)
 
 
-@pytest.mark.parametrize(("name", "by"), FITTING)
-@settings(max_examples=500 if FULL else 50, deadline=None)
+@pytest.mark.parametrize(("name", "by"), dict(FITTING[::-1]).items())
+@settings(max_examples=500 if FULL else 20, deadline=None)
 @given(text, st.data())
 def test_masks_by_bytes_are_those_by_offsets(name, by, text, data):
     mine = kind(name)
@@ -456,8 +456,8 @@ def test_a_sample_is_from_all_over_and_small():
 THREADS = """
 import os, psutil, sys, tokenizers
 os.sched_setaffinity(0, range(os.cpu_count()))
+from plugsft import Tokenizer, look
 from plugsft.plugins.fast_tokenizer import load
-from plugsft.tokenizer import Tokenizer
 engine = load(sys.argv[2], Tokenizer(tokenizers.Tokenizer.from_file(sys.argv[1])))
 def others():
     spent = {one.id: one.user_time for one in psutil.Process().threads()}
@@ -465,7 +465,7 @@ def others():
 before = others()
 for number in range(12):
     engine([f"{one} brown owls read {one * number}. " * 20 for one in range(10_000)])
-print(others() - before)
+print(others() - before, look().cores)
 """
 
 
@@ -477,11 +477,12 @@ def test_an_engine_takes_one_thread_where_it_is_told_to(by, tmp_path):
     def seconds_of_others(**env):
         done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        return float(done.stdout)
+        return tuple(map(float, done.stdout.split()))
 
-    assert seconds_of_others(RAYON_NUM_THREADS="1") < 0.02
-    if (os.cpu_count() or 1) > 1:
-        assert seconds_of_others() > 0.02
+    seconds, _ = seconds_of_others(RAYON_NUM_THREADS="1")
+    assert seconds < 0.02
+    seconds, cores = seconds_of_others()
+    assert seconds > 0.02 or cores == 1
 
 
 def test_workers_encode_and_the_run_hears_how_much(tmp_path, monkeypatch):
