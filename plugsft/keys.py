@@ -10,8 +10,8 @@ from .digests import digest, file_digest
 from .recipe import flatten
 from .registry import Active, options_of
 from .sources import Source
-from .tokens import FORMAT
 from .templates import training_template
+from .tokens import FORMAT
 from .work import Work
 
 MAKERS = ("render", "encode")
