@@ -32,9 +32,9 @@ THREADS = "RAYON_NUM_THREADS"
 """What says, in the processes of multiprocess_tokenize too, how many threads an engine takes."""
 WHY = "(it changes them, or they hold characters that engines disagree on)"
 CURE = 'Set plugins.fast_tokenizer.engine = "transformers"'
-SAMPLE = 256
+SAMPLE = 96
 """On so many texts of the run an engine is proved, and on so many of the tokenizer's own tokens."""
-LETTERS = 1_000_000
+LETTERS = 250_000
 """Of long texts no more than that: the usual tokenizer takes a quarter of a second for it."""
 FRAME = "a{0}b {0}{0}1{0}'s  {0}\n{0}."
 """Shows what an engine takes a character, or an added token, for."""

@@ -5,7 +5,7 @@ is one bad row with a number, not the end of the whole file.
 """
 
 import json
-import mmap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from pydantic_core import from_json
 
 from .types import Ints, Row
 
-PIECE = 1 << 26
+PIECE = 1 << 20
 NEAR = 1 << 12
 """Bytes between two lines that are still read together."""
-NEWLINE, SPACE = ord("\n"), ord(" ")
+SPACE = ord(" ")
 
 
 class JsonLines:
@@ -85,18 +85,28 @@ def _parse(line: bytes) -> Row | None:
 
 def find_lines(path: Path) -> JsonLines:
     """Find the lines of a file; blank ones are no rows."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        text = np.frombuffer(mapped, np.uint8)
-        # In pieces: the comparison makes a byte of truth for each byte of text.
-        ends = [
-            np.flatnonzero(text[at : at + PIECE] == NEWLINE) + at
-            for at in range(0, len(text), PIECE)
-        ]
-        stops = np.concatenate([*ends, [len(text)]])
-        starts = np.concatenate([[0], stops[:-1] + 1])
-        starts, stops = starts[stops > starts], stops[stops > starts]
-        # Looking is only worth it where a line starts with a space.
-        odd = np.flatnonzero(text[starts] <= SPACE)
-        blank = [n for n in odd.tolist() if not mapped[starts[n] : stops[n]].strip()]
-        del text
-    return JsonLines(path, np.delete(starts, blank), np.delete(stops, blank))
+    stops, firsts, at, fresh = [], [], 0, True
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            ends = np.fromiter(_newlines(piece), np.int64)
+            begins = np.append([0] if fresh else [], ends + 1).astype(np.int64)
+            fresh = piece.endswith(b"\n")
+            firsts.append(np.frombuffer(piece, np.uint8)[begins[:-1] if fresh else begins])
+            stops.append(ends + at)
+            at += len(piece)
+        ended = np.concatenate([*stops, [at]])
+        starts = np.append(0, ended[:-1] + 1)
+        blank = ended <= starts
+        # Looking at a whole line is only worth it where it starts with a space.
+        for number in np.flatnonzero(np.concatenate(firsts) <= SPACE):
+            file.seek(starts[number])
+            blank[number] |= not file.read(ended[number] - starts[number]).strip()
+    return JsonLines(path, starts[~blank], ended[~blank])
+
+
+def _newlines(text: bytes) -> Iterator[int]:
+    """Yield where lines end: searching jumps over long lines, where numpy looks at every byte."""
+    found = text.find(b"\n")
+    while found >= 0:
+        yield found
+        found = text.find(b"\n", found + 1)

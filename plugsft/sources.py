@@ -20,7 +20,7 @@ from .types import Ints, Row, Rows, Slice
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
-SLICE = 8_000_000
+SLICE = 4_000_000
 """Bytes of a slice: small enough to deal out evenly and to hold in memory, whatever the source."""
 MOST = 10_000
 """Rows of a slice, at most."""

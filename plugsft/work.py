@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +182,16 @@ def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> NDAr
     """Mark the tokens that spans of characters touch; the first of a text has no predecessor."""
     starts, stops, owners, at = [], [], [], 0
     for number, (text, row) in enumerate(zip(texts, spans, strict=True)):
-        places = _bytes_before(text, row)
-        for a, b in row:
-            if b > a:
-                starts.append(at + places[a])
-                stops.append(at + places[b])
+        done = 0
+        for a, b in row if len(row) == 1 else sorted(row):
+            if b > max(a, done):
+                at += len(text[done:a].encode())
+                starts.append(at)
+                at += len(text[max(a, done) : b].encode())
+                stops.append(at)
                 owners.append(number)
-        at += places[len(text)]
+                done = b
+        at += len(text[done:].encode())
     ends, limits = encoded.ends, np.cumsum(encoded.counts)
     first = np.searchsorted(ends, np.array(starts, np.int64), "right")
     # Several tokens may share the last character, as bytes of it; and an end-of-text token that
@@ -205,15 +207,6 @@ def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> NDAr
     mask: NDArray[np.bool_] = np.cumsum(change)[:-1] > 0
     mask[(limits - encoded.counts)[encoded.counts > 0]] = False
     return mask
-
-
-def _bytes_before(text: str, spans: list[Span]) -> Mapping[int, int]:
-    """Return how many bytes of UTF-8 stand before the characters where spans begin and end."""
-    bounds = sorted({0, len(text), *chain.from_iterable(spans)})
-    if text.isascii():
-        return dict(zip(bounds, bounds, strict=True))
-    sizes = (len(text[a:b].encode()) for a, b in pairwise(bounds))
-    return dict(zip(bounds, accumulate(sizes, initial=0), strict=True))
 
 
 def _starts_with(kept: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
