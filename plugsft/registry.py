@@ -62,7 +62,8 @@ def find() -> dict[str, Found]:
             raise PluginError(
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
-        summary = dist.metadata["Summary"] or ""
+        # Not by []: where a package has imported importlib_metadata, what is missing raises.
+        summary = dist.metadata.get("Summary") or ""
         found[point.name] = Found(point.name, origin, point.value, summary)
     return found
 
