@@ -61,9 +61,11 @@ def measure(folder: Path, some: Path, size: int, engine: str) -> dict:
         [model]
         tokenizer = "{tokenizer(folder, some)}"
         [model.scratch]
+        context = 4096
         [data]
         source = "{source}"
-        max_length = 512
+        max_length = 4096
+        on_bad_row = "drop"
         [train]
         batch_size = 8
         learning_rate = 1e-5
@@ -102,10 +104,12 @@ def tokenizer(folder: Path, some: Path) -> Path:
             f"""
             output = "{folder / "made"}"
             [model.scratch]
+            context = 4096
             vocab = 32000
             [data]
             source = "{short}"
-            max_length = 512
+            max_length = 4096
+        on_bad_row = "drop"
             [train]
             batch_size = 8
             learning_rate = 1e-5
