@@ -63,7 +63,8 @@ def find() -> dict[str, Found]:
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
         # Not by []: where a package has imported importlib_metadata, what is missing raises.
-        summary = dist.metadata.get("Summary") or ""
+        metadata: Any = dist.metadata
+        summary = metadata.get("Summary") or ""
         found[point.name] = Found(point.name, origin, point.value, summary)
     return found
 
