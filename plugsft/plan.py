@@ -103,7 +103,8 @@ def shuffled(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Int
     for count, weight in sources:
         whole, rest = divmod(weight, 1.0)
         parts += [np.arange(first, first + count)] * int(whole)
-        parts.append(first + random.permutation(count)[: round(rest * count)])
+        if rest:
+            parts.append(first + random.permutation(count)[: round(rest * count)])
         first += count
     order: Ints = np.concatenate(parts)
     random.shuffle(order)

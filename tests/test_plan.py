@@ -95,7 +95,7 @@ def test_windows_are_a_pure_function_of_seed_and_step():
 
 
 def test_the_order_is_pinned_for_every_platform_and_version():
-    assert shuffled([(10, 1.0)], seed=3, epoch=0).tolist() == [3, 4, 9, 1, 0, 8, 5, 7, 2, 6]
+    assert shuffled([(10, 1.0)], seed=3, epoch=0).tolist() == [6, 8, 4, 1, 3, 5, 9, 7, 0, 2]
 
 
 def test_the_number_of_steps():
