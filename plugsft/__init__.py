@@ -36,9 +36,10 @@ from .types import (
 
 if TYPE_CHECKING:
     from .answers import open_tokens, tokenizing
+    from .claims import once
     from .console import say
     from .digests import cache_folder, digest
-    from .publish import damage, once
+    from .publish import damage
     from .tokenizer import Tokenizer, encode
     from .tokens import Tokens
 
@@ -51,7 +52,7 @@ LATE = {
     "damage": "publish",
     "digest": "digests",
     "encode": "tokenizer",
-    "once": "publish",
+    "once": "claims",
     "open_tokens": "answers",
     "say": "console",
     "tokenizing": "answers",

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .claims import once
 from .console import progress, say
 from .digests import digest
 from .hooks import hookimpl
 from .machine import look, slow_to_map
 from .plan import Windows
-from .publish import once
 from .recipe import Data, Train
-from .templates import render as render_rows
+from .rows import render as render_rows
 from .tokenizer import Tokenizer
 from .tokenizer import encode as encode_texts
 from .tokens import Tokens

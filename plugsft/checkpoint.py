@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from .console import say
 from .errors import CheckpointError
 from .publish import damage, discard, is_published, publish, sweep
-from .recipe import Recipe, anchored, flatten
+from .reading import anchored, flatten
+from .recipe import Recipe
 
 # Full tensors under their own names: what is saved does not depend on the number of ranks.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

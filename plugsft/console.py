@@ -32,6 +32,15 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and not out.quiet
 
 
+def size_of(count: float) -> str:
+    """Write bytes as a person reads them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
     """Give `advance(by, note)`: a bar on a terminal, a line now and then otherwise."""

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import formats, jinja, templates, tokenizer
+from . import formats, jinja, jsonl, rows, sources, templates, tokenizer
 from . import work as work_module
 from .digests import digest, file_digest
-from .recipe import flatten
+from .reading import flatten
 from .registry import Active, options_of
 from .sources import Source
 from .templates import training_template
@@ -16,14 +16,14 @@ from .work import Work
 
 MAKERS = ("render", "encode")
 """The hooks that say what the tokens are."""
-CORE = (formats, jinja, templates, tokenizer, work_module)
+CORE = (jsonl, rows, sources, formats, rows, jinja, templates, tokenizer, work_module)
 """What makes tokens of rows, where no plugin does: other code may make others."""
 WORDS = {
     "format": "another version of the format",
     "data": "other data, or another split of it",
     "tokenizer": "another tokenizer",
     "template": "another chat template, or another variant of it in trl",
-    "core": "another version of plugsft's own rendering and masking",
+    "core": "another version of plugsft's own reading, rendering and masking",
 }
 
 

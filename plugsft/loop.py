@@ -14,6 +14,7 @@ from transformers import set_seed
 from .answers import DataAnswers
 from .answers_model import ModelAnswers
 from .checkpoint import Checkpoints, save_model
+from .claims import once
 from .console import say
 from .context import check_context
 from .digests import digest
@@ -25,7 +26,6 @@ from .models import load_of, make_model
 from .plan import Plan
 from .prepare import Prepared, prepare
 from .pretrained import pad_id
-from .publish import once
 from .ranks import connect, exchange, name_of, quiet, seed_step
 from .recipe import Recipe
 from .record import Record, data_facts, memory_gib

@@ -8,12 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from .answers import open_tokens
+from .claims import once
 from .console import say
 from .digests import digest
 from .errors import DataError, PlugsftError, RecipeError
 from .keys import differences, key_of, makers, with_sources
 from .pretrained import Render, load_tokenizer, train_tokenizer
-from .publish import once
 from .recipe import Recipe, Source
 from .registry import Active
 from .sources import Source as Opened
@@ -21,7 +22,7 @@ from .sources import open_source, slices_of
 from .tokenizer import OWN, Tokenizer, lighten
 from .tokens import Tokens, write_index
 from .types import Rendered, Row, Shard
-from .work import Work, complain, render
+from .work import Work, complain, joined, render
 
 
 @dataclass
@@ -115,7 +116,7 @@ def named(recipe: Recipe, job: Job, active: Active) -> Tokens:
     """Open the tokens that a recipe names, if they are what it would prepare."""
     folder = Path(str(recipe.data.tokens))
     try:
-        tokens = Tokens(folder)
+        tokens = open_tokens(folder)
         there = dict(tokens.facts["key_parts"])
     except (PlugsftError, OSError, ValueError, KeyError) as error:
         raise RecipeError(
@@ -152,7 +153,7 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
         if not facts["trained_tokens"]:
             raise DataError(
                 f"{', '.join(source.source for source in work.sources)}: not one token to train "
-                f"on. {complain(_all_bad(shards), 'the data')}"
+                f"on. {complain(joined(shards).bad, 'the data')}"
             )
         write_index(folder, shards, facts)
         for shard in shards:
@@ -186,35 +187,23 @@ def describe(facts: dict[str, Any], took: str) -> str:
     )
 
 
-def _all_bad(shards: list[Shard]) -> dict[str, list[int]]:
-    bad: dict[str, list[int]] = {}
-    for shard in shards:
-        for reason, rows in shard.bad.items():
-            bad.setdefault(reason, []).extend(rows)
-    return bad
-
-
 def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, Any]:
-    bad = _all_bad(shards)
-    if too_long := [row for shard in shards for row in shard.too_long]:
-        bad[f"longer than {work.data.max_length} tokens"] = too_long
-    truncated = [row for shard in shards for row in shard.truncated]
-    engines = {name for shard in shards for name in shard.engines} or {OWN}
+    whole = joined(shards)
+    too_long = {f"longer than {work.data.max_length} tokens": whole.too_long}
+    bad = whole.bad | (too_long if whole.too_long else {})
     return {
         "key": digest(key),
         "key_parts": key,
-        "rows": sum(shard.rows for shard in shards),
-        "examples": sum(shard.examples for shard in shards),
-        "tokens": sum(shard.tokens for shard in shards),
-        "trained_tokens": sum(shard.trained for shard in shards),
+        "rows": whole.rows,
+        "examples": whole.examples,
+        "tokens": whole.tokens,
+        "trained_tokens": whole.trained,
         "bad_rows": {
             reason: {"count": len(rows), "rows": rows[:10]} for reason, rows in bad.items()
         },
-        "truncated": {"count": len(truncated), "rows": truncated[:10]},
-        "mask": max((shard.mask for shard in shards), key=len, default=""),
-        "engines": {
-            name: sum(shard.engines.get(name, 0) for shard in shards) for name in sorted(engines)
-        },
+        "truncated": {"count": len(whole.truncated), "rows": whole.truncated[:10]},
+        "mask": whole.mask,
+        "engines": dict(sorted(whole.engines.items())),
         "sources": [
             {
                 "name": source.source,

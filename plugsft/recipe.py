@@ -1,26 +1,17 @@
 """The recipe: TOML in, typed objects out, and every mistake of a file in one go."""
 
 import os
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
-import tomli_w
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     JsonValue,
-    ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
-
-from .errors import RecipeError, did_you_mean
 
 Schedule = Literal[
     "constant",
@@ -46,7 +37,7 @@ def _usable(place: str) -> str:
         pass  # a name on the hub, or a folder that is still to be made
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"given {_short(place)}; it cannot be a path: {reason}") from error
+        raise ValueError(f"given {short(place)}; it cannot be a path: {reason}") from error
     return expanded
 
 
@@ -274,160 +265,8 @@ class Recipe(Table):
         return Path(self.output)
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a recipe file, and set `key.path=value` overrides in it."""
-    try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf8"))
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:  # TOML's, UTF-8's, and int's limit of digits
-        raise RecipeError(f"{path}: is not TOML: {error}") from error
-    for override in overrides:
-        key, sign, text = override.partition("=")
-        if not sign or not key.strip():
-            raise RecipeError(f"'{override}': an override is written key.path=value")
-        _put(raw, key.strip().split("."), _value(text), override)
-    return raw
-
-
-def validate(raw: Mapping[str, Any], path: str | Path) -> tuple[Recipe | None, list[str]]:
-    """Check the core's tables; return the recipe, or what is wrong with it."""
-    try:
-        return Recipe.model_validate(raw), []
-    except ValidationError as error:
-        return None, explain(error.errors(include_url=False), Recipe, str(path), ())
-
-
-def explain(
-    errors: Sequence[ErrorDetails], table: type[Any], path: str, prefix: tuple[str, ...]
-) -> list[str]:
-    """Turn pydantic's errors into lines: file, key path, what was given, what is allowed."""
-    lines: dict[str, str] = {}
-    for error in errors:
-        place = _keys(error["loc"], table)
-        key = ".".join((*prefix, *map(_key, place)))
-        given, context, kind = error["input"], error.get("ctx", {}), error["type"]
-        if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-            allowed = [name for name, _ in fields(_table_at(table, place[:-1]))]
-            hint = did_you_mean(str(place[-1]), allowed) or _elsewhere(str(place[-1]), table)
-            known = f"allowed: {', '.join(allowed)}" if allowed else "it has no options"
-            what = f"unknown key (given {_short(given)}){hint} {known}"
-        elif kind.startswith("missing"):
-            what = "missing; it must be set"
-        elif kind == "literal_error":
-            expected = context["expected"]
-            hint = did_you_mean(str(given), re.findall("'(.*?)'", expected)) or ";"
-            what = f"given {_short(given)}{hint} allowed: {expected}"
-        elif kind == "value_error":
-            what = str(context["error"])
-        elif kind in ("model_type", "dict_type", "dataclass_type"):
-            what = f"given {_short(given)}; it should be a table"
-        else:
-            what = f"given {_short(given)}; {error['msg'].replace('Input should', 'it should')}"
-        if key in lines:  # the next branch of a union
-            lines[key] += f", or {what.partition('; ')[2]}"
-        else:
-            lines[key] = what
-    return [f"{path}: {key or 'the recipe'}: {what}" for key, what in lines.items()]
-
-
-def _keys(loc: Sequence[int | str], table: type[Any] | None) -> Sequence[int | str]:
-    """Cut off what pydantic adds to a place that is no key: the branch of a union."""
-    for depth, part in enumerate(loc):
-        kind = dict(fields(table)).get(str(part))
-        branches = [branch for branch in get_args(kind) if branch is not NoneType]
-        if get_origin(kind) in (Union, UnionType) and len(branches) > 1:
-            return loc[: depth + 1]
-        table = _table_at(table, [part])
-    return loc
-
-
-def _key(part: int | str) -> str:
-    text = str(part)
-    return text if re.fullmatch(r"[\w-]+", text) else repr(text)
-
-
-def fields(table: type[Any] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a table and their types: a model's, or a plugin's options."""
-    for name, info in getattr(table, "__pydantic_fields__", {}).items():
-        if info.init is not False:
-            yield name, info.annotation
-
-
-def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {"train.seed": 0, ...}."""
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def resolved(recipe: Recipe) -> str:
-    """Return the recipe as TOML with everything in it; it runs again, from any folder."""
-    return tomli_w.dumps(anchored(recipe))
-
-
-def anchored(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's tables with absolute paths."""
-    tables = recipe.model_dump(exclude_none=True)
-    tables["output"] = str(recipe.folder.absolute())
-    model, data = tables["model"], tables["data"]
-    for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
-        for name in {"path", "tokenizer", "chat_template", "source", "tokens"} & table.keys():
-            # The variant of a chat template is no place, whatever lies here under its name.
-            if Path(table[name]).exists() and (name, table[name]) != ("chat_template", TRL):
-                table[name] = str(Path(table[name]).absolute())
-    if "sources" in data:
-        del data["split"]
-    return tables
-
-
-def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
-    for depth, key in enumerate(keys):
-        index: Any = key
-        if isinstance(raw, list) and key.isdigit() and int(key) < len(raw):
-            index = int(key)
-        elif isinstance(raw, dict):
-            raw.setdefault(key, {})
-        else:
-            where = ".".join(keys[:depth])
-            raise RecipeError(f"'{override}': {where} is no table, so it has no '{key}'")
-        table, raw = raw, raw[index]
-    table[index] = value
-
-
-def _value(text: str) -> Any:
-    """Read a value as TOML; what is not TOML is a bare string, so that paths need no quotes."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
-
-
-def _table_at(table: type[Any] | None, place: Sequence[int | str]) -> type[Any] | None:
-    for part in place:
-        if isinstance(part, int):
-            continue
-        kind = dict(fields(table)).get(str(part))
-        inner = [kind, *get_args(kind), *(a for b in get_args(kind) for a in get_args(b))]
-        tables = (t for t in inner if isinstance(t, type) and issubclass(t, BaseModel))
-        table = next(tables, None)
-    return table
-
-
-def _elsewhere(key: str, table: type[Any]) -> str:
-    """Find a key that stands in another table than the one it belongs to."""
-    for name, _ in fields(table):
-        if key in dict(fields(_table_at(table, [name]))):
-            return f"; did you mean '{name}.{key}'?"
-    return ";"
-
-
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Write a value as it was given, or its beginning."""
     try:
         text = repr(value)
     except ValueError:

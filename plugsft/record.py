@@ -17,7 +17,8 @@ from .console import say
 from .hooks import hookimpl
 from .machine import Machine
 from .publish import discard, write_text, writing
-from .recipe import Recipe, resolved
+from .reading import resolved
+from .recipe import Recipe
 from .registry import Active, options_of
 from .report import read_metrics
 from .stop import Stopped

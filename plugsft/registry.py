@@ -1,16 +1,11 @@
 """Plugins: find, import, configure, check, order, and hand out as one typed caller."""
 
-import ast
-import importlib
-import importlib.util
 import inspect
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from importlib.metadata import entry_points
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, cast
@@ -18,85 +13,15 @@ from typing import Any, cast
 import pluggy
 from pydantic import TypeAdapter, ValidationError
 
-from . import recipe as recipes
+from . import reading
 from .console import complain
 from .contracts import SPECS, inspect_hooks, is_stage, mark_of, must_answer, must_return
 from .digests import file_digest
 from .errors import PluginError, RecipeError, did_you_mean
+from .finding import CORE, Found, find, is_core, load_class
 from .hooks import PLUGIN, Contract, Hooks
 from .machine import Machine
 from .recipe import Recipe
-
-BUNDLED = "plugsft.plugins"
-GROUP = "plugsft"
-CORE = "core"
-"""The name under which the core's own answers are registered, before any plugin."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A plugin that is there, not imported yet."""
-
-    name: str
-    origin: str
-    target: str
-    """"module" or "module:Class"."""
-    summary: str
-
-
-def find() -> dict[str, Found]:
-    """Return every plugin of this installation by name, without importing one."""
-    found = {}
-    folder = Path(importlib.import_module(BUNDLED).__path__[0])
-    for path in sorted(folder.glob("[!_]*.py")):
-        summary = ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or ""
-        first = summary.partition("\n")[0]
-        found[path.stem] = Found(path.stem, "bundled", f"{BUNDLED}.{path.stem}", first)
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        other, dist = found.get(point.name), point.dist
-        assert dist is not None, "entry_points() gives those of distributions"
-        origin = f"{dist.name} {dist.version}"
-        if is_core(point.name):
-            raise PluginError(f"{origin}: a plugin cannot be named '{point.name}'. Uninstall it.")
-        if other is not None and other.target != point.value:
-            raise PluginError(
-                f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
-            )
-        # Not by []: where a package has imported importlib_metadata, what is missing raises.
-        metadata: Any = dist.metadata
-        summary = metadata.get("Summary") or ""
-        found[point.name] = Found(point.name, origin, point.value, summary)
-    return found
-
-
-def is_core(name: str) -> bool:
-    """Tell whether the core registers its own answers under a name."""
-    return name.rstrip("0123456789") == CORE
-
-
-def load_class(found: Found) -> type[Any]:
-    """Import a plugin; return its class."""
-    module_name, _, class_name = found.target.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        raise PluginError(
-            f"plugin '{found.name}' needs the package '{package}': pip install {package}"
-        ) from error
-    except ImportError as error:
-        raise PluginError(f"plugin '{found.name}' cannot be imported: {error}") from error
-    own = [
-        value
-        for name, value in vars(module).items()
-        if inspect.isclass(value) and PLUGIN in vars(value) and class_name in ("", name)
-    ]
-    if len(own) != 1:
-        raise PluginError(
-            f"plugin '{found.name}': {found.target} holds {len(own)} classes marked @plugin, "
-            "and needs exactly one"
-        )
-    return cast("type[Any]", own[0])
 
 
 class Active:
@@ -175,7 +100,7 @@ def load(
     without: Sequence[str] = (),
 ) -> tuple[Recipe, Active]:
     """Read a recipe with its plugins; raise every mistake in it at once."""
-    return resolve(recipes.read(path, overrides), without, path)
+    return resolve(reading.read(path, overrides), without, path)
 
 
 def resolve(
@@ -199,7 +124,7 @@ def resolve(
             problems += error.problems
     if isinstance(given, dict):
         given = {name: options_of(plugin) for name, plugin in made.items()}
-    recipe, wrong = recipes.validate({**raw, "plugins": given}, path)
+    recipe, wrong = reading.validate({**raw, "plugins": given}, path)
     problems = wrong + problems + [f"{path}: {line}" for line in _combine(made, tables)]
     if problems or recipe is None:
         raise RecipeError(problems)
@@ -240,7 +165,7 @@ def contract_of(plugin: Any) -> Contract:
 
 def options_of(plugin: Any) -> dict[str, Any]:
     """Return the values of a plugin's options; None is no TOML value, and means the default."""
-    names = {name for name, _ in recipes.fields(type(plugin))}
+    names = {name for name, _ in reading.fields(type(plugin))}
     # As plain values: an option may be a table of its own.
     values: dict[str, Any] = TypeAdapter(type(plugin)).dump_python(
         plugin, mode="json", include=names, exclude_none=True
@@ -285,7 +210,7 @@ def _configure(name: str, options: Any, found: Mapping[str, Found], path: str) -
         raise RecipeError(f"{where}: {error}") from error
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        raise RecipeError(recipes.explain(errors, cls, path, ("plugins", name))) from error
+        raise RecipeError(reading.explain(errors, cls, path, ("plugins", name))) from error
 
 
 def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str]:

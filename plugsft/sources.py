@@ -97,7 +97,7 @@ class Lines:
     @cached_property
     def identity(self) -> dict[str, str]:
         """The file's bytes."""
-        return {"file": remembered_digest(self._path), "split": self._split}
+        return _identity(self._path, self._split)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -125,7 +125,7 @@ class Array:
     @cached_property
     def identity(self) -> dict[str, str]:
         """The file's bytes."""
-        return {"file": remembered_digest(self._path), "split": self._split}
+        return _identity(self._path, self._split)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -141,6 +141,10 @@ class Array:
     def sizes(self) -> Ints:
         """Return the bytes of every row, on average."""
         return np.full(len(self), self._path.stat().st_size // max(1, len(self)))
+
+
+def _identity(path: Path, split: str) -> dict[str, str]:
+    return {"file": remembered_digest(path), "split": split}
 
 
 def _array_in(path: Path) -> list[Any] | None:
@@ -182,7 +186,7 @@ class Table:
         """The bytes of local files; for a hub name, what `datasets` made of it."""
         path, split = Path(self._source.source), self._source.split
         if path.is_file():
-            return {"file": remembered_digest(path), "split": split}
+            return _identity(path, split)
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.is_file()]
             known = {str(file.relative_to(path)): remembered_digest(file) for file in files}

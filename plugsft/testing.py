@@ -26,9 +26,10 @@ from typing import Any, TypeVar
 from . import loop
 from .answers import DataAnswers
 from .errors import did_you_mean
+from .finding import find
 from .machine import look
 from .prepare import job_of
-from .registry import check, find, resolve
+from .registry import check, resolve
 from .report import read_metrics
 from .types import Slice
 from .work import Work

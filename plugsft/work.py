@@ -1,7 +1,7 @@
 """What is done to a slice of a source: rendered, encoded, masked, written. Needs no torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -123,12 +123,33 @@ def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tok
 def complain(bad: dict[str, list[int]], where: str) -> str:
     """Say which rows are bad and why, the most frequent reason first."""
     count = sum(map(len, bad.values()))
-    reasons = "; ".join(
-        f"{reason}: {len(found)} ({'row' if len(found) == 1 else 'rows'} "
-        f"{', '.join(map(str, found[:5]))}{', ...' if len(found) > 5 else ''})"
-        for reason, found in sorted(bad.items(), key=lambda item: -len(item[1]))
-    )
+    found = sorted(bad.items(), key=lambda item: -len(item[1]))
+    reasons = "; ".join(f"{reason}: {listed(rows)}" for reason, rows in found)
     return f"{where}: {count:,} bad: {reasons}"
+
+
+def listed(rows: list[int]) -> str:
+    """Name some rows: "3 (rows 1, 5, 7)"."""
+    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+    return f"{len(rows):,} ({'row' if len(rows) == 1 else 'rows'} {shown})"
+
+
+def joined(shards: Sequence[Shard]) -> Shard:
+    """Return several shards' facts as one's."""
+    whole = Shard("")
+    for shard in shards:
+        whole.rows += shard.rows
+        whole.examples += shard.examples
+        whole.tokens += shard.tokens
+        whole.trained += shard.trained
+        whole.too_long += shard.too_long
+        whole.truncated += shard.truncated
+        for reason, rows in shard.bad.items():
+            whole.bad.setdefault(reason, []).extend(rows)
+        for name, count in shard.engines.items():
+            whole.engines[name] = whole.engines.get(name, 0) + count
+    whole.mask = "; ".join(sorted({shard.mask for shard in shards if shard.examples}))
+    return whole
 
 
 def _cut(
@@ -150,9 +171,10 @@ def _cut(
         _report(shard, numbers[rows], cut, trained, data)
     texts = np.repeat(good, pieces)
     keep = kept & np.repeat(texts, encoded.counts)
+    whole = bool(keep.all())  # nearly always, and then nothing need be copied
     return Examples(
-        ids=encoded.ids[keep],
-        mask=mask[keep],
+        ids=encoded.ids if whole else encoded.ids[keep],
+        mask=mask if whole else mask[keep],
         counts=counts[texts],
         pieces=pieces[good].astype(np.int64),
         rows=numbers[rows][good],

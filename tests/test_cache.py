@@ -15,38 +15,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from conftest import FORKS, ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
-from making import activate, install
+from making import LOUD, activate, install
 
 from plugsft import DataError, PlugsftError, digests, keys, prepare
 from plugsft.answers import DataAnswers
 from plugsft.answers_model import ModelAnswers
+from plugsft.claims import PATIENCE
 from plugsft.commands.cache import parse_size
 from plugsft.digests import digest, remembered_digest
 from plugsft.plan import Plan
-from plugsft.publish import HERE, PATIENCE, damage, is_whole, publish
+from plugsft.publish import HERE, damage, is_whole, publish
 from plugsft.recipe import Recipe
 from plugsft.registry import Active, load, resolve
 from plugsft.tokens import Examples, Tokens, write_index, write_shard
 from plugsft.types import Shard
-
-PLUGIN = """
-    @plugin()
-    class Loud:
-        mark: str = "!"
-
-        @hookimpl(wrapper=True)
-        def render(self):
-            rendered = yield
-            rendered.texts = [text + self.mark for text in rendered.texts]
-            return rendered
-"""
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """The cache's folder, empty."""
-    monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache/tokens"
 
 
 @pytest.fixture
@@ -96,7 +78,7 @@ def flip(path, at, bit=0):
 
 
 def test_each_change_of_what_the_tokens_depend_on_changes_the_key(recipe, tmp_path, monkeypatch):
-    site = install(tmp_path / "site", loud=PLUGIN)
+    site = install(tmp_path / "site", loud=LOUD)
     activate(site, monkeypatch)
     path = recipe()
     template = tmp_path / "other.jinja"
@@ -192,7 +174,7 @@ def test_ls_lists_what_is_there(recipe, home, tmp_path):
 
 
 def test_explain_names_what_differs(recipe, home, tmp_path, monkeypatch):
-    activate(install(tmp_path / "site", loud=PLUGIN), monkeypatch)
+    activate(install(tmp_path / "site", loud=LOUD), monkeypatch)
     path = recipe()
     miss = cache("explain", path)
     assert miss.returncode == 0 and "cache    miss: " in miss.stdout
@@ -368,7 +350,7 @@ def test_gc_removes_what_was_not_used_for_long(recipe, home):
 BUILDER = """
 import sys, time
 from pathlib import Path
-from plugsft.publish import once
+from plugsft.claims import once
 def build(folder):
     (folder / "data-1").write_text("x" * 5000)
     print("begun", flush=True)

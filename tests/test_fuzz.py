@@ -16,7 +16,7 @@ from conftest import tiny_tables
 
 from plugsft.cli import main
 from plugsft.errors import PlugsftError
-from plugsft.recipe import resolved
+from plugsft.reading import resolved
 from plugsft.registry import load
 
 FULL = os.environ.get("PLUGSFT_FULL") == "1"

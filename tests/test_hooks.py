@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from plugsft import hookimpl, plugin, state
 from plugsft.hooks import PLUGIN
-from plugsft.recipe import fields
+from plugsft.reading import fields
 
 
 @plugin(after=["a"], requires=["b"], conflicts={"c": "because"})

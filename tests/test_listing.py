@@ -8,9 +8,10 @@ import pytest
 from conftest import ROOT, run_plugsft
 from making import activate, install
 
-from plugsft import registry
 from plugsft.commands import listing, overview
+from plugsft.contracts import SPECS
 from plugsft.errors import RecipeError
+from plugsft.finding import find
 
 LOUD = '''
 @plugin()
@@ -86,7 +87,7 @@ def test_hooks_say_who_answers_and_who_wraps_from_the_inside(installed, tiny, ca
     assert lines["batches"].split(maxsplit=2)[1:] == ["stage", "quiet, else core"]
     assert lines["check"].split(maxsplit=2)[1:] == ["notice", "nobody"]
     assert lines["log"].split(maxsplit=2)[1:] == ["notice", "core"]
-    assert list(lines)[: len(registry.SPECS)] == list(registry.SPECS)
+    assert list(lines)[: len(SPECS)] == list(SPECS)
 
     overview.list_hooks(path, [], ["quiet"])
     printed = capsys.readouterr().out
@@ -150,7 +151,7 @@ def problems(schema, tables):
 
 
 def test_the_schema_takes_the_recipes_that_run_and_no_others(installed, tiny):
-    schema = listing.make_schema(registry.find())
+    schema = listing.make_schema(find())
     jsonschema.Draft202012Validator.check_schema(schema)
     recipes = [ROOT / "recipes/quickstart.toml", tiny()]
     for tables in [tomllib.loads(path.read_text()) for path in recipes]:

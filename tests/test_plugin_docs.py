@@ -9,7 +9,8 @@ from conftest import ROOT
 import plugsft
 from plugsft import Hooks, testing
 from plugsft.commands.skeleton import FILES
-from plugsft.registry import SPECS, find
+from plugsft.contracts import SPECS
+from plugsft.finding import find
 
 README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
 SKELETON = (FILES / "plugsft_my_plugin.py").read_text(encoding="utf8")

@@ -13,17 +13,16 @@ import time
 import pytest
 from conftest import ROOT, run_plugsft
 
-from plugsft import DiskError, PlugsftError
+from plugsft import DiskError, PlugsftError, claims
 from plugsft import publish as publishing
+from plugsft.claims import claim, once
 from plugsft.publish import (
     HERE,
     MANIFEST,
-    claim,
     damage,
     discard,
     is_published,
     is_whole,
-    once,
     publish,
     sweep,
     write_text,
@@ -33,9 +32,9 @@ from plugsft.publish import (
 BUILDER = """
 import os, sys, time
 from pathlib import Path
-from plugsft import publish
+from plugsft import claims
 folder, note, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-publish.PATIENCE, publish.HEARTBEAT = {patience}, 0.1
+claims.PATIENCE, claims.HEARTBEAT = {patience}, 0.1
 def build(building):
     with note.open("a") as file:
         file.write(f"{{os.getpid()}}\\n")
@@ -44,7 +43,7 @@ def build(building):
     (building / "half").write_text("half")
     time.sleep(seconds)
     (building / "whole").write_text(str(os.getpid()))
-publish.once(folder, build)
+claims.once(folder, build)
 print((folder / "whole").read_text())
 """
 
@@ -112,14 +111,14 @@ def test_everything_is_on_disk_before_the_name_is(place, monkeypatch):
 
 
 def test_who_comes_as_the_folder_appears_does_not_build_again(place, monkeypatch):
-    really = publishing._held
+    really = claims._held
 
     def slow(claim):
         with publish(place):
             pass
         return really(claim)
 
-    monkeypatch.setattr(publishing, "_held", slow)
+    monkeypatch.setattr(claims, "_held", slow)
     once(place, build=None)
     assert left_over(place) == []
 
@@ -332,14 +331,14 @@ def test_who_looked_long_ago_does_not_outbid_the_living(place, monkeypatch):
     place.parent.mkdir()
     old = place.parent / f".{place.name}.claim-000001"
     old.write_text(json.dumps({"host": HERE, "pid": 2**22 - 1}))
-    really, new = publishing._held, json.dumps({"host": HERE, "pid": os.getpid()})
+    really, new = claims._held, json.dumps({"host": HERE, "pid": os.getpid()})
 
     def slow(path):
         # Between its look and its own claim, another took over, ended, and a third began.
         old.write_text(new)
         return really(path)
 
-    monkeypatch.setattr(publishing, "_held", slow)
+    monkeypatch.setattr(claims, "_held", slow)
     with claim(place, {}) as mine:
         assert mine is None
     assert old.read_text() == new and left_over(place) == [old.name]
@@ -412,18 +411,6 @@ def test_waiting_is_told(tmp_path, place, start):
     calls = []
     once(place, build=None, waiting=lambda: calls.append(1))
     assert calls and first.wait(timeout=20) == 0
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of one mebibyte, or, where mounting is not allowed, a limit for files."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill_python(building):

@@ -8,7 +8,7 @@ from conftest import tiny_tables, write_recipe
 from making import activate, install
 
 from plugsft import Recipe, RecipeError
-from plugsft.recipe import explain, flatten, read, resolved, validate
+from plugsft.reading import explain, flatten, read, resolved, validate
 from plugsft.registry import load
 
 

@@ -13,9 +13,10 @@ from making import activate, install
 
 from plugsft import PluginError, RecipeError
 from plugsft.answers import DataAnswers
+from plugsft.finding import find
 from plugsft.hooks import Hooks, hookimpl
 from plugsft.machine import look
-from plugsft.registry import Active, check, find, load, order, resolve
+from plugsft.registry import Active, check, load, order, resolve
 
 WRAPS = """
 @plugin({contract})
@@ -61,7 +62,8 @@ def test_a_third_party_plugin_is_found_but_imported_only_if_active(company, tmp_
     path = write_recipe(tmp_path / "recipe.toml", tables)
     script = f"""
         import sys
-        from plugsft.registry import find, load
+        from plugsft.finding import find
+        from plugsft.registry import load
         targets = {{name: found.target for name, found in find().items()}}
         assert not set(targets.values()) & set(sys.modules), "finding imports nothing"
         load({str(path)!r})

@@ -15,8 +15,10 @@ from plugsft.commands.places import wrong_inputs
 from plugsft.jinja import compiled
 from plugsft.jsonl import Held
 from plugsft.pretrained import load_tokenizer, train_tokenizer
-from plugsft.recipe import Data, Model, Recipe, anchored
-from plugsft.templates import CHATML, Chat, render, training_template
+from plugsft.reading import anchored
+from plugsft.recipe import Data, Model, Recipe
+from plugsft.rows import render
+from plugsft.templates import CHATML, Chat, training_template
 from plugsft.tokenizer import encode, lighten
 from plugsft.work import mask_of
 

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..formats import TEXTS, BadRow, kind_of, talk_of
 from ..registry import Active
+from ..rows import renamed
 from ..sources import Source as Opened
-from ..templates import Chat, renamed
+from ..templates import Chat
 from ..tokens import Tokens
 from ..types import Ints, Row
-from ..work import Work
-from .sample import Sample, listed, make
+from ..work import Work, listed
+from .sample import Sample, make
 
 SAMPLE, STRETCHES = 1_000, 20
 STEP = 1_000

@@ -13,22 +13,13 @@ from typing import Any
 from rich.text import Text
 
 from ..answers import DataAnswers
-from ..console import out, say
+from ..claims import Watch, claim, is_claimed, parts_of
+from ..console import out, say, size_of
 from ..digests import cache_folder, digest
 from ..errors import DataError, PlugsftError
 from ..keys import differences, key_of
 from ..prepare import eval_source, job_of
-from ..publish import (
-    MANIFEST,
-    Watch,
-    claim,
-    damage,
-    discard,
-    is_claimed,
-    is_published,
-    parts_of,
-    sweep,
-)
+from ..publish import MANIFEST, damage, discard, is_published, sweep
 from ..registry import load
 from ..sources import open_source
 from ..tokens import Tokens
@@ -240,15 +231,6 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in UNITS:
         raise PlugsftError(f"--max-size: given '{text}'; write it as 20GiB, 500MB, or in bytes")
     return round(float(match[1]) * UNITS[match[2]])
-
-
-def size_of(count: float) -> str:
-    """Write bytes as a person reads them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"
 
 
 def _home(folder: Path | None) -> Path:

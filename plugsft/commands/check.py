@@ -1,6 +1,5 @@
 """`plugsft check`: all that can be known before weights are loaded and time is paid for."""
 
-import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,32 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import snapshot_download
 from rich.text import Text
 
 from .. import registry
 from ..answers import DataAnswers
-from ..console import out, say
-from ..context import check_context, load_config
+from ..console import out, say, size_of
+from ..context import check_context
 from ..contracts import mark_of
 from ..errors import DataError, PlugsftError, RecipeError
 from ..machine import free_disk, look
 from ..prepare import describe, eval_source, job_of, named
-from ..recipe import Data, Model, Recipe, Scratch, Source, Train
+from ..recipe import Data, Recipe, Source, Train
 from ..registry import Active
 from ..schedule import check_schedule
 from ..sources import Source as Opened
 from ..sources import open_source
-from ..work import CURE_BAD, CURE_LONG, Work
+from ..work import CURE_BAD, CURE_LONG, Work, listed
 from .places import ensure_ours, leftovers, wrong_inputs
-from .sample import Sample, listed, take, worker
+from .room import TOKEN_BYTES, may_shrink, needed, parameters, taken
+from .sample import Sample, take, worker
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-TOKEN_BYTES = 4.2
-"""On disk: an int32 and a bit of mask for each, and little besides for each example."""
 
 
 class Findings:
@@ -272,86 +268,27 @@ def _disk(
     every = recipe.checkpoint.interval(steps or 1)
     written = -(-(steps or 1) // every) if every else 1
     # The oldest goes once a new one is complete.
-    need = _need(recipe, min(written, recipe.checkpoint.keep + 1))
-    free = free_disk(recipe.folder.absolute()) + _taken(recipe)
+    need = needed(recipe, min(written, recipe.checkpoint.keep + 1))
+    free = free_disk(recipe.folder.absolute()) + taken(recipe)
     if need is None:
         findings.warn(
-            "disk", f"{_size(free)} free; the model's size is known once it is downloaded"
+            "disk", f"{size_of(free)} free; the model's size is known once it is downloaded"
         )
         return
     need += round(tokens * TOKEN_BYTES)
-    text = f"about {_size(need)} needed, {_size(free)} free"
+    text = f"about {size_of(need)} needed, {size_of(free)} free"
     if need < free:
         findings.ok("disk", text)
         return
     cure = "lower checkpoint.keep, or give another output"
-    if _may_shrink(active):
+    if may_shrink(active):
         findings.warn("disk", f"{text}, unless a plugin makes it less; {cure}")
     else:
         raise RecipeError(f"output: {text}; {cure}")
 
 
-def ensure_room(recipe: Recipe, active: Active, overwrite: bool) -> None:
-    """Refuse a disk without room for the first checkpoint and the model, where it can be known."""
-    free = free_disk(recipe.folder.absolute()) + (_taken(recipe) if overwrite else 0)
-    need = _need(recipe, 1)
-    if need is not None and need > free and not _may_shrink(active):
-        raise RecipeError(
-            f"output: the first checkpoint and the model need about {_size(need)}, and "
-            f"{_size(free)} are free; free some, or give another folder (output=...)"
-        )
-
-
-def _need(recipe: Recipe, checkpoints: int) -> int | None:
-    """Return the bytes of a run's model and checkpoints, if the model's size is known."""
-    weights = _weights(recipe.model)
-    # AdamW's two moments stand beside the weights.
-    return weights and weights + checkpoints * 3 * weights
-
-
-def _taken(recipe: Recipe) -> int:
-    """Return the bytes of an earlier run's results, which go when a new one begins."""
-    found = [recipe.folder.glob(f"{name}/**/*") for name in ("checkpoints", "model")]
-    return sum(path.stat().st_size for paths in found for path in paths if path.is_file())
-
-
-def _may_shrink(active: Active) -> bool:
-    """Tell whether a plugin may train a part of the weights only, and so write far less."""
-    hooks = ["optimize_model", "optimizer"]
-    return any(active.implements(name, hooks) for name in active.plugins)
-
-
 def _describe(recipe: Recipe) -> str:
     limit = f"max_length {recipe.data.max_length:,} fits its context"
     if recipe.model.scratch:
-        return f"new, at most {_parameters(recipe.model.scratch):,} parameters; {limit}"
+        return f"new, at most {parameters(recipe.model.scratch):,} parameters; {limit}"
     return f"{recipe.model.path}; {limit}"
-
-
-def _parameters(scratch: Scratch) -> int:
-    """Count the weights of a model from scratch whose vocabulary is full."""
-    width, mlp = scratch.hidden, scratch.mlp or 4 * scratch.hidden
-    narrow = width // scratch.heads * (scratch.kv_heads or scratch.heads)
-    layer = 2 * width * width + 2 * width * narrow + 3 * width * mlp + 2 * width
-    return scratch.vocab * width + scratch.layers * layer + width
-
-
-def _weights(model: Model) -> int | None:
-    """Return the bytes of the model's weights, as far as they are on this machine."""
-    if model.scratch:
-        return _parameters(model.scratch) * BYTES[model.dtype]
-    folder = Path(str(model.path))
-    if not folder.is_dir():
-        try:
-            kept = snapshot_download(str(folder), revision=model.revision, local_files_only=True)
-        except Exception:  # whatever the hub raises: it is not on this machine
-            return None
-        folder = Path(kept)
-    found = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-    stored = getattr(load_config(model).dtype, "itemsize", BYTES[model.dtype])
-    return sum(path.stat().st_size for path in found) * BYTES[model.dtype] // stored or None
-
-
-def _size(count: float) -> str:
-    power = min(int(math.log(max(count, 1), 1024)), 4)
-    return f"{count / 1024**power:,.1f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

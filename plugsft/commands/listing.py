@@ -16,8 +16,9 @@ from rich.text import Text
 
 from ..console import out, say
 from ..errors import RecipeError
-from ..recipe import Recipe, fields
-from ..registry import Found, find, load_class
+from ..finding import Found, find, load_class
+from ..reading import fields
+from ..recipe import Recipe
 from ..report import read_metrics
 from .places import is_held
 

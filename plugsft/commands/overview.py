@@ -11,10 +11,10 @@ from ..answers import DataAnswers
 from ..answers_model import ModelAnswers
 from ..console import out, say
 from ..contracts import SPECS
+from ..finding import CORE
 from ..machine import look
-from ..recipe import resolved
+from ..reading import resolved
 from ..record import Record
-from ..registry import CORE
 
 
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:

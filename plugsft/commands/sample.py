@@ -15,7 +15,7 @@ from ..sources import Source as Opened
 from ..tokenizer import lighten
 from ..tokens import Tokens, write_index
 from ..types import Shard, Slice
-from ..work import Work
+from ..work import Work, joined
 
 
 @dataclass
@@ -71,27 +71,6 @@ def make(work: Work, opened: list[Opened], source: int, stretches: list[range]) 
                 shards.append(work(Slice(source, one.start, one.stop, part)))
                 advance(len(one), "")
         write_index(work.folder, shards, {"key": ""})
-        return Sample(stretches, _together(shards), Tokens(work.folder))
+        return Sample(stretches, joined(shards), Tokens(work.folder))
     finally:
         work.folder = base
-
-
-def _together(shards: list[Shard]) -> Shard:
-    """Return several shards' facts as one's."""
-    whole = Shard("")
-    for shard in shards:
-        whole.examples += shard.examples
-        whole.tokens += shard.tokens
-        whole.trained += shard.trained
-        whole.too_long += shard.too_long
-        whole.truncated += shard.truncated
-        for reason, rows in shard.bad.items():
-            whole.bad.setdefault(reason, []).extend(rows)
-    whole.mask = "; ".join(sorted({shard.mask for shard in shards if shard.examples}))
-    return whole
-
-
-def listed(rows: list[int]) -> str:
-    """Name some rows: "3 (rows 1, 5, 7)"."""
-    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
-    return f"{len(rows):,} ({'row' if len(rows) == 1 else 'rows'} {shown})"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..console import say
 from ..errors import PluginError
-from ..registry import find, is_core
+from ..finding import find, is_core
 
 FILES = Path(__file__).with_name("skeleton_files")
 

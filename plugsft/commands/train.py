@@ -12,8 +12,8 @@ from ..console import say
 from ..errors import RecipeError
 from ..machine import look
 from ..registry import load
-from .check import ensure_room
 from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers
+from .room import ensure_room
 
 
 def train(

@@ -127,7 +127,7 @@ def run_tokenizer(options: argparse.Namespace) -> dict:
     from plugsft.jsonl import Held
     from plugsft.pretrained import train_tokenizer
     from plugsft.recipe import Data
-    from plugsft.templates import render
+    from plugsft.rows import render
 
     with data(options).open(encoding="utf8") as file:
         rows = [json.loads(line) for line in islice(file, TRAINED_ON)]

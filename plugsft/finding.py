@@ -1,0 +1,84 @@
+"""The plugins of this installation: those that come with plugsft, and those of other packages."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, cast
+
+from .errors import PluginError
+from .hooks import PLUGIN
+
+BUNDLED = "plugsft.plugins"
+GROUP = "plugsft"
+CORE = "core"
+"""The name under which the core's own answers are registered, before any plugin."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plugin that is there, not imported yet."""
+
+    name: str
+    origin: str
+    target: str
+    """"module" or "module:Class"."""
+    summary: str
+
+
+def find() -> dict[str, Found]:
+    """Return every plugin of this installation by name, without importing one."""
+    found = {}
+    folder = Path(importlib.import_module(BUNDLED).__path__[0])
+    for path in sorted(folder.glob("[!_]*.py")):
+        summary = ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or ""
+        first = summary.partition("\n")[0]
+        found[path.stem] = Found(path.stem, "bundled", f"{BUNDLED}.{path.stem}", first)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        other, dist = found.get(point.name), point.dist
+        assert dist is not None, "entry_points() gives those of distributions"
+        origin = f"{dist.name} {dist.version}"
+        if is_core(point.name):
+            raise PluginError(f"{origin}: a plugin cannot be named '{point.name}'. Uninstall it.")
+        if other is not None and other.target != point.value:
+            raise PluginError(
+                f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
+            )
+        # Not by []: where a package has imported importlib_metadata, what is missing raises.
+        metadata: Any = dist.metadata
+        summary = metadata.get("Summary") or ""
+        found[point.name] = Found(point.name, origin, point.value, summary)
+    return found
+
+
+def is_core(name: str) -> bool:
+    """Tell whether the core registers its own answers under a name."""
+    return name.rstrip("0123456789") == CORE
+
+
+def load_class(found: Found) -> type[Any]:
+    """Import a plugin; return its class."""
+    module_name, _, class_name = found.target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise PluginError(
+            f"plugin '{found.name}' needs the package '{package}': pip install {package}"
+        ) from error
+    except ImportError as error:
+        raise PluginError(f"plugin '{found.name}' cannot be imported: {error}") from error
+    own = [
+        value
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and PLUGIN in vars(value) and class_name in ("", name)
+    ]
+    if len(own) != 1:
+        raise PluginError(
+            f"plugin '{found.name}': {found.target} holds {len(own)} classes marked @plugin, "
+            "and needs exactly one"
+        )
+    return cast("type[Any]", own[0])

@@ -1,0 +1,83 @@
+"""Rows as text, with the characters that are trained on: the core's answer to `render`."""
+
+from collections.abc import Callable
+from itertools import starmap
+from operator import lt
+
+from .errors import DataError
+from .formats import TEXTS, BadRow, kind_of, string_of, talk_of
+from .recipe import Data
+from .templates import Chat, Text
+from .tokenizer import Tokenizer
+from .types import Rendered, Row
+
+
+def render(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
+    """Render rows of a format that formats.py knows; None if they have none."""
+    if data.columns:
+        rows = [renamed(row, data.columns) for row in rows]
+    kind = kind_of(rows)
+    if kind is None:
+        return None
+    if kind == "preference":
+        raise DataError(_refuse_preferences(rows))
+    result = Rendered(special_tokens=kind in TEXTS)
+    one, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
+    for number, row in enumerate(rows):
+        try:
+            text, spans = one(row)
+            if not text.isascii():
+                text.encode("utf-16-le")  # the fastest that minds half characters
+            if not any(starmap(lt, spans)):
+                raise BadRow("no trained token")
+        except UnicodeEncodeError:
+            result.bad[number] = "half a character (a lone surrogate)"
+            continue
+        except BadRow as error:
+            result.bad[number] = str(error)
+            continue
+        result.texts.append(text)
+        result.spans.append(spans)
+        result.rows.append(number)
+    result.mask = describe()
+    return result
+
+
+def _chats(
+    kind: str, tokenizer: Tokenizer, data: Data
+) -> tuple[Callable[[Row], Text], Callable[[], str]]:
+    chat = Chat(tokenizer, data)
+    return lambda row: chat.render(talk_of(kind, row)), chat.describe
+
+
+def _texts(
+    kind: str, tokenizer: Tokenizer, data: Data
+) -> tuple[Callable[[Row], Text], Callable[[], str]]:
+    whole, end = kind == "text", tokenizer.eos_token
+
+    def text_of(row: Row) -> Text:
+        prompt = "" if whole else string_of(row, "prompt", empty=True)
+        text = prompt + string_of(row, kind)
+        text = text if text.endswith(end) else text + end
+        return text, [(0 if data.train_on == "all" else len(prompt), len(text))]
+
+    every = whole or data.train_on == "all"
+    mask = "every token of the text" if every else "the completion's end of the text"
+    return text_of, lambda: mask
+
+
+def renamed(row: Row, columns: dict[str, str]) -> Row:
+    """Give a row's columns the names that formats have for them."""
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return others | {ours: row[yours] for ours, yours in columns.items() if yours in row}
+
+
+def _refuse_preferences(rows: list[Row]) -> str:
+    row = next(row for row in rows if "chosen" in row)
+    answers = isinstance(row.get("prompt"), list) or isinstance(row["chosen"], str)
+    column = ("completion" if "prompt" in row else "text") if answers else "messages"
+    return (
+        "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
+        f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen"; to '
+        "train on preferences, add a plugin that renders them"
+    )
