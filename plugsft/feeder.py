@@ -1,12 +1,12 @@
 """Windows with their tensors, through the hook that may build them ahead."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from accelerate import Accelerator
 
 from .hooks import Hooks
 from .tokens import Tokens
-from .types import Fed, Feed, Window
+from .types import Fed, Window
 
 
 class Feeder:
@@ -16,7 +16,9 @@ class Feeder:
         self._hook, self._pad = hook, pad
         self._rank, self._device = accelerator.process_index, accelerator.device
 
-    def feed(self, window: Callable[[int], Window], tokens: Tokens, steps: range) -> Feed:
+    def feed(
+        self, window: Callable[[int], Window], tokens: Tokens, steps: range
+    ) -> Generator[Fed, None, None]:
         """Iterate over windows, in order, with their batches on the device."""
 
         def build(step: int) -> Fed:
@@ -31,4 +33,5 @@ class Feeder:
             ]
             return Fed(chosen, batches)
 
-        return self._hook.feed(build=build, steps=steps)
+        # Closing this closes what the hook gave, if that can be closed.
+        yield from self._hook.feed(build=build, steps=steps)

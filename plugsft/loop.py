@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,10 @@ def train(
     checkpoints.restore(checkpoint, model, optimizer)
     describe(record, recipe, accelerator, model, tokens, data.held_out, plan, checkpoints)
 
-    with Stop() as stop, record:
+    windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))
+    with Stop() as stop, record, closing(windows):
         clock = time.perf_counter()
-        for fed in feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1)):
+        for fed in windows:
             window, parts = fed.window, []
             seed_step(recipe.train.seed, window.step, accelerator.process_index)
             rate = schedule.set(window.step)
@@ -202,9 +204,10 @@ def evaluate(
     plan = Plan.once_through(held_out, recipe, accelerator.num_processes, hook)
     summed = torch.zeros((), device=accelerator.device, dtype=torch.float64)
     model.eval()
-    for fed in feeder.feed(plan.window, held_out, range(1, plan.steps + 1)):
-        for batch in fed.batches:
-            summed += hook.step(model=model, batch=batch, total=1).double()
+    with closing(feeder.feed(plan.window, held_out, range(1, plan.steps + 1))) as windows:
+        for fed in windows:
+            for batch in fed.batches:
+                summed += hook.step(model=model, batch=batch, total=1).double()
     model.train()
     total = int(held_out.trained.sum())
     loss = float(accelerator.reduce(summed, reduction="sum")) / total

@@ -11,6 +11,7 @@ from typing import Any
 Points = list[tuple[float, float | None]]
 
 SKELETON = Path(__file__).with_name("report.html")
+STYLE = Path(__file__).with_name("page.css")
 NOT_CURVES = {"step", "epoch", "eval_tokens"}
 NOT_FACTS = {"name", "status", "reason", "warnings", "plugins", "data", "eval", "final", "started"}
 STEADY = ("learning_rate", "memory_gib", "eval_")
@@ -54,8 +55,9 @@ def render(run: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
         "whole": {key: len(points) for key, points in series.items()},
         "parts": {key: _drawn(_part(run, key)) for key in ("steps", "data", "eval")},
     }
+    page = SKELETON.read_text("utf-8").replace("<!--style-->\n", STYLE.read_text("utf-8"))
     # What comes from the run holds no "<" any more, and so cannot pass for one of the marks.
-    page = SKELETON.read_text("utf-8").replace("<!--name-->", _show(run.get("name", "run")))
+    page = page.replace("<!--name-->", _show(run.get("name", "run")))
     page = page.replace("<!--head-->", _head(run, series))
     page = page.replace("<!--sections-->", _sections(run))
     return page.replace("<!--numbers-->", json.dumps(numbers).replace("<", "\\u003c"))

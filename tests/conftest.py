@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ os.environ.update(OFFLINE)
 # Nor does one leave anything in the home of who runs it.
 os.environ["PLUGSFT_CACHE"] = tempfile.mkdtemp(prefix="plugsft-tests-")
 atexit.register(shutil.rmtree, os.environ["PLUGSFT_CACHE"], ignore_errors=True)
+# A shell's background job is deaf to ctrl-C, and so would be the processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     # A core for each worker: threads that wait for a core someone else has cost tenfold.
     allowed = sorted(os.sched_getaffinity(0))
@@ -179,3 +182,23 @@ def tiny(tmp_path: Path) -> Callable[..., Path]:
         return write_recipe(tmp_path / "recipe.toml", merged)
 
     return make
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the cache's folder, which is not there yet."""
+    monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/tokens"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Give a disk of one mebibyte, or of the size that a test is parametrized with."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    size = getattr(request, "param", "1m")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

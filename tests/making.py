@@ -9,6 +9,18 @@ from textwrap import dedent
 
 _numbers = itertools.count()
 HEAD = "from plugsft import PluginError, RecipeError, hookimpl, plugin, state\n"
+# It changes the texts, and so the tokens and their key.
+LOUD = """
+    @plugin()
+    class Loud:
+        mark: str = "!"
+
+        @hookimpl(wrapper=True)
+        def render(self):
+            rendered = yield
+            rendered.texts = [text + self.mark for text in rendered.texts]
+            return rendered
+"""
 
 
 def install(folder: Path, **plugins: str) -> Path:

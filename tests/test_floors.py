@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import statistics
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -183,7 +182,8 @@ def test_importing_plugsft_is_cheap():
         return sum(after[2:4]) - sum(before[2:4])
 
     times = [(seconds("pass"), seconds("import plugsft")) for _ in range(7)]
-    bare, full = map(statistics.median, zip(*times, strict=True))
+    # The least of them: what else the machine does can only add to it.
+    bare, full = map(min, zip(*times, strict=True))
     print(f"\nimport plugsft: {(full - bare) * 1e3:.0f} ms")
     # 150 ms on a quiet machine; slower ones run this too.
     assert full - bare <= 0.200

@@ -16,7 +16,7 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
-from making import activate, install
+from making import LOUD, activate, install
 
 from plugsft import DataError, RecipeError, prepare, sources
 from plugsft.answers import DataAnswers
@@ -223,7 +223,7 @@ def test_prepared_once_then_found(run, capsys):
 
 
 def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path, monkeypatch):
-    activate(install(tmp_path / "site", shout=SHOUT, quiet=QUIET), monkeypatch)
+    activate(install(tmp_path / "site", loud=LOUD, quiet=QUIET), monkeypatch)
 
     def key(**changes):
         tables = tiny_tables(tmp_path, [GOOD] * 3)
@@ -250,8 +250,8 @@ def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path,
         key(data={"train_on": "last"}),
         key(data={"template_kwargs": {"add_generation_prompt": True}}),
         key(model={"chat_template": str(other)}),
-        key(plugins={"shout": {}}),
-        key(plugins={"shout": {"mark": "?"}}),
+        key(plugins={"loud": {}}),
+        key(plugins={"loud": {"mark": "?"}}),
     ]
     assert len({base, *others}) == 8
     moved = write_jsonl(tmp_path / "moved.jsonl", [GOOD] * 3)
@@ -260,17 +260,6 @@ def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path,
     assert key(data={"source": str(moved)}) != base
 
 
-SHOUT = """
-    @plugin()
-    class Shout:
-        mark: str = "!"
-
-        @hookimpl(wrapper=True)
-        def render(self):
-            rendered = yield
-            rendered.texts = [text + self.mark for text in rendered.texts]
-            return rendered
-"""
 QUIET = """
     @plugin()
     class Quiet:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from ..report import STYLE
 from .audit import Audit, histogram, quantiles
 from .views import Piece, View
 
@@ -14,8 +15,9 @@ MOST = 100_000
 
 def write_page(path: Path, name: str, audits: Sequence[Audit], views: Sequence[View]) -> None:
     """Write what was found, and the rows that were shown, as one page."""
-    page = SKELETON.read_text("utf-8").replace("<!--name-->", escape(name))
+    page = SKELETON.read_text("utf-8").replace("<!--style-->\n", STYLE.read_text("utf-8"))
     # What comes from the data holds no "<" any more, and so cannot pass for one of the marks.
+    page = page.replace("<!--name-->", escape(name))
     page = page.replace("<!--head-->", _head(name, audits))
     page = page.replace("<!--sources-->", "\n".join(map(_source, audits)))
     path.write_text(page.replace("<!--rows-->", _rows(views)), "utf-8", errors="replace")

@@ -47,13 +47,6 @@ NOTING = """
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    """The cache's folder."""
-    monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache/tokens"
-
-
-@pytest.fixture
 def run(tmp_path, home):
     """Give `run(output, **options)`: prepares data; returns the tokens and the plugin's verdict."""
 
@@ -203,18 +196,7 @@ def test_read_only_takes_what_is_there_and_writes_nothing(run, home, tmp_path):
     assert verdict.startswith("hit") and tokens.folder.parent == home
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 200 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
+@pytest.mark.parametrize("small_disk", ["200k"], indirect=True)
 def test_on_a_full_disk_the_run_goes_on_without_it(run, small_disk, tmp_path, capsys):
     tokens, verdict = run(rows=chats(2000), folder=str(small_disk))
     assert tokens.folder.parent == tmp_path / "run/tokens" and len(tokens) == 2000
@@ -225,6 +207,7 @@ def test_on_a_full_disk_the_run_goes_on_without_it(run, small_disk, tmp_path, ca
     assert [*(small_disk / "tokens").iterdir()] == [], "and it leaves the room that it took"
 
 
+@pytest.mark.parametrize("small_disk", ["200k"], indirect=True)
 def test_on_a_read_only_disk_hits_still_serve(run, small_disk, tmp_path):
     entry = run("one", folder=str(small_disk))[0].folder
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

@@ -14,17 +14,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import chats
 import numpy as np
+import shared
 
-ROOT = Path(__file__).parents[2]
-MAX_LENGTH = 4096
 VOCAB = 32_000
 TRAINED_ON = 6_000
 """Rows from which the tokenizer is trained."""
@@ -58,19 +55,17 @@ def main() -> None:
             "floor": floor,
         }
     show(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    shared.keep(report, options.json)
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = shared.command_line(__doc__)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", default="auto,transformers")
     parser.add_argument("--folder", type=Path, help="keeps the data for the next time")
-    parser.add_argument("--json", type=Path, help="writes what was measured")
     parser.add_argument("--one", choices=[*ONE], help=argparse.SUPPRESS)
     parser.add_argument("--engine", default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
@@ -90,7 +85,9 @@ def make_data(options: argparse.Namespace) -> None:
         chats.main(options.rows, half)
         half.rename(data(options))
     if not (options.folder / "tokenizer").is_dir():
-        measure("tokenizer", options)
+        with tempfile.NamedTemporaryFile(suffix=".jsonl") as some:
+            chats.main(min(options.rows, TRAINED_ON), Path(some.name))
+            shared.train_tokenizer(options.folder, Path(some.name), VOCAB)
 
 
 def measure(name: str, options: argparse.Namespace, **more: object) -> dict:
@@ -107,35 +104,7 @@ def measure(name: str, options: argparse.Namespace, **more: object) -> dict:
     words = [f"--{key}={value}" for key, value in given.items()]
     with tempfile.TemporaryDirectory() as cache:
         quiet = {"TOKENIZERS_PARALLELISM": "true", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-        environment = os.environ | quiet | {"HF_DATASETS_CACHE": cache, "PLUGSFT_CACHE": cache}
-        done = subprocess.run(
-            [sys.executable, __file__, *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise SystemExit(f"{name}:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def run_tokenizer(options: argparse.Namespace) -> dict:
-    """Train a byte-level BPE tokenizer on the first chats."""
-    from itertools import islice
-
-    from plugsft.jsonl import Held
-    from plugsft.pretrained import train_tokenizer
-    from plugsft.recipe import Data
-    from plugsft.rows import render
-
-    with data(options).open(encoding="utf8") as file:
-        rows = [json.loads(line) for line in islice(file, TRAINED_ON)]
-    tokenizer = train_tokenizer(
-        [Held(rows)], lambda some, _, light: render(some, light, Data(source="x")), VOCAB
-    )
-    tokenizer.save_pretrained(options.folder / "tokenizer")
-    return {}
+        return shared.alone(__file__, *words, **quiet, HF_DATASETS_CACHE=cache, PLUGSFT_CACHE=cache)
 
 
 def run_plugsft(options: argparse.Namespace) -> dict:
@@ -145,16 +114,15 @@ def run_plugsft(options: argparse.Namespace) -> dict:
     from plugsft.registry import resolve
 
     with tempfile.TemporaryDirectory() as output:
-        raw = {
-            "output": str(options.keep or output),
-            "model": {"scratch": {}, "tokenizer": str(options.folder / "tokenizer")},
-            "data": {"source": str(data(options)), "max_length": MAX_LENGTH},
-            "train": {"batch_size": 8, "learning_rate": 1e-5},
-            "plugins": {
+        raw = shared.tables(
+            options.keep or output,
+            data(options),
+            model={"tokenizer": str(options.folder / "tokenizer")},
+            plugins={
                 "fast_tokenizer": {"engine": options.engine},
                 "multiprocess_tokenize": {"workers": options.processes},
             },
-        }
+        )
         started = time.perf_counter()
         recipe, active = resolve(raw)
         active.answer(DataAnswers(recipe.folder))
@@ -179,7 +147,7 @@ def run_trl(options: argparse.Namespace) -> dict:
             output_dir=output,
             assistant_only_loss=True,
             dataset_num_proc=options.processes,
-            max_length=MAX_LENGTH,
+            max_length=shared.MAX_LENGTH,
             use_cpu=True,
             bf16=False,
             report_to="none",
@@ -295,7 +263,7 @@ def show(report: dict) -> None:
     print(f"the fastest takes {best * processes / floor:.2f} x the floor of {processes} cores")
 
 
-ONE = {"plugsft": run_plugsft, "trl": run_trl, "floor": run_floor, "tokenizer": run_tokenizer}
+ONE = {"plugsft": run_plugsft, "trl": run_trl, "floor": run_floor}
 
 if __name__ == "__main__":
     main()
