@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
-from queue import SimpleQueue
+from threading import Lock
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -46,39 +48,49 @@ ONE_THREAD = {
 class MultiprocessTokenize:
     """Render and tokenize in several processes, each with a tokenizer and slices of its own.
 
-    Nothing but the names and counts of finished shards comes back from them. Small data is done in
-    this process, without a pool.
+    Nothing but the names and counts of finished shards comes back from them. This process takes
+    its slices as the others do; small data it does alone.
     """
 
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Processes; auto takes the cores that the container grants, and one for each GiB of memory."""
+    """Processes, this one among them; auto takes the cores that the container grants, and one for
+    each GiB of memory."""
 
     used: int = state(0)
 
     @hookimpl
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard] | None:
-        """Hand slices out as workers get free."""
+        """Hand slices out to whoever gets free: this process has begun while the others load."""
         self.used = self.processes(len(slices))
         if self.used == 1:
             return None
-        with pool(self.used, work) as idle, ThreadPoolExecutor(self.used) as threads:
+        left, lock, done = deque(enumerate(slices)), Lock(), dict[int, Shard]()
 
-            def run(part: Slice) -> Shard:
-                worker = idle.get()
-                try:
-                    return worker.do(part, work)
-                finally:
-                    idle.put(worker)
-
-            futures = [threads.submit(run, part) for part in slices]
+        def take(do: Callable[[Slice], Shard]) -> None:
             try:
-                with tokenizing(slices) as advance:
-                    for future in as_completed(futures):
-                        advance(future.result())
+                with suppress(IndexError):  # none is left
+                    while True:
+                        number, part = left.popleft()
+                        shard = do(part)
+                        with lock:
+                            done[number] = shard
+                            advance(shard)
             except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
+                left.clear()
                 raise
-            return [future.result() for future in futures]
+
+        others = self.used - 1
+        with (
+            tokenizing(slices) as advance,
+            ThreadPoolExecutor(others) as threads,
+            pool(others, work) as workers,
+        ):
+            futures = [threads.submit(take, partial(worker.do, work=work)) for worker in workers]
+            with collector_off():
+                take(partial(narrowed, work=work))
+            for future in futures:
+                future.result()
+        return [done[number] for number in range(len(slices))]
 
     def processes(self, slices: int) -> int:
         """Return how many processes to use for so many slices."""
@@ -132,7 +144,7 @@ class Worker:
             ) from error
         if error is not None:
             if not isinstance(error, PlugsftError):
-                error.add_note(f"in a worker process, at {where}:\n{trace}")
+                error.add_note(f"in a worker process:\n{trace}")
             raise error
         assert isinstance(shard, Shard)
         return shard
@@ -147,17 +159,15 @@ class Worker:
 
 
 @contextmanager
-def pool(count: int, work: Work) -> Iterator[SimpleQueue[Worker]]:
-    """Give so many workers, to be taken when free and put back."""
+def pool(count: int, work: Work) -> Iterator[list[Worker]]:
+    """Give so many workers; where something fails they end at once."""
     # One after the other takes a moment; they load side by side.
     workers = [Worker() for _ in range(count)]
-    idle: SimpleQueue[Worker] = SimpleQueue()
     failed = True
     try:
         for worker in workers:
             worker.teach(work)
-            idle.put(worker)
-        yield idle
+        yield workers
         failed = False
     finally:
         for worker in workers:
@@ -173,34 +183,48 @@ def _ending(code: int) -> str:
 def serve(pipe: int) -> None:
     """Do slice after slice, in a worker process, until none comes any more."""
     ours = Connection(pipe)
-    # Rows are many small objects without cycles: looking for some all the time costs a tenth.
-    gc.freeze()
-    gc.disable()
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError), collector_off():
         work = ours.recv()
         while True:
             part = ours.recv()
             answer: tuple[Shard | None, Exception | None, str]
             try:
-                answer = work(part), None, ""
+                answer = narrowed(part, work), None, ""
             except Exception as error:  # whatever a plugin raises: the main process ends the run
-                answer = None, *_told(_narrowed(error, work, part))
+                answer = None, *_told(error)
             ours.send(answer)
-            gc.collect()
 
 
-def _narrowed(error: Exception, work: Work, part: Slice) -> Exception:
-    """Find the row that raises, where a slice does not say it."""
-    if isinstance(error, PlugsftError):
-        return error
-    for row in range(part.start, part.stop):
-        place = row - part.start
-        try:
-            work(Slice(part.source, row, row + 1, part.rows.part(place, place + 1)))
-        except Exception as found:
-            found.add_note(f"it was row {row:,}")
-            return found
-    return error
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Look for cycles after each slice only: rows have none, and looking takes a tenth."""
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def narrowed(part: Slice, work: Work) -> Shard:
+    """Do a slice, and find the row that raises, where an error does not say it."""
+    try:
+        return work(part)
+    except PlugsftError:
+        raise
+    except Exception as error:
+        for row in range(part.start, part.stop):
+            place = row - part.start
+            try:
+                work(Slice(part.source, row, row + 1, part.rows.part(place, place + 1)))
+            except Exception as found:
+                found.add_note(f"at {work.where(part)}: it was row {row:,}")
+                raise found from None
+        error.add_note(f"at {work.where(part)}")
+        raise
+    finally:
+        gc.collect()
 
 
 def _told(error: Exception) -> tuple[Exception, str]:

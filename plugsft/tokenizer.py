@@ -105,10 +105,9 @@ def encode(
     changed it, or its vocabulary hides what a token spells), their offsets say it.
     """
     ids, counts = (engine or tokenizer.own_engine)(texts)
-    raw = [text.encode() for text in texts]
-    ends, wrong = _place(ids, counts, raw, tokenizer)
+    ends, wrong = _place(ids, counts, texts, tokenizer)
     if wrong:
-        ids, counts, ends = _encode_slowly(ids, counts, ends, raw, wrong, tokenizer)
+        ids, counts, ends = _encode_slowly(ids, counts, ends, texts, wrong, tokenizer)
     if special_tokens and any(map(len, tokenizer.surroundings)):
         ids, counts, ends = _surround(ids, counts, ends, *tokenizer.surroundings)
     engines = {name: len(texts)}
@@ -117,47 +116,59 @@ def encode(
     return Encoded(ids, counts, ends, engines)
 
 
+def size_of(text: str, start: int, stop: int) -> int:
+    """Return the bytes of a stretch of a text."""
+    # Where every character is a byte, as in most texts, there is nothing to encode.
+    return stop - start if text.isascii() else len(text[start:stop].encode())
+
+
+def _sizes(texts: list[str]) -> Ints:
+    return np.array([size_of(text, 0, len(text)) for text in texts], np.int64)
+
+
 def _place(
-    ids: Ids, counts: Ints, raw: list[bytes], tokenizer: Tokenizer
+    ids: Ids, counts: Ints, texts: list[str], tokenizer: Tokenizer
 ) -> tuple[Ints, list[int]]:
     """Return where tokens end by what they spell, and the texts that they do not spell."""
-    stops, places = _stops(counts), _stops(np.array([len(text) for text in raw]))
+    sizes, stops = _sizes(texts), _stops(counts)
+    starts = np.cumsum(sizes) - sizes
     ends, wrong = np.empty(len(ids), np.int64), []
     # Few at a time: what they spell stays near the processor.
-    for first in range(0, len(raw), TEXTS):
-        texts = slice(first, first + TEXTS)
-        tokens = slice(stops[first], stops[min(first + TEXTS, len(raw))])
-        found, failed = _place_few(ids[tokens], counts[texts], raw[texts], tokenizer)
-        np.add(found, places[first], out=ends[tokens])
+    for first in range(0, len(texts), TEXTS):
+        few = slice(first, first + TEXTS)
+        tokens = slice(stops[first], stops[min(first + TEXTS, len(texts))])
+        found, failed = _place_few(ids[tokens], counts[few], texts[few], sizes[few], tokenizer)
+        np.add(found, starts[first], out=ends[tokens])
         wrong += [first + number for number in failed]
     return ends, wrong
 
 
 def _place_few(
-    ids: Ids, counts: Ints, raw: list[bytes], tokenizer: Tokenizer
+    ids: Ids, counts: Ints, texts: list[str], sizes: Ints, tokenizer: Tokenizer
 ) -> tuple[NDArray[Any], list[int]]:
     try:
         # Not pa.array(): that imports pandas, which takes longer than many a slice.
         buffers = [None, pa.py_buffer(np.ascontiguousarray(ids, np.int32))]
         spelt = tokenizer.spelling.take(pa.Array.from_buffers(pa.int32(), len(ids), buffers))
     except IndexError:
-        return np.zeros(len(ids), np.int32), list(range(len(raw)))
+        return np.zeros(len(ids), np.int32), list(range(len(texts)))
     _, offsets, made = spelt.buffers() if len(ids) else (None, bytes(4), None)
     made = made or pa.py_buffer(b"")
     ends = np.frombuffer(offsets, np.int32, len(ids) + 1)
-    stops, places = ends[_stops(counts)], _stops(np.array([len(text) for text in raw]))
+    stops, places = ends[_stops(counts)], _stops(sizes)
     ends = ends[1:]
     if np.array_equal(stops, places) and made.slice(0, places[-1]).equals(
-        pa.py_buffer(b"".join(raw))
+        pa.py_buffer("".join(texts).encode())
     ):
         return ends, []
-    lead, wrong = np.zeros(len(raw), np.int64), []
-    for number, text in enumerate(raw):
+    lead, wrong = np.zeros(len(texts), np.int64), []
+    for number, text in enumerate(texts):
         spelling = made.slice(stops[number], stops[number + 1] - stops[number]).to_pybytes()
-        if spelling == b" " + text:
+        raw = text.encode()
+        if spelling == b" " + raw:
             # Some vocabularies put a space before every text.
             lead[number] = 1
-        elif spelling != text:
+        elif spelling != raw:
             wrong.append(number)
     moved = ends - np.repeat(stops[:-1] + lead - places[:-1], counts)
     return np.maximum(moved, np.repeat(places[:-1], counts)), wrong
@@ -172,26 +183,27 @@ def _encode_slowly(
     ids: Ids,
     counts: Ints,
     ends: Ints,
-    raw: list[bytes],
+    texts: list[str],
     wrong: list[int],
     tokenizer: Tokenizer,
 ) -> tuple[Ids, Ints, Ints]:
     """Put what the model's own tokenizer makes of some texts in the place of their tokens."""
-    stops, starts = _stops(counts), _stops(np.array([len(text) for text in raw]))
+    stops, sizes = _stops(counts), _sizes(texts)
+    starts = np.cumsum(sizes) - sizes
     counts, left = counts.copy(), 0
     all_ids, all_ends = [], []
     for first in range(0, len(wrong), TEXTS):
         some = wrong[first : first + TEXTS]
         encoded = tokenizer.backend_tokenizer.encode_batch(
-            [raw[number].decode() for number in some], add_special_tokens=False
+            [texts[number] for number in some], add_special_tokens=False
         )
         for number, one in zip(some, encoded, strict=True):
             own, count = np.array(one.ids, np.int32), np.array([len(one.ids)])
-            found, failed = _place_few(own, count, raw[number : number + 1], tokenizer)
+            found, failed = _place_few(own, count, [texts[number]], sizes[[number]], tokenizer)
             if failed:
                 # A token that starts before the end of another (a character's bytes) ends with it.
                 last = np.array(one.offsets, np.int64).reshape(-1, 2)[:, 1]
-                found = char_places(raw[number].decode())[np.maximum.accumulate(last)]
+                found = char_places(texts[number])[np.maximum.accumulate(last)]
             kept = slice(stops[left], stops[number])
             all_ids += [ids[kept], own]
             all_ends += [ends[kept], found + starts[number]]

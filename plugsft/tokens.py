@@ -108,7 +108,7 @@ def _parts(examples: Examples) -> Iterator[Examples]:
 def _record_batch(examples: Examples) -> pa.RecordBatch:
     first = _offsets(examples.pieces)
     ends = _offsets(examples.counts)[first]
-    trained = np.diff(_offsets(examples.mask)[ends])
+    trained = sums_of(examples.mask, np.diff(ends))
     return pa.record_batch(
         [
             _lists(ends, examples.ids),
@@ -214,6 +214,16 @@ class Tokens:
         """Return the source and the row in it that an example was made from."""
         firsts = _offsets([source["examples"] for source in self.facts["sources"]])
         return int(np.searchsorted(firsts, number, "right")) - 1, int(self.rows[number])
+
+
+def sums_of(values: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count the true values of each of the stretches that so many values make."""
+    summed = np.zeros(len(counts), np.int64)
+    # Of an empty stretch numpy would give the value that stands there.
+    filled = counts > 0
+    starts = (np.cumsum(counts) - counts)[filled]
+    summed[filled] = np.add.reduceat(values.view(np.uint8), starts, dtype=np.int64)
+    return summed
 
 
 def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:

@@ -17,8 +17,8 @@ from .hooks import Hooks
 from .publish import write_text
 from .recipe import Data, Source
 from .registry import rebuild
-from .tokenizer import Tokenizer
-from .tokens import Examples, write_shard
+from .tokenizer import Tokenizer, size_of
+from .tokens import Examples, sums_of, write_shard
 from .types import Encoded, Rendered, Row, Shard, Slice, Span
 
 CURE_BAD = '. Mend them (the first row is 0), or set data.on_bad_row = "drop"'
@@ -165,7 +165,7 @@ def _cut(
     counts = np.minimum(encoded.counts, data.max_length)
     kept = _starts_with(counts, encoded.counts)
     cut = _any(counts < encoded.counts, first)
-    trained = _any(_sums(mask & kept, encoded.counts) > 0, first)
+    trained = _any(sums_of(mask & kept, encoded.counts) > 0, first)
     good = trained if data.too_long == "truncate" else trained & ~cut
     if cut.any() or not trained.all():
         _report(shard, numbers[rows], cut, trained, data)
@@ -206,14 +206,15 @@ def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> NDAr
     for number, (text, row) in enumerate(zip(texts, spans, strict=True)):
         done = 0
         for a, b in row if len(row) == 1 else sorted(row):
-            if b > max(a, done):
-                at += len(text[done:a].encode())
+            a = max(a, done)
+            if b > a:
+                at += size_of(text, done, a)
                 starts.append(at)
-                at += len(text[max(a, done) : b].encode())
+                at += size_of(text, a, b)
                 stops.append(at)
                 owners.append(number)
                 done = b
-        at += len(text[done:].encode())
+        at += size_of(text, done, len(text))
     ends, limits = encoded.ends, np.cumsum(encoded.counts)
     first = np.searchsorted(ends, np.array(starts, np.int64), "right")
     # Several tokens may share the last character, as bytes of it; and an end-of-text token that
@@ -223,10 +224,11 @@ def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> NDAr
         np.searchsorted(ends, until, "left") + 1, np.searchsorted(ends, until, "right")
     )
     last = np.minimum(last, limits[np.array(owners, np.int64)])
-    change = np.zeros(len(ends) + 1, np.int32)
-    np.add.at(change, first, 1)
-    np.add.at(change, last, -1)
-    mask: NDArray[np.bool_] = np.cumsum(change)[:-1] > 0
+    # A token that two spans touch belongs to the first of them.
+    first = np.maximum(first, np.append(0, np.maximum.accumulate(last))[:-1])
+    edges = np.stack([first, np.maximum(first, last)], 1).ravel()
+    runs = np.diff(edges, prepend=0, append=len(ends))
+    mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
     mask[(limits - encoded.counts)[encoded.counts > 0]] = False
     return mask
 
@@ -237,14 +239,6 @@ def _starts_with(kept: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[
         return np.ones(int(counts.sum()), np.bool_)
     place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return place < np.repeat(kept, counts)
-
-
-def _sums(values: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the true values of each text."""
-    summed: NDArray[np.int64] = np.concatenate([[0], np.cumsum(values)])
-    stops = np.cumsum(counts)
-    result: NDArray[np.int64] = summed[stops] - summed[stops - counts]
-    return result
 
 
 def _any(values: NDArray[np.bool_], first: NDArray[np.int64]) -> NDArray[np.bool_]:
