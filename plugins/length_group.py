@@ -1,14 +1,18 @@
 """Sort the examples inside each step by length, so that micro-batches pad less."""
 
 from collections.abc import Generator, Sequence
+from threading import Lock
 from typing import overload
 
 import numpy as np
 
 from plugsft import Ints, Layout, Layouts, Recipe, RecipeError, hookimpl, plugin, state
 
+COUNTING = Lock()
+"""Windows may be laid out in several threads: of training, and of evaluation, ahead of both."""
 
-@plugin()
+
+@plugin(conflicts={"bfd_packing": "packed micro-batches hold no padding to save"})
 class LengthGroup:
     """Sort the examples inside each step by length, so that micro-batches pad less."""
 
@@ -70,9 +74,10 @@ class Sorted(Sequence[Layout]):
         if after > before:
             # It happens where micro-batches differ in their number of examples.
             dealt, after = given, before
-        plugin.before += before
-        plugin.after += after
-        plugin.tokens += sum(int(lengths[part].sum()) for rank in given for part in rank)
+        with COUNTING:
+            plugin.before += before
+            plugin.after += after
+            plugin.tokens += sum(int(lengths[part].sum()) for rank in given for part in rank)
         return dealt
 
 

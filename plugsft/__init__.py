@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .claims import once
     from .console import say
     from .digests import cache_folder, digest
+    from .documents import attend_per_document, documents_of, ensure_apart, pack
     from .publish import damage
     from .tokenizer import Tokenizer, encode
     from .tokens import Tokens
@@ -48,16 +49,20 @@ __version__ = "0.1.0"
 LATE = {
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",
+    "attend_per_document": "documents",
     "cache_folder": "digests",
     "damage": "publish",
     "digest": "digests",
+    "documents_of": "documents",
     "encode": "tokenizer",
+    "ensure_apart": "documents",
     "once": "claims",
     "open_tokens": "answers",
+    "pack": "documents",
     "say": "console",
     "tokenizing": "answers",
 }
-"""Names whose modules bring numpy and Arrow: imported when a plugin asks for them."""
+"""Names whose modules bring numpy, Arrow or torch: imported when a plugin asks for them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -98,14 +103,18 @@ __all__ = [
     "Window",
     "Work",
     "__version__",
+    "attend_per_document",
     "cache_folder",
     "damage",
     "digest",
+    "documents_of",
     "encode",
+    "ensure_apart",
     "hookimpl",
     "look",
     "once",
     "open_tokens",
+    "pack",
     "plugin",
     "say",
     "state",

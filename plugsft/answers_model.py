@@ -9,13 +9,12 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
+from .batches import IGNORED, buffer
 from .hooks import hookimpl
 from .models import Load
 from .recipe import Train
 from .tokens import Tokens
 from .types import Batch, Ints
-
-IGNORED = -100
 
 
 class ModelAnswers:
@@ -57,22 +56,16 @@ class ModelAnswers:
     def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
         """Pad on the right to the longest; masks follow from lengths, never from the pad token."""
         # A rank without examples still takes part in every exchange of gradients.
-        longest = int(tokens.lengths[examples].max()) if len(examples) else 2
-        shape = (max(len(examples), 1), longest)
-        ids = np.full(shape, pad, np.int64)
-        labels = np.full(shape, IGNORED, np.int64)
-        attention = np.zeros(shape, np.int64)
-        attention[:, 0] = 1
-        for place, number in enumerate(examples):
-            mine, trained = tokens.example(int(number))
-            ids[place, : len(mine)] = mine
-            attention[place, : len(mine)] = 1
-            labels[place, : len(mine)] = np.where(trained, mine, IGNORED)
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(attention),
-            "labels": torch.from_numpy(labels),
-        }
+        lengths = tokens.lengths[examples] if len(examples) else np.zeros(1, np.int64)
+        longest = max(2, int(lengths.max()))
+        shape = (len(lengths), longest)
+        ids, labels, attention = (buffer(shape, torch.int64) for _ in range(3))
+        flat, mask = ids.numpy().reshape(-1), np.zeros(ids.numel(), np.bool_)
+        flat.fill(pad)
+        tokens.copy(examples, longest * np.arange(len(examples)), flat, mask)
+        labels.numpy().reshape(-1)[:] = np.where(mask, flat, IGNORED)
+        attention.numpy()[:] = np.arange(longest) < np.maximum(lengths, 1)[:, None]
+        return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 
     @hookimpl
     def step(self, model: Module, batch: Batch, total: int) -> Tensor:

@@ -1,8 +1,10 @@
 """Windows with their tensors, through the hook that may build them ahead."""
 
 from collections.abc import Callable, Generator
+from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from .hooks import Hooks
 from .tokens import Tokens
@@ -28,10 +30,12 @@ class Feeder:
                 for examples in chosen.layout[self._rank]
             )
             batches = [
-                {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
-                for batch in collated
+                {name: self._there(value) for name, value in batch.items()} for batch in collated
             ]
             return Fed(chosen, batches)
 
         # Closing this closes what the hook gave, if that can be closed.
         yield from self._hook.feed(build=build, steps=steps)
+
+    def _there(self, value: Any) -> Any:
+        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value

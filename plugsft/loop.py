@@ -37,12 +37,7 @@ from .tokens import Tokens
 from .types import Window
 
 
-def train(
-    recipe: Recipe,
-    active: Active,
-    machine: Machine,
-    checkpoint: Path | None = None,
-) -> None:
+def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | None = None) -> None:
     """Run a recipe from its first step, or the one after a checkpoint, to its last."""
     quiet()
     record = Record(recipe, machine, active)
@@ -54,18 +49,19 @@ def train(
     accelerator = connect(recipe.train, machine)
     model, optimizer = load(recipe, hook, scratch, accelerator)
     tokens = hook.annotate(model=model, tokens=data.tokens)
+    held_out = data.held_out and hook.annotate(model=model, tokens=data.held_out)
     plan = Plan(tokens, recipe, accelerator.num_processes, hook)
     schedule = Schedule(recipe.train, optimizer, plan.steps)
     feeder = Feeder(hook, accelerator, pad_id(data.tokenizer))
     checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator, plan.steps)
     checkpoints.restore(checkpoint, model, optimizer)
-    describe(record, recipe, accelerator, model, tokens, data.held_out, plan, checkpoints)
+    describe(record, recipe, accelerator, model, tokens, held_out, plan, checkpoints)
 
     windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))
     with Stop() as stop, record, closing(windows):
         clock = time.perf_counter()
         for fed in windows:
-            window, parts = fed.window, []
+            window, parts, waited = fed.window, [], time.perf_counter() - clock
             seed_step(recipe.train.seed, window.step, accelerator.process_index)
             rate = schedule.set(window.step)
             for number, batch in enumerate(fed.batches, start=1):
@@ -75,18 +71,19 @@ def train(
                     # The total counts every rank, but ranks average their gradients: undo that.
                     accelerator.backward(part * accelerator.num_processes)
                 parts.append(part.detach())
-            loss, stopping = together(accelerator, parts, stop)
+            loss, stopping, slots, waited = together(accelerator, parts, stop, fed.slots, waited)
             norm = clip(accelerator, model, recipe.train.max_grad_norm)
             ensure_finite(loss, norm, window, tokens)
             optimizer.step()
             optimizer.zero_grad()
 
-            metrics = measure(window, plan, loss, norm, rate, time.perf_counter() - clock)
+            metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
+            metrics |= measure(window, plan, slots, waited, time.perf_counter() - clock)
             tell(hook, accelerator, stop, window.step, metrics)
             last = window.step == plan.steps
             due = last or (recipe.eval is not None and window.step % recipe.eval.every == 0)
-            if data.held_out is not None and due:
-                metrics = evaluate(accelerator, model, hook, feeder, data.held_out, recipe)
+            if held_out is not None and due:
+                metrics = evaluate(accelerator, model, hook, feeder, held_out, recipe)
                 tell(hook, accelerator, stop, window.step, metrics)
             if last or stopping or checkpoints.due(window.step):
                 checkpoints.save(window.step, model, optimizer)
@@ -136,12 +133,15 @@ def scratch_model(recipe: Recipe, data: Prepared) -> Path:
     return once(recipe.folder / "scratch" / f"model-{digest(key)}", build)
 
 
-def together(accelerator: Accelerator, parts: list[torch.Tensor], stop: Stop) -> tuple[float, bool]:
-    """Sum the loss over ranks, and learn in the same exchange whether any rank was told to stop."""
-    mine = torch.stack(parts).sum().float()
-    flag = torch.tensor(float(stop.asked), device=mine.device)
-    summed: torch.Tensor = accelerator.reduce(torch.stack([mine, flag]), reduction="sum")
-    return float(summed[0]), bool(summed[1] > 0)
+def together(
+    accelerator: Accelerator, parts: list[torch.Tensor], stop: Stop, slots: int, waited: float
+) -> tuple[float, bool, float, float]:
+    """Exchange at once: the loss, whether any is to stop, all slots, and the mean of waiting."""
+    loss = torch.stack(parts).sum().float()
+    others = loss.new_tensor([stop.asked, slots, waited])
+    summed: torch.Tensor = accelerator.reduce(torch.cat([loss[None], others]), reduction="sum")
+    loss_sum, asked, slots_sum, waited_sum = summed.tolist()
+    return loss_sum, asked > 0, slots_sum, waited_sum / accelerator.num_processes
 
 
 def clip(accelerator: Accelerator, model: Module, limit: float) -> float:
@@ -166,18 +166,19 @@ def ensure_finite(loss: float, norm: float, window: Window, tokens: Tokens) -> N
 
 
 def measure(
-    window: Window, plan: Plan, loss: float, norm: float, rate: float, seconds: float
+    window: Window, plan: Plan, slots: float, waited: float, seconds: float
 ) -> dict[str, Any]:
-    """Return the metrics of a step."""
+    """Return how fast a step was, and how well its batches were filled."""
     return {
         "epoch": round(window.step / plan.per_epoch, 4),
-        "loss": loss,
-        "grad_norm": norm,
-        "learning_rate": rate,
         "trained_tokens": window.total,
         "tokens": window.tokens,
         "tokens_per_second": round(window.tokens / seconds, 1),
         "step_seconds": round(seconds, 5),
+        "wait_seconds": round(waited, 5),
+        "fill": round(window.tokens / slots, 4),
+        "documents": round(window.examples / window.parts, 2),
+        "imbalance": round(window.imbalance, 4),
         "memory_gib": round(memory_gib(), 3),
     }
 

@@ -67,13 +67,15 @@ class Plan:
         """Return the window of a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
         layout = self._epoch(epoch)[number]
-        chosen = np.concatenate([part for rank in layout for part in rank])
+        ranks = [np.concatenate(parts) for parts in layout]
+        shares = [int(self.tokens.lengths[chosen].sum()) for chosen in ranks]
         return Window(
             step=step,
             epoch=epoch,
             layout=layout,
-            total=int(self.tokens.trained[chosen].sum()),
-            tokens=int(self.tokens.lengths[chosen].sum()),
+            total=int(self.tokens.trained[np.concatenate(ranks)].sum()),
+            tokens=sum(shares),
+            imbalance=max(shares) * len(shares) / sum(shares),
         )
 
     def _epoch(self, epoch: int) -> Layouts:

@@ -24,6 +24,16 @@ from .report import read_metrics
 from .stop import Stopped
 from .tokens import Tokens
 
+MEASURED = (
+    "step_seconds",
+    "wait_seconds",
+    "tokens",
+    "trained_tokens",
+    "fill",
+    "documents",
+    "imbalance",
+)
+"""Of the metrics of each step, those of which the record keeps a mean."""
 PACKAGES = ("plugsft", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
@@ -34,7 +44,7 @@ class Record:
         self.folder, self._recipe, self._active = recipe.folder, recipe, active
         self._metrics: TextIO | None = None
         self._started = time.perf_counter()
-        self._speeds: list[tuple[float, int, int]] = []
+        self._measured: list[list[float]] = []
         self.writes = machine.is_main
         self.run: dict[str, Any] = {
             "format": 1,
@@ -99,7 +109,7 @@ class Record:
             return
         self.run["steps"]["done"] = step
         self.run.setdefault("final", {})["loss"] = line["loss"]
-        self._speeds.append((metrics["step_seconds"], metrics["tokens"], metrics["trained_tokens"]))
+        self._measured.append([metrics[name] for name in MEASURED])
         total = self.run["steps"]["total"]
         if step % self._recipe.train.log_every == 0 or step in (1, total):
             say(
@@ -118,14 +128,14 @@ class Record:
             say(f"plugin {plugin['name']}: {plugin['verdict']}")
         self.run.update(status=status, reason=reason, plugins=now)
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
-        if self._speeds:
-            seconds, tokens, trained = np.array(self._speeds).T
-            self.run["throughput"] = {
-                "tokens_per_second": round(float(tokens.sum() / seconds.sum()), 1),
-                "trained_tokens_per_second": round(float(trained.sum() / seconds.sum()), 1),
-                "step_seconds_median": round(float(np.median(seconds)), 4),
-            }
+        if self._measured:
+            self.run["throughput"], self.run["feeding"] = _means(self._measured)
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
+            say(
+                "feeding: {fill:.0%} of the places computed hold tokens, {documents:.1f} examples "
+                "in a micro-batch, {waited:.1%} of the time waited for data, the busiest rank has "
+                "{imbalance:.2f} times the mean".format(**self.run["feeding"])
+            )
         if self.writes and self._metrics is not None:
             self.write()
             try:
@@ -153,10 +163,31 @@ class Record:
         ]
 
     def _left(self, steps: int) -> str:
-        recent = [seconds for seconds, _, _ in self._speeds[-50:]]
+        recent = [seconds for seconds, *_ in self._measured[-50:]]
         minutes, seconds = divmod(round(steps * sum(recent) / len(recent)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how fast all steps were, and how well fed."""
+    seconds, waited, tokens, trained, fill, documents, imbalance = np.array(measured).T
+    throughput = {
+        "tokens_per_second": tokens.sum() / seconds.sum(),
+        "trained_tokens_per_second": trained.sum() / seconds.sum(),
+        "step_seconds_median": np.median(seconds),
+    }
+    feeding = {
+        "fill": tokens.sum() / (tokens / fill).sum(),
+        "documents": documents.mean(),
+        "waited": waited.sum() / seconds.sum(),
+        "imbalance": imbalance.mean(),
+    }
+    rounded = [
+        {name: round(float(value), 4) for name, value in one.items()}
+        for one in (throughput, feeding)
+    ]
+    return rounded[0], rounded[1]
 
 
 def data_facts(tokens: Tokens) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Opening maps it, and a shard is opened when one of its examples is asked for, so
 same at ten thousand rows and at ten million.
 """
 
+import copy
 import json
 import os
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from .errors import DataError
-from .types import Shard
+from .types import Ints, Shard
 
 Chunk = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
 """Of a record batch: ids, offsets, and the mask as bits."""
@@ -150,6 +151,7 @@ class Tokens:
     def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder = folder
         self._opened: dict[int, Chunks] = {}
+        self._stretches: tuple[Ints, Ints] | None = None
         self._in_memory = in_memory
         with self._reading(folder / "facts.json") as path:
             self.facts: dict[str, Any] = json.loads(path.read_text())
@@ -162,6 +164,8 @@ class Tokens:
             self.lengths, self.trained, self.rows = columns = [_numpy(one) for one in index.columns]
             if len({counted, int(self._starts[-1]), *map(len, columns)}) > 1:
                 raise ValueError("it has not as many examples as facts.json says")
+        self._whole = self.lengths
+        """What lies on disk, where the examples are stretches of it."""
         if in_memory:
             for shard in range(len(self._files)):
                 self._open(shard)
@@ -170,25 +174,73 @@ class Tokens:
         return len(self.lengths)
 
     def example(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the tokens of one example (a view of the disk) and its mask."""
-        shard = int(np.searchsorted(self._starts, number, "right")) - 1
-        inside = number - int(self._starts[shard])
-        for chunk in self._opened.get(shard) or self._open(shard):
-            ids, offsets, bits = chunk
-            if inside < len(offsets) - 1:
-                break
-            inside -= len(offsets) - 1
-        start, stop = int(offsets[inside]), int(offsets[inside + 1])
-        # Arrow holds eight booleans to a byte.
-        first, last = start // 8, -(-stop // 8)
-        mask = np.unpackbits(bits[first:last], bitorder="little").view(np.bool_)
-        return ids[start:stop], mask[start - first * 8 : stop - first * 8]
+        """Return the tokens of one example and their mask."""
+        length = int(self.lengths[number])
+        ids, mask = np.empty(length, np.int32), np.empty(length, np.bool_)
+        self.copy(np.array([number]), np.zeros(1, np.int64), ids, mask)
+        return ids, mask
+
+    def copy(
+        self,
+        examples: Ints,
+        places: Ints,
+        ids: NDArray[np.integer[Any]],
+        mask: NDArray[np.bool_],
+    ) -> None:
+        """Copy the tokens of examples, and their masks, each to its place in flat arrays."""
+        lengths = self.lengths[examples]
+        numbers, skips = examples, np.zeros_like(lengths)
+        if self._stretches is not None:
+            numbers, skips = (some[examples] for some in self._stretches)
+        shards = np.searchsorted(self._starts, numbers, "right") - 1
+        inside = numbers - self._starts[shards]
+        # Arrow holds eight booleans to a byte: the bytes of all are gathered, and parted at once.
+        room = lengths // 8 + 2
+        begins = np.cumsum(room) - room
+        gathered, bits_of = np.empty(int(room.sum()), np.uint8), []
+        columns = (shards, inside, skips, lengths, places, begins)
+        for shard, number, skip, length, place, begin in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            chunks = iter(self._opened.get(shard) or self._open(shard))
+            flat, offsets, bits = next(chunks)
+            while number >= len(offsets) - 1:
+                number -= len(offsets) - 1
+                flat, offsets, bits = next(chunks)
+            start = int(offsets[number]) + skip
+            ids[place : place + length] = flat[start : start + length]
+            some = bits[start >> 3 : (start + length + 7) >> 3]
+            gathered[begin : begin + len(some)] = some
+            bits_of.append((place, length, 8 * begin + (start & 7)))
+        parted = np.unpackbits(gathered, bitorder="little").view(np.bool_)
+        for place, length, begin in bits_of:
+            mask[place : place + length] = parted[begin : begin + length]
+
+    def stretches(self, numbers: Ints, skips: Ints, lengths: Ints) -> "Tokens":
+        """Return tokens whose examples are stretches of these: of which, from where, how long."""
+        assert self._stretches is None, "stretches of stretches were never needed"
+        part = copy.copy(self)
+        part._stretches = (numbers, skips)
+        part.lengths, part.rows = lengths, self.rows[numbers]
+        part.trained = self.trained[numbers].copy()
+        for place in np.flatnonzero(lengths < self.lengths[numbers]).tolist():
+            _, mask = part.example(place)
+            # The first token has nothing before it any more from which to be learned.
+            part.trained[place] = np.count_nonzero(mask[1:])
+        firsts = _offsets([one["examples"] for one in self.facts["sources"]])
+        counts = np.diff(np.searchsorted(numbers, firsts))
+        sources = [
+            {**one, "examples": int(count)}
+            for one, count in zip(self.facts["sources"], counts, strict=True)
+        ]
+        part.facts = {**self.facts, "examples": len(numbers), "sources": sources}
+        return part
 
     def _open(self, shard: int) -> Chunks:
         with self._reading(self._files[shard]) as path:
             chunks = [_chunk(batch) for batch in pa.ipc.open_stream(self._buffer(path))]
             lengths = [np.diff(offsets) for _, offsets, _ in chunks]
-            known = self.lengths[self._starts[shard] : self._starts[shard + 1]]
+            known = self._whole[self._starts[shard] : self._starts[shard + 1]]
             if not np.array_equal(np.concatenate([known[:0], *lengths]), known):
                 raise ValueError("its examples have other lengths than in the index")
         self._opened[shard] = chunks

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
 Ints: TypeAlias = "NDArray[np.int64]"
-Batch: TypeAlias = dict[str, "Tensor"]
+Batch: TypeAlias = dict[str, Any]
+"""What a model is called with, and its labels: tensors, and plain values about them."""
 
 Row: TypeAlias = dict[str, Any]
 """One row of a source, as JSON would give it."""
@@ -118,6 +118,18 @@ class Window:
     total: int
     """Trained targets in the window, over all ranks."""
     tokens: int
+    imbalance: float = 1.0
+    """Tokens of the rank that has most, over the mean of all."""
+
+    @property
+    def examples(self) -> int:
+        """How many examples it has."""
+        return sum(len(part) for rank in self.layout for part in rank)
+
+    @property
+    def parts(self) -> int:
+        """How many micro-batches with examples it has, over all ranks."""
+        return sum(len(part) > 0 for rank in self.layout for part in rank)
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,11 @@ class Fed:
 
     window: Window
     batches: list[Batch]
+
+    @property
+    def slots(self) -> int:
+        """How many places for tokens this rank computes, padding included."""
+        return sum(batch["input_ids"].numel() for batch in self.batches)
 
 
 Build: TypeAlias = Callable[[int], Fed]

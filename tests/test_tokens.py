@@ -94,12 +94,6 @@ def test_masks_that_start_within_a_byte(tmp_path):
     assert read == pattern
 
 
-def test_ids_are_a_view_of_the_disk(tmp_path):
-    write(tmp_path, [[[[[(token, True) for token in range(1000)]]]]])
-    ids, _ = Tokens(tmp_path).example(0)
-    assert not ids.flags.owndata and not ids.flags.writeable
-
-
 def test_an_example_knows_its_source_and_row(tmp_path):
     write(tmp_path, [[[[[(1, True)]]] * 5]])
     tokens = Tokens(tmp_path)

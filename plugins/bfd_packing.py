@@ -1,0 +1,361 @@
+"""Pack examples into full micro-batches, best fit first, with no look from one to another."""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Generator, Sequence
+from typing import Annotated, Any, Literal, overload
+
+import numpy as np
+from pydantic import Field
+
+from plugsft import (
+    Batch,
+    DataError,
+    Ints,
+    Layout,
+    Layouts,
+    ModelLoad,
+    Recipe,
+    RecipeError,
+    Tokens,
+    Train,
+    attend_per_document,
+    ensure_apart,
+    hookimpl,
+    pack,
+    plugin,
+    state,
+)
+
+Costs = Callable[[Ints], Any]
+"""Lengths -> what a step takes for documents of so many tokens."""
+TYPICAL = 50_000
+"""Length at which attention costs as much as the rest of a model of some billion weights."""
+
+
+@plugin()
+class BfdPacking:
+    """Pack examples into full micro-batches, best fit first, with no look from one to another.
+
+    scope = "step" leaves every step's examples as they are, and so what is learned; "dataset"
+    fills rows from the whole epoch, and changes it: a step is then `batch_size` packed rows.
+    """
+
+    capacity: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of a micro-batch, at most; data.max_length unless said."""
+    scope: Literal["step", "dataset"] = "step"
+    """What is packed together: the examples of one step, or of the whole epoch."""
+    overlong: Literal["error", "truncate", "split"] = "error"
+    """What happens to examples of more tokens than a micro-batch may have."""
+
+    room: int = state(0)
+    long: int = state(0)
+    """Examples of more tokens than fit."""
+    even: float = state(float(TYPICAL))
+    """Length at which attention costs as much as everything else."""
+    apart: str = state("")
+    """What the probe found."""
+    full: str = state("")
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Take the capacity, and refuse what packing would leave unheard."""
+        self.room = self.capacity or recipe.data.max_length
+        if recipe.train.micro_batch > 1:
+            raise RecipeError(
+                "capacity says how much a rank takes at a time, so train.micro_batch would do "
+                f"nothing; remove it, or set capacity to about {recipe.train.micro_batch} times "
+                "what you have"
+            )
+        halves = [one.source for one in recipe.data.all_sources() if one.weight % 1]
+        if self.scope == "dataset" and halves:
+            raise RecipeError(
+                f'scope = "dataset" cannot take a part of {halves[0]} anew in each epoch, since '
+                "epochs would have different numbers of steps; give it a whole weight, or set "
+                'scope = "step"'
+            )
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
+        """Let attention be computed per document, unless a kernel that can do so was chosen."""
+        load.kwargs.setdefault("attn_implementation", attend_per_document())
+        model = yield
+        self.even = evens_out(model)
+        return model
+
+    @hookimpl(wrapper=True)
+    def annotate(self, model: Any, tokens: Tokens) -> Generator[None, Tokens, Tokens]:
+        """Prove on the model that documents do not see each other; treat what is too long."""
+        tokens = yield
+        if not self.apart:
+            config = getattr(model, "module", model).config
+            self.apart = ensure_apart(model, config.get_text_config().vocab_size)
+        return self.fitting(tokens)
+
+    @hookimpl(wrapper=True)
+    def batches(
+        self, order: Ints, lengths: Ints, ranks: int, train: Train
+    ) -> Generator[None, Layouts, Layouts]:
+        """Lay every window out again; or lay out windows of rows filled from the whole epoch."""
+        layouts = yield
+        if self.scope == "step":
+            return Windows(layouts, lengths, ranks, self.room, self.cost)
+        rows = Rows(order, lengths, ranks, train.batch_size, self.room, self.cost)
+        fill = lengths[order].sum() / (rows.total * self.room)
+        # Of the training data, which comes before that of evaluation.
+        self.full = self.full or (
+            f"{len(order):,} examples in {rows.total:,} rows of {self.room:,} tokens, {fill:.2%} "
+            f"full; a step is {train.batch_size} rows, {len(order) / len(rows):,.1f} examples"
+        )
+        return rows
+
+    @hookimpl
+    def collate(self, tokens: Tokens, examples: Ints) -> Batch:
+        """Lay examples end to end; rows of a data set all have the same length."""
+        return pack(tokens, examples, self.room if self.scope == "dataset" else None)
+
+    @hookimpl
+    def verdict(self) -> str:
+        """Say how it packs, and what the probe found."""
+        unit = "step" if self.scope == "step" else "data set"
+        said = [f"each {unit} packed into micro-batches of at most {self.room:,} tokens"]
+        done = {"truncate": "cut", "split": "split"}.get(self.overlong, "left")
+        long = f"{self.long:,} longer examples {done}" if self.long else ""
+        return "; ".join(filter(None, [*said, self.full, long, self.apart]))
+
+    def cost(self, lengths: Ints) -> Any:
+        """Return what documents cost, in tokens: attention looks back from each of them."""
+        return lengths * (1 + lengths / self.even)
+
+    def fitting(self, tokens: Tokens) -> Tokens:
+        """Return tokens of which none is longer than a micro-batch."""
+        long = np.flatnonzero(tokens.lengths > self.room)
+        self.long += len(long)
+        if not len(long):
+            return tokens
+        if self.overlong == "error":
+            longest = int(tokens.lengths.max())
+            rows = ", ".join(str(tokens.source_of(int(number))[1]) for number in long[:5])
+            raise DataError(
+                f"plugins.bfd_packing: {len(long):,} of {len(tokens):,} examples have more than "
+                f"{self.room:,} tokens, the longest {longest:,} (rows {rows}"
+                f"{', ...' if len(long) > 5 else ''}). Raise capacity, or set "
+                'overlong = "truncate" or "split"'
+            )
+        if self.overlong == "truncate":
+            numbers = np.arange(len(tokens))
+            return tokens.stretches(numbers, 0 * numbers, np.minimum(tokens.lengths, self.room))
+        parts = -(-tokens.lengths // self.room)
+        numbers = np.repeat(np.arange(len(tokens)), parts)
+        skips = (np.arange(len(numbers)) - np.repeat(np.cumsum(parts) - parts, parts)) * self.room
+        return tokens.stretches(
+            numbers, skips, np.minimum(tokens.lengths[numbers] - skips, self.room)
+        )
+
+
+class Windows(Sequence[Layout]):
+    """Windows that are packed when they are asked for."""
+
+    def __init__(
+        self, layouts: Layouts, lengths: Ints, ranks: int, capacity: int, cost: Costs
+    ) -> None:
+        self._layouts, self._lengths, self._ranks = layouts, lengths, ranks
+        self._capacity, self._cost = capacity, cost
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    @overload
+    def __getitem__(self, number: int) -> Layout: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Layout]: ...
+    def __getitem__(self, number: int | slice) -> Layout | Sequence[Layout]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        examples = np.concatenate([part for rank in self._layouts[number] for part in rank])
+        lengths = self._lengths[examples]
+        dealt = deal(lengths, self._cost(lengths), self._ranks, self._capacity)
+        return [[examples[part] for part in rank] for rank in dealt]
+
+
+class Rows(Sequence[Layout]):
+    """Rows filled from the whole epoch, so many to a window."""
+
+    def __init__(
+        self, order: Ints, lengths: Ints, ranks: int, size: int, capacity: int, cost: Costs
+    ) -> None:
+        mine = lengths[order]
+        items, bins, self.total = best_fit(mine, capacity)
+        # A row takes the place of its longest example in the epoch's order: at random.
+        first = np.full(self.total, len(order))
+        first[bins[::-1]] = items[::-1]
+        rank_of = np.empty(self.total, np.int64)
+        rank_of[np.argsort(first)] = np.arange(self.total)
+        rows = rank_of[bins]
+        self._examples = order[items[np.argsort(rows, kind="stable")]]
+        self._stops = np.cumsum(np.bincount(rows, minlength=self.total))
+        costs = np.bincount(rows, weights=cost(mine[items]), minlength=self.total)
+        self._costs, self._ranks, self._size = costs, ranks, size
+
+    def __len__(self) -> int:
+        return -(-self.total // self._size)
+
+    @overload
+    def __getitem__(self, number: int) -> Layout: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Layout]: ...
+    def __getitem__(self, number: int | slice) -> Layout | Sequence[Layout]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        rows = np.arange(number * self._size, min((number + 1) * self._size, self.total))
+        # Who works side by side has about equal work.
+        rows = rows[np.argsort(-self._costs[rows], kind="stable")]
+        starts = np.append(0, self._stops)[rows]
+        parts = [
+            self._examples[start:stop]
+            for start, stop in zip(starts, self._stops[rows], strict=True)
+        ]
+        parts += [self._examples[:0]] * (-len(parts) % self._ranks)
+        return [parts[rank :: self._ranks] for rank in range(self._ranks)]
+
+
+def evens_out(model: Any) -> float:
+    """Return the length at which attention costs a model as much as all its weights.
+
+    A weight takes one multiplication for each token; attention two per layer and unit of width,
+    for each of the tokens before it, on average half of the document.
+    """
+    config = model.config.get_text_config()
+    # Under ZeRO-3 a rank's own part is small; the true number stands beside it.
+    sizes = {id(one): getattr(one, "ds_numel", one.numel()) for one in model.parameters()}
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    weights = sum(sizes.values())
+    if head is not None and head.weight is not table:
+        weights -= sizes[id(table)]  # looked up, not multiplied
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return float(weights / (config.num_hidden_layers * config.num_attention_heads * width))
+
+
+def best_fit(lengths: Ints, capacity: int) -> tuple[Ints, Ints, int]:
+    """Pack exactly as best-fit-decreasing would; return the items, their bins, and how many bins.
+
+    The longest come first, and each goes where the least is left. Equal lengths are alike: whole
+    groups of bins with as much left take them at once, so that time goes with the number of
+    distinct lengths, not of items.
+    """
+    # A narrow type is sorted by its digits, in one pass.
+    narrow = lengths.astype(np.uint16) if capacity < 2**16 else lengths
+    items = np.argsort(capacity - narrow, kind="stable")
+    sizes, counts = np.unique(lengths, return_counts=True)
+    left: dict[int, list[tuple[int, int]]] = {}
+    spaces: list[int] = []
+    segments: list[tuple[int, int, int]] = []
+    bins = 0
+
+    def put(first: int, count: int, each: int, space: int) -> None:
+        """Note that so many bins take so many items each, with that much left in them."""
+        segments.append((first, count, each))
+        if space:
+            if space not in left:
+                left[space] = []
+                insort(spaces, space)
+            left[space].append((first, count))
+
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            place = bisect_left(spaces, size)
+            if place == len(spaces):
+                each = capacity // size
+                full, rest = divmod(count, each)
+                for some, items_each in ((full, each), (min(rest, 1), rest)):
+                    if some:
+                        put(bins, some, items_each, capacity - items_each * size)
+                        bins += some
+                break
+            space = spaces[place]
+            first, there = left[space].pop()
+            if not left[space]:
+                del left[space]
+                spaces.pop(place)
+            each = space // size
+            taken = min(there, count // each)
+            if taken:
+                put(first, taken, each, space - each * size)
+                count -= taken * each
+                first, there = first + taken, there - taken
+            if there and 0 < count < each:
+                put(first, 1, count, space - count * size)
+                first, there, count = first + 1, there - 1, 0
+            if there:
+                if space not in left:
+                    left[space] = []
+                    insort(spaces, space)
+                left[space].append((first, there))
+    firsts, many, each_of = np.array(segments, np.int64).reshape(-1, 3).T
+    total = many * each_of
+    inside = np.arange(len(items)) - np.repeat(np.cumsum(total) - total, total)
+    return items, np.repeat(firsts, total) + inside // np.repeat(each_of, total), bins
+
+
+def deal(lengths: Ints, costs: Any, ranks: int, capacity: int) -> list[list[Ints]]:
+    """Deal examples to ranks: as few micro-batches as can hold them, and equal work."""
+    items, bins, count = best_fit(lengths, capacity)
+    steps = -(-count // ranks)
+    parts = balanced(lengths, costs, ranks, steps, capacity)
+    if parts is None:
+        # Where that does not fit, the fullest micro-batches are dealt as they are.
+        packed = [items[bins == one] for one in range(count)]
+        work = np.array([costs[part].sum() for part in packed])
+        dealt = evenly(work, np.ones(count), ranks, steps)
+        assert dealt is not None, "there is a place for each"
+        parts = [[packed[one] for one in mine] for mine in dealt]
+    # The dearest first: who works side by side has about equal work.
+    return [
+        sorted(mine, key=lambda part: -costs[part].sum()) + [items[:0]] * (steps - len(mine))
+        for mine in parts
+    ]
+
+
+def balanced(
+    lengths: Ints, costs: Any, ranks: int, steps: int, capacity: int
+) -> list[list[Ints]] | None:
+    """Give each rank equal work, in so many micro-batches; None where they cannot hold it."""
+    dealt = evenly(costs, lengths, ranks, steps * capacity)
+    if dealt is None:
+        return None
+    ranked = []
+    for mine in dealt:
+        parts = in_parts(np.array(mine, np.int64), lengths, costs, steps, capacity)
+        if parts is None:
+            return None
+        ranked.append(parts)
+    return ranked
+
+
+def evenly(costs: Any, sizes: Any, shares: int, room: float) -> list[list[int]] | None:
+    """Give each item, the dearest first, to the share that has least, where it has room."""
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    heap = [(0.0, share, 0.0) for share in range(shares)]
+    for item in np.argsort(-costs, kind="stable").tolist():
+        passed = []
+        while heap and heap[0][2] + sizes[item] > room:
+            passed.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        work, share, used = heap[0]
+        dealt[share].append(item)
+        heapq.heapreplace(heap, (work + costs[item], share, used + sizes[item]))
+        for one in passed:
+            heapq.heappush(heap, one)
+    return dealt
+
+
+def in_parts(mine: Ints, lengths: Ints, costs: Any, steps: int, capacity: int) -> list[Ints] | None:
+    """Part a rank's examples into micro-batches: of equal work, or else by best fit."""
+    dealt = evenly(costs[mine], lengths[mine], steps, capacity)
+    if dealt is not None:
+        return [mine[part] for part in dealt if part]
+    items, bins, count = best_fit(lengths[mine], capacity)
+    return [mine[items[bins == one]] for one in range(count)] if count <= steps else None

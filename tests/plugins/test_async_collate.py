@@ -1,0 +1,446 @@
+"""async_collate: the same windows, built while others train; and nothing of it outlives a run."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import traceback
+import weakref
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables
+from making import activate, install
+
+from plugsft import PluginError, testing
+from plugsft.answers import DataAnswers
+from plugsft.answers_model import ModelAnswers
+from plugsft.feeder import Feeder
+from plugsft.plan import Plan
+from plugsft.plugins import async_collate
+from plugsft.plugins.async_collate import Ahead
+from plugsft.prepare import prepare
+from plugsft.registry import resolve
+
+# 43 examples in windows of 8: five whole ones and one of three, twice.
+TRAIN = {"epochs": 2, "batch_size": 8, "micro_batch": 2, "learning_rate": 1e-3}
+STEPS = range(1, 13)
+# Lays a window out as single rows, and collates examples into one row each, end to end.
+PACK = """
+    import numpy as np
+    import torch
+
+    @plugin()
+    class Pack:
+        @hookimpl(wrapper=True)
+        def batches(self):
+            layouts = yield
+            return [[[np.concatenate(rank)] for rank in layout] for layout in layouts]
+
+        @hookimpl
+        def collate(self, tokens, examples):
+            rows = [torch.tensor(tokens.example(int(number))[0]) for number in examples]
+            places = [torch.arange(len(row)) for row in rows]
+            return {"input_ids": torch.cat(rows)[None], "position_ids": torch.cat(places)[None]}
+"""
+
+
+class World:
+    """Data that was really prepared, and what feeds it."""
+
+    def __init__(self, folder):
+        tables = tiny_tables(folder, chats(43))
+        self.tables = tables | {"train": TRAIN}
+        recipe, active = resolve(self.tables)
+        active.answer(DataAnswers(recipe.folder), ModelAnswers())
+        self.tokens = prepare(recipe, active).tokens
+
+    def feed(self, steps=STEPS, ranks=1, rank=0, **plugins):
+        recipe, active = resolve(self.tables | {"plugins": plugins})
+        hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+        place = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
+        plan = Plan(self.tokens, recipe, ranks, hook)
+        assert plan.steps == len(STEPS)
+        return Feeder(hook, place, pad=0).feed(plan.window, self.tokens, steps)
+
+    def build(self):
+        """Build windows without any feed."""
+        built = {fed.window.step: fed for fed in self.feed()}
+        return lambda step: dataclasses.replace(built[step])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert threads() == []
+
+
+def threads():
+    return [one for one in threading.enumerate() if one.name == "async_collate"]
+
+
+def assert_same(ours, serial):
+    assert [fed.window.step for fed in ours] == [fed.window.step for fed in serial]
+    for one, other in zip(ours, serial, strict=True):
+        a, b = ({**vars(fed.window), "layout": flat(fed.window.layout)} for fed in (one, other))
+        assert a == b
+        assert len(one.batches) == len(other.batches)
+        for mine, plain in zip(one.batches, other.batches, strict=True):
+            assert list(mine) == list(plain)
+            for name, tensor in mine.items():
+                assert tensor.dtype == plain[name].dtype and torch.equal(tensor, plain[name])
+
+
+def flat(layout):
+    return [[part.tolist() for part in rank] for rank in layout]
+
+
+def assert_identical(world, depth=1, ranks=1, rank=0, **plugins):
+    """Feed from every step on, over the end of an epoch, ahead and serially."""
+    for first in (*STEPS, len(STEPS) + 1):
+        where = {"steps": range(first, len(STEPS) + 1), "ranks": ranks, "rank": rank}
+        ahead = world.feed(**where, async_collate={"depth": depth}, **plugins)
+        assert_same([*ahead], [*world.feed(**where, **plugins)])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("ranks, rank", [(1, 0), (2, 0), (2, 1)])
+def test_it_gives_what_serial_feeding_gives(world, depth, ranks, rank):
+    assert_identical(world, depth, ranks, rank)
+    assert_identical(world, depth, ranks, rank, length_group={})
+
+
+def test_it_gives_what_serial_feeding_gives_when_rows_are_packed(world, tmp_path, monkeypatch):
+    activate(install(tmp_path, pack=PACK), monkeypatch)
+    assert_identical(world, 2, pack={})
+    [fed, *_] = world.feed(pack={}, async_collate={})
+    assert len(fed.batches) == 1 and set(fed.batches[0]) == {"input_ids", "position_ids"}
+
+
+def test_a_stale_order_would_be_seen(world, monkeypatch):
+    right = Ahead._build
+
+    def first_epoch(self, build, step):
+        def stale(step):
+            old = build((step - 1) % 6 + 1)
+            window = dataclasses.replace(old.window, step=step, epoch=(step - 1) // 6)
+            return dataclasses.replace(old, window=window)
+
+        return right(self, stale, step)
+
+    monkeypatch.setattr(Ahead, "_build", first_epoch)
+    with pytest.raises(AssertionError):
+        assert_identical(world)
+    # A window that does not even say that it is another one's.
+    monkeypatch.setattr(Ahead, "_build", lambda self, build, step: right(self, build, step - 1))
+    with pytest.raises(PluginError, match=r"step 7 was asked for, .* is of step 6"):
+        [*world.feed(range(7, 10), async_collate={})]
+
+
+def test_random_numbers_of_the_loop_are_its_own(world):
+    def drawn(**plugins):
+        torch.manual_seed(0)
+        return [torch.rand(3).tolist() for _ in world.feed(**plugins)]
+
+    assert drawn(async_collate={"depth": 3}) == drawn()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_it_is_as_far_ahead_as_it_was_told(world, depth):
+    build, began = world.build(), []
+
+    def counted(step):
+        began.append(step)
+        return build(step)
+
+    ahead = Ahead(counted, STEPS, depth)
+    for step in (1, 2, 3):
+        wait_until(lambda step=step: len(began) == step - 1 + depth)
+        time.sleep(0.02)
+        assert began == [*range(1, step + depth)]
+        ahead.take(step)
+    ahead.close(10)
+
+
+def test_only_the_step_in_flight_may_be_asked_for(world):
+    with closing_ahead(world.build(), range(3, 6)) as ahead:
+        for wrong in (1, 2, 4, 6):
+            with pytest.raises(PluginError, match=f"step {wrong} was asked for, and step 3 is in"):
+                ahead.take(wrong)
+        assert [ahead.take(step).window.step for step in (3, 4)] == [3, 4]
+        with pytest.raises(PluginError, match="step 4 was asked for, and step 5 is in flight"):
+            ahead.take(4)
+        ahead.take(5)
+        with pytest.raises(PluginError, match="step 6 was asked for, and nothing is in flight"):
+            ahead.take(6)
+
+
+def closing_ahead(build, steps, depth=1):
+    ahead = Ahead(build, steps, depth)
+    return closing(SimpleNamespace(close=lambda: ahead.close(10), take=ahead.take))
+
+
+def failing(world, at, error):
+    build = world.build()
+
+    def collapse():
+        raise error
+
+    def broken(step):
+        return build(step) if step != at else collapse()
+
+    return broken
+
+
+def windows_of(build, depth=1):
+    """Feed as the plugin does."""
+    return async_collate.AsyncCollate(depth=depth).feed(build, STEPS)
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+def test_an_error_surfaces_at_its_step_with_its_own_traceback(world, depth, kind):
+    seen, error = [], kind("gone")
+    with pytest.raises(kind) as raised:
+        for fed in windows_of(failing(world, 4, error), depth):
+            wait_until(lambda: not threads() or depth == 1)  # it has failed by now
+            seen.append(fed.window.step)
+    assert seen == [1, 2, 3] and raised.value is error
+    names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert names[-2:] == ["broken", "collapse"] and "take" in names
+
+
+def test_after_an_error_nothing_is_in_flight(world):
+    with closing_ahead(failing(world, 1, KeyError("gone")), STEPS) as ahead:
+        with pytest.raises(KeyError):
+            ahead.take(1)
+        with pytest.raises(PluginError, match="nothing is in flight"):
+            ahead.take(1)
+
+
+def test_an_error_of_the_loop_is_not_masked(world):
+    windows = windows_of(failing(world, 2, KeyError("gone")))
+    with pytest.raises(ValueError, match="the loop's own") as raised, closing(windows):
+        for _ in windows:
+            wait_until(lambda: not threads())
+            raise ValueError("the loop's own")
+    assert raised.value.__context__ is None and raised.value.__cause__ is None
+
+
+def test_ctrl_c_passes_while_the_loop_waits():
+    hung = threading.Event()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        next(windows_of(lambda step: hung.wait()))
+    assert time.monotonic() - began < 2
+    # What it was at is waited for by nobody, and ends its thread.
+    hung.set()
+    wait_until(lambda: not threads())
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_window_is_held_by_anyone_but_the_loop(world, depth):
+    build, made = world.build(), []
+
+    def watched(step):
+        fed = build(step)
+        batches = [{name: tensor.clone() for name, tensor in fed.batches[0].items()}]
+        made.append(weakref.ref(batches[0]["input_ids"]))
+        return dataclasses.replace(fed, batches=batches)
+
+    def alive():
+        return [number for number, one in enumerate(made, start=1) if one() is not None]
+
+    windows = windows_of(watched, depth)
+    for fed in windows:
+        step = fed.window.step
+        last = min(step + depth, len(STEPS))
+        wait_until(lambda last=last: len(made) == last)
+        assert alive() == [*range(step, last + 1)]
+    del fed
+    assert alive() == []
+    # Nor by one that is left in the middle.
+    windows = windows_of(watched, depth)
+    next(windows)
+    windows.close()
+    assert alive() == [] and threads() == []
+
+
+SPY = """
+    import gc
+    import threading
+    from plugsft import Fed
+
+    @plugin()
+    class Spy:
+        fails_at: int = 0
+        seen: int = state(0)
+
+        @hookimpl(wrapper=True)
+        def step(self):
+            self.seen += 1
+            if self.seen == self.fails_at:
+                raise ValueError("the loop's own")
+            return (yield)
+
+        @hookimpl
+        def verdict(self):
+            names = [one.name for one in threading.enumerate()]
+            held = sum(isinstance(one, Fed) for one in gc.get_objects())
+            return f"{names.count('async_collate')} threads, {held} windows"
+"""
+
+
+def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path, spy=SPY), monkeypatch)
+    recipe = tiny(
+        rows=chats(43),
+        train=TRAIN,
+        eval={"every": 4, "split": "train[:11]"},
+        checkpoint={"every": 4},
+        plugins={"length_group": {}, "spy": {}},
+    )
+    serial, ahead = tmp_path / "serial", tmp_path / "ahead"
+    mine = (recipe, f"output={ahead}", "plugins.async_collate.depth=2")
+    for words in ((recipe, f"output={serial}"), mine):
+        done = run_plugsft(*words)
+        assert done.returncode == 0, done.stderr
+    assert len(learned(serial)) == 12 + 3
+    assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
+    spied, verdict = (verdict_of(ahead, name) for name in ("spy", "async_collate"))
+    # The loop's own last one is still named there.
+    assert spied == "0 threads, 1 windows"
+    # 12 steps, and three evaluations of two windows.
+    assert re.fullmatch(
+        r"built 2 windows ahead: the loop waited \d+\.\d s for 18 windows "
+        r"that took \d+\.\d s to build",
+        verdict,
+    )
+    # From the middle of an epoch.
+    for name in ("checkpoints/step-000012", "checkpoints/step-000008", "model"):
+        shutil.rmtree(ahead / name)
+    done = run_plugsft(*mine, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 4" in done.stdout
+    assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
+
+
+def learned(run):
+    timed = {"tokens_per_second", "step_seconds", "wait_seconds", "memory_gib"}
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{name: line[name] for name in line if name not in timed} for line in lines]
+
+
+def weights(run):
+    return (run / "model/model.safetensors").read_bytes()
+
+
+def verdict_of(run, name):
+    plugins = json.loads((run / "run.json").read_text())["plugins"]
+    return next(one["verdict"] for one in plugins if one["name"] == name)
+
+
+def test_a_run_that_fails_says_its_own_and_leaves_nothing(tiny, tmp_path, monkeypatch):
+    broken = """
+        @plugin()
+        class Broken:
+            seen: int = state(0)
+
+            @hookimpl(wrapper=True)
+            def collate(self):
+                self.seen += 1
+                if self.seen == 9:
+                    raise KeyError("the third window")
+                return (yield)
+    """
+    activate(install(tmp_path, spy=SPY, broken=broken), monkeypatch)
+    recipe = tiny(rows=chats(43), train=TRAIN, plugins={"spy": {}, "async_collate": {"depth": 4}})
+    thread = run_plugsft(recipe, "plugins.broken={}")
+    assert thread.returncode == 1 and len(read_metrics(tmp_path / "run")) == 2
+    assert "KeyError: 'the third window'" in thread.stderr
+    assert "raised by plugin 'broken', in its hook 'collate'" in thread.stderr
+    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 1 windows"
+    loop = run_plugsft(recipe, "plugins.broken={}", "plugins.spy.fails_at=6", "--overwrite")
+    assert loop.returncode == 1 and "ValueError: the loop's own" in loop.stderr
+    assert "KeyError" not in loop.stderr
+    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 1 windows"
+
+
+SLOW = """
+    import time
+
+    @plugin()
+    class Slow:
+        collating: float = 0.0
+        stepping: float = 0.0
+
+        @hookimpl(wrapper=True)
+        def collate(self):
+            time.sleep(self.collating)
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def step(self):
+            time.sleep(self.stepping)
+            return (yield)
+"""
+
+
+def test_a_signal_stops_a_run_that_waits_for_its_data(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path, slow=SLOW), monkeypatch)
+    plugins = {"async_collate": {}, "slow": {"collating": 0.3}}
+    train = {"steps": 1000, "micro_batch": 8}
+    running = start_plugsft(tiny(rows=chats(43), train=train, plugins=plugins))
+    metrics = tmp_path / "run/metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 2)
+    began = time.monotonic()
+    os.kill(running.pid, signal.SIGINT)
+    ended = running.wait()
+    assert time.monotonic() - began < 15
+    assert ended.returncode == 130 and "stopped by SIGINT" in ended.stderr, ended.stderr
+    assert "--resume" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_building_hides_behind_training(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path, slow=SLOW), monkeypatch)
+    slow = {"slow": {"collating": 0.15, "stepping": 0.25}}
+    recipe = tiny(rows=chats(43), train={"steps": 10, "micro_batch": 8}, plugins=slow)
+    seconds = []
+    for name, words in (("serial", []), ("ahead", ["plugins.async_collate={}"])):
+        done = run_plugsft(recipe, f"output={tmp_path / name}", *words)
+        assert done.returncode == 0, done.stderr
+        # The least of them: what else the machine does can only add to it.
+        seconds.append(min(line["step_seconds"] for line in read_metrics(tmp_path / name)))
+    print(f"\n{seconds[0] / seconds[1]:.2f} times as fast")
+    assert seconds[0] / seconds[1] >= 1.4
+    waited, built = re.findall(r"(\d+\.\d) s", verdict_of(tmp_path / "ahead", "async_collate"))
+    assert float(built) >= 1.5 and float(waited) < float(built) / 2
+
+
+def test_the_verdict_waits_for_something_to_say():
+    assert async_collate.AsyncCollate().verdict() is None
+
+
+def test_it_keeps_the_laws():
+    testing.keeps_gradients("async_collate", {"depth": 2}, tolerance=0.0)
+    testing.survives_worker("async_collate")
+
+
+def wait_until(true):
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")

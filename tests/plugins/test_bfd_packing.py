@@ -1,0 +1,352 @@
+"""bfd_packing: as few micro-batches as can be, evenly dealt, and the same is learned."""
+
+import json
+import tomllib
+
+import numpy as np
+import pytest
+from conftest import chats, read_metrics, run_plugsft, run_ranks, write_recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import activate, install
+from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, MambaConfig, Qwen3Config
+
+from plugsft import DataError, RecipeError, look, testing
+from plugsft.plan import Windows as Plain
+from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
+from plugsft.recipe import Train
+from plugsft.registry import check, resolve
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=80)
+
+
+def naive(lengths, capacity):
+    """Best-fit-decreasing as books have it; return what is left in each bin."""
+    left = []
+    for length in sorted(lengths, reverse=True):
+        fits = [space for space in left if space >= length]
+        if fits:
+            left.remove(min(fits))
+        left.append((min(fits) if fits else capacity) - length)
+    return sorted(left)
+
+
+def cost(lengths):
+    return lengths * (1 + lengths / 1000)
+
+
+@settings(max_examples=300)
+@given(LENGTHS, st.integers(40, 100))
+def test_it_packs_as_best_fit_decreasing_does(lengths, capacity):
+    lengths = np.array(lengths)
+    items, bins, count = best_fit(lengths, capacity)
+    assert sorted(items.tolist()) == list(range(len(lengths)))
+    filled = np.bincount(bins, weights=lengths[items], minlength=count).astype(int)
+    assert sorted((capacity - filled).tolist()) == naive(lengths.tolist(), capacity)
+
+
+def test_lengths_beyond_sixteen_bits():
+    lengths = np.array([70_000, 30_000, 65_536, 100_000, 34_464])
+    items, bins, count = best_fit(lengths, 100_000)
+    assert count == 3 and np.bincount(bins, weights=lengths[items]).tolist() == [1e5, 1e5, 1e5]
+
+
+@settings(max_examples=200)
+@given(LENGTHS, st.integers(40, 100), st.integers(1, 6))
+def test_a_window_is_dealt_whole_in_as_few_micro_batches_as_can_be(lengths, capacity, ranks):
+    lengths = np.array(lengths)
+    dealt = deal(lengths, cost(lengths), ranks, capacity)
+    parts = [part for rank in dealt for part in rank]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
+    assert all(lengths[part].sum() <= capacity for part in parts)
+    fewest = len(naive(lengths.tolist(), capacity))
+    assert [len(rank) for rank in dealt] == [-(-fewest // ranks)] * ranks
+
+
+def test_work_is_even_over_many_ranks():
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(20):
+        lengths = np.clip(rng.lognormal(6, 1, 512).astype(np.int64) + 1, 1, 4096)
+        costs = BfdPacking().cost(lengths)
+        work = [sum(costs[part].sum() for part in rank) for rank in deal(lengths, costs, 64, 4096)]
+        ratios.append(max(work) / np.mean(work))
+    print(f"\nslowest of 64 ranks over the mean: {np.mean(ratios):.4f}")
+    assert np.mean(ratios) <= 1.03
+
+
+def members(layout):
+    return sorted(int(number) for rank in layout for part in rank for number in part)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 9), st.integers(0, 5))
+def test_scope_step_keeps_every_window(lengths, ranks, size, seed):
+    lengths = np.array(lengths)
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    plain = Plain(order, ranks, Train(batch_size=size, learning_rate=0.0))
+    packed = Windows(plain, lengths, ranks, 50, cost)
+    assert [members(one) for one in packed] == [members(one) for one in plain]
+    assert [members(one) for one in packed[1:]] == [members(one) for one in plain[1:]]
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 9), st.integers(0, 5))
+def test_scope_dataset_takes_every_example_once_whatever_the_ranks(lengths, ranks, size, seed):
+    lengths = np.array(lengths)
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    windows = [*Rows(order, lengths, ranks, size, 50, cost)]
+    assert sorted(n for one in windows for n in members(one)) == list(range(len(lengths)))
+    assert [members(one) for one in windows] == [
+        members(one) for one in Rows(order, lengths, 1, size, 50, cost)
+    ]
+    for layout in windows:
+        assert len({len(rank) for rank in layout}) == 1
+        assert all(lengths[part].sum() <= 50 for rank in layout for part in rank)
+    with pytest.raises(IndexError):
+        Rows(order, lengths, ranks, size, 50, cost)[len(windows)]
+
+
+def test_rows_come_in_another_order_and_company_each_epoch():
+    lengths = np.array([25, 25, 30, 20, 10, 40] * 30)
+    orders = [np.random.default_rng(seed).permutation(180) for seed in range(2)]
+    one, two = ([members(row) for row in Rows(o, lengths, 1, 1, 50, cost)] for o in orders)
+    assert one != two and sorted(map(len, one)) == sorted(map(len, two))
+    assert {tuple(row) for row in one} != {tuple(row) for row in two}
+    # Rows of long examples do not come first.
+    firsts = [lengths[row].max() for row in one]
+    assert firsts != sorted(firsts, reverse=True)
+
+
+# Real runs.
+
+
+def train(recipe, folder, *words):
+    done = run_plugsft(recipe, f"output={folder}", *words)
+    assert done.returncode == 0, done.stderr
+    return read_metrics(folder)
+
+
+def curve(lines):
+    return [
+        line[name] for name in ("loss", "grad_norm", "eval_loss") for line in lines if name in line
+    ]
+
+
+PACKED = "plugins.bfd_packing.capacity=96"
+RUN = {"batch_size": 8, "epochs": 2, "max_grad_norm": 0.5}
+
+
+@pytest.fixture
+def runs(tiny):
+    return tiny(
+        rows=chats(21), train=RUN | {"micro_batch": 1}, eval={"every": 2, "split": "train[:5]"}
+    )
+
+
+def test_a_packed_run_learns_what_a_padded_one_learns(runs, tmp_path):
+    plain = train(runs, tmp_path / "plain", "train.micro_batch=4")
+    packed = train(runs, tmp_path / "packed", PACKED)
+    assert len(curve(packed)) >= 12
+    assert curve(packed) == pytest.approx(curve(plain), rel=1e-5)
+    steps = [line for line in packed if "fill" in line]
+    padded = [line for line in plain if "fill" in line]
+    assert all(line["fill"] == 1 for line in steps)
+    assert np.mean([line["fill"] for line in padded]) < 0.9
+    assert all(line["documents"] > 1.5 and line["imbalance"] == 1 for line in steps)
+    record = json.loads((tmp_path / "packed/run.json").read_text())
+    [plugin] = record["plugins"]
+    assert "each step packed into micro-batches of at most 96 tokens" in plugin["verdict"]
+    assert "documents proved apart" in plugin["verdict"]
+    assert record["feeding"]["fill"] == 1
+
+
+def test_two_ranks_learn_what_one_learns(runs, tmp_path):
+    plain = train(runs, tmp_path / "plain")
+    run_ranks(2, runs, f"output={tmp_path / 'two'}", PACKED)
+    assert curve(read_metrics(tmp_path / "two")) == pytest.approx(curve(plain), rel=1e-5)
+
+
+def test_a_packed_run_goes_on_as_if_it_had_not_been_stopped(runs, tmp_path):
+    whole = train(runs, tmp_path / "whole", PACKED, "checkpoint.every=1", "checkpoint.keep=9")
+    from_two = tmp_path / "whole/checkpoints/step-000002"
+    done = run_plugsft(runs, f"output={tmp_path / 'again'}", PACKED, "--resume-from", from_two)
+    assert done.returncode == 0, done.stderr
+    again = read_metrics(tmp_path / "again")
+    assert curve(again) == curve([line for line in whole if line["step"] > 2])
+
+
+FAMILIES = {
+    "qwen3": (Qwen3Config, {"tie_word_embeddings": True}),
+    "gemma": (GemmaConfig, {"tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture
+def family(tiny, tmp_path):
+    """Give `family(name)`: a recipe of a tiny model of that family, with a real tokenizer."""
+
+    def make(config, extra):
+        first = tiny(rows=chats(21), train=RUN)
+        assert run_plugsft(first, "train.steps=1").returncode == 0
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+        sizes = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        }
+        model = AutoModelForCausalLM.from_config(config(**(sizes | extra)))
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        recipe = tiny(rows=chats(21), train=RUN | {"micro_batch": 1})
+        tables = tomllib.loads(recipe.read_text())
+        return write_recipe(recipe, tables | {"model": {"path": str(tmp_path / "model")}})
+
+    return make
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_equals_padded_for_other_families(family, tmp_path, name):
+    recipe = family(*FAMILIES[name])
+    plain = train(recipe, tmp_path / "plain", "train.micro_batch=4")
+    packed = train(recipe, tmp_path / "packed", PACKED)
+    assert curve(packed) == pytest.approx(curve(plain), rel=1e-5)
+
+
+def test_a_model_that_leaks_is_refused_before_the_first_step(family, tmp_path):
+    recipe = family(MambaConfig, {"state_size": 4})
+    done = run_plugsft(recipe, f"output={tmp_path / 'leaks'}", PACKED)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "cannot be trained on packed rows; remove [plugins.bfd_packing]" in done.stderr
+    assert "step 1/" not in done.stdout
+
+
+UNPACKED = """
+    import numpy as np
+    from plugsft.plugins.bfd_packing import Rows
+
+    @plugin()
+    class Unpacked:
+        "The windows of packed rows, an example at a time."
+
+        @hookimpl
+        def batches(self, order, lengths, ranks, train):
+            windows = Rows(order, lengths, 1, train.batch_size, 96, lambda some: some)
+            return [
+                [[one[None] for part in rank for one in part] for rank in window]
+                for window in windows
+            ]
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scope_dataset_learns_what_its_windows_hold(runs, tmp_path, monkeypatch, ranks):
+    activate(install(tmp_path / "site", unpacked=UNPACKED), monkeypatch)
+    words = ("train.batch_size=2",)
+    plain = train(runs, tmp_path / "plain", *words, "plugins.unpacked={}")
+    words = (*words, PACKED, 'plugins.bfd_packing.scope="dataset"')
+    if ranks == 1:
+        train(runs, tmp_path / "packed", *words)
+    else:
+        run_ranks(2, runs, f"output={tmp_path / 'packed'}", *words)
+    packed = read_metrics(tmp_path / "packed")
+    assert curve(packed) == pytest.approx(curve(plain), rel=1e-5)
+    [record] = json.loads((tmp_path / "packed/run.json").read_text())["plugins"]
+    assert "21 examples in" in record["verdict"] and "a step is 2 rows" in record["verdict"]
+
+
+# Examples of more tokens than fit.
+
+
+def test_longer_examples_stop_the_run_with_the_cure(runs):
+    done = run_plugsft(runs, "plugins.bfd_packing.capacity=30")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "of 21 examples have more than 30 tokens, the longest" in done.stderr
+    assert 'Raise capacity, or set overlong = "truncate" or "split"' in done.stderr
+
+
+def test_truncated_examples_are_as_if_they_had_been_prepared_so(runs, tmp_path):
+    words = ("data.on_bad_row=drop",)
+    short = train(runs, tmp_path / "short", *words, "data.max_length=40")
+    cut = train(
+        runs,
+        tmp_path / "cut",
+        *words,
+        "plugins.bfd_packing.capacity=40",
+        'plugins.bfd_packing.overlong="truncate"',
+    )
+    assert curve(cut) == pytest.approx(curve(short), rel=1e-5)
+    [record] = json.loads((tmp_path / "cut/run.json").read_text())["plugins"]
+    assert "longer examples cut" in record["verdict"]
+
+
+def test_split_examples_lose_no_token_and_double_none(runs, tmp_path):
+    words = ("plugins.bfd_packing.capacity=25", 'plugins.bfd_packing.overlong="split"')
+    lines = train(runs, tmp_path / "split", *words)
+    whole = train(runs, tmp_path / "whole")
+    per_epoch = sum(line["tokens"] for line in whole if "fill" in line)
+    assert sum(line["tokens"] for line in lines if line.get("epoch", 9) <= 2) == per_epoch
+    [record] = json.loads((tmp_path / "split/run.json").read_text())["plugins"]
+    assert "longer examples split" in record["verdict"]
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train.micro_batch=4"], "train.micro_batch would do nothing"),
+        (["plugins.length_group={}"], "cannot be used with 'bfd_packing'"),
+        (["plugins.bfd_packing.capacity=1"], "plugins.bfd_packing.capacity"),
+        (["plugins.bfd_packing.scope=epoch"], "allowed: 'step' or 'dataset'"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny, words, says):
+    recipe = tiny(plugins={"bfd_packing": {}}, train={"micro_batch": 1})
+    done = run_plugsft(recipe, *words)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_half_an_epoch_anew_each_time_cannot_fill_the_same_number_of_rows(tiny):
+    tables = tomllib.loads(tiny(train={"micro_batch": 1}).read_text())
+    tables["data"]["sources"] = [{"source": tables["data"].pop("source"), "weight": 0.5}]
+    tables["plugins"] = {"bfd_packing": {"scope": "dataset"}}
+    recipe, active = resolve(tables)
+    with pytest.raises(RecipeError, match="give it a whole weight"):
+        check(active.answer(), recipe, look())
+
+
+def test_overlong_examples_are_named_by_their_rows():
+    plugin = BfdPacking()
+    plugin.room = 5
+
+    class Known:
+        lengths = np.array([3, 9, 5, 7])
+
+        def __len__(self):
+            return 4
+
+        def source_of(self, number):
+            return 0, number + 10
+
+    with pytest.raises(DataError, match=r"2 of 4 examples .* the longest 9 \(rows 11, 13\)"):
+        plugin.fitting(Known())
+
+
+def test_attention_is_weighed_by_the_model_itself():
+    config = Qwen3Config(
+        vocab_size=10, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    body = sum(p.numel() for p in model.parameters()) - 10 * 64
+    assert evens_out(model) == pytest.approx(body / (3 * 64))
+
+
+def test_it_keeps_the_laws():
+    tables = {"train": {"micro_batch": 1}}
+    testing.keeps_gradients("bfd_packing", {"capacity": 128}, tables)
+    testing.returns_what_it_wrapped("bfd_packing", {"capacity": 128}, tables)

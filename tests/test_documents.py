@@ -1,0 +1,185 @@
+"""Documents in one row: each is computed as if alone, and a model that cannot is refused."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from plugsft import RecipeError, TrainError, attend_per_document, documents_of, ensure_apart, pack
+from plugsft.batches import IGNORED
+from plugsft.documents import ATTENTION, attend
+from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.types import Shard
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+TIED = SMALL | {"tie_word_embeddings": True}
+MODELS = {
+    "llama": LlamaConfig(**TIED),
+    "qwen3": Qwen3Config(**TIED),
+    "gemma": GemmaConfig(**TIED),
+    # Windows shorter than the documents, and scores that are capped.
+    "mistral": MistralConfig(**SMALL, sliding_window=6),
+    "gemma2": Gemma2Config(**TIED, sliding_window=6, attn_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(**TIED, sliding_window=6, layer_types=None),
+}
+LENGTHS = [13, 1, 30, 2, 17]
+
+
+def make(config, attention=ATTENTION, dtype=torch.float32):
+    attend_per_document()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    # Larger weights: what one document sees of another would show.
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_row_is_its_documents_one_by_one(name):
+    rng = np.random.default_rng(0)
+    texts = [torch.from_numpy(rng.integers(0, 97, length)) for length in LENGTHS]
+    packed, plain = make(MODELS[name]), make(MODELS[name], "eager")
+    weights = torch.from_numpy(rng.standard_normal((sum(LENGTHS), 97))).float()
+    row = packed(
+        input_ids=torch.cat(texts)[None], **documents_of(np.array(LENGTHS)), use_cache=False
+    ).logits[0]
+    alone = torch.cat([plain(input_ids=text[None], use_cache=False).logits[0] for text in texts])
+    assert alone.std() > 0.1
+    assert (row - alone).abs().max() <= 2e-5 * alone.abs().max()
+    for logits in (row, alone):
+        (logits * weights).sum().backward()
+    theirs = gradients(plain)
+    for name, ours in gradients(packed).items():
+        assert (ours - theirs[name]).abs().max() <= 1e-5 * theirs[name].abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_probe_passes_what_keeps_documents_apart(name, dtype):
+    model = make(MODELS[name], dtype=dtype).train()
+    assert "documents proved apart" in ensure_apart(model, 97)
+    assert model.training
+
+
+def test_the_probe_stops_a_model_that_carries_a_state():
+    config = MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(RecipeError, match=r"the logits of others move by [0-9.]+% of its own"):
+        ensure_apart(make(config), 97)
+
+
+@pytest.mark.parametrize("leak", ["all", "last"])
+def test_the_probe_stops_attention_that_looks_across(monkeypatch, leak):
+    def leaky(module, query, key, value, mask, **kwargs):
+        lengths = kwargs.pop("documents")
+        # All as one document; or the last two only.
+        lengths = (sum(lengths),) if leak == "all" else (lengths[0], sum(lengths[1:]))
+        return attend(module, query, key, value, mask, documents=lengths, **kwargs)
+
+    model = make(MODELS["llama"])
+    monkeypatch.setitem(
+        type(model.model.layers[0].self_attn)
+        .forward.__globals__["ALL_ATTENTION_FUNCTIONS"]
+        ._local_mapping,
+        ATTENTION,
+        leaky,
+    )
+    with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
+        ensure_apart(model, 97)
+
+
+def test_the_probe_stops_places_that_are_not_counted_anew(monkeypatch):
+    model = make(MODELS["llama"])
+    table = torch.nn.Embedding(64, 32)
+    embed = model.get_input_embeddings()
+
+    class Counted(torch.nn.Module):
+        weight = embed.weight
+
+        def forward(self, ids):
+            return embed(ids) + 3 * table.weight[: ids.shape[1]]
+
+    monkeypatch.setattr(model.model, "embed_tokens", Counted())
+    with pytest.raises(RecipeError, match="its places are not counted anew"):
+        ensure_apart(model, 97)
+
+
+def test_padded_rows_and_caches_are_refused_by_name():
+    model = make(MODELS["llama"])
+    with pytest.raises(TrainError, match="called with padded rows"):
+        model(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)
+    alone = make(MODELS["llama"], "sdpa")
+    ids = torch.arange(5)[None]
+    one = model(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(one, alone(input_ids=ids, use_cache=False).logits, atol=1e-5)
+
+
+def test_sinks_are_refused():
+    with pytest.raises(RecipeError, match="sinks"):
+        attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 2, 4), None, s_aux=torch.zeros(1))
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Examples of 3, 1, 5 and 2 tokens, of which all but the last one's second are trained."""
+    counts = np.array([3, 1, 5, 2])
+    ids = np.arange(11, dtype=np.int32) + 100
+    mask = np.ones(11, np.bool_)
+    mask[-1] = False
+    examples = Examples(ids, mask, counts, np.ones(4, np.int64), np.arange(4))
+    write_shard(tmp_path / "data-0.arrow", examples)
+    write_index(tmp_path, [Shard("data-0.arrow", examples=4)], {"key": ""})
+    return Tokens(tmp_path)
+
+
+def test_a_packed_batch(tokens):
+    batch = pack(tokens, np.array([2, 0, 3]))
+    assert batch["input_ids"].tolist() == [[104, 105, 106, 107, 108, 101 - 1, 101, 102, 109, 110]]
+    no = IGNORED
+    # The first of a document has nothing before it, whatever its mask says.
+    assert batch["labels"].tolist() == [[no, 105, 106, 107, 108, no, 101, 102, no, no]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1]]
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 5, 8, 10]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == 5
+    assert batch["documents"] == (5, 3, 2)
+
+
+def test_a_row_is_filled_up_by_a_document_that_trains_nothing(tokens):
+    batch = pack(tokens, np.array([0, 1]), length=9)
+    assert batch["input_ids"].shape == (1, 9) and batch["documents"] == (3, 1, 5)
+    assert (batch["labels"][0, 4:] == IGNORED).all()
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3, 4]]
+
+
+def test_a_rank_without_examples_has_a_batch_that_trains_nothing(tokens):
+    batch = pack(tokens, np.zeros(0, np.int64))
+    assert batch["documents"] == (2,) and (batch["labels"] == IGNORED).all()
+    model = make(MODELS["llama"])
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    assert model(**inputs, use_cache=False).logits.shape == (1, 2, 97)
