@@ -1,5 +1,7 @@
 """What batches are made of: memory that a device can fetch from, and labels that do not count."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -12,4 +14,9 @@ def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     torch keeps pinned memory for the next buffer once no copy from it is under way.
     """
-    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    return torch.empty(shape, dtype=dtype, pin_memory=_gpu())
+
+
+@cache
+def _gpu() -> bool:
+    return torch.cuda.is_available()

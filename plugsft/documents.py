@@ -33,29 +33,36 @@ def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
     if total > used:
         # What fills a row is a document too, of which nothing is trained.
         lengths = np.append(lengths, total - used)
-    ids, mask = buffer((1, total), torch.int64), np.zeros(total, np.bool_)
+    # One piece of memory for all: the allocator gives back and fetches anew what comes in several.
+    ids, labels, places = buffer((3, 1, total), torch.int64)
+    mask = np.zeros(total, np.bool_)
     flat, starts = ids.numpy()[0], np.cumsum(lengths) - lengths
     flat[used:] = 0
     tokens.copy(examples, starts[: len(examples)], flat, mask)
     # The end of a document does not foretell the beginning of the next.
     mask[starts] = False
-    labels = buffer((1, total), torch.int64)
-    labels.numpy()[0] = np.where(mask, flat, IGNORED)
-    return {"input_ids": ids, "labels": labels, **documents_of(lengths)}
+    torch.where(torch.from_numpy(mask), ids, torch.tensor(IGNORED), out=labels)
+    return {"input_ids": ids, "labels": labels, **documents_of(lengths, places)}
 
 
-def documents_of(lengths: Ints) -> Batch:
+def documents_of(lengths: Ints, places: Tensor | None = None) -> Batch:
     """Say where the documents of a row stand, as every kind of attention wants to hear it."""
-    stops = np.cumsum(lengths)
-    places = buffer((1, int(stops[-1])), torch.int64)
-    places.numpy()[0] = np.arange(stops[-1]) - np.repeat(stops - lengths, lengths)
-    bounds = torch.from_numpy(np.append(0, stops).astype(np.int32))
+    bounds = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    if places is None:
+        places = buffer((1, int(bounds[-1])), torch.int64)
+    # One more at each token, and back to nothing where the next document begins.
+    steps = places.numpy()[0]
+    steps.fill(1)
+    steps[0] = 0
+    steps[bounds[1:-1]] = 1 - lengths[:-1]
+    np.cumsum(steps, out=steps)
     longest = int(lengths.max())
     return {
         "position_ids": places,
         # The names that flash attention's kernels know in transformers.
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
+        "cu_seq_lens_q": torch.from_numpy(bounds),
+        "cu_seq_lens_k": torch.from_numpy(bounds),
         "max_length_q": longest,
         "max_length_k": longest,
         # On the host: a kernel that is called once for each must not ask the device how long.

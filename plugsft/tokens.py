@@ -150,7 +150,6 @@ class Tokens:
 
     def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder = folder
-        self._opened: dict[int, Chunks] = {}
         self._stretches: tuple[Ints, Ints] | None = None
         self._in_memory = in_memory
         with self._reading(folder / "facts.json") as path:
@@ -158,6 +157,7 @@ class Tokens:
             shards = self.facts["shards"]
             self._files = [folder / shard["file"] for shard in shards]
             self._starts = _offsets([shard["examples"] for shard in shards])
+            self._opened: list[Chunks] = [[] for _ in shards]
             counted = sum(one["examples"] for one in self.facts.get("sources", shards))
         with self._reading(folder / "index.arrow") as path:
             index = _checked(pa.ipc.open_file(self._buffer(path)).get_batch(0), INDEX)
@@ -202,12 +202,11 @@ class Tokens:
         for shard, number, skip, length, place, begin in zip(
             *(column.tolist() for column in columns), strict=True
         ):
-            chunks = iter(self._opened.get(shard) or self._open(shard))
-            flat, offsets, bits = next(chunks)
-            while number >= len(offsets) - 1:
-                number -= len(offsets) - 1
-                flat, offsets, bits = next(chunks)
-            start = int(offsets[number]) + skip
+            chunks = self._opened[shard] or self._open(shard)
+            flat, offsets, bits = chunks[0]
+            if len(chunks) > 1:
+                (flat, offsets, bits), number = _chunk_with(chunks, number)
+            start = offsets.item(number) + skip
             ids[place : place + length] = flat[start : start + length]
             some = bits[start >> 3 : (start + length + 7) >> 3]
             gathered[begin : begin + len(some)] = some
@@ -266,6 +265,16 @@ class Tokens:
         """Return the source and the row in it that an example was made from."""
         firsts = _offsets([source["examples"] for source in self.facts["sources"]])
         return int(np.searchsorted(firsts, number, "right")) - 1, int(self.rows[number])
+
+
+def _chunk_with(chunks: Chunks, number: int) -> tuple[Chunk, int]:
+    """Find an example in the record batches of a shard, as one of more than 2^30 tokens has."""
+    for chunk in chunks:
+        count = len(chunk[1]) - 1
+        if number < count:
+            return chunk, number
+        number -= count
+    raise IndexError(number)
 
 
 def sums_of(values: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:

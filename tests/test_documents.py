@@ -1,5 +1,7 @@
 """Documents in one row: each is computed as if alone, and a model that cannot is refused."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -40,7 +42,7 @@ MODELS = {
     "gemma": GemmaConfig(**TIED),
     # Windows shorter than the documents, and scores that are capped.
     "mistral": MistralConfig(**SMALL, sliding_window=6),
-    "gemma2": Gemma2Config(**TIED, sliding_window=6, attn_logit_softcapping=5.0),
+    "gemma2": Gemma2Config(**TIED, sliding_window=6, attn_logit_softcapping=0.05),
     "gemma3": Gemma3TextConfig(**TIED, sliding_window=6, layer_types=None),
 }
 LENGTHS = [13, 1, 30, 2, 17]
@@ -49,7 +51,10 @@ LENGTHS = [13, 1, 30, 2, 17]
 def make(config, attention=ATTENTION, dtype=torch.float32):
     attend_per_document()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    # A copy: models that share a configuration share its attention.
+    model = AutoModelForCausalLM.from_config(
+        deepcopy(config), attn_implementation=attention, dtype=dtype
+    )
     # Larger weights: what one document sees of another would show.
     for parameter in model.parameters():
         parameter.data *= 3

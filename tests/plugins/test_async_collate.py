@@ -18,7 +18,7 @@ import torch
 from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables
 from making import activate, install
 
-from plugsft import PluginError, testing
+from plugsft import PluginError, look, testing
 from plugsft.answers import DataAnswers
 from plugsft.answers_model import ModelAnswers
 from plugsft.feeder import Feeder
@@ -26,29 +26,12 @@ from plugsft.plan import Plan
 from plugsft.plugins import async_collate
 from plugsft.plugins.async_collate import Ahead
 from plugsft.prepare import prepare
-from plugsft.registry import resolve
+from plugsft.registry import check, resolve
 
 # 43 examples in windows of 8: five whole ones and one of three, twice.
 TRAIN = {"epochs": 2, "batch_size": 8, "micro_batch": 2, "learning_rate": 1e-3}
 STEPS = range(1, 13)
 # Lays a window out as single rows, and collates examples into one row each, end to end.
-PACK = """
-    import numpy as np
-    import torch
-
-    @plugin()
-    class Pack:
-        @hookimpl(wrapper=True)
-        def batches(self):
-            layouts = yield
-            return [[[np.concatenate(rank)] for rank in layout] for layout in layouts]
-
-        @hookimpl
-        def collate(self, tokens, examples):
-            rows = [torch.tensor(tokens.example(int(number))[0]) for number in examples]
-            places = [torch.arange(len(row)) for row in rows]
-            return {"input_ids": torch.cat(rows)[None], "position_ids": torch.cat(places)[None]}
-"""
 
 
 class World:
@@ -62,11 +45,14 @@ class World:
         self.tokens = prepare(recipe, active).tokens
 
     def feed(self, steps=STEPS, ranks=1, rank=0, **plugins):
-        recipe, active = resolve(self.tables | {"plugins": plugins})
+        train = TRAIN | ({"micro_batch": 1} if "bfd_packing" in plugins else {})
+        recipe, active = resolve(self.tables | {"train": train, "plugins": plugins})
         hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+        check(active, recipe, look())
         place = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
         plan = Plan(self.tokens, recipe, ranks, hook)
-        assert plan.steps == len(STEPS)
+        assert plan.steps == len(STEPS) or "bfd_packing" in plugins
+        steps = range(steps.start, min(steps.stop, plan.steps + 1))
         return Feeder(hook, place, pad=0).feed(plan.window, self.tokens, steps)
 
     def build(self):
@@ -99,7 +85,10 @@ def assert_same(ours, serial):
         for mine, plain in zip(one.batches, other.batches, strict=True):
             assert list(mine) == list(plain)
             for name, tensor in mine.items():
-                assert tensor.dtype == plain[name].dtype and torch.equal(tensor, plain[name])
+                if isinstance(tensor, torch.Tensor):
+                    assert tensor.dtype == plain[name].dtype and torch.equal(tensor, plain[name])
+                else:
+                    assert tensor == plain[name]
 
 
 def flat(layout):
@@ -121,11 +110,13 @@ def test_it_gives_what_serial_feeding_gives(world, depth, ranks, rank):
     assert_identical(world, depth, ranks, rank, length_group={})
 
 
-def test_it_gives_what_serial_feeding_gives_when_rows_are_packed(world, tmp_path, monkeypatch):
-    activate(install(tmp_path, pack=PACK), monkeypatch)
-    assert_identical(world, 2, pack={})
-    [fed, *_] = world.feed(pack={}, async_collate={})
-    assert len(fed.batches) == 1 and set(fed.batches[0]) == {"input_ids", "position_ids"}
+@pytest.mark.parametrize("scope", ["step", "dataset"])
+@pytest.mark.parametrize("ranks, rank", [(1, 0), (2, 1)])
+def test_it_gives_what_serial_feeding_gives_when_rows_are_packed(world, scope, ranks, rank):
+    packing = {"bfd_packing": {"capacity": 128, "scope": scope}}
+    assert_identical(world, 2, ranks, rank, **packing)
+    [fed, *_] = world.feed(ranks=ranks, rank=rank, async_collate={}, **packing)
+    assert {"input_ids", "position_ids", "documents"} <= set(fed.batches[0])
 
 
 def test_a_stale_order_would_be_seen(world, monkeypatch):

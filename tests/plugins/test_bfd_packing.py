@@ -16,6 +16,8 @@ from plugsft.plan import Windows as Plain
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
 from plugsft.recipe import Train
 from plugsft.registry import check, resolve
+from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.types import Shard
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=80)
 
@@ -167,11 +169,13 @@ def test_two_ranks_learn_what_one_learns(runs, tmp_path):
 
 def test_a_packed_run_goes_on_as_if_it_had_not_been_stopped(runs, tmp_path):
     whole = train(runs, tmp_path / "whole", PACKED, "checkpoint.every=1", "checkpoint.keep=9")
-    from_two = tmp_path / "whole/checkpoints/step-000002"
-    done = run_plugsft(runs, f"output={tmp_path / 'again'}", PACKED, "--resume-from", from_two)
+    rest = [line for line in whole if line["step"] > 2]
+    words = (runs, PACKED, "--resume-from", tmp_path / "whole/checkpoints/step-000002")
+    done = run_plugsft(*words, f"output={tmp_path / 'again'}")
     assert done.returncode == 0, done.stderr
-    again = read_metrics(tmp_path / "again")
-    assert curve(again) == curve([line for line in whole if line["step"] > 2])
+    assert curve(read_metrics(tmp_path / "again")) == curve(rest)
+    run_ranks(2, *words, f"output={tmp_path / 'two'}")
+    assert curve(read_metrics(tmp_path / "two")) == pytest.approx(curve(rest), rel=1e-5)
 
 
 FAMILIES = {
@@ -350,3 +354,45 @@ def test_it_keeps_the_laws():
     tables = {"train": {"micro_batch": 1}}
     testing.keeps_gradients("bfd_packing", {"capacity": 128}, tables)
     testing.returns_what_it_wrapped("bfd_packing", {"capacity": 128}, tables)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=12),
+    st.integers(2, 12),
+    st.integers(0, 12),
+)
+def test_what_is_split_or_cut_is_whole_elsewhere(tmp_path_factory, masks, room, second):
+    folder = tmp_path_factory.mktemp("tokens")
+    counts = np.array([len(mask) for mask in masks])
+    mask = np.concatenate([np.array([False, *mask[1:]]) for mask in masks])
+    ids = np.arange(len(mask), dtype=np.int32)
+    rows = np.arange(len(masks)) * 10
+    examples = Examples(ids, mask, counts, np.ones(len(masks), np.int64), rows)
+    write_shard(folder / "data-0.arrow", examples)
+    second = min(second, len(masks))
+    sources = [{"examples": second}, {"examples": len(masks) - second}]
+    shards = [Shard("data-0.arrow", examples=len(masks))]
+    write_index(folder, shards, {"key": "", "sources": sources})
+    tokens = Tokens(folder)
+    plugin = BfdPacking(overlong="split")
+    plugin.room = room
+    parts = plugin.fitting(tokens)
+    read = [parts.example(number) for number in range(len(parts))]
+    assert np.concatenate([some for some, _ in read]).tolist() == ids.tolist()
+    assert np.concatenate([some for _, some in read]).tolist() == mask.tolist()
+    assert max(len(some) for some, _ in read) <= room
+    # The first of each has nothing before it from which it could be foretold.
+    assert parts.trained.tolist() == [int(some[1:].sum()) for _, some in read]
+    for number, (some, _) in enumerate(read):
+        example = int(np.searchsorted(np.cumsum(counts), some[0], "right"))
+        assert parts.source_of(number) == (int(example >= second), example * 10)
+    plugin = BfdPacking(overlong="truncate")
+    plugin.room = room
+    cut = plugin.fitting(tokens)
+    starts = np.cumsum(counts) - counts
+    for number, start in enumerate(starts.tolist()):
+        stop = start + min(room, int(counts[number]))
+        some, trained = cut.example(number)
+        assert some.tolist() == ids[start:stop].tolist()
+        assert cut.trained[number] == mask[start + 1 : stop].sum() == trained.sum()
