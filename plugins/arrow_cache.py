@@ -56,6 +56,8 @@ class ArrowCache:
     @hookimpl
     def check(self, machine: Machine) -> None:
         """Refuse what would not do what it says."""
+        if self.folder and Path(self.folder).expanduser().is_file():
+            raise RecipeError(f"folder: {self.folder} is a file; give a folder")
         if self.refresh and self.read_only:
             raise RecipeError("refresh writes and read_only must not; set one of them")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world_size))

@@ -300,62 +300,44 @@ def best_fit(lengths: Ints, capacity: int) -> tuple[Ints, Ints, int]:
 
 
 def deal(lengths: Ints, costs: Any, ranks: int, capacity: int) -> list[list[Ints]]:
-    """Deal examples to ranks: as few micro-batches as can hold them, and equal work."""
+    """Deal examples to ranks: in as few micro-steps as can hold them, each of even work.
+
+    All micro-steps but the last are full everywhere. Best fit leaves the shortest for the last,
+    and of these each rank gets as much as evens out the whole.
+    """
     items, bins, count = best_fit(lengths, capacity)
-    steps = -(-count // ranks)
-    parts = balanced(lengths, costs, ranks, steps, capacity)
-    if parts is None:
-        # Where that does not fit, the fullest micro-batches are dealt as they are.
-        packed = [items[bins == one] for one in range(count)]
-        work = np.array([costs[part].sum() for part in packed])
-        dealt = evenly(work, np.ones(count), ranks, steps)
-        assert dealt is not None, "there is a place for each"
-        parts = [[packed[one] for one in mine] for mine in dealt]
-    # The dearest first: who works side by side has about equal work.
-    return [
-        sorted(mine, key=lambda part: -costs[part].sum()) + [items[:0]] * (steps - len(mine))
-        for mine in parts
-    ]
-
-
-def balanced(
-    lengths: Ints, costs: Any, ranks: int, steps: int, capacity: int
-) -> list[list[Ints]] | None:
-    """Give each rank equal work, in so many micro-batches; None where they cannot hold it."""
-    dealt = evenly(costs, lengths, ranks, steps * capacity)
-    if dealt is None:
-        return None
-    ranked = []
-    for mine in dealt:
-        parts = in_parts(np.array(mine, np.int64), lengths, costs, steps, capacity)
-        if parts is None:
-            return None
-        ranked.append(parts)
-    return ranked
-
-
-def evenly(costs: Any, sizes: Any, shares: int, room: float) -> list[list[int]] | None:
-    """Give each item, the dearest first, to the share that has least, where it has room."""
-    dealt: list[list[int]] = [[] for _ in range(shares)]
-    heap = [(0.0, share, 0.0) for share in range(shares)]
-    for item in np.argsort(-costs, kind="stable").tolist():
-        passed = []
-        while heap and heap[0][2] + sizes[item] > room:
-            passed.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        work, share, used = heap[0]
-        dealt[share].append(item)
-        heapq.heapreplace(heap, (work + costs[item], share, used + sizes[item]))
-        for one in passed:
-            heapq.heappush(heap, one)
+    ends = np.cumsum(np.bincount(bins, minlength=count))
+    packed = np.split(items[np.argsort(bins, kind="stable")], ends[:-1])
+    full = (count - 1) // ranks * ranks
+    packed[:full] = sorted(packed[:full], key=lambda part: -costs[part].sum())
+    dealt: list[list[Ints]] = [[] for _ in range(ranks)]
+    work = np.zeros(ranks)
+    for first in range(0, full, ranks):
+        for rank, part in zip(np.argsort(work), packed[first : first + ranks], strict=True):
+            dealt[rank].append(part)
+            work[rank] += costs[part].sum()
+    rest = np.concatenate(packed[full:])
+    shares = evenly(costs[rest], lengths[rest], work, capacity)
+    last = packed[full:] + [items[:0]] * (ranks - count + full)
+    for rank in range(ranks):
+        dealt[rank].append(last[rank] if shares is None else rest[shares[rank]])
     return dealt
 
 
-def in_parts(mine: Ints, lengths: Ints, costs: Any, steps: int, capacity: int) -> list[Ints] | None:
-    """Part a rank's examples into micro-batches: of equal work, or else by best fit."""
-    dealt = evenly(costs[mine], lengths[mine], steps, capacity)
-    if dealt is not None:
-        return [mine[part] for part in dealt if part]
-    items, bins, count = best_fit(lengths[mine], capacity)
-    return [mine[items[bins == one]] for one in range(count)] if count <= steps else None
+def evenly(costs: Any, lengths: Ints, work: Any, capacity: int) -> list[list[int]] | None:
+    """Give each example, the dearest first, to the rank that has least, if all find room."""
+    shares: list[list[int]] = [[] for _ in work]
+    heap = [(load, rank, 0) for rank, load in enumerate(work.tolist())]
+    heapq.heapify(heap)
+    for item in np.argsort(-costs, kind="stable").tolist():
+        crowded = []
+        while heap and heap[0][2] + lengths[item] > capacity:
+            crowded.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, rank, used = heap[0]
+        shares[rank].append(item)
+        heapq.heapreplace(heap, (load + costs[item], rank, used + int(lengths[item])))
+        for one in crowded:
+            heapq.heappush(heap, one)
+    return shares

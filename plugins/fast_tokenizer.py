@@ -131,7 +131,7 @@ class FastTokenizer:
     def annotate(self) -> Generator[None, Tokens, Tokens]:
         """Hear how many texts each engine encoded: most of it was done in other processes."""
         tokens = yield
-        self.counts = tokens.facts["engines"]
+        self.counts = self.counts or tokens.facts["engines"]  # the first are those trained on
         return tokens
 
     @hookimpl

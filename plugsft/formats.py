@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from .types import Row
@@ -17,6 +18,8 @@ FORMATS = {
     "text": ("text",),
 }
 """Formats, and the columns that each needs; the first whose columns are there is taken."""
+COLUMNS = [*chain(*FORMATS.values()), "input", "system", "history", "tools", "chat_template_kwargs"]
+"""All columns that are read."""
 TEXTS = ("text", "completion")
 """Formats that are no conversations."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})

@@ -171,4 +171,7 @@ class Hooks(Protocol):
 
     @notice
     def verdict(self) -> str | None:
-        """Say in one line what the plugin did; asked once the model is there, and at the end."""
+        """Say in one line what the plugin did; asked once the model is there, and at the end.
+
+        `plugsft prepare` asks those that have hooks of the data, where no model ever is.
+        """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json
 
-from .types import Ints, Row
+from .types import Ints, Row, Rows
 
 PIECE = 1 << 20
 NEAR = 1 << 12
@@ -28,6 +28,10 @@ class JsonLines:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def pick(self, rows: Ints) -> "JsonLines":
+        """Return some of the rows."""
+        return JsonLines(self.path, self.starts[rows], self.stops[rows])
 
     def part(self, start: int, stop: int) -> "JsonLines":
         """Return a stretch of the rows, as small to send as it is."""
@@ -54,21 +58,29 @@ class JsonLines:
 
 
 class Held:
-    """Rows in memory."""
+    """Rows in memory, and the bytes that one of them takes on average."""
 
-    def __init__(self, rows: list[Any]) -> None:
-        self._rows = rows
+    def __init__(self, rows: list[Any], size: int = 0) -> None:
+        self._rows, self._size = rows, size
 
     def __len__(self) -> int:
         return len(self._rows)
 
+    def pick(self, rows: Ints) -> "Held":
+        """Return some of the rows."""
+        return Held([self._rows[number] for number in rows], self._size)
+
     def part(self, start: int, stop: int) -> "Held":
-        """Return a stretch of the rows."""
-        return Held(self._rows[start:stop])
+        """Return a stretch of the rows: they are in memory, and travel as they are."""
+        return Held(self._rows[start:stop], self._size)
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows; None stands for one that is not a JSON object."""
         return [row if isinstance(row, dict) else None for row in self._rows[start:stop]]
+
+    def sizes(self) -> Ints:
+        """Return the bytes of every row, on average."""
+        return np.full(len(self), self._size)
 
 
 def _parse(line: bytes) -> Row | None:
@@ -81,6 +93,17 @@ def _parse(line: bytes) -> Row | None:
         except (ValueError, RecursionError):
             return None
     return row if isinstance(row, dict) else None
+
+
+def fault(rows: Rows, number: int) -> str:
+    """Say why a row was read as None."""
+    if isinstance(rows, JsonLines):
+        start, stop = rows.starts[number], rows.stops[number]
+        try:
+            np.fromfile(rows.path, np.uint8, stop - start, offset=start).tobytes().decode()
+        except UnicodeDecodeError:
+            return "not UTF-8"
+    return "no JSON object"
 
 
 def find_lines(path: Path) -> JsonLines:

@@ -18,7 +18,7 @@ from .pretrained import Render, load_tokenizer, train_tokenizer
 from .recipe import Recipe, Source
 from .registry import Active
 from .sources import Source as Opened
-from .sources import open_source, slices_of
+from .sources import ensure_columns, open_source, slices_of
 from .tokenizer import OWN, Tokenizer, lighten
 from .tokens import Tokens, write_index
 from .types import Rendered, Row, Shard
@@ -139,6 +139,8 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
 
     def build(folder: Path) -> None:
         built.append(time.perf_counter())
+        if work.sources == work.data.all_sources():
+            ensure_columns(work.data.columns, opened)  # what is evaluated on may lack some
         work.folder = folder
         slices = slices_of(opened)
         # A build that was killed left its finished shards.

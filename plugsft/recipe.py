@@ -250,8 +250,8 @@ class Recipe(Table):
             raise ValueError("eval.source: missing; without data.source it must be set")
         if self.data.tokens and self.model.scratch and not self.model.tokenizer:
             raise ValueError(
-                "data.tokens: [model.scratch] would train another tokenizer; name the "
-                "one of these tokens in model.tokenizer"
+                "data.tokens: [model.scratch] would train another tokenizer; name the one of "
+                "these tokens in model.tokenizer (`plugsft prepare` prints its folder)"
             )
         return self
 

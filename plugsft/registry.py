@@ -19,6 +19,7 @@ from .contracts import SPECS, inspect_hooks, is_stage, mark_of, must_answer, mus
 from .digests import file_digest
 from .errors import PluginError, RecipeError, did_you_mean
 from .finding import CORE, Found, find, is_core, load_class
+from .formats import COLUMNS
 from .hooks import PLUGIN, Contract, Hooks
 from .machine import Machine
 from .recipe import Recipe
@@ -59,10 +60,12 @@ class Active:
             answers = [name for name, wrapper in reversed(names) if not wrapper]
             yield hook, is_stage(hook), answers, [name for name, wrapper in names if wrapper]
 
-    def verdicts(self) -> dict[str, str]:
-        """Return what each plugin says it did."""
-        said = {impl.plugin_name: impl.function() for impl in self._impls("verdict")}
-        return {name: str(said.get(name) or "active") for name in self.plugins}
+    def verdicts(self, hooks: Sequence[str] | None = None) -> dict[str, str]:
+        """Return what each plugin says it did, or each that has some of these hooks."""
+        asked = [name for name in self.plugins if hooks is None or self.implements(name, hooks)]
+        impls = [impl for impl in self._impls("verdict") if impl.plugin_name in asked]
+        said = {impl.plugin_name: impl.function() for impl in impls}
+        return {name: str(said.get(name) or "active") for name in asked}
 
     def implements(self, name: str, hooks: Sequence[str]) -> bool:
         """Tell whether a plugin answers or wraps one of these hooks."""
@@ -125,7 +128,8 @@ def resolve(
     if isinstance(given, dict):
         given = {name: options_of(plugin) for name, plugin in made.items()}
     recipe, wrong = reading.validate({**raw, "plugins": given}, path)
-    problems = wrong + problems + [f"{path}: {line}" for line in _combine(made, tables)]
+    columns = recipe.data.columns if recipe else {}
+    problems = wrong + problems + [f"{path}: {line}" for line in _combine(made, tables, columns)]
     if problems or recipe is None:
         raise RecipeError(problems)
     return recipe, Active({name: made[name] for name in order(made)}, found)
@@ -213,8 +217,10 @@ def _configure(name: str, options: Any, found: Mapping[str, Found], path: str) -
         raise RecipeError(reading.explain(errors, cls, path, ("plugins", name))) from error
 
 
-def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with this company of plugins."""
+def _combine(
+    made: Mapping[str, Any], tables: Mapping[str, Any], columns: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield what is wrong with this company of plugins, or with columns that none of it reads."""
     replaced: dict[str, str] = {}
     for name, plugin in sorted(made.items()):
         contract = contract_of(plugin)
@@ -234,6 +240,10 @@ def _combine(made: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[str
                         f"plugins.{name}: answers '{hook}', and so does '{first}': "
                         "remove one, or switch it off with --without"
                     )
+    if not any(mark_of(type(plugin), "render") for plugin in made.values()):
+        for name in sorted({*columns} - {*COLUMNS}):
+            hint = did_you_mean(name, COLUMNS) or ";"
+            yield f"data.columns: unknown name '{name}'{hint} known are {', '.join(COLUMNS)}"
 
 
 def _trace(manager: pluggy.PluginManager) -> None:

@@ -11,6 +11,9 @@ from .templates import Chat, Text
 from .tokenizer import Tokenizer
 from .types import Rendered, Row
 
+Way = tuple[Callable[[Row], Text], Callable[[], str]]
+"""What renders a row, and what says where its spans come from."""
+
 
 def render(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
     """Render rows of a format that formats.py knows; None if they have none."""
@@ -32,27 +35,22 @@ def render(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None
                 raise BadRow("no trained token")
         except UnicodeEncodeError:
             result.bad[number] = "half a character (a lone surrogate)"
-            continue
         except BadRow as error:
             result.bad[number] = str(error)
-            continue
-        result.texts.append(text)
-        result.spans.append(spans)
-        result.rows.append(number)
+        else:
+            result.texts.append(text)
+            result.spans.append(spans)
+            result.rows.append(number)
     result.mask = describe()
     return result
 
 
-def _chats(
-    kind: str, tokenizer: Tokenizer, data: Data
-) -> tuple[Callable[[Row], Text], Callable[[], str]]:
+def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Way:
     chat = Chat(tokenizer, data)
     return lambda row: chat.render(talk_of(kind, row)), chat.describe
 
 
-def _texts(
-    kind: str, tokenizer: Tokenizer, data: Data
-) -> tuple[Callable[[Row], Text], Callable[[], str]]:
+def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Way:
     whole, end = kind == "text", tokenizer.eos_token
 
     def text_of(row: Row) -> Text:

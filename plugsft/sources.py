@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from . import recipe as recipes
 from .digests import digest, remembered_digest
-from .errors import DataError, did_you_mean
+from .errors import DataError, RecipeError, did_you_mean
 from .jsonl import Held, JsonLines, find_lines
 from .types import Ints, Row, Rows, Slice
 
@@ -24,6 +24,8 @@ SLICE = 4_000_000
 """Bytes of a slice: small enough to deal out evenly and to hold in memory, whatever the source."""
 MOST = 10_000
 """Rows of a slice, at most."""
+LOOK = 1_000
+"""Rows of each source that are looked at together for the names of their columns."""
 
 
 class Source(Rows, Protocol):
@@ -48,10 +50,8 @@ def open_source(source: recipes.Source) -> Source:
             )
         if path.stat().st_size == 0:
             raise DataError(f"source {path}: the file is empty")
-        if path.suffix == ".json" and (rows := _array_in(path)) is not None:
-            return Array(path, rows, source.split)
         if path.suffix in (".jsonl", ".json"):
-            return Lines(path, source.split)
+            return File(path, source.split, _array_in(path) if path.suffix == ".json" else None)
     elif path.is_dir():
         inside = [*path.glob("*"), *path.glob("data/*")]
         if not any(set(FILES) & set(other.suffixes) for other in inside):
@@ -61,9 +61,25 @@ def open_source(source: recipes.Source) -> Source:
                 "nothing of save_to_disk"
             )
     elif path.suffix in FILES or source.source.startswith((".", "/")):
-        near = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
+        near = [other.name for other in path.parent.glob("*") if other.suffix in FILES]
         raise DataError(f"source {path}: no such file{did_you_mean(path.name, near)}")
     return Table(source)
+
+
+def ensure_columns(columns: dict[str, str], opened: Sequence[Source]) -> None:
+    """Refuse names of columns that not one row of any source has: nobody would miss them."""
+    there, start = set[str](), 0
+    while not there.issuperset(columns.values()):
+        if start >= max(map(len, opened), default=0):
+            known = ", ".join(sorted(there)) or "none"
+            lines = [
+                f"data.columns: no row has the column '{yours}' (for {ours}); there are {known}"
+                for ours, yours in columns.items()
+                if yours not in there
+            ]
+            raise RecipeError(lines)
+        there.update(*(row for one in opened for row in one.read(start, start + LOOK) if row))
+        start += LOOK
 
 
 def slices_of(sources: Sequence[Source]) -> list[Slice]:
@@ -79,48 +95,19 @@ def slices_of(sources: Sequence[Source]) -> list[Slice]:
     return slices
 
 
-class Lines:
-    """A whole jsonl file, or a slice of it.
+class File:
+    """A jsonl or json file, which is one split.
 
     Its lines are looked for when they are asked for: of data that is prepared, none is read again.
     """
 
-    def __init__(self, path: Path, split: str) -> None:
-        self._path, self._split = path, split
+    def __init__(self, path: Path, split: str, held: Held | None = None) -> None:
+        self._path, self._split, self._held = path, split, held
 
     @cached_property
-    def _lines(self) -> JsonLines:
-        found = find_lines(self._path)
-        chosen = _select(self._split, len(found), self._path)
-        return JsonLines(self._path, found.starts[chosen], found.stops[chosen])
-
-    @cached_property
-    def identity(self) -> dict[str, str]:
-        """The file's bytes."""
-        return _identity(self._path, self._split)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return a stretch of the rows, as small to send as it is."""
-        return self._lines.part(start, stop)
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; None stands for one that is not a JSON object."""
-        return self._lines.read(start, stop)
-
-    def sizes(self) -> Ints:
-        """Return the bytes of every row."""
-        return self._lines.sizes()
-
-
-class Array:
-    """A .json file that is one array of rows."""
-
-    def __init__(self, path: Path, rows: list[Any], split: str) -> None:
-        self._path, self._split = path, split
-        self._rows = [rows[number] for number in _select(split, len(rows), path)]
+    def _rows(self) -> JsonLines | Held:
+        found = find_lines(self._path) if self._held is None else self._held
+        return found.pick(_select(self._split, len(found), self._path))
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -131,23 +118,23 @@ class Array:
         return len(self._rows)
 
     def part(self, start: int, stop: int) -> Rows:
-        """Return a stretch of the rows: they are in memory, and travel as they are."""
-        return Held(self._rows[start:stop])
+        """Return a stretch of the rows, as small to send as it is."""
+        return self._rows.part(start, stop)
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows; None stands for one that is not a JSON object."""
-        return self.part(start, stop).read(0, stop - start)
+        return self._rows.read(start, stop)
 
     def sizes(self) -> Ints:
-        """Return the bytes of every row, on average."""
-        return np.full(len(self), self._path.stat().st_size // max(1, len(self)))
+        """Return the bytes of every row, at least about."""
+        return self._rows.sizes()
 
 
 def _identity(path: Path, split: str) -> dict[str, str]:
     return {"file": remembered_digest(path), "split": split}
 
 
-def _array_in(path: Path) -> list[Any] | None:
+def _array_in(path: Path) -> Held | None:
     """Return the rows of a .json file that is an array of them; else it may hold lines."""
     content = path.read_bytes()
     try:
@@ -156,19 +143,40 @@ def _array_in(path: Path) -> list[Any] | None:
         if content[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
             raise DataError(f"source {path}: is not JSON: {error}") from error
         return None
-    return rows if isinstance(rows, list) else [rows]
+    rows = rows if isinstance(rows, list) else [rows]
+    return Held(rows, len(content) // max(1, len(rows)))
 
 
-class Table:
+class Stretch:
+    """Rows of a data set of `datasets`."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a stretch of the rows, which another process maps from the same files."""
+        return Stretch(self._data.select(range(start, stop)))
+
+    def read(self, start: int, stop: int) -> list[Row | None]:
+        """Return rows; a field that Arrow filled in with None counts as missing."""
+        table = self._data.with_format("arrow")[start:stop]
+        return [_without_none(row) for row in table.to_pylist()]
+
+
+class Table(Stretch):
     """Parquet, Arrow, a saved data set, or a name on the hub, through `datasets`."""
 
     def __init__(self, source: recipes.Source) -> None:
         datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # we say it ourselves
         name, path = source.source, Path(source.source)
         self._source = source
+        kind = FILES[path.suffix] if path.is_file() else None
         try:
-            if path.is_file():
-                kind = FILES[path.suffix]
+            if kind:
                 self._data = datasets.load_dataset(kind, data_files=name, split=source.split)
             elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
                 self._data = _saved(path, source.split)
@@ -176,9 +184,10 @@ class Table:
                 self._data = datasets.load_dataset(name, split=source.split)
         except Exception as error:  # datasets raises nearly every kind, down to its own readers'
             first = str(error).strip().partition("\n")[0]
+            what = f"read as {kind}" if kind else "opened as a file, a folder or a hub name"
             raise DataError(
-                f"source {name} (split '{source.split}'): cannot be opened as a file, a "
-                f"folder or a hub name: {type(error).__name__}: {first}"
+                f"source {name} (split '{source.split}'): cannot be {what}: "
+                f"{type(error).__name__}: {first}"
             ) from error
 
     @cached_property
@@ -192,17 +201,6 @@ class Table:
             known = {str(file.relative_to(path)): remembered_digest(file) for file in files}
             return {"folder": digest(known), "split": split}
         return {"data": self._data._fingerprint, "split": split}
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return a stretch of the rows, which another process maps from the same files."""
-        return Stretch(self._data.select(range(start, stop)))
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; a field that Arrow filled in with None counts as missing."""
-        return Stretch(self._data).read(start, stop)
 
     def sizes(self) -> Ints:
         """Return the bytes of every row, on average."""
@@ -231,25 +229,6 @@ def _select(split: str, count: int, path: Path) -> NDArray[np.int64]:
 def _stretches(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     return [(part.splitname, range(sizes[part.splitname])[part.from_ : part.to]) for part in parts]
-
-
-class Stretch:
-    """Rows of a data set of `datasets`."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return a stretch of the rows."""
-        return Stretch(self._data.select(range(start, stop)))
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; a field that Arrow filled in with None counts as missing."""
-        table = self._data.with_format("arrow")[start:stop]
-        return [_without_none(row) for row in table.to_pylist()]
 
 
 def _without_none(value: Any) -> Any:

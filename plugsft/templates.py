@@ -142,7 +142,11 @@ class Chat:
             role = talk.messages[wrong[0]]["role"]
             raise BadRow(f"a turn of the {role} is to be trained; only the assistant's are")
         last = places[-1:] if self.train_on == "last" else places
-        return [place for place in last if place >= talk.prompt and talk.wishes.get(place, True)]
+        asked = [place for place in last if place >= talk.prompt]
+        kept = [place for place in asked if talk.wishes.get(place, True)]
+        if asked and not kept:
+            raise BadRow("no trained token: the row's own flags leave nothing")
+        return kept
 
     def _left_out(self, talk: Talk, places: list[int]) -> list[int]:
         """Return the messages that are not trained where all others are."""
@@ -203,7 +207,10 @@ class Chat:
         if talk.tools is None and not talk.variables:
             return self.given
         if talk.tools and "tools" not in self.own.variables:
-            raise BadRow("it has tools, and the chat template takes none")
+            raise BadRow(
+                "it has tools, and the chat template takes none (set model.chat_template, take a "
+                "model whose template does, or take the tools out)"
+            )
         return {**self.given, "tools": talk.tools, **(talk.variables or {})}
 
     def _write(self, template: Compiled, messages: list[Row], given: dict[str, Any]) -> Text:

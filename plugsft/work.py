@@ -14,12 +14,16 @@ from .answers import DataAnswers
 from .digests import file_digest
 from .errors import DataError
 from .hooks import Hooks
+from .jsonl import fault
 from .publish import write_text
 from .recipe import Data, Source
 from .registry import rebuild
 from .tokenizer import Tokenizer, size_of
 from .tokens import Examples, sums_of, write_shard
-from .types import Encoded, Rendered, Row, Shard, Slice, Span
+from .types import Encoded, Ints, Rendered, Row, Shard, Slice, Span
+
+Marks = NDArray[np.bool_]
+"""Yes or no for each of some tokens, texts or rows."""
 
 CURE_BAD = '. Mend them (the first row is 0), or set data.on_bad_row = "drop"'
 CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
@@ -87,10 +91,9 @@ class Work:
         read = part.rows.read(0, part.stop - part.start)
         numbers = [part.start + number for number, row in enumerate(read) if row is not None]
         rows: list[Row] = [row for row in read if row is not None]
-        if len(rows) < len(read):
-            shard.bad["no JSON object"] = [
-                part.start + number for number, row in enumerate(read) if row is None
-            ]
+        for number, row in enumerate(read):
+            if row is None:
+                shard.bad.setdefault(fault(part.rows, number), []).append(part.start + number)
         source = self.sources[part.source].source
         rendered = render(self.hook, self.data, source, rows, self.tokenizer)
         shard.mask = rendered.mask
@@ -112,6 +115,8 @@ def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tok
     rendered = hook.render(rows=rows, tokenizer=tokenizer, data=data)
     if rendered is None:
         columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
+        named = "".join(f', {ours} = "{yours}"' for ours, yours in data.columns.items())
+        columns += named and f" (with [data.columns] {named[2:]})"
         raise DataError(
             f"{source}: no format has these columns: {columns}. Known are messages; "
             "prompt and completion; instruction and output; conversations; text. Name yours in "
@@ -152,9 +157,7 @@ def joined(shards: Sequence[Shard]) -> Shard:
     return whole
 
 
-def _cut(
-    encoded: Encoded, rendered: Rendered, numbers: NDArray[np.int64], data: Data, shard: Shard
-) -> Examples:
+def _cut(encoded: Encoded, rendered: Rendered, numbers: Ints, data: Data, shard: Shard) -> Examples:
     """Mask the trained tokens, and treat examples that are too long.
 
     A row may have several texts, which follow each other; what becomes of one becomes of all.
@@ -181,26 +184,18 @@ def _cut(
     )
 
 
-def _report(
-    shard: Shard,
-    rows: NDArray[np.int64],
-    cut: NDArray[np.bool_],
-    trained: NDArray[np.bool_],
-    data: Data,
-) -> None:
+def _report(shard: Shard, rows: Ints, cut: Marks, trained: Marks, data: Data) -> None:
     """Note the rows that were cut, left out, or have nothing to train on."""
     leave = data.too_long != "truncate"
     shard.too_long += rows[cut].tolist() if leave else []
     shard.truncated += [] if leave else rows[cut & trained].tolist()
-    for found, note in (
-        (~trained & ~cut, ""),
-        (~trained & cut & (not leave), f" among the first {data.max_length}"),
-    ):
+    beyond = f" among the first {data.max_length} (raise data.max_length)"
+    for found, note in ((~trained & ~cut, ""), (~trained & cut & (not leave), beyond)):
         if found.any():
             shard.bad.setdefault(f"no trained token{note}", []).extend(rows[found].tolist())
 
 
-def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> NDArray[np.bool_]:
+def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Marks:
     """Mark the tokens that spans of characters touch; the first of a text has no predecessor."""
     starts, stops, owners, at = [], [], [], 0
     for number, (text, row) in enumerate(zip(texts, spans, strict=True)):
@@ -233,7 +228,7 @@ def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> NDAr
     return mask
 
 
-def _starts_with(kept: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _starts_with(kept: Ints, counts: Ints) -> Marks:
     """Mark the first `kept` of each text's tokens."""
     if np.array_equal(kept, counts):
         return np.ones(int(counts.sum()), np.bool_)
@@ -241,7 +236,7 @@ def _starts_with(kept: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[
     return place < np.repeat(kept, counts)
 
 
-def _any(values: NDArray[np.bool_], first: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _any(values: Marks, first: Ints) -> Marks:
     """Tell of each row whether any of its texts is true."""
     if not len(first):
         return np.zeros(0, np.bool_)

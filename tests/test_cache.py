@@ -165,7 +165,7 @@ def test_ls_lists_what_is_there(recipe, home, tmp_path):
     )
     made = r"\d{4}-\d\d-\d\d \d\d:\d\d"
     assert re.fullmatch(
-        rf"{one.name} +24 +{facts['tokens']:,} +[\d.]+ KiB  {made}  19\d\d-.* +whole +"
+        rf"{one.name} +24 +{facts['tokens']:,} +[\d.]+ KiB  {made}  19\d\d-.* +sizes fit +"
         + re.escape(str(tmp_path / "data.jsonl")),
         second,
     )
@@ -214,7 +214,9 @@ def test_verify_reads_every_byte(recipe, home):
     assert is_whole(two), "a look at the sizes does not tell"
     for words in ([], ["--remove"]):
         done = cache("verify", *words)
-        assert done.returncode == 2 and "1 of 2 entries" in done.stderr
+        cure = "removed: the" if words else "give --remove, and the"
+        said = f"1 of 2 entries damaged; {cure} next run that needs it builds it again"
+        assert done.returncode == 2 and said in done.stderr
         assert f"{two.name}  damaged: {shard.name} is not what was written" in done.stdout
         assert f"{one.name}  whole" in done.stdout
     assert [*home.iterdir()] == [one] and cache("verify").returncode == 0
@@ -340,11 +342,11 @@ def test_gc_removes_what_was_not_used_for_long(recipe, home):
     done = cache("gc", *words)
     assert sorted(home.iterdir()) == sorted(entries[:2])
     lines = done.stdout.splitlines()
-    assert f"removed  {entries[3].name} " in lines[0] and "not used for long" in lines[0]
+    assert f"removed  {entries[3].name} " in lines[0] and "not used for 2.5 days" in lines[0]
     assert f"removed  {entries[2].name} " in lines[1] and "over --max-size" in lines[1]
-    assert lines[2].startswith(f"{home}: 2 removed, ") and "; 2 entries stay, " in lines[2]
+    assert lines[2].startswith(f"{home}: 2 removed, ") and "; 2 entries left, " in lines[2]
     assert dry.stdout == done.stdout.replace("removed", "would go")
-    assert "; 2 entries stay" in cache("gc").stdout
+    assert "; 2 entries left" in cache("gc").stdout
 
 
 BUILDER = """

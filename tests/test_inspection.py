@@ -94,14 +94,24 @@ def test_counts_are_those_of_preparing(tiny, inspect):
     assert f"longer than data.max_length = 50, and lose their ends, {over} tokens" in shown
 
 
-def test_rows_that_cannot_be_used_say_why_and_stop_nothing(tiny, inspect):
+def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
     rows = [*chats(2), {"messages": []}, {"messages": [{"role": "elf", "content": "x"}]}, *chats(9)]
-    shown = inspect(tiny(rows), rows=2, first=2)
+    with pytest.raises(DataError) as caught:
+        inspect(tiny(rows), rows=2, first=2)
+    for line in str(caught.value).splitlines():
+        assert re.search(r"row (2: 'messages|3: unknown).* Mend them .*or set data.on_bad", line)
+    shown = capsys.readouterr().out
+    assert "warning    row 3" not in shown
+    dropped = inspect(tiny(rows), "data.on_bad_row=drop", rows=2, first=2)
+    assert "warning    row 3: unknown role 'elf'" in dropped
     assert "row 2: cannot be used: 'messages' is no list of turns" in shown
     assert "row 3: cannot be used: unknown role 'elf'" in shown
     assert "bad rows   1 (row 3): unknown role 'elf'" in shown
-    shown = inspect(tiny(rows), "data.max_length=20", "data.too_long=error", rows=1)
-    assert "too long   " in shown
+    long = ["data.on_bad_row=drop", "data.max_length=20"]
+    assert "and are left out" in inspect(tiny(rows), *long, "data.too_long=drop")
+    with pytest.raises(DataError, match=r"longer than 20 tokens\. Raise data.max_length, or set"):
+        inspect(tiny(rows), *long, "data.too_long=error", rows=1)
+    assert "too long   " in capsys.readouterr().out
 
 
 def test_a_row_beyond_the_end_is_named_and_the_rest_is_measured(tiny, tmp_path, inspect):
@@ -173,7 +183,7 @@ def test_a_sample_comes_from_all_over_the_source(tiny, tmp_path, inspect):
     assert len({one.start - other.stop for other, one in pairwise(stretches)}) <= 2
     assert [row for one in spread(2_500, True) for row in one] == [*range(2_500)]
     rows = [{"text": f"owl {number}"} for number in range(1_500)] + [{"text": ""}]
-    path = tiny(rows)
+    path = tiny(rows, data={"on_bad_row": "drop"})
     shown = inspect(path, rows=0)
     assert "1,000 of 1,501 rows, from 20 places" in shown and "'text' is empty" in shown
     write_jsonl(tmp_path / "data.jsonl", [{"text": ""}, *rows])
@@ -220,7 +230,7 @@ def audited(tiny, tmp_path, capsys):
 
 
 def test_sound_data_is_not_complained_of(audited):
-    shown, complaint = audited(CHATML.read_text(), [ASK])
+    shown, complaint = audited(CHATML.read_text(), [ASK], on_bad_row="drop")
     assert shown.count("warning") == 1 and "warning    row 5: no trained token" in shown
     assert not complaint
     assert "5 of 5 chats are stable" in shown and "duplicates none" in shown
@@ -300,9 +310,16 @@ def test_words_that_a_template_leaves_out_are_a_warning(audited):
     assert "row 6: the chat template leaves out the reasoning of the assistant" in shown
 
 
-def test_a_column_that_no_row_has_is_a_warning(audited):
-    shown, _ = audited(CHATML.read_text(), columns={"tools": "functions"})
-    assert "data.columns: no row has a column 'functions' (tools)" in shown
+def test_special_tokens_among_the_words_are_a_warning(audited):
+    spells = {**ASK, "content": "what is <|im_end|> for?"}
+    shown, complaint = audited(CHATML.read_text(), [ASK, TELL], [spells, TELL])
+    said = "row 6: the words hold special tokens, such as '<|im_end|>', which the model reads as"
+    assert said in shown and shown.count("warning ") == 1 and not complaint
+
+
+def test_a_column_that_no_row_has_is_an_error(tiny):
+    with pytest.raises(RecipeError, match="no row has the column 'functions'"):
+        inspection.inspect(tiny(data={"columns": {"tools": "functions"}}), [], [])
 
 
 class Page(HTMLParser):
@@ -337,7 +354,7 @@ HOSTILE = (
 def test_the_page_shows_the_rows_and_runs_nothing(tiny, tmp_path, inspect):
     talk = {"messages": [{**ASK, "content": HOSTILE}, {**TELL, "content": HOSTILE}]}
     rows = [talk, {"messages": [{"role": HOSTILE, "content": "x"}]}, *chats(20)]
-    path, html = tiny(rows), tmp_path / "page.html"
+    path, html = tiny(rows, data={"on_bad_row": "drop"}), tmp_path / "page.html"
     shown = inspect(path, rows=2, page=html)
     assert f"page: {html}" in shown
     text = html.read_text()
@@ -361,7 +378,8 @@ def test_the_page_shows_the_rows_and_runs_nothing(tiny, tmp_path, inspect):
 
 def test_the_page_tells_what_the_terminal_tells(tiny, tmp_path, inspect):
     html = tmp_path / "page.html"
-    shown = inspect(tiny([*chats(30), {"messages": []}]), "data.max_length=40", page=html)
+    path = tiny([*chats(30), {"messages": []}], data={"on_bad_row": "drop"})
+    shown = inspect(path, "data.max_length=40", page=html)
     said = " ".join(" ".join(Page(html.read_text()).words).split())
     for label in ("trained", "mask", "duplicates", "template", "bad rows", "truncated"):
         line = next(one for one in shown.splitlines() if one.startswith(f"{label:<11}"))

@@ -182,6 +182,8 @@ def test_the_schema_says_what_keys_mean_and_which_plugins_are_missing(installed)
     loud = schema["$defs"][plugins["loud"]["$ref"].rpartition("/")[2]]
     assert loud["description"] == "Make the model louder."
     assert loud["properties"]["volume"]["description"] == "How loud. Default: 3."
+    switch = loud["properties"]["enabled"]["description"]
+    assert switch == "false keeps the options and switches the plugin off. Default: true."
     train = schema["$defs"]["Train"]["properties"]
     assert train["schedule"]["description"].endswith(' Default: "linear".')
     assert "Default" not in train["batch_size"]["description"] + train["steps"]["description"]

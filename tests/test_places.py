@@ -243,6 +243,14 @@ def test_where_relative_paths_begin_is_said_where_it_matters(tmp_path, monkeypat
     places.ensure_inputs(load(path)[0], Path("recipe.toml"))
 
 
+def test_only_what_can_be_read_is_suggested(tmp_path):
+    path = write_recipe(tmp_path / "nofile.toml", tiny_tables(tmp_path))
+    done = run_plugsft(path, f"data.source={tmp_path}/nofile.jsonl")
+    assert done.stderr.endswith("nofile.jsonl: no such file or folder\n")
+    done = run_plugsft(path, f"data.source={tmp_path}/date.jsonl")
+    assert done.stderr.endswith("did you mean 'data.jsonl'?\n")
+
+
 def test_show_tells_a_running_run_from_a_killed_one(tiny, tmp_path):
     recipe, run = tiny(rows=chats(43), train=LONG, checkpoint={"every": 1}), tmp_path / "run"
     running = start_plugsft(recipe)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
-from making import activate, install
+from making import LOUD, activate, install
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from plugsft.commands import check as preflight
@@ -27,6 +27,12 @@ class Strict:
     @hookimpl(wrapper=True)
     def optimize_model(self):
         return (yield)
+"""
+OWN = """
+@plugin()
+class Own:
+    @hookimpl
+    def render(self, rows): ...
 """
 
 
@@ -127,6 +133,36 @@ def test_data_without_a_trained_token_is_a_problem(tiny, check):
     rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 5
     found = check(tiny(rows, data={"on_bad_row": "drop"}))
     assert "not one has a token to train on" in found.problems[0]
+
+
+def test_what_a_template_leaves_out_is_warned_of(tiny, tmp_path, check):
+    ask, tell = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
+    rows = [*chats(20), {"messages": [ask, {**tell, "reasoning_content": "at night"}]}]
+    [line] = check(tiny(rows)).warn
+    left_out = "row 20: the chat template leaves out the reasoning of the assistant"
+    assert line.endswith(f"{tmp_path / 'data.jsonl'}: {left_out}")
+
+
+def test_columns_that_nothing_knows_are_problems(tiny, tmp_path, monkeypatch, check):
+    path = tiny(data={"columns": {"tools": "nope"}})
+    [problem] = check(path).problems
+    assert problem == "data.columns: no row has the column 'nope' (for tools); there are messages"
+    columns = {"tool": "messages", "zzz": "messages"}
+    one, two = check(tiny(data={"columns": columns})).problems
+    known = "known are messages, conversations, conversation, prompt, completion, instruction, "
+    assert f"recipe.toml: data.columns: unknown name 'tool'; did you mean 'tools'? {known}" in one
+    assert f"unknown name 'zzz'; {known}" in two
+    # A plugin that renders may know others.
+    activate(install(tmp_path, own=OWN), monkeypatch)
+    columns = {"words": "messages"}
+    [problem] = check(tiny(data={"columns": columns}, plugins={"own": {}})).problems
+    assert 'messages (with [data.columns] words = "messages")' in problem
+
+
+def test_plugins_of_the_data_tell_what_they_lack(tiny, tmp_path, monkeypatch, check):
+    lacking = LOUD + "        @hookimpl\n        def verdict(self):\n            return 'no horn'\n"
+    activate(install(tmp_path, loud=lacking), monkeypatch)
+    assert "plugins     loud: no horn" in check(tiny(plugins={"loud": {}})).ok
 
 
 @pytest.mark.parametrize(

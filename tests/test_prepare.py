@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import pickle
+import re
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -85,6 +86,13 @@ def test_slices_leave_no_seam(run, monkeypatch):
     assert len(list(cut.folder.glob("data-*.arrow"))) == 6
 
 
+def test_a_line_that_is_not_utf_8_is_told_apart(run, tmp_path):
+    path = write_jsonl(tmp_path / "latin.jsonl", [GOOD, 3, GOOD])
+    path.write_bytes(path.read_bytes() + '{"text": "café"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"2 bad: no JSON .*: 1 \(row 1\); not UTF-8: 1 \(row 3\)"):
+        run(None, source=str(path))
+
+
 BAD = [GOOD, NOBODY, GOOD, {"messages": []}, NOBODY, 3, {"messages": [ASK]}, GOOD]
 
 
@@ -157,7 +165,9 @@ def test_long_rows_are_cut_dropped_or_refused(run):
 
 
 def test_what_is_cut_before_its_answer_says_so(run):
-    with pytest.raises(DataError, match=r"no trained token among the first 64: 1 \(row 1\)"):
+    with pytest.raises(
+        DataError, match=r"no trained token among the first 64 \(raise data.max_length\): 1 "
+    ):
         run([GOOD, LATE])
     _, tokens, _ = run([GOOD, LATE], on_bad_row="drop")
     assert tokens.rows.tolist() == [0] and tokens.facts["truncated"]["count"] == 0
@@ -166,6 +176,21 @@ def test_what_is_cut_before_its_answer_says_so(run):
 def test_unknown_columns_name_the_known_ones(run):
     with pytest.raises(DataError, match=r"these columns: chat, id. Known are messages; prompt and"):
         run([{"id": 1, "chat": []}])
+
+
+def test_columns_that_nobody_has_stop_before_a_row_is_rendered(run, tmp_path):
+    rows = [{"dialog": GOOD["messages"], "id": 1}] * 3
+    nope = "data.columns: no row has the column 'nope' (for tools); there are dialog, id"
+    with pytest.raises(RecipeError, match=re.escape(nope)):
+        run(rows, columns={"messages": "dialog", "tools": "nope"})
+    with pytest.raises(DataError, match=re.escape('dialog, id (with [data.columns] tools = "id")')):
+        run(rows, columns={"tools": "id"})
+    # What is evaluated on may lack what the rest has.
+    other = write_jsonl(tmp_path / "other.jsonl", rows)
+    with_tools = [*rows, {**rows[0], "functions": []}]
+    columns = {"messages": "dialog", "tools": "functions"}
+    _, tokens, held_out = run(with_tools, columns=columns, eval={"source": str(other)})
+    assert (len(tokens), len(held_out)) == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +312,24 @@ def test_a_plugin_s_format_also_trains_a_new_tokenizer(run, tmp_path, monkeypatc
     assert texts(work, tokens) == ["owls hoot"] * 3
     _, tokens, _ = run([GOOD] * 3, plugins={"own": {}})
     assert len(tokens) == 3, "None means: not my format"
+
+
+def test_prepare_tells_of_the_tokenizer_and_of_plugins(tmp_path):
+    tables = tiny_tables(tmp_path) | {"plugins": {"arrow_cache": {"folder": str(tmp_path)}}}
+    tables["plugins"]["length_group"] = {}
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    for found in ("miss: built in", "hit: "):
+        *_, plugin, trained, tokens = run_plugsft("prepare", path).stdout.splitlines()
+        assert plugin.startswith(f"plugin arrow_cache: {found}")
+        assert tokens.startswith("tokens: ")
+    # With that tokenizer, a run takes these tokens.
+    folder = trained.removeprefix("tokenizer: ")
+    tables["data"]["tokens"] = tokens.removeprefix("tokens: ")
+    with pytest.raises(RecipeError, match="`plugsft prepare` prints its folder"):
+        resolve(tables)
+    tables["model"]["tokenizer"] = folder
+    done = run_plugsft(write_recipe(path, tables))
+    assert done.returncode == 0 and "prepared before" in done.stdout, done
 
 
 def test_work_travels_to_another_process(run, tmp_path):

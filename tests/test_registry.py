@@ -399,7 +399,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "cache(key, build)",
         "optimize_model(load)",
         "optimizer(model, train)",
-        "annotate(model, tokens)",
+        *["annotate(model, tokens)"] * 2,  # what is trained on, and what is evaluated
         "batches(order, lengths, ranks, train)",
         "feed(build, steps)",
         *["collate(tokens, examples, pad)"] * 2,

@@ -4,11 +4,11 @@ import json
 
 import datasets
 import pytest
-from conftest import chats, write_jsonl
+from conftest import chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 
-from plugsft import DataError
+from plugsft import DataError, RecipeError, sources
 from plugsft.recipe import Source
-from plugsft.sources import open_source
+from plugsft.sources import ensure_columns, open_source
 
 ROWS = chats(20)
 
@@ -79,6 +79,22 @@ def test_an_identity_follows_the_content_and_the_split(tmp_path, kind):
     if kind == "jsonl":
         two.write_text(two.read_text().replace("the", "The", 1))
         assert open_source(Source(source=str(two))).identity != identity
+
+
+def test_a_column_is_missed_only_where_no_row_of_any_source_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LOOK", 4)
+    late = [*({"dialog": [], "id": n} for n in range(20)), {"functions": []}]
+    one, two = write_jsonl(tmp_path / "one.jsonl", [3, *late]), write(tmp_path, "parquet")
+    opened = [open_source(Source(source=str(path))) for path in (two, one)]
+    for columns in ({}, {"messages": "dialog"}, {"messages": "dialog", "tools": "functions"}):
+        ensure_columns(columns, opened)
+    with pytest.raises(RecipeError) as caught:
+        ensure_columns({"messages": "dialog", "tools": "nope", "system": "no"}, opened)
+    there = "there are dialog, functions, id, messages"
+    assert caught.value.problems == [
+        f"data.columns: no row has the column 'nope' (for tools); {there}",
+        f"data.columns: no row has the column 'no' (for system); {there}",
+    ]
 
 
 def test_a_split_of_a_saved_dictionary(tmp_path):
@@ -166,8 +182,8 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
         ("data.jsonl", b"", "the file is empty"),
         ("data.csv", b"a,b", "unknown kind of file '.csv'; known are .jsonl, .json, .parquet"),
         ("data", b"a,b", "unknown kind of file ''"),
-        ("data.parquet", b"no parquet", "cannot be opened as a file"),
-        ("data.arrow", b"no arrow", "cannot be opened as a file"),
+        ("data.parquet", b"no parquet", "cannot be read as parquet"),
+        ("data.arrow", b"no arrow", "cannot be read as arrow"),
         ("folder/", b"", "the folder holds no data"),
         ("folder/state.json", b"{}", "cannot be opened as a file"),
     ],
@@ -183,12 +199,25 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, name, content, expected):
     assert message.startswith(f"source {place}") and expected in message and "\n" not in message
 
 
+def test_a_broken_file_is_told_of_by_us_alone(tmp_path):
+    path = write(tmp_path, "parquet")
+    path.write_bytes(path.read_bytes()[:-20])
+    table = tiny_tables(tmp_path / "tiny") | {"data": {"source": str(path)}}
+    done = run_plugsft("inspect", write_recipe(tmp_path / "recipe.toml", table))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: source {path} (split 'train'): cannot be read as parquet: ")
+
+
 def test_a_missing_file_names_the_nearest(tmp_path):
     write(tmp_path, "jsonl")
+    (tmp_path / "recipe.toml").write_text("")
     with pytest.raises(DataError, match=r"dat.jsonl: no such file; did you mean 'data.jsonl'\?"):
         rows_of_short(tmp_path / "dat.jsonl")
     with pytest.raises(DataError, match=r"no such file$"):
         rows_of_short(tmp_path / "nowhere/zzz")
+    with pytest.raises(DataError, match=r"no such file$"):
+        rows_of_short(tmp_path / "recipe.jsonl")
 
 
 def test_a_name_that_the_hub_would_have_to_know(tmp_path):

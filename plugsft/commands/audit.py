@@ -1,6 +1,7 @@
 """What a sample of a source is like, and what in it would make training wrong."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,13 +12,14 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..formats import TEXTS, BadRow, kind_of, talk_of
+from ..recipe import Data
 from ..registry import Active
 from ..rows import renamed
 from ..sources import Source as Opened
 from ..templates import Chat
 from ..tokens import Tokens
 from ..types import Ints, Row
-from ..work import Work, listed
+from ..work import CURE_BAD, CURE_LONG, Work, listed
 from .sample import Sample, make
 
 SAMPLE, STRETCHES = 1_000, 20
@@ -57,8 +59,10 @@ class Audit:
         return f"{rows:,} of {self.total:,} rows, from {len(self.sample.stretches)} places"
 
 
-def audit(work: Work, opened: list[Opened], source: int, active: Active, everything: bool) -> Audit:
-    """Measure and judge a sample of a source, or all of it."""
+def audit(
+    work: Work, opened: list[Opened], source: int, active: Active, data: Data, everything: bool
+) -> Audit:
+    """Measure and judge a sample of a source, or all of it; `data` says what stops a run."""
     total = len(opened[source])
     sample = make(work, opened, source, spread(total, everything))
     lengths = _whole_lengths(work, opened, source, sample)
@@ -66,9 +70,10 @@ def audit(work: Work, opened: list[Opened], source: int, active: Active, everyth
     if sample.shard.examples:
         _measure(found)
         _judge_tokens(found, work)
-    if not any(active.implements(name, ["render"]) for name in active.plugins):
-        _judge_chats(found, work, opened[source])
-    _judge_rows(found, work)
+    stable, warnings = judge_chats(sample, work, opened[source], active)
+    found.facts += [("template", stable)] if stable else []
+    found.warnings += warnings
+    _judge_rows(found, data)
     return found
 
 
@@ -202,20 +207,24 @@ def _covers(
     )
 
 
-def _judge_chats(found: Audit, work: Work, opened: Opened) -> None:
-    """Look at conversations: what the template makes of them, and what it leaves out."""
-    chats, unstable, columns = 0, list[int](), set[str]()
+def judge_chats(
+    sample: Sample, work: Work, opened: Opened, active: Active
+) -> tuple[str, list[str]]:
+    """Say how many conversations are stable, and what the model would not see as they mean it."""
+    if any(active.implements(name, ["render"]) for name in active.plugins):
+        return "", []
+    chats, unstable, spelt = 0, list[int](), dict[int, str]()
     lost: dict[str, list[int]] = defaultdict(list)
-    for stretch in found.sample.stretches:
+    added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    special = re.compile("|".join(re.escape(one.content) for one in added if one.special) or "$^")
+    for stretch in sample.stretches:
         read = zip(stretch, opened.read(stretch.start, stretch.stop), strict=True)
-        rows = {number: row for number, row in read if row is not None}
-        columns |= {column for row in rows.values() for column in row}
-        known = {number: renamed(row, work.data.columns) for number, row in rows.items()}
-        kind = kind_of([*known.values()])
+        rows = {n: renamed(row, work.data.columns) for n, row in read if row is not None}
+        kind = kind_of([*rows.values()])
         if kind is None or kind in TEXTS:
             continue
         chat = Chat(work.tokenizer, work.data)
-        for number, row in known.items():
+        for number, row in rows.items():
             try:
                 talk = talk_of(kind, row)
                 text, spans = chat.render(talk)
@@ -228,22 +237,27 @@ def _judge_chats(found: Audit, work: Work, opened: Opened) -> None:
             chats += 1
             for what in _left_out(talk.messages, text):
                 lost[what].append(number)
-    for ours, yours in work.data.columns.items():
-        if yours not in columns:
-            found.warnings.append(f"data.columns: no row has a column '{yours}' ({ours})")
-    for what, numbers in sorted(lost.items()):
-        found.warnings.append(f"{_named(numbers)}: the chat template leaves out {what}")
-    if chats:
-        stable = (
-            f"{chats - len(unstable):,} of {chats:,} chats are stable: each answer stands behind "
-            "what the template gives a model to write it"
+            if found := special.search("\n".join(one["content"] or "" for one in talk.messages)):
+                spelt[number] = found[0]
+    warnings = [
+        f"{_named(numbers)}: the chat template leaves out {what}"
+        for what, numbers in sorted(lost.items())
+    ]
+    if spelt:
+        warnings.append(
+            f"{_named([*spelt])}: the words hold special tokens, such as "
+            f"'{next(iter(spelt.values()))}', which the model reads as its own control tokens"
         )
-        found.facts.append(("template", stable))
     if unstable:
-        found.warnings.append(
+        warnings.append(
             f"{_named(unstable)}: an answer does not stand behind what the chat template gives a "
             "model to write it, so that the model is trained on other chats than it will see"
         )
+    stable = (
+        f"{chats - len(unstable):,} of {chats:,} chats are stable: each answer stands behind "
+        "what the template gives a model to write it"
+    )
+    return stable if chats else "", warnings
 
 
 def _left_out(messages: list[Row], text: str) -> set[str]:
@@ -264,9 +278,9 @@ def _named(rows: list[int]) -> str:
     return f"{len(rows):,} rows ({', '.join(map(str, rows[:5]))}{', ...' * (len(rows) > 5)})"
 
 
-def _judge_rows(found: Audit, work: Work) -> None:
-    """Say which rows are left out or cut, and why."""
-    shard, data = found.sample.shard, work.data
+def _judge_rows(found: Audit, data: Data) -> None:
+    """Say which rows stop the run, are left out or cut, and why."""
+    shard = found.sample.shard
     bad = [f"{listed(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
     found.facts += [("bad rows", one) for one in bad or ["none"]]
     for label, rows in (("too long", shard.too_long), ("truncated", shard.truncated)):
@@ -276,9 +290,17 @@ def _judge_rows(found: Audit, work: Work) -> None:
         looked = len(found.sample.rows)
         found.errors.append(f"not one of {looked:,} rows has a token to train on: {'; '.join(why)}")
         return
-    found.warnings += [f"{_named(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
+    bad = [f"{_named(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
+    if data.on_bad_row == "error":
+        found.errors += [one + CURE_BAD for one in bad]
+    else:
+        found.warnings += bad
     over = int((found.lengths - data.max_length).clip(0).sum())
-    if longer := shard.too_long or shard.truncated:
+    if shard.too_long and data.too_long == "error":
+        found.errors.append(
+            f"{_named(shard.too_long)}: longer than {data.max_length} tokens{CURE_LONG}"
+        )
+    elif longer := shard.too_long or shard.truncated:
         fate = "are left out" if shard.too_long else f"lose their ends, {over:,} tokens"
         found.warnings.append(
             f"{_named(longer)}: longer than data.max_length = {data.max_length:,}, and {fate}"

@@ -65,7 +65,7 @@ def ls(folder: Path | None) -> None:
             size_of(one.size),
             _when(one.made),
             _when(one.used),
-            f"damaged: {one.harm}" if one.harm else "whole",
+            f"damaged: {one.harm}" if one.harm else "sizes fit",
             one.sources,
         ]
         for one in found
@@ -138,7 +138,7 @@ def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_r
             break
         kept.pop()
         left -= last.size
-        reason = "not used for long" if too_old else "over --max-size"
+        reason = f"not used for {keep_days:g} days" if too_old else "over --max-size"
         if not dry_run:
             if _used(last.folder) != last.used:
                 continue  # somebody has just found it
@@ -148,7 +148,7 @@ def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_r
     for name, size in _clear(home, dry_run):
         say(f"{verb}  {name}  {size_of(size)}  left half-built")
         gone, freed = gone + 1, freed + size
-    say(f"{home}: {gone:,} {verb}, {size_of(freed)}; {_count(kept)} stay, {size_of(left)}")
+    say(f"{home}: {gone:,} {verb}, {size_of(freed)}; {_count(kept)} left, {size_of(left)}")
 
 
 def verify(folder: Path | None, remove: bool) -> None:
@@ -164,8 +164,9 @@ def verify(folder: Path | None, remove: bool) -> None:
             discard(one.folder)
     if damaged:
         raise PlugsftError(
-            f"{home}: {damaged} of {_count(found)} "
-            + ("were damaged, and are removed" if remove else "are damaged; give --remove")
+            f"{home}: {damaged} of {_count(found)} damaged; "
+            + ("removed: the" if remove else "give --remove, and the")
+            + " next run that needs it builds it again"
         )
     say(f"{home}: {_count(found)}, all whole")
 

@@ -16,17 +16,19 @@ from ..console import out, say, size_of
 from ..context import check_context
 from ..contracts import mark_of
 from ..errors import DataError, PlugsftError, RecipeError
+from ..keys import MAKERS
 from ..machine import free_disk, look
 from ..prepare import describe, eval_source, job_of, named
 from ..recipe import Data, Recipe, Source, Train
 from ..registry import Active
 from ..schedule import check_schedule
 from ..sources import Source as Opened
-from ..sources import open_source
+from ..sources import ensure_columns, open_source
 from ..work import CURE_BAD, CURE_LONG, Work, listed
+from .audit import judge_chats
 from .places import ensure_ours, leftovers, wrong_inputs
 from .room import TOKEN_BYTES, may_shrink, needed, parameters, taken
-from .sample import Sample, take, worker
+from .sample import take, worker
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""
@@ -86,6 +88,9 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
         check_schedule(recipe.train)
         findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
     examples, tokens = _data(findings, recipe, active, wrong)
+    for name, verdict in active.verdicts(MAKERS).items():
+        if verdict != "active":
+            findings.ok("plugins", f"{name}: {verdict}")
     _ranks(findings, recipe.train, machine.world_size, active)
     steps = _steps(findings, recipe, examples) if examples else None
     with findings.about("output"):
@@ -110,15 +115,16 @@ def _data(
     complete = len(rows) == len(sources)
     model = recipe.model
     known = not {*wrong} & {model.tokenizer or model.path, model.chat_template}
-    tokens = 0.0
+    tokens, work = 0.0, None
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
-        work = _work(findings, recipe, active, rows, Path(folder)) if complete and known else None
-        for number, source in enumerate(sources):
+        if complete:
+            with findings.about("data"):
+                ensure_columns(recipe.data.columns, rows)
+                work = _work(findings, recipe, active, rows, Path(folder)) if known else None
+        for number in range(len(rows)):
             if work is not None:
                 with findings.about("rows"):
-                    sample = take(work, rows, number, 0, ROWS)
-                    tokens += sample.shard.tokens / len(sample.rows) * len(rows[number])
-                    _rows(findings, recipe.data, source.source, sample)
+                    tokens += _rows(findings, recipe.data, active, work, rows, number)
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
                 held_out = eval_source(recipe)
@@ -126,9 +132,7 @@ def _data(
                     findings.warn("eval", "measures the loss on the very rows that are trained on")
                 elif (found := _open(findings, "eval", held_out)) is not None and work:
                     work.sources = [held_out]
-                    sample = take(work, [found], 0, 0, ROWS)
-                    tokens += sample.shard.tokens / len(sample.rows) * len(found)
-                    _rows(findings, recipe.data, held_out.source, sample)
+                    tokens += _rows(findings, recipe.data, active, work, [found], 0)
     counts = zip(sources, rows, strict=complete)
     return sum(round(one.weight * len(found)) for one, found in counts) * complete, tokens
 
@@ -169,8 +173,11 @@ def _work(
     return None
 
 
-def _rows(findings: Findings, data: Data, source: str, sample: Sample) -> None:
-    """Judge the first rows of a source as preparing would."""
+def _rows(
+    findings: Findings, data: Data, active: Active, work: Work, opened: list[Opened], number: int
+) -> float:
+    """Judge the first rows of a source as preparing would; return the tokens of all, about."""
+    sample, source = take(work, opened, number, 0, ROWS), work.sources[number].source
     shard, problems = sample.shard, []
     where = f"{source}: of the first {len(sample.rows):,} rows,"
     if shard.examples:
@@ -196,8 +203,11 @@ def _rows(findings: Findings, data: Data, source: str, sample: Sample) -> None:
     if shard.truncated:
         text = f"{where} {listed(shard.truncated)}: longer than {data.max_length} tokens"
         findings.warn("rows", f"{text}; they will be cut")
+    for warning in judge_chats(sample, work, opened[number], active)[1]:
+        findings.warn("rows", f"{source}: {warning}")
     if problems:
         raise DataError("\n".join(problems))
+    return shard.tokens / len(sample.rows) * len(opened[number])
 
 
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:

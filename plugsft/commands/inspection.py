@@ -12,7 +12,7 @@ from ..answers import DataAnswers
 from ..console import is_terminal, out, say
 from ..errors import DataError, PlugsftError, RecipeError
 from ..machine import look
-from ..sources import Source, open_source
+from ..sources import Source, ensure_columns, open_source
 from ..work import Work
 from .audit import Audit, audit, histogram
 from .inspection_page import write_page
@@ -47,6 +47,7 @@ def inspect(
     with active.named(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
         registry.check(active, recipe, look())
         opened = [open_source(source) for source in recipe.data.all_sources()]
+        ensure_columns(recipe.data.columns, opened)
         work = worker(recipe, active, opened, Path(folder))
         if rows:
             how = "are green" if is_terminal() else "stand in [[ ]], and a · ends each token"
@@ -55,7 +56,7 @@ def inspect(
             for view in _views(work, opened, source, first, rows):
                 shown.append(view)
                 _show(view)
-            audits.append(audit(work, opened, source, active, everything))
+            audits.append(audit(work, opened, source, active, recipe.data, everything))
             _tell(audits[-1])
     if page:
         write_page(page, path.stem, audits, shown)

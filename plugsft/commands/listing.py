@@ -73,7 +73,7 @@ def make_schema(found: dict[str, Found]) -> dict[str, Any]:
         options = named[name]
         known = {option for option, _ in fields(cls)}
         kept = {key: value for key, value in options.get("properties", {}).items() if key in known}
-        options["properties"] = {"enabled": ENABLED, **kept}
+        options["properties"] = {"enabled": {**ENABLED}, **kept}
         options.setdefault("description", found[name].summary)
     for definition in definitions.values():
         _tell_defaults(definition.get("properties", {}))

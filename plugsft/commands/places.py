@@ -53,7 +53,9 @@ def near(place: Path) -> str:
     """Return "; did you mean 'x'?" for the name nearest to the first one that is missing."""
     while not place.parent.exists():
         place = place.parent
-    return did_you_mean(place.name, (path.name for path in place.parent.glob("*")))
+    others = place.parent.glob("*")
+    known = [one.name for one in others if one.suffix in ENDINGS or one.is_dir()]
+    return did_you_mean(place.name, known)
 
 
 def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:

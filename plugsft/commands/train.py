@@ -15,6 +15,8 @@ from ..registry import load
 from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers
 from .room import ensure_room
 
+DATA_HOOKS = ("cache", "tokenize", "render", "encode")
+
 
 def train(
     path: Path,
@@ -59,4 +61,9 @@ def prepare(path: Path, overrides: Sequence[str], without: Sequence[str]) -> Non
     with active.named():
         loop.ensure_sound(recipe, active, look())
         data = preparation.prepare(recipe, active)
+    for name, verdict in active.verdicts(DATA_HOOKS).items():
+        if verdict != "active":
+            say(f"plugin {name}: {verdict}")
+    if recipe.model.scratch and not recipe.model.tokenizer:
+        say(f"tokenizer: {data.tokenizer_folder}")
     say(f"tokens: {data.tokens.folder}")

@@ -225,6 +225,15 @@ def test_a_folder_that_cannot_be_made_is_told(run, tmp_path, folder):
     assert tokens.folder.parent == tmp_path / "run/tokens"
 
 
+def test_a_file_in_the_folder_s_place_is_refused(tmp_path):
+    (tmp_path / "mine").write_text("")
+    table = {"plugins": {"arrow_cache": {"folder": str(tmp_path / "mine")}}}
+    recipe, active = resolve(tiny_tables(tmp_path) | table)
+    active.answer()
+    with pytest.raises(RecipeError, match=r"plugins.arrow_cache: folder: .*/mine is a file; give"):
+        check(active, recipe, look())
+
+
 def test_what_is_wrong_with_the_rows_is_no_matter_of_the_cache(run, home):
     with pytest.raises(Exception, match="unknown role"):
         run(rows=[{"messages": [{"role": "nobody", "content": "x"}]}])

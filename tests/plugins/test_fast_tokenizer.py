@@ -509,7 +509,7 @@ def test_workers_encode_and_the_run_hears_how_much(tmp_path, monkeypatch):
 def test_a_run_says_who_encoded(tiny, tmp_path):
     rows = chats(24)
     rows[7]["messages"][0]["content"] += " \U000323b0, which is younger than most programs"
-    recipe = tiny(rows, plugins={"fast_tokenizer": {}})
+    recipe = tiny(rows, plugins={"fast_tokenizer": {}}, eval={"split": "train[:4]"})
     done = run_plugsft(recipe)
     assert done.returncode == 0, done.stderr
     assert re.search(r"tokens by gigatoken and transformers, \d+% trained on", done.stdout)

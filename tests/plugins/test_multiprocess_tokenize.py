@@ -82,10 +82,22 @@ def test_bad_rows_are_told_as_without_workers(run):
     assert not workers_of(os.getpid())
 
 
-STUMBLES = """
+# Tells whether this process has begun workers; a test's own may be a child of it too.
+BUSY = """
+    import psutil
+
+    def busy():
+        try:
+            children = psutil.Process().children()
+            return any("multiprocess_tokenize" in " ".join(one.cmdline()) for one in children)
+        except psutil.Error:
+            return False
+"""
+STUMBLES = (
+    BUSY
+    + """
     import os, signal, time
     from pathlib import Path
-    import psutil
 
     @plugin()
     class Stumbles:
@@ -104,11 +116,12 @@ STUMBLES = """
                     os._exit(7)
                 raise ZeroDivisionError("by an owl")
             # The process that began them leaves the other slices to its workers.
-            while psutil.Process().children() and not sign.exists():
+            while busy() and not sign.exists():
                 assert time.monotonic() < patience
                 time.sleep(0.01)
             return rendered
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -136,18 +149,20 @@ def test_a_worker_that_ends_or_raises_stops_the_run_and_says_where(
     assert not list((tmp_path / "run-2").rglob("data-*"))
 
 
-OWL = """
-    import psutil
+OWL = (
+    BUSY
+    + """
 
     @plugin()
     class Owl:
         @hookimpl(wrapper=True)
         def render(self, rows):
             rendered = yield
-            if psutil.Process().children() and any("here" in str(row) for row in rows):
+            if busy() and any("here" in str(row) for row in rows):
                 raise ZeroDivisionError("by an owl")
             return rendered
 """
+)
 
 
 def test_what_raises_in_this_process_says_where_too(run, tmp_path, monkeypatch):
@@ -160,10 +175,11 @@ def test_what_raises_in_this_process_says_where_too(run, tmp_path, monkeypatch):
     assert not workers_of(os.getpid())
 
 
-LOOKS = """
+LOOKS = (
+    BUSY
+    + """
     import os, sys, time
     from pathlib import Path
-    import psutil
     from plugsft import Rendered
 
     @plugin()
@@ -178,10 +194,11 @@ LOOKS = """
                 Path(self.sign).touch()
             else:
                 text = f"another {rows}"
-                while psutil.Process().children() and not Path(self.sign).exists():
+                while busy() and not Path(self.sign).exists():
                     time.sleep(0.01)
             return Rendered([text] * len(rows), [[(0, len(text))]] * len(rows), [*range(len(rows))])
 """
+)
 
 
 def test_a_worker_has_one_thread_and_no_torch(run, tmp_path, monkeypatch):

@@ -3,15 +3,24 @@
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import tomli_w
 
+from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.types import Ints, Shard
+
 MAX_LENGTH = 4096
+VOCAB = 32_000
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
@@ -54,17 +63,81 @@ def train_tokenizer(folder: Path, source: Path, vocab: int) -> None:
             model={"scratch": {"context": MAX_LENGTH, "vocab": vocab}},
             plugins={"fast_tokenizer": {}},
         )
-        words = [sys.executable, "-m", "plugsft", "prepare", recipe]
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        run(sys.executable, "-m", "plugsft", "prepare", recipe)
         next(Path(made).glob("run/scratch/tokenizer-*")).rename(folder / "tokenizer")
 
 
 def alone(*words: object, **environment: str) -> Any:
     """Run Python in a process of its own; return what the last line that it prints says."""
-    command = [sys.executable, *map(str, words)]
+    return json.loads(run(sys.executable, *words, **environment).splitlines()[-1])
+
+
+def run(*words: object, **environment: str) -> str:
+    """Run a command, and return what it prints; where it fails, end with what it says."""
+    command = [*map(str, words)]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list[float]]:
+    """Run each contender once a round, one after the other; return the seconds they took."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            started = time.perf_counter()
+            contender()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    """Write a median with the least and the most."""
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:{form}} ({least:{form}} to {most:{form}})"
+
+
+def draw_lengths(count: int, mean: float, sigma: float, least: int, most: int) -> Ints:
+    """Draw lognormal lengths; the same numbers give the same lengths."""
+    drawn = np.random.default_rng(count).lognormal(mean, sigma, count)
+    return drawn.clip(least, most).astype(np.int64)
+
+
+def write_tokens(folder: Path, lengths: Ints, shards: int) -> Tokens:
+    """Write prepared examples of random tokens; of each the second half is trained."""
+    folder.mkdir()
+    dice, written = np.random.default_rng(0), []
+    for number, rows in enumerate(np.array_split(np.arange(len(lengths)), shards)):
+        counts = lengths[rows]
+        ids = dice.integers(0, VOCAB, counts.sum(), np.int32)
+        mask = places_of(counts) >= np.repeat(counts // 2, counts)
+        shard = Shard(f"{number:05}.arrow", len(rows))
+        write_shard(folder / shard.file, Examples(ids, mask, counts, np.ones_like(rows), rows))
+        written.append(shard)
+    sources = [{"name": "random", "examples": len(lengths), "weight": 1.0}]
+    write_index(folder, written, {"key": "random", "sources": sources})
+    return Tokens(folder)
+
+
+def places_of(counts: Ints) -> Ints:
+    """Return each token's place in its document."""
+    places: Ints = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places
+
+
+def trl_table(tokens: Tokens) -> pa.Table:
+    """Return tokens in the form that TRL prepares: all ids, and labels of -100 in between."""
+    ids, mask = np.empty(tokens.lengths.sum(), np.int32), np.empty(tokens.lengths.sum(), np.bool_)
+    offsets = np.append(0, np.cumsum(tokens.lengths))
+    tokens.copy(np.arange(len(tokens)), offsets[:-1], ids, mask)
+    labels = np.where(mask, ids.astype(np.int64), -100)
+    columns = {"input_ids": ids, "labels": labels}
+    return pa.table(
+        {
+            name: pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+            for name, values in columns.items()
+        }
+    )
