@@ -86,7 +86,7 @@ class MultiprocessTokenize:
             pool(others, work) as workers,
         ):
             futures = [threads.submit(take, partial(worker.do, work=work)) for worker in workers]
-            with collector_off():
+            with one_thread(), collector_off():
                 take(partial(narrowed, work=work))
             for future in futures:
                 future.result()
@@ -193,6 +193,21 @@ def serve(pipe: int) -> None:
             except Exception as error:  # whatever a plugin raises: the main process ends the run
                 answer = None, *_told(error)
             ours.send(answer)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let engines that are loaded in this process take one thread, as in its workers."""
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
