@@ -98,6 +98,11 @@ class BfdPacking:
     ) -> Generator[None, Layouts, Layouts]:
         """Lay every window out again; or lay out windows of rows filled from the whole epoch."""
         layouts = yield
+        if (long := lengths > self.room).any():
+            # Of a run `annotate` has treated them; but a check may ask before.
+            if self.overlong == "error":
+                raise DataError(self.too_long(lengths, np.flatnonzero(long)))
+            lengths = np.minimum(lengths, self.room)
         if self.scope == "step":
             return Windows(layouts, lengths, ranks, self.room, self.cost)
         rows = Rows(order, lengths, ranks, train.batch_size, self.room, self.cost)
@@ -127,6 +132,15 @@ class BfdPacking:
         """Return what documents cost, in tokens: attention looks back from each of them."""
         return lengths * (1 + lengths / self.even)
 
+    def too_long(self, lengths: Ints, rows: Ints) -> str:
+        """Say that examples do not fit, and the cure."""
+        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+        return (
+            f"plugins.bfd_packing: {len(rows):,} of {len(lengths):,} examples have more than "
+            f"{self.room:,} tokens, the longest {int(lengths.max()):,} (rows {shown}). Raise "
+            'capacity, or set overlong = "truncate" or "split"'
+        )
+
     def fitting(self, tokens: Tokens) -> Tokens:
         """Return tokens of which none is longer than a micro-batch."""
         long = np.flatnonzero(tokens.lengths > self.room)
@@ -134,14 +148,7 @@ class BfdPacking:
         if not len(long):
             return tokens
         if self.overlong == "error":
-            longest = int(tokens.lengths.max())
-            rows = ", ".join(str(tokens.source_of(int(number))[1]) for number in long[:5])
-            raise DataError(
-                f"plugins.bfd_packing: {len(long):,} of {len(tokens):,} examples have more than "
-                f"{self.room:,} tokens, the longest {longest:,} (rows {rows}"
-                f"{', ...' if len(long) > 5 else ''}). Raise capacity, or set "
-                'overlong = "truncate" or "split"'
-            )
+            raise DataError(self.too_long(tokens.lengths, tokens.rows[long]))
         if self.overlong == "truncate":
             numbers = np.arange(len(tokens))
             return tokens.stretches(numbers, 0 * numbers, np.minimum(tokens.lengths, self.room))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 from rich.text import Text
 
 from .. import registry
@@ -18,12 +19,14 @@ from ..contracts import mark_of
 from ..errors import DataError, PlugsftError, RecipeError
 from ..keys import MAKERS
 from ..machine import free_disk, look
+from ..plan import shuffled
 from ..prepare import describe, eval_source, job_of, named
 from ..recipe import Data, Recipe, Source, Train
 from ..registry import Active
 from ..schedule import check_schedule
 from ..sources import Source as Opened
 from ..sources import ensure_columns, open_source
+from ..types import Ints
 from ..work import CURE_BAD, CURE_LONG, Work, listed
 from .audit import judge_chats
 from .places import ensure_ours, leftovers, wrong_inputs
@@ -87,12 +90,15 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
     with findings.about("schedule"):
         check_schedule(recipe.train)
         findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
-    examples, tokens = _data(findings, recipe, active, wrong)
+    lengths, tokens = _data(findings, recipe, active, wrong)
     for name, verdict in active.verdicts(MAKERS).items():
         if verdict != "active":
             findings.ok("plugins", f"{name}: {verdict}")
     _ranks(findings, recipe.train, machine.world_size, active)
-    steps = _steps(findings, recipe, examples) if examples else None
+    steps = None
+    with findings.about("steps"):
+        if len(lengths):
+            steps = _steps(findings, recipe, active, lengths, machine.world_size)
     with findings.about("output"):
         _output(findings, recipe)
     with findings.about("disk"):
@@ -105,8 +111,8 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
 
 def _data(
     findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
-) -> tuple[int, float]:
-    """Look at the sources; return an epoch's examples, and the tokens that are to be written."""
+) -> tuple[Ints, float]:
+    """Look at the sources; return about the lengths of an epoch, and the tokens to be written."""
     if recipe.data.tokens:
         return _prepared(findings, recipe, active, wrong), 0.0
     sources = recipe.data.all_sources()
@@ -116,6 +122,8 @@ def _data(
     model = recipe.model
     known = not {*wrong} & {model.tokenizer or model.path, model.chat_template}
     tokens, work = 0.0, None
+    # Where nothing can be encoded, the number of examples is known at least.
+    lengths = [np.ones(len(one), np.int64) for one in rows]
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
         if complete:
             with findings.about("data"):
@@ -124,7 +132,8 @@ def _data(
         for number in range(len(rows)):
             if work is not None:
                 with findings.about("rows"):
-                    tokens += _rows(findings, recipe.data, active, work, rows, number)
+                    lengths[number] = _rows(findings, recipe.data, active, work, rows, number)
+                    tokens += lengths[number].sum()
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
                 held_out = eval_source(recipe)
@@ -132,20 +141,25 @@ def _data(
                     findings.warn("eval", "measures the loss on the very rows that are trained on")
                 elif (found := _open(findings, "eval", held_out)) is not None and work:
                     work.sources = [held_out]
-                    tokens += _rows(findings, recipe.data, active, work, [found], 0)
-    counts = zip(sources, rows, strict=complete)
-    return sum(round(one.weight * len(found)) for one, found in counts) * complete, tokens
+                    tokens += _rows(findings, recipe.data, active, work, [found], 0).sum()
+    if not complete:
+        return np.zeros(0, np.int64), tokens
+    epoch = [
+        np.resize(some, round(source.weight * len(some)))
+        for some, source in zip(lengths, sources, strict=True)
+    ]
+    return np.concatenate(epoch), tokens
 
 
-def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]) -> int:
-    """Look at the tokens that the recipe names; return an epoch's examples."""
-    examples = 0
+def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]) -> Ints:
+    """Look at the tokens that the recipe names; return the lengths of an epoch's examples."""
     with findings.about("data"):
         if not wrong:
-            facts = named(recipe, job_of(recipe, active), active).facts
-            findings.ok("data", describe(facts, "prepared before").removeprefix("data: "))
-            examples = sum(round(one["weight"] * one["examples"]) for one in facts["sources"])
-    return examples
+            tokens = named(recipe, job_of(recipe, active), active)
+            findings.ok("data", describe(tokens.facts, "prepared before").removeprefix("data: "))
+            sources = [(one["examples"], one["weight"]) for one in tokens.facts["sources"]]
+            return tokens.lengths[shuffled(sources, recipe.train.seed, 0)]
+    return np.zeros(0, np.int64)
 
 
 def _open(findings: Findings, what: str, source: Source) -> Opened | None:
@@ -175,8 +189,8 @@ def _work(
 
 def _rows(
     findings: Findings, data: Data, active: Active, work: Work, opened: list[Opened], number: int
-) -> float:
-    """Judge the first rows of a source as preparing would; return the tokens of all, about."""
+) -> Ints:
+    """Judge the first rows of a source as preparing would; return the lengths of all, about."""
     sample, source = take(work, opened, number, 0, ROWS), work.sources[number].source
     shard, problems = sample.shard, []
     where = f"{source}: of the first {len(sample.rows):,} rows,"
@@ -207,7 +221,7 @@ def _rows(
         findings.warn("rows", f"{source}: {warning}")
     if problems:
         raise DataError("\n".join(problems))
-    return shard.tokens / len(sample.rows) * len(opened[number])
+    return np.resize(sample.tokens.lengths, len(opened[number]))
 
 
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:
@@ -237,10 +251,13 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
     findings.ok("ranks", f"{ranks} {word}, a window of {size} examples: {share}")
 
 
-def _steps(findings: Findings, recipe: Recipe, examples: int) -> int:
-    """Say how many steps a run takes, if no row is left out."""
-    train = recipe.train
-    per_epoch = max(1, -(-examples // train.batch_size))
+def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ranks: int) -> int:
+    """Say how many steps a run takes, if the rows that were looked at are like the others."""
+    train, examples = recipe.train, len(lengths)
+    windows = active.hook.batches(
+        order=np.arange(examples), lengths=lengths, ranks=ranks, train=train
+    )
+    per_epoch = max(1, len(windows))
     steps = train.steps or train.epochs * per_epoch
     findings.ok("steps", f"{steps:,}, {per_epoch:,} an epoch of {examples:,} examples")
     findings.ok("checkpoints", recipe.checkpoint.describe(steps))

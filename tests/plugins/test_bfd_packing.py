@@ -328,13 +328,7 @@ def test_overlong_examples_are_named_by_their_rows():
     plugin.room = 5
 
     class Known:
-        lengths = np.array([3, 9, 5, 7])
-
-        def __len__(self):
-            return 4
-
-        def source_of(self, number):
-            return 0, number + 10
+        lengths, rows = np.array([3, 9, 5, 7]), np.arange(4) + 10
 
     with pytest.raises(DataError, match=r"2 of 4 examples .* the longest 9 \(rows 11, 13\)"):
         plugin.fitting(Known())
@@ -396,3 +390,15 @@ def test_what_is_split_or_cut_is_whole_elsewhere(tmp_path_factory, masks, room, 
         some, trained = cut.example(number)
         assert some.tolist() == ids[start:stop].tolist()
         assert cut.trained[number] == mask[start + 1 : stop].sum() == trained.sum()
+
+
+def test_check_counts_the_steps_of_packed_rows_and_finds_what_is_too_long(runs, tmp_path):
+    words = (runs, PACKED, 'plugins.bfd_packing.scope="dataset"', "train.batch_size=2")
+    told = run_plugsft("check", *words)
+    assert told.returncode == 0, told.stderr
+    train(*words[:1], tmp_path / "run", *words[1:])
+    steps = json.loads((tmp_path / "run/run.json").read_text())["steps"]
+    assert f"{steps['total']}, {steps['per_epoch']} an epoch of 21 examples" in told.stdout
+    told = run_plugsft("check", runs, "plugins.bfd_packing.capacity=30")
+    assert told.returncode == 2
+    assert "of 21 examples have more than 30 tokens, the longest" in told.stderr
