@@ -58,8 +58,8 @@ class AsyncCollate:
             return None
         ahead = f"{self.depth} window{'s' * (self.depth > 1)} ahead"
         return (
-            f"built {ahead}: the loop waited {self.waited:.1f} s for {self.windows:,} windows "
-            f"that took {self.built:.1f} s to build"
+            f"up to {ahead}: {self.windows:,} windows took {self.built:.2f} s to build, for which "
+            f"the loop stood still for {self.waited:.2f} s"
         )
 
 

@@ -3,6 +3,7 @@
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Generator, Sequence
+from threading import Lock
 from typing import Annotated, Any, Literal, overload
 
 import numpy as np
@@ -31,6 +32,8 @@ Costs = Callable[[Ints], Any]
 """Lengths -> what a step takes for documents of so many tokens."""
 TYPICAL = 50_000
 """Length at which attention costs as much as the rest of a model of some billion weights."""
+COUNTING = Lock()
+"""Batches may be made in several threads: of training, and of evaluation."""
 
 
 @plugin()
@@ -46,16 +49,23 @@ class BfdPacking:
     scope: Literal["step", "dataset"] = "step"
     """What is packed together: the examples of one step, or of the whole epoch."""
     overlong: Literal["error", "truncate", "split"] = "error"
-    """What happens to examples of more tokens than a micro-batch may have."""
+    """What happens to examples of more tokens than a micro-batch may have. Each part of a split one
+    is an example of its own, so that steps hold others."""
 
     room: int = state(0)
     long: int = state(0)
     """Examples of more tokens than fit."""
+    parts: int = state(0)
+    """How many examples more there are for being split."""
     even: float = state(float(TYPICAL))
     """Length at which attention costs as much as everything else."""
     apart: str = state("")
     """What the probe found."""
-    full: str = state("")
+    rows: str = state("")
+    """What the rows of a data set hold."""
+    used: int = state(0)
+    """Tokens in micro-batches that were made, and their number."""
+    made: int = state(0)
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -98,17 +108,17 @@ class BfdPacking:
     ) -> Generator[None, Layouts, Layouts]:
         """Lay every window out again; or lay out windows of rows filled from the whole epoch."""
         layouts = yield
-        if (long := lengths > self.room).any():
+        if (lengths > self.room).any():
             # Of a run `annotate` has treated them; but a check may ask before.
             if self.overlong == "error":
-                raise DataError(self.too_long(lengths, np.flatnonzero(long)))
+                raise DataError(self.too_long(lengths))
             lengths = np.minimum(lengths, self.room)
         if self.scope == "step":
             return Windows(layouts, lengths, ranks, self.room, self.cost)
         rows = Rows(order, lengths, ranks, train.batch_size, self.room, self.cost)
         fill = lengths[order].sum() / (rows.total * self.room)
         # Of the training data, which comes before that of evaluation.
-        self.full = self.full or (
+        self.rows = self.rows or (
             f"{len(order):,} examples in {rows.total:,} rows of {self.room:,} tokens, {fill:.2%} "
             f"full; a step is {train.batch_size} rows, {len(order) / len(rows):,.1f} examples"
         )
@@ -117,6 +127,9 @@ class BfdPacking:
     @hookimpl
     def collate(self, tokens: Tokens, examples: Ints) -> Batch:
         """Lay examples end to end; rows of a data set all have the same length."""
+        with COUNTING:
+            self.used += int(tokens.lengths[examples].sum())
+            self.made += len(examples) > 0
         return pack(tokens, examples, self.room if self.scope == "dataset" else None)
 
     @hookimpl
@@ -124,20 +137,27 @@ class BfdPacking:
         """Say how it packs, and what the probe found."""
         unit = "step" if self.scope == "step" else "data set"
         said = [f"each {unit} packed into micro-batches of at most {self.room:,} tokens"]
-        done = {"truncate": "cut", "split": "split"}.get(self.overlong, "left")
-        long = f"{self.long:,} longer examples {done}" if self.long else ""
-        return "; ".join(filter(None, [*said, self.full, long, self.apart]))
+        if self.made:
+            said.append(f"{self.used / self.made / self.room:.0%} full on average")
+        long = f"{self.long:,} longer examples cut" if self.long else ""
+        if self.long and self.overlong == "split":
+            long = f"{self.long:,} longer examples split, of which {self.parts:,} more were made"
+        return "; ".join(filter(None, [*said, self.rows, long, self.apart]))
 
     def cost(self, lengths: Ints) -> Any:
         """Return what documents cost, in tokens: attention looks back from each of them."""
         return lengths * (1 + lengths / self.even)
 
-    def too_long(self, lengths: Ints, rows: Ints) -> str:
-        """Say that examples do not fit, and the cure."""
-        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+    def too_long(self, lengths: Ints, rows: "Ints | None" = None) -> str:
+        """Say that examples do not fit, and the cure; about, where the rows are not known yet."""
+        count = int((lengths > self.room).sum())
+        shown = ""
+        if rows is not None:
+            shown = f" (rows {', '.join(map(str, rows[:5]))}{', ...' if count > 5 else ''})"
         return (
-            f"plugins.bfd_packing: {len(rows):,} of {len(lengths):,} examples have more than "
-            f"{self.room:,} tokens, the longest {int(lengths.max()):,} (rows {shown}). Raise "
+            f"plugins.bfd_packing: {'about ' if rows is None else ''}{count:,} of "
+            f"{len(lengths):,} examples have more than {self.room:,} tokens, the longest"
+            f"{' that was seen' if rows is None else ''} {int(lengths.max()):,}{shown}. Raise "
             'capacity, or set overlong = "truncate" or "split"'
         )
 
@@ -153,6 +173,7 @@ class BfdPacking:
             numbers = np.arange(len(tokens))
             return tokens.stretches(numbers, 0 * numbers, np.minimum(tokens.lengths, self.room))
         parts = -(-tokens.lengths // self.room)
+        self.parts += int(parts.sum()) - len(parts)
         numbers = np.repeat(np.arange(len(tokens)), parts)
         skips = (np.arange(len(numbers)) - np.repeat(np.cumsum(parts) - parts, parts)) * self.room
         return tokens.stretches(
@@ -237,12 +258,15 @@ def evens_out(model: Any) -> float:
     config = model.config.get_text_config()
     # Under ZeRO-3 a rank's own part is small; the true number stands beside it.
     sizes = {id(one): getattr(one, "ds_numel", one.numel()) for one in model.parameters()}
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return float(TYPICAL)  # no attention: the probe will have its say
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     weights = sum(sizes.values())
     if head is not None and head.weight is not table:
         weights -= sizes[id(table)]  # looked up, not multiplied
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return float(weights / (config.num_hidden_layers * config.num_attention_heads * width))
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return float(weights / (config.num_hidden_layers * heads * width))
 
 
 def best_fit(lengths: Ints, capacity: int) -> tuple[Ints, Ints, int]:

@@ -181,9 +181,8 @@ def ensure_apart(model: Module, vocabulary: int) -> str:
             f"{_REFUSED}: a document behind others has other logits than alone (by {strange:.1%} "
             "of what a change of its words makes): its places are not counted anew"
         )
-    return (
-        f"documents proved apart (a change moves its neighbours' logits by {leak:.0e} of its own)"
-    )
+    moves = f"moves its neighbours by {leak:.0e} of its own" if leak else "moves no neighbour"
+    return f"documents proved apart (a change {moves})"
 
 
 _REFUSED = "this model cannot be trained on packed rows; remove [plugins.bfd_packing]"

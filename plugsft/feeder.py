@@ -1,14 +1,13 @@
 """Windows with their tensors, through the hook that may build them ahead."""
 
 from collections.abc import Callable, Generator
-from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
 
 from .hooks import Hooks
 from .tokens import Tokens
-from .types import Fed, Window
+from .types import Batch, Fed, Window
 
 
 class Feeder:
@@ -24,18 +23,22 @@ class Feeder:
         """Iterate over windows, in order, with their batches on the device."""
 
         def build(step: int) -> Fed:
-            chosen = window(step)
-            collated = (
-                self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
-                for examples in chosen.layout[self._rank]
-            )
-            batches = [
-                {name: self._there(value) for name, value in batch.items()} for batch in collated
-            ]
-            return Fed(chosen, batches)
+            try:
+                chosen = window(step)
+                collated = (
+                    self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
+                    for examples in chosen.layout[self._rank]
+                )
+                return Fed(chosen, [self._there(batch) for batch in collated])
+            except Exception as error:
+                error.add_note(f"as the batches of step {step} were made")
+                raise
 
         # Closing this closes what the hook gave, if that can be closed.
         yield from self._hook.feed(build=build, steps=steps)
 
-    def _there(self, value: Any) -> Any:
-        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+    def _there(self, batch: Batch) -> Batch:
+        return {
+            name: one.to(self._device, non_blocking=True) if isinstance(one, Tensor) else one
+            for name, one in batch.items()
+        }

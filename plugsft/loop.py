@@ -257,7 +257,7 @@ def describe(
     for plugin in record.run["plugins"]:
         say(f"plugin {plugin['name']}: {plugin['verdict']}")
     say(
-        f"steps: {plan.steps} of {plan.window(1).examples} examples, {plan.per_epoch} an epoch"
+        f"steps: {plan.steps} of {plan.examples_in_a_step}, {plan.per_epoch} an epoch"
         + (f"; going on after step {checkpoints.saved}" if checkpoints.saved else "")
     )
     say(f"checkpoints: {checkpoints.rhythm}")

@@ -55,6 +55,9 @@ class Plan:
         self.per_epoch = len(self._epoch(0))
         if not self.per_epoch:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
+        self.examples_in_a_step = f"{recipe.train.batch_size} examples"
+        if self.per_epoch != -(-self._examples // recipe.train.batch_size):
+            self.examples_in_a_step = f"{self._examples / self.per_epoch:,.1f} examples on average"
         self.steps = recipe.train.steps or recipe.train.epochs * self.per_epoch
 
     @classmethod
@@ -82,8 +85,10 @@ class Plan:
         if epoch not in self._epochs:
             # Two at most: the one that trains, and the next, of which a feeder builds ahead.
             self._epochs = {old: kept for old, kept in self._epochs.items() if old >= epoch - 1}
+            order = shuffled(self._sources, self._train.seed, epoch)
+            self._examples = len(order)
             layouts = self._hook.batches(
-                order=shuffled(self._sources, self._train.seed, epoch),
+                order=order,
                 lengths=self.tokens.lengths,
                 ranks=self._ranks,
                 train=self._train,

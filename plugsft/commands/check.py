@@ -227,11 +227,9 @@ def _rows(
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:
     """Say how a window is dealt to the ranks."""
     word = "rank" if ranks == 1 else "ranks"
-    others = {name: mark_of(type(one), "batches") for name, one in active.plugins.items()}
-    if other := [name for name, mark in others.items() if mark and not mark["wrapper"]]:
-        findings.ok("ranks", f"{ranks} {word}; windows are laid out by {', '.join(other)}")
+    if others := _layers(active):
+        findings.ok("ranks", f"{ranks} {word}; windows are laid out by {' and '.join(others)}")
         return
-    again = "".join(f", dealt again by {name}" for name, mark in others.items() if mark)
     size, micro = train.batch_size, train.micro_batch
     steps, idle = -(-size // (ranks * micro)), ranks + (-size // micro)
     if idle > 0:
@@ -247,8 +245,13 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
         )
         return
     full = "" if size % (ranks * micro) == 0 else ", though not all of them full"
-    share = f"{steps} x {min(micro, size)} on each{full}{again}"
+    share = f"{steps} x {min(micro, size)} on each{full}"
     findings.ok("ranks", f"{ranks} {word}, a window of {size} examples: {share}")
+
+
+def _layers(active: Active) -> list[str]:
+    """Return the plugins that lay windows out."""
+    return [name for name, one in active.plugins.items() if mark_of(type(one), "batches")]
 
 
 def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ranks: int) -> int:
@@ -259,7 +262,14 @@ def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ra
     )
     per_epoch = max(1, len(windows))
     steps = train.steps or train.epochs * per_epoch
-    findings.ok("steps", f"{steps:,}, {per_epoch:,} an epoch of {examples:,} examples")
+    about, parts = "", ""
+    if _layers(active) and len(windows):
+        about, layout = "about ", windows[0]
+        count, held = len(layout[0]), sum(len(part) for rank in layout for part in rank)
+        parts = f"; the first: {held:,} examples in {count:,} x {ranks} micro-batches"
+    findings.ok(
+        "steps", f"{about}{steps:,}, {per_epoch:,} an epoch of {examples:,} examples{parts}"
+    )
     findings.ok("checkpoints", recipe.checkpoint.describe(steps))
     warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
     if warmup >= steps:

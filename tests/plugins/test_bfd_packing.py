@@ -220,7 +220,7 @@ def test_packed_equals_padded_for_other_families(family, tmp_path, name):
 
 
 def test_a_model_that_leaks_is_refused_before_the_first_step(family, tmp_path):
-    recipe = family(MambaConfig, {"state_size": 4})
+    recipe = family(MambaConfig, {"state_size": 4, "num_attention_heads": None})
     done = run_plugsft(recipe, f"output={tmp_path / 'leaks'}", PACKED)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "cannot be trained on packed rows; remove [plugins.bfd_packing]" in done.stderr
