@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
-from .batches import IGNORED, buffer
+from .batches import IGNORED, buffer, label
 from .hooks import hookimpl
 from .models import Load
 from .recipe import Train
@@ -63,7 +63,7 @@ class ModelAnswers:
         flat, mask = ids.numpy().reshape(-1), np.zeros(ids.numel(), np.bool_)
         flat.fill(pad)
         tokens.copy(examples, longest * np.arange(len(examples)), flat, mask)
-        labels.numpy().reshape(-1)[:] = np.where(mask, flat, IGNORED)
+        label(flat, mask, labels.numpy().reshape(-1))
         attention.numpy()[:] = np.arange(longest) < np.maximum(lengths, 1)[:, None]
         return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 

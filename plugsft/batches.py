@@ -1,12 +1,23 @@
 """What batches are made of: memory that a device can fetch from, and labels that do not count."""
 
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 IGNORED = -100
 """The label of a token that is not trained."""
+
+
+def label(ids: NDArray[Any], mask: NDArray[np.bool_], labels: NDArray[Any]) -> None:
+    """Write the trained ids where they are, and elsewhere what is ignored."""
+    # By arithmetic: a choice for each token, as in np.where, takes three times as long.
+    np.subtract(ids, IGNORED, out=labels)
+    np.multiply(labels, mask, out=labels)
+    np.add(labels, IGNORED, out=labels)
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

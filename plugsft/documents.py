@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from .batches import IGNORED, buffer
+from .batches import buffer, label
 from .errors import RecipeError, TrainError
 from .tokens import Tokens
 from .types import Batch, Ints
@@ -41,7 +41,7 @@ def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
     tokens.copy(examples, starts[: len(examples)], flat, mask)
     # The end of a document does not foretell the beginning of the next.
     mask[starts] = False
-    torch.where(torch.from_numpy(mask), ids, torch.tensor(IGNORED), out=labels)
+    label(flat, mask, labels.numpy()[0])
     return {"input_ids": ids, "labels": labels, **documents_of(lengths, places)}
 
 
