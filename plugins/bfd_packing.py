@@ -2,9 +2,9 @@
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from threading import Lock
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -16,6 +16,7 @@ from plugsft import (
     Layout,
     Layouts,
     ModelLoad,
+    OnDemand,
     Recipe,
     RecipeError,
     Tokens,
@@ -181,7 +182,7 @@ class BfdPacking:
         )
 
 
-class Windows(Sequence[Layout]):
+class Windows(OnDemand):
     """Windows that are packed when they are asked for."""
 
     def __init__(
@@ -193,20 +194,15 @@ class Windows(Sequence[Layout]):
     def __len__(self) -> int:
         return len(self._layouts)
 
-    @overload
-    def __getitem__(self, number: int) -> Layout: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Layout]: ...
-    def __getitem__(self, number: int | slice) -> Layout | Sequence[Layout]:
-        if isinstance(number, slice):
-            return [self[one] for one in range(*number.indices(len(self)))]
+    def lay_out(self, number: int) -> Layout:
+        """Lay out one window."""
         examples = np.concatenate([part for rank in self._layouts[number] for part in rank])
         lengths = self._lengths[examples]
         dealt = deal(lengths, self._cost(lengths), self._ranks, self._capacity)
         return [[examples[part] for part in rank] for rank in dealt]
 
 
-class Rows(Sequence[Layout]):
+class Rows(OnDemand):
     """Rows filled from the whole epoch, so many to a window."""
 
     def __init__(
@@ -228,15 +224,8 @@ class Rows(Sequence[Layout]):
     def __len__(self) -> int:
         return -(-self.total // self._size)
 
-    @overload
-    def __getitem__(self, number: int) -> Layout: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Layout]: ...
-    def __getitem__(self, number: int | slice) -> Layout | Sequence[Layout]:
-        if isinstance(number, slice):
-            return [self[one] for one in range(*number.indices(len(self)))]
-        if not 0 <= number < len(self):
-            raise IndexError(number)
+    def lay_out(self, number: int) -> Layout:
+        """Lay out one window."""
         rows = np.arange(number * self._size, min((number + 1) * self._size, self.total))
         # Who works side by side has about equal work.
         rows = rows[np.argsort(-self._costs[rows], kind="stable")]

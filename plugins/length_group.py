@@ -1,12 +1,11 @@
 """Sort the examples inside each step by length, so that micro-batches pad less."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from threading import Lock
-from typing import overload
 
 import numpy as np
 
-from plugsft import Ints, Layout, Layouts, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Ints, Layout, Layouts, OnDemand, Recipe, RecipeError, hookimpl, plugin, state
 
 COUNTING = Lock()
 """Windows may be laid out in several threads: of training, and of evaluation, ahead of both."""
@@ -52,7 +51,7 @@ class LengthGroup:
         )
 
 
-class Sorted(Sequence[Layout]):
+class Sorted(OnDemand):
     """Windows that are sorted when they are asked for."""
 
     def __init__(self, layouts: Layouts, lengths: Ints, plugin: LengthGroup) -> None:
@@ -61,13 +60,8 @@ class Sorted(Sequence[Layout]):
     def __len__(self) -> int:
         return len(self._layouts)
 
-    @overload
-    def __getitem__(self, number: int) -> Layout: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Layout]: ...
-    def __getitem__(self, number: int | slice) -> Layout | Sequence[Layout]:
-        if isinstance(number, slice):
-            return [self[one] for one in range(*number.indices(len(self)))]
+    def lay_out(self, number: int) -> Layout:
+        """Lay out one window."""
         given, lengths, plugin = self._layouts[number], self._lengths, self._plugin
         dealt = deal_again(given, lengths)
         before, after = places(lengths, given), places(lengths, dealt)

@@ -169,8 +169,13 @@ def ensure_apart(model: Module, vocabulary: int) -> str:
     finally:
         model.train(training)
     change = float(moved[: PROBE[0]].max())
+    if not change > 0:
+        raise RecipeError(
+            f"{_REFUSED}: its logits stay where its words change, or are no numbers, so that "
+            "nothing can be proved"
+        )
     leak, strange = float(moved[PROBE[0] :].max()) / change, float(alone.max()) / change
-    if not change > 0 or not leak <= LEAK:
+    if not leak <= LEAK:
         raise RecipeError(
             f"{_REFUSED}: where one document changes, the logits of others move by {leak:.1%} of "
             "its own. Its layers carry a state from token to token (linear attention, a state "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -11,10 +11,10 @@ from .errors import DataError, PluginError
 from .hooks import Hooks
 from .recipe import Recipe, Train
 from .tokens import Tokens
-from .types import Ints, Layout, Layouts, Window
+from .types import Ints, Layout, Layouts, OnDemand, Window
 
 
-class Windows(Sequence[Layout]):
+class Windows(OnDemand):
     """The core's layout: windows of `batch_size` in the epoch's order, each rank its share."""
 
     def __init__(self, order: Ints, ranks: int, train: Train) -> None:
@@ -23,11 +23,8 @@ class Windows(Sequence[Layout]):
     def __len__(self) -> int:
         return -(-len(self._order) // self._train.batch_size)
 
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self[one] for one in range(*number.indices(len(self)))]
-        if not 0 <= number < len(self):
-            raise IndexError(number)
+    def lay_out(self, number: int) -> Layout:
+        """Deal out one window."""
         size = self._train.batch_size
         return lay_out(
             self._order[number * size : (number + 1) * size], self._ranks, self._train.micro_batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,6 +148,25 @@ class Fed:
 Build: TypeAlias = Callable[[int], Fed]
 Feed: TypeAlias = Iterator[Fed]
 Layouts: TypeAlias = Sequence[Layout]
+
+
+class OnDemand(Sequence[Layout]):
+    """Windows that are laid out when they are asked for: an epoch may have millions."""
+
+    @overload
+    def __getitem__(self, number: int) -> Layout: ...
+    @overload
+    def __getitem__(self, number: slice) -> Layouts: ...
+    def __getitem__(self, number: int | slice) -> Layout | Layouts:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return self.lay_out(number)
+
+    def lay_out(self, number: int) -> Layout:
+        """Lay out one window, whose number is in range."""
+        raise NotImplementedError
 
 
 class ModelLoad(Protocol):

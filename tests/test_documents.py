@@ -134,6 +134,14 @@ def test_the_probe_stops_places_that_are_not_counted_anew(monkeypatch):
         ensure_apart(model, 97)
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_the_probe_stops_where_it_can_prove_nothing(value):
+    model = make(MODELS["llama"])
+    model.model.norm.weight.data.fill_(value)
+    with pytest.raises(RecipeError, match="nothing can be proved"):
+        ensure_apart(model, 97)
+
+
 def test_padded_rows_and_caches_are_refused_by_name():
     model = make(MODELS["llama"])
     with pytest.raises(TrainError, match="called with padded rows"):

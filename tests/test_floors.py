@@ -49,8 +49,8 @@ FLOORS = _words("""
 """)
 EXPORTED = _words("""
     Batch Build CheckpointError Data DataError DiskError Encoded Fed Feed Hooks Ints LaunchError
-    Layout Layouts Machine ModelLoad PluginError PlugsftError Recipe RecipeError Rendered Row Shard
-    Slice Tokenizer Tokens Train TrainError Window Work __version__
+    Layout Layouts Machine ModelLoad OnDemand PluginError PlugsftError Recipe RecipeError Rendered
+    Row Shard Slice Tokenizer Tokens Train TrainError Window Work __version__
     attend_per_document cache_folder damage digest documents_of encode ensure_apart hookimpl look
     once open_tokens pack plugin say state tokenizing
 """)
