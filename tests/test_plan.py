@@ -94,6 +94,17 @@ def test_windows_are_a_pure_function_of_seed_and_step():
     assert forward[0] != forward[made.per_epoch], "each epoch has an order of its own"
 
 
+@given(**SIZES)
+def test_a_window_knows_its_examples_and_how_uneven_its_ranks_are(count, batch, micro, ranks):
+    made = plan(count, batch, micro, ranks)
+    for step in range(1, made.per_epoch + 1):
+        window = made.window(step)
+        shares = [sum(int(n) + 10 for part in rank for n in part) for rank in window.layout]
+        assert window.imbalance == pytest.approx(max(shares) / np.mean(shares))
+        assert window.examples == len(members(window))
+        assert window.parts == -(-window.examples // micro)
+
+
 def test_the_order_is_pinned_for_every_platform_and_version():
     assert shuffled([(10, 1.0)], seed=3, epoch=0).tolist() == [6, 8, 4, 1, 3, 5, 9, 7, 0, 2]
 
