@@ -415,6 +415,12 @@ def test_building_hides_behind_training(tiny, tmp_path, monkeypatch):
         # The least of them: what else the machine does can only add to it.
         seconds.append(min(line["step_seconds"] for line in read_metrics(tmp_path / name)))
     print(f"\n{seconds[0] / seconds[1]:.2f} times as fast")
+    waits = [
+        [line["wait_seconds"] for line in read_metrics(tmp_path / name)]
+        for name in ("serial", "ahead")
+    ]
+    # Each step of the serial run waits for its collating, which the other hides.
+    assert min(waits[0]) > 0.05 and min(waits[1]) < min(waits[0]) / 5
     assert seconds[0] / seconds[1] >= 1.4
     built, waited = re.findall(r"(\d+\.\d\d) s", verdict_of(tmp_path / "ahead", "async_collate"))
     assert float(built) >= 1.5 and float(waited) < float(built) / 2
