@@ -60,11 +60,14 @@ class ModelAnswers:
         longest = max(2, int(lengths.max()))
         shape = (len(lengths), longest)
         ids, labels, attention = (buffer(shape, torch.int64) for _ in range(3))
-        flat, mask = ids.numpy().reshape(-1), np.zeros(ids.numel(), np.bool_)
-        flat.fill(pad)
-        tokens.copy(examples, longest * np.arange(len(examples)), flat, mask)
-        label(flat, mask, labels.numpy().reshape(-1))
-        attention.numpy()[:] = np.arange(longest) < np.maximum(lengths, 1)[:, None]
+        places = np.arange(longest)
+        inside = places < lengths[:, None]
+        words, mask = tokens.gather(examples)
+        ids.numpy().fill(pad)
+        ids.numpy()[inside] = words
+        labels.numpy().fill(IGNORED)
+        labels.numpy()[inside] = label(words, mask)
+        attention.numpy()[:] = places < np.maximum(lengths, 1)[:, None]
         return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 
     @hookimpl

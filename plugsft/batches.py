@@ -12,12 +12,13 @@ IGNORED = -100
 """The label of a token that is not trained."""
 
 
-def label(ids: NDArray[Any], mask: NDArray[np.bool_], labels: NDArray[Any]) -> None:
-    """Write the trained ids where they are, and elsewhere what is ignored."""
-    # By arithmetic: a choice for each token, as in np.where, takes three times as long.
-    np.subtract(ids, IGNORED, out=labels)
-    np.multiply(labels, mask, out=labels)
-    np.add(labels, IGNORED, out=labels)
+def label(ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return the trained ids where they are, and elsewhere what is ignored."""
+    # By arithmetic, in place: a choice for each token, as in np.where, takes three times as long.
+    labels = -mask.view(np.int8).astype(np.int32)
+    labels &= ids - IGNORED
+    labels += IGNORED
+    return labels
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

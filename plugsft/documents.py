@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from .batches import buffer, label
+from .batches import IGNORED, buffer, label
 from .errors import RecipeError, TrainError
 from .tokens import Tokens
 from .types import Batch, Ints
@@ -26,22 +26,21 @@ ALONE = 0.05
 
 def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
     """Lay examples end to end in one row, filled up to a length if one is given."""
-    lengths = tokens.lengths[examples]
-    used = int(lengths.sum())
+    counts = lengths = tokens.lengths[examples]
+    used = int(counts.sum())
     # A rank without examples still takes part in every exchange of gradients.
     total = max(length or 0, used, 2)
     if total > used:
         # What fills a row is a document too, of which nothing is trained.
-        lengths = np.append(lengths, total - used)
+        lengths = np.append(counts, total - used)
     # One piece of memory for all: the allocator gives back and fetches anew what comes in several.
     ids, labels, places = buffer((3, 1, total), torch.int64)
-    mask = np.zeros(total, np.bool_)
-    flat, starts = ids.numpy()[0], np.cumsum(lengths) - lengths
-    flat[used:] = 0
-    tokens.copy(examples, starts[: len(examples)], flat, mask)
+    flat, mask = tokens.gather(examples)
     # The end of a document does not foretell the beginning of the next.
-    mask[starts] = False
-    label(flat, mask, labels.numpy()[0])
+    mask[np.cumsum(counts) - counts] = False
+    for row, values, filler in ((ids, flat, 0), (labels, label(flat, mask), IGNORED)):
+        row.numpy()[0, :used] = values
+        row.numpy()[0, used:] = filler
     return {"input_ids": ids, "labels": labels, **documents_of(lengths, places)}
 
 
@@ -51,13 +50,10 @@ def documents_of(lengths: Ints, places: Tensor | None = None) -> Batch:
     np.cumsum(lengths, out=bounds[1:])
     if places is None:
         places = buffer((1, int(bounds[-1])), torch.int64)
-    # One more at each token, and back to nothing where the next document begins.
-    steps = places.numpy()[0]
-    steps.fill(1)
-    steps[0] = 0
-    steps[bounds[1:-1]] = 1 - lengths[:-1]
-    np.cumsum(steps, out=steps)
-    longest = int(lengths.max())
+    each = lengths.tolist()
+    longest = max(each)
+    ramp = np.arange(longest)
+    np.concatenate([ramp[:length] for length in each], out=places.numpy()[0])
     return {
         "position_ids": places,
         # The names that flash attention's kernels know in transformers.
@@ -66,7 +62,7 @@ def documents_of(lengths: Ints, places: Tensor | None = None) -> Batch:
         "max_length_q": longest,
         "max_length_k": longest,
         # On the host: a kernel that is called once for each must not ask the device how long.
-        "documents": tuple(lengths.tolist()),
+        "documents": tuple(each),
     }
 
 

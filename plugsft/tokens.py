@@ -44,6 +44,7 @@ SCHEMA = pa.schema(
 
 
 INDEX = pa.schema({"length": pa.int64(), "trained": pa.int64(), "row": pa.int64()})
+NO_IDS, NO_BITS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 MOST = 2**30
 """Tokens of a record batch: its offsets are of 32 bits."""
 DAMAGE = (OSError, ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException)
@@ -175,45 +176,33 @@ class Tokens:
 
     def example(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the tokens of one example and their mask."""
-        length = int(self.lengths[number])
-        ids, mask = np.empty(length, np.int32), np.empty(length, np.bool_)
-        self.copy(np.array([number]), np.zeros(1, np.int64), ids, mask)
-        return ids, mask
+        return self.gather(np.array([number]))
 
-    def copy(
-        self,
-        examples: Ints,
-        places: Ints,
-        ids: NDArray[np.integer[Any]],
-        mask: NDArray[np.bool_],
-    ) -> None:
-        """Copy the tokens of examples, and their masks, each to its place in flat arrays."""
+    def gather(self, examples: Ints) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return the tokens of examples, end to end, and which of them are trained."""
         lengths = self.lengths[examples]
         numbers, skips = examples, np.zeros_like(lengths)
         if self._stretches is not None:
             numbers, skips = (some[examples] for some in self._stretches)
         shards = np.searchsorted(self._starts, numbers, "right") - 1
-        inside = numbers - self._starts[shards]
+        columns = (shards, numbers - self._starts[shards], skips, lengths)
         # Arrow holds eight booleans to a byte: the bytes of all are gathered, and parted at once.
-        room = lengths // 8 + 2
-        begins = np.cumsum(room) - room
-        gathered, bits_of = np.empty(int(room.sum()), np.uint8), []
-        columns = (shards, inside, skips, lengths, places, begins)
-        for shard, number, skip, length, place, begin in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
+        ids_of, bits_of, spans, place = [NO_IDS], [NO_BITS], [], 0
+        for shard, number, skip, length in zip(*(some.tolist() for some in columns), strict=True):
             chunks = self._opened[shard] or self._open(shard)
             flat, offsets, bits = chunks[0]
             if len(chunks) > 1:
                 (flat, offsets, bits), number = _chunk_with(chunks, number)
             start = offsets.item(number) + skip
-            ids[place : place + length] = flat[start : start + length]
-            some = bits[start >> 3 : (start + length + 7) >> 3]
-            gathered[begin : begin + len(some)] = some
-            bits_of.append((place, length, 8 * begin + (start & 7)))
-        parted = np.unpackbits(gathered, bitorder="little").view(np.bool_)
-        for place, length, begin in bits_of:
-            mask[place : place + length] = parted[begin : begin + length]
+            first, stop = start >> 3, (start + length + 7) >> 3
+            ids_of.append(flat[start : start + length])
+            bits_of.append(bits[first:stop])
+            begin = 8 * place + (start & 7)
+            spans.append(slice(begin, begin + length))
+            place += stop - first
+        parted = np.unpackbits(np.concatenate(bits_of), bitorder="little").view(np.bool_)
+        masks = [NO_BITS.view(np.bool_), *map(parted.__getitem__, spans)]
+        return np.concatenate(ids_of), np.concatenate(masks)
 
     def stretches(self, numbers: Ints, skips: Ints, lengths: Ints) -> "Tokens":
         """Return tokens whose examples are stretches of these: of which, from where, how long."""

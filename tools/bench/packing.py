@@ -91,10 +91,7 @@ def beside_trl(documents: int, rounds: int) -> dict:
 
         def gathered() -> None:
             items, bins, _ = best_fit(lengths, CAPACITY)
-            order = items[np.argsort(bins, kind="stable")]
-            places = np.cumsum(lengths[order]) - lengths[order]
-            ids = np.empty(lengths.sum(), np.int32)
-            tokens.copy(order, places, ids, np.empty(len(ids), np.bool_))
+            tokens.gather(items[np.argsort(bins, kind="stable")])
 
         theirs, ours = len(trl()), proved(lengths, CAPACITY)
         least = -(-int(lengths.sum()) // CAPACITY)

@@ -130,9 +130,8 @@ def places_of(counts: Ints) -> Ints:
 
 def trl_table(tokens: Tokens) -> pa.Table:
     """Return tokens in the form that TRL prepares: all ids, and labels of -100 in between."""
-    ids, mask = np.empty(tokens.lengths.sum(), np.int32), np.empty(tokens.lengths.sum(), np.bool_)
+    ids, mask = tokens.gather(np.arange(len(tokens)))
     offsets = np.append(0, np.cumsum(tokens.lengths))
-    tokens.copy(np.arange(len(tokens)), offsets[:-1], ids, mask)
     labels = np.where(mask, ids.astype(np.int64), -100)
     columns = {"input_ids": ids, "labels": labels}
     return pa.table(
