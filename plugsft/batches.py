@@ -1,7 +1,6 @@
 """What batches are made of: memory that a device can fetch from, and labels that do not count."""
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
