@@ -92,6 +92,9 @@ class Record:
         path = self.folder / "metrics.jsonl"
         kept = [line for line in read_metrics(path) if line["step"] <= done] if done else []
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        # The means at the end are those of all steps, whoever made them.
+        measured = ([line.get(name) for name in MEASURED] for line in kept)
+        self._measured = [line for line in measured if None not in line]
         self._metrics = path.open("a", encoding="utf8")
 
     @hookimpl(tryfirst=True)

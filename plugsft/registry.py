@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -248,13 +249,17 @@ def _combine(
 
 def _trace(manager: pluggy.PluginManager) -> None:
     """Print each call of a hook with its time, indented by depth."""
-    started: list[float] = []
+    # Batches may be made in a thread of their own: each has its own depth.
+    here = threading.local()
+
+    def before(*_: object) -> None:
+        here.started = [*getattr(here, "started", ()), time.perf_counter()]
 
     def after(outcome: pluggy.Result[Any], hook: str, impls: Any, args: Any) -> None:
-        took = (time.perf_counter() - started.pop()) * 1e3
+        took = (time.perf_counter() - here.started.pop()) * 1e3
         who = ", ".join(impl.plugin_name for impl in reversed(impls))
         result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
-        depth = "  " * len(started)
+        depth = "  " * len(here.started)
         complain(f"trace {depth}{hook}({', '.join(args)}) by {who} -> {result}, {took:.3f} ms")
 
-    manager.add_hookcall_monitoring(lambda *_: started.append(time.perf_counter()), after)
+    manager.add_hookcall_monitoring(before, after)
