@@ -1,32 +1,25 @@
 """Checkpoints: published whole or not at all, without pickled code, tied to their recipe."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from accelerate.utils import broadcast_object_list
 from torch.nn import Module
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from .console import say
 from .errors import CheckpointError
+from .parts import Stored, write
 from .publish import damage, discard, is_published, publish, sweep
 from .reading import anchored, flatten
 from .recipe import Recipe
+from .spread import parts, restore
 
-# Full tensors under their own names: what is saved does not depend on the number of ranks.
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # What may differ between a checkpoint's recipe and the one that goes on from it: where things lie,
 # how they are laid out and shown, and plugins, which change nothing or are compared by themselves.
 FREE = ("output", "train.micro_batch", "train.log_every", "checkpoint.", "eval.", "plugins.")
@@ -40,16 +33,8 @@ class Checkpoints:
         self._recipe, self._data_key, self._accelerator = recipe, data_key, accelerator
         self.saved = 0
         """The last step that a checkpoint holds."""
-        self.possible = accelerator.distributed_type != DistributedType.DEEPSPEED
         self._every = recipe.checkpoint.interval(steps)
         self.rhythm = recipe.checkpoint.describe(steps)
-        if not self.possible:
-            self._every, self.rhythm = 0, "none, under DeepSpeed they are not written yet"
-        if recipe.checkpoint.every and not self.possible:
-            raise CheckpointError(
-                "checkpoint.every: checkpoints are not written under DeepSpeed yet; set it to 0 "
-                "(the final model is saved), or launch with recipes/accelerate/fsdp2.yaml"
-            )
 
     def due(self, step: int) -> bool:
         """Tell whether one is written after this step."""
@@ -57,17 +42,23 @@ class Checkpoints:
 
     def save(self, step: int, model: Module, optimizer: Optimizer) -> None:
         """Publish a checkpoint of a finished step, and remove the oldest."""
-        if not self.possible or self.saved == step:
+        if self.saved == step:
             return
-        # Collective under FSDP2: every rank takes part, the main process alone writes.
-        weights: dict[str, Any] = get_model_state_dict(model, options=WHOLE)
-        moments = get_optimizer_state_dict(model, _inner(optimizer), options=WHOLE)
-        if self._accelerator.is_main_process:
+        main = self._accelerator.is_main_process
+        if main:
             sweep(self.folder)
-            target = self.folder / f"step-{step:06d}"
-            with publish(target, replace=True) as folder:
-                save_file(separate(weights), folder / "model.safetensors")
-                torch.save(moments, folder / "optimizer.pt")
+        with (
+            publish(self.folder / f"step-{step:06d}", replace=True)
+            if main
+            else nullcontext() as mine
+        ):
+            # Every rank writes what it holds, all into the one folder.
+            [folder] = broadcast_object_list([mine])
+            write(
+                folder, self._accelerator.process_index, parts(self._accelerator, model, optimizer)
+            )
+            self._accelerator.wait_for_everyone()
+            if main:
                 facts = {
                     "step": step,
                     "data": self._data_key,
@@ -75,6 +66,7 @@ class Checkpoints:
                     "plugins": self._recipe.plugins,
                 }
                 (folder / "state.json").write_text(json.dumps(facts, indent=1))
+        if main:
             for old in listed(self.folder)[: -self._recipe.checkpoint.keep]:
                 discard(old)
         # A rank that went on, and out, alone would have the launcher end the one that writes.
@@ -86,10 +78,8 @@ class Checkpoints:
         if path is None:
             return
         facts = compare(path, self._recipe, self._data_key)
-        weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
-        set_model_state_dict(model, weights, options=WHOLE)
-        moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-        set_optimizer_state_dict(model, _inner(optimizer), moments, options=WHOLE)
+        with Stored(path) as stored:
+            restore(self._accelerator, model, optimizer, stored)
         self.saved = int(facts["step"])
 
 
@@ -152,11 +142,6 @@ def separate(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.add(tensor.data_ptr())
         apart[name] = tensor.clone() if shared else tensor.contiguous()
     return apart
-
-
-def _inner(optimizer: Any) -> Optimizer:
-    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
 
 
 def _identity(recipe: Recipe) -> dict[str, Any]:

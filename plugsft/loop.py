@@ -32,6 +32,7 @@ from .recipe import Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .schedule import Schedule, check_schedule
+from .spread import spread
 from .stop import Stop
 from .tokens import Tokens
 from .types import Window
@@ -88,7 +89,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
             if last or stopping or checkpoints.due(window.step):
                 checkpoints.save(window.step, model, optimizer)
             if stopping:
-                raise stop.end(window.step, recipe.output, checkpoints.possible)
+                raise stop.end(window.step, recipe.output)
             clock = time.perf_counter()
         save_model(accelerator, model, data.tokenizer, recipe.folder / "model")
     accelerator.end_training()
@@ -106,11 +107,10 @@ def load(
 ) -> tuple[Module, Optimizer]:
     """Load the model and make its optimizer, spread over the ranks."""
     set_seed(recipe.train.seed)
-    model = hook.optimize_model(load=load_of(recipe.model, scratch))
+    how = load_of(recipe.model, scratch, empty=accelerator.is_fsdp2)
+    model = hook.optimize_model(load=how)
     model.train()
-    optimizer = hook.optimizer(model=model, train=recipe.train)
-    prepared: tuple[Module, Optimizer] = accelerator.prepare(model, optimizer)
-    return prepared
+    return spread(accelerator, how, model, lambda m: hook.optimizer(model=m, train=recipe.train))
 
 
 def scratch_model(recipe: Recipe, data: Prepared) -> Path:

@@ -1,11 +1,19 @@
 """The model: loaded from a folder or the hub, or made new from a few numbers."""
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Module
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -13,9 +21,15 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from .context import not_loaded
+from .errors import PluginError, RecipeError
 from .recipe import Model, Scratch
+
+Rows = Callable[[str, int, int], Tensor]
+"""The name of a tensor in the files, its first row and the one after its last -> these rows."""
 
 
 @dataclass
@@ -25,17 +39,77 @@ class Load:
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
+    empty: bool = False
+    """Whether weights stay in their files until the model is spread, and each rank reads its own;
+    a plugin that needs to see them says False."""
+    _names: dict[int, str] = field(default_factory=dict, init=False)
+    """Of each parameter, by its id, the name in the files."""
+    _files: dict[str, str] = field(default_factory=dict, init=False)
+    """Of each name, the file that has it."""
 
     def build(self) -> PreTrainedModel:
         """Load it."""
         try:
+            if self.empty:
+                return self._without_weights() or self.build()
             model = AutoModelForCausalLM.from_pretrained(self.path, **self.kwargs)
+        except RecipeError:
+            raise
         except Exception as error:  # transformers raises whatever its readers and the hub raise
             raise not_loaded(self.path, error) from error
         return model
 
+    def names_in(self, model: Module) -> dict[str, str]:
+        """Return the names of tensors that have no weights yet, with those in the files."""
+        found = {name: self._names.get(id(one)) for name, one in model.named_parameters()}
+        lost = [name for name, one in model.named_parameters() if one.is_meta and not found[name]]
+        if lost:
+            raise PluginError(
+                f"a plugin made {lost[0]} of weights that are not loaded yet; in its "
+                "optimize_model it should set load.empty = False before the yield"
+            )
+        return {name: stored for name, stored in found.items() if stored}
 
-def load_of(model: Model, scratch: Path) -> Load:
+    @contextmanager
+    def files(self) -> Iterator[Rows]:
+        """Open the files of the weights, to be read by rows."""
+        with ExitStack() as stack:
+            opened = {
+                path: stack.enter_context(safe_open(path, "pt"))
+                for path in sorted({*self._files.values()})
+            }
+            yield lambda name, start, stop: opened[self._files[name]].get_slice(name)[start:stop]
+
+    def _without_weights(self) -> PreTrainedModel | None:
+        """Make the model around tensors without memory, if its files name them as it does."""
+        known = ("revision", "trust_remote_code")
+        found = {name: self.kwargs[name] for name in known if name in self.kwargs}
+        config = AutoConfig.from_pretrained(self.path, **found)
+        rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
+        with init_empty_weights(include_buffers=False):
+            make: Any = AutoModelForCausalLM.from_config
+            model: PreTrainedModel = make(config, **rest)
+        model.tie_weights()
+        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._files = files_of(self.path, self.kwargs.get("revision"))
+        self.empty = {*self._names.values()} <= {*self._files}
+        return model if self.empty else None
+
+
+def files_of(path: str, revision: str | None) -> dict[str, str]:
+    """Return the tensors of a pretrained model, each with its file; none without safetensors."""
+    have = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    if index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **have):
+        names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        paths = {name: str(cached_file(path, name, **have)) for name in {*names.values()}}
+        return {name: paths[file] for name, file in names.items()}
+    if single := cached_file(path, SAFE_WEIGHTS_NAME, **have):
+        with safe_open(single, "pt") as file:
+            return {name: str(single) for name in file.keys()}  # noqa: SIM118  # no dict
+    return {}
+
+
+def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:
     """Return how a recipe's model is loaded, before any plugin."""
     kwargs: dict[str, Any] = {
         "dtype": getattr(torch, model.dtype),
@@ -43,7 +117,7 @@ def load_of(model: Model, scratch: Path) -> Load:
     }
     if model.revision:
         kwargs["revision"] = model.revision
-    return Load(model.path or str(scratch), kwargs)
+    return Load(model.path or str(scratch), kwargs, empty)
 
 
 def make_model(scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:

