@@ -5,12 +5,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch.nn import Module
-from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
 
 from .console import say
 from .errors import CheckpointError
@@ -18,19 +14,30 @@ from .parts import Stored, write
 from .publish import damage, discard, is_published, publish, sweep
 from .reading import anchored, flatten
 from .recipe import Recipe
-from .spread import parts, restore
+from .spread import Held
 
 # What may differ between a checkpoint's recipe and the one that goes on from it: where things lie,
 # how they are laid out and shown, and plugins, which change nothing or are compared by themselves.
-FREE = ("output", "train.micro_batch", "train.log_every", "checkpoint.", "eval.", "plugins.")
+FREE = (
+    "output",
+    "device",
+    "train.micro_batch",
+    "train.log_every",
+    "checkpoint.",
+    "eval.",
+    "plugins.",
+)
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, recipe: Recipe, data_key: str, accelerator: Accelerator, steps: int) -> None:
+    def __init__(
+        self, recipe: Recipe, data_key: str, accelerator: Accelerator, held: Held, steps: int
+    ) -> None:
         self.folder = recipe.folder / "checkpoints"
-        self._recipe, self._data_key, self._accelerator = recipe, data_key, accelerator
+        self._recipe, self._data_key = recipe, data_key
+        self._accelerator, self._held = accelerator, held
         self.saved = 0
         """The last step that a checkpoint holds."""
         self._every = recipe.checkpoint.interval(steps)
@@ -40,23 +47,19 @@ class Checkpoints:
         """Tell whether one is written after this step."""
         return self._every > 0 and step % self._every == 0
 
-    def save(self, step: int, model: Module, optimizer: Optimizer) -> None:
+    def save(self, step: int) -> None:
         """Publish a checkpoint of a finished step, and remove the oldest."""
         if self.saved == step:
             return
         main = self._accelerator.is_main_process
         if main:
             sweep(self.folder)
-        with (
-            publish(self.folder / f"step-{step:06d}", replace=True)
-            if main
-            else nullcontext() as mine
-        ):
+        target = self.folder / f"step-{step:06d}"
+        parts = self._held.parts()
+        with publish(target, replace=True) if main else nullcontext() as mine:
             # Every rank writes what it holds, all into the one folder.
             [folder] = broadcast_object_list([mine])
-            write(
-                folder, self._accelerator.process_index, parts(self._accelerator, model, optimizer)
-            )
+            write(folder, self._held.rank, parts)
             self._accelerator.wait_for_everyone()
             if main:
                 facts = {
@@ -73,13 +76,13 @@ class Checkpoints:
         self._accelerator.wait_for_everyone()
         self.saved = step
 
-    def restore(self, path: Path | None, model: Module, optimizer: Optimizer) -> None:
+    def restore(self, path: Path | None) -> None:
         """Load a checkpoint, if there is one to go on from, into model and optimizer."""
         if path is None:
             return
         facts = compare(path, self._recipe, self._data_key)
         with Stored(path) as stored:
-            restore(self._accelerator, model, optimizer, stored)
+            self._held.restore(stored)
         self.saved = int(facts["step"])
 
 
@@ -118,30 +121,6 @@ def _choose(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
 def listed(folder: Path) -> list[Path]:
     """Return the published checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if is_published(path))
-
-
-def save_model(
-    accelerator: Accelerator, model: Module, tokenizer: PreTrainedTokenizerBase, target: Path
-) -> None:
-    """Publish the trained model as a Hugging Face folder."""
-    weights = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        with publish(target, replace=True) as folder:
-            plain: Any = accelerator.unwrap_model(model)
-            plain.save_pretrained(folder, state_dict=separate(weights))
-            tokenizer.save_pretrained(folder)
-    accelerator.wait_for_everyone()
-
-
-def separate(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that share memory (tied embeddings): safetensors refuses them."""
-    seen: set[int] = set()
-    apart = {}
-    for name, tensor in weights.items():
-        shared = tensor.data_ptr() in seen
-        seen.add(tensor.data_ptr())
-        apart[name] = tensor.clone() if shared else tensor.contiguous()
-    return apart
 
 
 def _identity(recipe: Recipe) -> dict[str, Any]:

@@ -185,6 +185,25 @@ def chat(
 
 
 @app.command()
+def export(
+    output: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="A run's output folder, or a model's.")
+    ],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Make a whole model of adapters and their base.")
+    ] = False,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="A new folder; OUTPUT/merged with --merge.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Copy a trained model, verified; or merge the adapters of one into a whole model."""
+    late("export").export(output, merge, to)
+
+
+@app.command()
 def new_plugin(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Its name in recipes: lower case, underscores.")

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from .answers import DataAnswers
 from .answers_model import ModelAnswers
-from .checkpoint import Checkpoints, save_model
+from .checkpoint import Checkpoints
 from .claims import once
 from .console import say
 from .context import check_context
@@ -23,16 +23,19 @@ from .errors import TrainError
 from .feeder import Feeder
 from .hooks import Hooks
 from .machine import Machine
+from .memory import fitting
 from .models import load_of, make_model
 from .plan import Plan
+from .precision import truth
 from .prepare import Prepared, prepare
 from .pretrained import pad_id
 from .ranks import connect, exchange, name_of, quiet, seed_step
 from .recipe import Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
+from .saved import save_model
 from .schedule import Schedule, check_schedule
-from .spread import spread
+from .spread import held_by, spread
 from .stop import Stop
 from .tokens import Tokens
 from .types import Window
@@ -47,35 +50,40 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
     data = prepare(recipe, active)
     scratch = scratch_model(recipe, data)
 
-    accelerator = connect(recipe.train, machine)
+    accelerator = connect(recipe, machine)
     model, optimizer = load(recipe, hook, scratch, accelerator)
     tokens = hook.annotate(model=model, tokens=data.tokens)
     held_out = data.held_out and hook.annotate(model=model, tokens=data.held_out)
     plan = Plan(tokens, recipe, accelerator.num_processes, hook)
     schedule = Schedule(recipe.train, optimizer, plan.steps)
     feeder = Feeder(hook, accelerator, pad_id(data.tokenizer))
-    checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator, plan.steps)
-    checkpoints.restore(checkpoint, model, optimizer)
+    held = held_by(accelerator, model, optimizer)
+    checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator, held, plan.steps)
+    checkpoints.restore(checkpoint)
+    record.run["precision"] = truth(accelerator, model, optimizer)
     describe(record, recipe, accelerator, model, tokens, held_out, plan, checkpoints)
 
     windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))
     with Stop() as stop, record, closing(windows):
         clock = time.perf_counter()
         for fed in windows:
-            window, parts, waited = fed.window, [], time.perf_counter() - clock
+            window, waited = fed.window, time.perf_counter() - clock
+            parts: list[torch.Tensor] = []
             seed_step(recipe.train.seed, window.step, accelerator.process_index)
             rate = schedule.set(window.step)
-            for number, batch in enumerate(fed.batches, start=1):
-                # Gradients travel between ranks once per step, with the last micro-batch.
-                with exchange(accelerator, model, last=number == len(fed.batches)):
-                    part = hook.step(model=model, batch=batch, total=window.total)
-                    # The total counts every rank, but ranks average their gradients: undo that.
-                    accelerator.backward(part * accelerator.num_processes)
-                parts.append(part.detach())
+            with fitting(recipe, window, held.rank, tokens, parts):
+                for number, batch in enumerate(fed.batches, start=1):
+                    # Gradients travel between ranks once per step, with the last micro-batch.
+                    with exchange(accelerator, model, last=number == len(fed.batches)):
+                        part = hook.step(model=model, batch=batch, total=window.total)
+                        # The total counts every rank, but ranks average their gradients: undo that.
+                        accelerator.backward(part * accelerator.num_processes)
+                    parts.append(part.detach())
             loss, stopping, slots, waited = together(accelerator, parts, stop, fed.slots, waited)
             norm = clip(accelerator, model, recipe.train.max_grad_norm)
             ensure_finite(loss, norm, window, tokens)
-            optimizer.step()
+            with fitting(recipe, window, held.rank, tokens, parts):
+                optimizer.step()
             optimizer.zero_grad()
 
             metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
@@ -87,11 +95,11 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
                 metrics = evaluate(accelerator, model, hook, feeder, held_out, recipe)
                 tell(hook, accelerator, stop, window.step, metrics)
             if last or stopping or checkpoints.due(window.step):
-                checkpoints.save(window.step, model, optimizer)
+                checkpoints.save(window.step)
             if stopping:
                 raise stop.end(window.step, recipe.output)
             clock = time.perf_counter()
-        save_model(accelerator, model, data.tokenizer, recipe.folder / "model")
+        save_model(accelerator, model, held, data.tokenizer, recipe)
     accelerator.end_training()
 
 
@@ -251,9 +259,9 @@ def describe(
     }
     say(
         f"model: {facts['type']} ({facts['source']}), {facts['parameters']:,} parameters, "
-        f"{facts['dtype']}, {accelerator.device.type}, {name_of(accelerator)}"
-        + (f" of {ranks}" if ranks > 1 else "")
+        f"{name_of(accelerator)}" + (f" of {ranks}" if ranks > 1 else "")
     )
+    say(f"precision: {record.run['precision']}")
     for plugin in record.run["plugins"]:
         say(f"plugin {plugin['name']}: {plugin['verdict']}")
     say(

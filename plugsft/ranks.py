@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from .errors import LaunchError
 from .machine import Machine
-from .recipe import Train
+from .precision import ensure_no_other, mixed, on_cpu
+from .recipe import Recipe
 
 CURE = (
     "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
@@ -40,7 +41,7 @@ def quiet() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def connect(train: Train, machine: Machine) -> Accelerator:
+def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     """Bring up the process group, and make sure that it is the one that was asked for."""
     asked = _asked_of_launcher()
     if asked > machine.world_size:
@@ -49,7 +50,7 @@ def connect(train: Train, machine: Machine) -> Accelerator:
             f"{CURE}"
         )
     wait_for_all(machine)
-    cpu = not torch.cuda.is_available()
+    cpu = on_cpu(recipe)
     fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if (fsdp or deepspeed) and "MASTER_ADDR" not in os.environ:
@@ -62,7 +63,8 @@ def connect(train: Train, machine: Machine) -> Accelerator:
         torch.set_num_threads(max(1, machine.cores // local))
         _prepare_cpu(fsdp, deepspeed)
     # Without cpu=True, ranks on a machine without GPU come up as strangers to each other.
-    accelerator = Accelerator(cpu=cpu and not (fsdp or deepspeed))
+    numbers = mixed(recipe.model.dtype, deepspeed)
+    accelerator = Accelerator(cpu=cpu and not (fsdp or deepspeed), mixed_precision=numbers)
     kind = accelerator.distributed_type
     wanted = {"FSDP": fsdp, "DEEPSPEED": deepspeed}
     if accelerator.num_processes != machine.world_size or any(
@@ -78,9 +80,12 @@ def connect(train: Train, machine: Machine) -> Accelerator:
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         # One source for each setting: the recipe. DeepSpeed would take its own file's.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["gradient_clipping"] = train.max_grad_norm
+        ensure_no_other(config, numbers)
+        if config["zero_optimization"]["stage"] != 3:
+            raise LaunchError("of DeepSpeed's stages plugsft runs ZeRO-3; set zero_stage: 3")
+        config["gradient_clipping"] = recipe.train.max_grad_norm
         config["gradient_accumulation_steps"] = 1
-        config["train_micro_batch_size_per_gpu"] = train.micro_batch
+        config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
     return accelerator
 
 

@@ -102,7 +102,7 @@ class Model(Table):
     chat_template: Place | None = None
     """A Jinja file that replaces the tokenizer's chat template; or "trl": trl's training variant
     of it, which writes every turn alike and marks the assistant's. Saved with the model."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
@@ -236,6 +236,8 @@ class Recipe(Table):
 
     output: Place
     """Folder that receives everything the run leaves behind."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where to train: on GPUs where there are any; or on the CPU even so."""
     model: Model
     data: Data
     train: Train

@@ -12,13 +12,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from .models import Load
 from .parts import Part, Stored, part_of
 
-MODEL, OPTIMIZER = "model", "optimizer"
+WEIGHTS, STATES = "model", "optimizer"
 
 
 def spread(
@@ -40,12 +41,11 @@ def spread(
 
 def _fetch(model: Any, device: torch.device, names: dict[str, str], load: Load) -> None:
     """Give a model that has no weights yet its own rows of each, from the files."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+    kept = {name: one.detach() for name, one in _tensors(model).items() if not one.is_meta}
     model.to_empty(device=device)
     model.tie_weights()
+    tensors = _tensors(model)
     with torch.no_grad(), load.files() as rows:
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, tensor in kept.items():
             tensors[name].copy_(tensor)
         for name, stored in names.items():
@@ -55,113 +55,151 @@ def _fetch(model: Any, device: torch.device, names: dict[str, str], load: Load) 
             part.values.copy_(rows(stored, start, stop).reshape(-1))
 
 
-def trained(accelerator: Accelerator, model: Module) -> dict[str, Tensor]:
-    """Return the parameters that are trained, by their names in the plain model."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # After an evaluation the last ones stand whole, and are no part of the optimizer.
-            module.reshard()
-    plain: Module = accelerator.unwrap_model(model)
-    return {name: one for name, one in plain.named_parameters() if one.requires_grad}
+def _tensors(model: Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def parts(accelerator: Accelerator, model: Module, optimizer: Any) -> dict[str, Part]:
-    """Return what this rank holds of all that is trained, and of the optimizer's state."""
-    named = trained(accelerator, model)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return _Zero(accelerator, optimizer).parts(named)
-    found = {f"{MODEL}/{name}": part_of(one) for name, one in named.items()}
-    for name, one in named.items():
-        for key, value in optimizer.state[one].items():
-            found[f"{OPTIMIZER}/{name}/{key}"] = part_of(torch.as_tensor(value))
-    return found
+class Held:
+    """What this rank holds of a model and its optimizer: whole tensors, or under FSDP2 rows."""
 
+    def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
+        self.rank, self.optimizer = accelerator.process_index, optimizer
+        self._wrapped, self._plain = model, accelerator.unwrap_model(model)
 
-def restore(accelerator: Accelerator, model: Module, optimizer: Any, stored: Stored) -> None:
-    """Bring model and optimizer to where a checkpoint left them."""
-    named = trained(accelerator, model)
-    keys: dict[str, list[str]] = {name: [] for name in named}
-    for there in stored.shapes:
-        kind, _, rest = there.partition("/")
-        name, _, key = rest.rpartition("/") if kind == OPTIMIZER else (rest, "", "")
-        if name not in keys:
-            raise stored.strange(there)
-        keys[name] += [key] if key else []
-    with torch.no_grad():
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            _Zero(accelerator, optimizer).restore(named, keys, stored)
-            return
+    def parameters(self, trained: bool = True) -> dict[str, Any]:
+        """Return the parameters, or those that are trained, by their names in the plain model."""
+        for module in self._wrapped.modules():
+            if isinstance(module, FSDPModule):
+                # After an evaluation the last ones stand whole, which the optimizer never sees.
+                module.reshard()
+        named = self._plain.named_parameters()
+        return {name: one for name, one in named if one.requires_grad or not trained}
+
+    def parts(self) -> dict[str, Part]:
+        """Return the parts of all that is trained, and of the optimizer's state."""
+        found = {}
+        for name, one in self.parameters().items():
+            found[f"{WEIGHTS}/{name}"] = self.part(one)
+            for key, part in self.states(one).items():
+                found[f"{STATES}/{name}/{key}"] = part
+        return found
+
+    def restore(self, stored: Stored) -> None:
+        """Bring model and optimizer to where a checkpoint left them."""
+        named = self.parameters()
+        keys: dict[str, list[str]] = {name: [] for name in named}
+        for there in stored.shapes:
+            kind, _, rest = there.partition("/")
+            name, _, key = rest.rpartition("/") if kind == STATES else (rest, "", "")
+            if name not in keys:
+                raise stored.strange(there)
+            keys[name] += [key] if key else []
+        with torch.no_grad():
+            self.fill(stored, named, keys)
+
+    def part(self, one: Any) -> Part:
+        """Return what this rank holds of a parameter."""
+        return part_of(one)
+
+    def states(self, one: Any) -> dict[str, Part]:
+        """Return what it holds of the optimizer's state for a parameter."""
+        states = self.optimizer.state[one].items()
+        return {key: part_of(torch.as_tensor(value)) for key, value in states}
+
+    def whole(self, one: Any) -> Tensor:
+        """Return all of a parameter; all ranks ask for it together."""
+        return one.full_tensor() if isinstance(one, DTensor) else one.detach()
+
+    def fill(self, stored: Stored, named: dict[str, Any], keys: dict[str, list[str]]) -> None:
+        """Read the parameters, and their states of such names."""
         for name, one in named.items():
-            stored.fill(f"{MODEL}/{name}", part_of(one))
+            stored.fill(f"{WEIGHTS}/{name}", part_of(one))
         names = {id(one): name for name, one in named.items()}
-        ordered = [one for group in optimizer.param_groups for one in group["params"]]
-        states = {}
-        for number, one in enumerate(ordered):
-            name = names[id(one)]
-            states[number] = {
-                key: _state(stored, f"{OPTIMIZER}/{name}/{key}", one) for key in keys[name]
-            }
-    optimizer.load_state_dict(
-        {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
+        states: dict[int, dict[str, Tensor]] = {}
+        for group in self.optimizer.param_groups:
+            for one in group["params"]:
+                name = names[id(one)]
+                states[len(states)] = {
+                    key: _state(stored, f"{STATES}/{name}/{key}", one) for key in keys[name]
+                }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-# A state is a number (how many steps), or has the shape of its parameter.
-def _state(stored: Stored, name: str, parameter: Tensor) -> Tensor:
+def _state(stored: Stored, name: str, like: Tensor) -> Tensor:
+    """Read a state: it has the shape of its parameter, or counts something."""
     shape = stored.shapes[name]
-    alike = shape == tuple(parameter.shape)
-    value = torch.empty_like(parameter, requires_grad=False) if alike else torch.empty(shape)
+    alike = shape == tuple(like.shape)
+    value = torch.empty_like(like, requires_grad=False) if alike else torch.empty(shape)
     stored.fill(name, part_of(value))
     return value
 
 
-class _Zero:
-    """DeepSpeed keeps each tensor as equal stretches, the last one padded, in pieces of its own."""
+class HeldByZero(Held):
+    """DeepSpeed keeps of each tensor an equal stretch, the last one padded, in float32.
 
-    def __init__(self, accelerator: Accelerator, optimizer: Any) -> None:
-        self._rank = accelerator.process_index
+    The forward reads other copies, in the type of the weights, of which small ones stand whole.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
+        super().__init__(accelerator, model, optimizer)
         self._zero = optimizer.optimizer
         self._deepspeed: Any = importlib.import_module("deepspeed")
         self._access = self._deepspeed.utils
 
-    def parts(self, named: dict[str, Any]) -> dict[str, Part]:
-        found = {}
-        for name, one in named.items():
-            found[f"{MODEL}/{name}"] = self._mine(one, self._access.safe_get_local_fp32_param(one))
-            for key, value in self._states()[0].items():
-                if value.dim():
-                    value = self._access.safe_get_local_optimizer_state(one, key)
-                    found[f"{OPTIMIZER}/{name}/{key}"] = self._mine(one, value)
-                else:
-                    found[f"{OPTIMIZER}/{name}/{key}"] = part_of(value)
-        return found
+    def part(self, one: Any) -> Part:
+        """Return what this rank holds of a parameter."""
+        trained = one.requires_grad
+        return self._mine(
+            one, self._access.safe_get_local_fp32_param(one) if trained else one.ds_tensor
+        )
 
-    def restore(self, named: dict[str, Any], keys: dict[str, list[str]], stored: Stored) -> None:
+    def states(self, one: Any) -> dict[str, Part]:
+        """Return what it holds of the optimizer's state for a parameter."""
+        # DeepSpeed joins many parameters to one, and steps them together.
+        joined: dict[str, Tensor] = next(iter(self._zero.optimizer.state.values()), {})
+        read = self._access.safe_get_local_optimizer_state
+        return {
+            key: self._mine(one, read(one, key)) if value.dim() else part_of(value)
+            for key, value in joined.items()
+        }
+
+    def whole(self, one: Any) -> Tensor:
+        """Return all of a parameter; all ranks ask for it together."""
+        if one.requires_grad:
+            return self._access.safe_get_full_fp32_param(one)  # type: ignore[no-any-return]
+        with self._deepspeed.zero.GatheredParameters([one]):
+            return one.detach().clone()  # type: ignore[no-any-return]
+
+    def fill(self, stored: Stored, named: dict[str, Any], keys: dict[str, list[str]]) -> None:
+        """Read the parameters, and their states of such names."""
         first = next(iter(named))
-        for flat in self._zero.fp32_partitioned_groups_flat:
-            self._zero.optimizer.state[flat] = {
-                key: _state(stored, f"{OPTIMIZER}/{first}/{key}", flat)
-                if not stored.shapes[f"{OPTIMIZER}/{first}/{key}"]
-                else torch.zeros_like(flat)
+        counts = {key for key in keys[first] if not stored.shapes[f"{STATES}/{first}/{key}"]}
+        for joined in self._zero.fp32_partitioned_groups_flat:
+            self._zero.optimizer.state[joined] = {
+                key: _state(stored, f"{STATES}/{first}/{key}", joined).to(joined.device)
+                if key in counts
+                else torch.zeros_like(joined)
                 for key in keys[first]
             }
         for name, one in named.items():
-            held = one.ds_tensor.new_zeros(one.ds_tensor.ds_numel, dtype=torch.float32)
-            stored.fill(f"{MODEL}/{name}", self._mine(one, held))
+            held = torch.zeros_like(one.ds_tensor, dtype=torch.float32)
+            stored.fill(f"{WEIGHTS}/{name}", self._mine(one, held))
             self._access.safe_set_local_fp32_param(one, held)
-            for key in keys[name]:
-                if stored.shapes[f"{OPTIMIZER}/{name}/{key}"]:
-                    stored.fill(f"{OPTIMIZER}/{name}/{key}", self._mine(one, held))
-                    self._access.safe_set_local_optimizer_state(one, held, key)
-            # What the forward reads is another copy, of which some ranks hold all.
+            for key in {*keys[name]} - counts:
+                stored.fill(f"{STATES}/{name}/{key}", self._mine(one, held))
+                self._access.safe_set_local_optimizer_state(one, held, key)
             with self._deepspeed.zero.GatheredParameters([one], modifier_rank=0):
-                if self._rank == 0:
-                    stored.fill(f"{MODEL}/{name}", part_of(one.data))
+                if self.rank == 0:
+                    stored.fill(f"{WEIGHTS}/{name}", part_of(one.data))
 
-    def _states(self) -> list[dict[str, Tensor]]:
-        return [*self._zero.optimizer.state.values()]
+    def _mine(self, one: Any, values: Tensor) -> Part:
+        start = self.rank * one.ds_tensor.ds_numel
+        here = max(0, min(values.numel(), one.ds_numel - start))
+        return Part(values[:here], start, tuple(one.ds_shape))
 
-    def _mine(self, parameter: Any, values: Tensor) -> Part:
-        start = self._rank * parameter.ds_tensor.ds_numel
-        here = max(0, min(values.numel(), parameter.ds_numel - start))
-        return Part(values[:here], start, tuple(parameter.ds_shape))
+
+def held_by(accelerator: Accelerator, model: Module, optimizer: Any) -> Held:
+    """Return what this rank holds."""
+    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return (HeldByZero if zero else Held)(accelerator, model, optimizer)

@@ -24,7 +24,7 @@ from ..console import is_terminal, say
 from ..context import context_of
 from ..errors import PlugsftError
 from ..pretrained import pad_id
-from .places import near
+from .places import ADAPTER, is_model, near
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -58,7 +58,7 @@ def chat(output: Path, ask: Sequence[str], max_tokens: int, temperature: float) 
 def model_folder(output: Path) -> Path:
     """Return the folder of a run's model, or of any Hugging Face model; say why there is none."""
     for folder in (output / "model", output):
-        if (folder / "config.json").is_file():
+        if is_model(folder):
             return folder
     if not output.exists():
         raise PlugsftError(f"{output}: no such folder{near(output)}")
@@ -83,7 +83,12 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer, onto a GPU if there is one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        options: dict[str, Any] = {"dtype": "auto"}
+        if (folder / ADAPTER).is_file():
+            # Of the model that adapters are for, which transformers does not look for itself.
+            adapter = json.loads((folder / ADAPTER).read_text(encoding="utf8"))
+            options["revision"] = adapter.get("revision") or "main"
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises whatever its readers raise
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(

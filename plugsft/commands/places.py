@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
 """By these a name is known to be a file's, not one on the hub."""
 LOCK = ".lock"
+ADAPTER = "adapter_config.json"
+"""By this peft and transformers know a folder of adapters, which are for a model elsewhere."""
 
 
 def ensure_inputs(recipe: Recipe, path: Path) -> None:
@@ -39,14 +42,24 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
                 f"{key}: {name} is a result in this recipe's own output, which a new run removes; "
                 "give another output"
             )
-        elif (place / "run.json").is_file() and (place / "model/config.json").is_file():
+        elif (place / "run.json").is_file() and is_model(place / "model"):
             if key in ("model.path", "model.tokenizer"):
                 wrong[name] = f"{key}: {name} is a run's folder; its model is {place / 'model'}"
+        elif key == "model.path" and is_model(place) and not (place / "config.json").is_file():
+            wrong[name] = (
+                f"{key}: {name} holds adapters, and no whole model; make one of them and the model "
+                f"they are for: plugsft export {shlex.quote(name)} --merge"
+            )
         elif not place.exists() and _is_path(key, name, recipe):
             wrong[name] = f"{key}: {name}: no such file or folder{_instead(place, path)}"
             if key == "model.path" and name.count("/") == 1 and name[0] not in "./":
                 wrong[name] += '; for the one on the hub, set model.revision = "main"'
     return wrong
+
+
+def is_model(folder: Path) -> bool:
+    """Tell whether a folder holds a model, whole or as adapters of another."""
+    return any((folder / name).is_file() for name in ("config.json", ADAPTER))
 
 
 def near(place: Path) -> str:

@@ -1,0 +1,53 @@
+"""Out of memory: what was too much, and what would lower it. Memory here really runs out."""
+
+import pytest
+from conftest import chats, run_plugsft
+from making import activate, install
+
+LIMIT = """
+    import resource
+
+    import psutil
+
+    @plugin()
+    class Limit:
+        '''Leave a process little more memory than it has when step 1 begins.'''
+
+        mib: int = 64
+        rank: str = "0"
+
+        @hookimpl(wrapper=True)
+        def feed(self):
+            feed = yield
+            import os
+            if os.environ.get("RANK", "0") == self.rank:
+                room = psutil.Process().memory_info().vms + (self.mib << 20)
+                resource.setrlimit(resource.RLIMIT_AS, (room, room))
+            return feed
+"""
+WIDE = {"hidden": 64, "layers": 1, "heads": 2, "vocab": 340, "context": 4096}
+
+
+@pytest.fixture
+def limited(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", limit=LIMIT), monkeypatch)
+
+    def make(**plugins):
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c " * 1500}]
+        tables = {
+            "rows": chats(4) + [{"messages": turns}] * 8,
+            "model": {"scratch": WIDE},
+            "train": {"batch_size": 12, "micro_batch": 12, "steps": 2},
+            "plugins": {"limit": {}, **plugins},
+        }
+        return tiny(**tables)
+
+    return make
+
+
+def test_the_micro_batch_its_tokens_and_the_cures_are_named(limited):
+    done = run_plugsft(limited(), "data.max_length=4096")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "step 1, rank 0: out of memory in micro-batch 1 of 1: 12 examples, " in done.stderr
+    for cure in ("train.micro_batch", "data.max_length (now 4,096)", "[plugins.fused_loss]"):
+        assert cure in done.stderr
