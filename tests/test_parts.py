@@ -1,0 +1,84 @@
+"""Parts of tensors on disk: whoever wrote them, whoever reads them."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from plugsft import CheckpointError
+from plugsft import parts as module
+from plugsft.parts import Part, Stored, write
+
+
+def cut(tensor, ranks, by):
+    """Cut a tensor as DeepSpeed (by numbers) or FSDP2 (by rows) do."""
+    flat, unit = tensor.reshape(-1), 1 if by == "numbers" else tensor[:1].numel()
+    each = -(-(flat.numel() // unit) // ranks) * unit
+    starts = [min(rank * each, flat.numel()) for rank in range(ranks + 1)]
+    return [Part(flat[a:b].clone(), a, tuple(tensor.shape)) for a, b in pairwise(starts)]
+
+
+CUTS = st.tuples(st.integers(1, 5), st.sampled_from(["numbers", "rows"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), CUTS, CUTS)
+def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, read):
+    folder = tmp_path_factory.mktemp("parts")
+    tensors = {"model/a": torch.randn(shape), "optimizer/a/step": torch.tensor(7.0)}
+    for rank in range(written[0]):
+        parts = {"model/a": cut(tensors["model/a"], *written)[rank]}
+        # What all ranks have alike is written once.
+        parts["optimizer/a/step"] = Part(tensors["optimizer/a/step"].reshape(1), 0, ())
+        write(folder, rank, parts)
+    with Stored(folder) as stored:
+        assert stored.shapes == {"model/a": tuple(shape), "optimizer/a/step": ()}
+        back = []
+        for part in cut(torch.zeros(shape), *read):
+            stored.fill("model/a", part)
+            back.append(part.values)
+        assert torch.equal(torch.cat(back).view(shape), tensors["model/a"])
+        step = torch.zeros(1)
+        stored.fill("optimizer/a/step", Part(step, 0, ()))
+        assert step.item() == 7
+
+
+def test_values_are_cast_to_what_is_asked_for(tmp_path):
+    write(tmp_path, 0, {"model/a": Part(torch.tensor([1.0, 2.5]), 0, (2,))})
+    with Stored(tmp_path) as stored:
+        half = torch.zeros(2, dtype=torch.bfloat16)
+        stored.fill("model/a", Part(half, 0, (2,)))
+    assert half.tolist() == [1.0, 2.5]
+
+
+def test_large_parts_go_to_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MOST", 100)
+    write(
+        tmp_path, 3, {f"model/{n}": Part(torch.full((20,), float(n)), 20, (60,)) for n in range(4)}
+    )
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        f"rank-00003-00{n}.safetensors" for n in range(4)
+    ]
+
+
+def test_what_a_missing_rank_held_is_missed(tmp_path):
+    for rank, part in enumerate(cut(torch.arange(10.0), 2, "numbers")):
+        write(tmp_path, rank, {"model/a": part})
+    (tmp_path / "rank-00001-000.safetensors").unlink()
+    with Stored(tmp_path) as stored, pytest.raises(CheckpointError, match="only 5 of 10"):
+        stored.fill("model/a", Part(torch.zeros(10), 0, (10,)))
+
+
+@pytest.mark.parametrize("name, shape", [("model/b", (2,)), ("model/a", (1, 2))])
+def test_another_models_checkpoint_is_refused(tmp_path, name, shape):
+    save_file(
+        {"model/a": torch.ones(2)},
+        tmp_path / "rank-00000-000.safetensors",
+        {"places": json.dumps({"model/a": [0, [2]]})},
+    )
+    with Stored(tmp_path) as stored, pytest.raises(CheckpointError, match="of another model"):
+        stored.fill(name, Part(torch.zeros(2), 0, shape))
