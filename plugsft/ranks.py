@@ -58,12 +58,20 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             "FSDP or DeepSpeed is asked for by the environment, but no launcher started this "
             f"process as a rank; use accelerate launch. {CURE}"
         )
+    if (fsdp or deepspeed) and cpu and torch.cuda.is_available():
+        raise LaunchError(
+            'device = "cpu" beside GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
+        )
+    if fsdp and os.environ.get("FSDP_VERSION") != "2":
+        raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
     if cpu:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, machine.cores // local))
         _prepare_cpu(fsdp, deepspeed)
-    # Without cpu=True, ranks on a machine without GPU come up as strangers to each other.
+    # Each rank reads its own rows. Told this, transformers would leave all ranks but one empty.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     numbers = mixed(recipe.model.dtype, deepspeed)
+    # Without cpu=True, ranks on a machine without GPU come up as strangers to each other.
     accelerator = Accelerator(cpu=cpu and not (fsdp or deepspeed), mixed_precision=numbers)
     kind = accelerator.distributed_type
     wanted = {"FSDP": fsdp, "DEEPSPEED": deepspeed}
@@ -75,18 +83,41 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             f"{next((name for name, on in wanted.items() if on), 'DDP')}, and what came up is "
             f"{accelerator.num_processes} of {kind.value}. {CURE}"
         )
+    _ensure_heard(accelerator)
     if deepspeed:
         # DeepSpeed calls names of torch that torch wants called otherwise, at every step.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         # One source for each setting: the recipe. DeepSpeed would take its own file's.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         ensure_no_other(config, numbers)
-        if config["zero_optimization"]["stage"] != 3:
-            raise LaunchError("of DeepSpeed's stages plugsft runs ZeRO-3; set zero_stage: 3")
         config["gradient_clipping"] = recipe.train.max_grad_norm
         config["gradient_accumulation_steps"] = 1
         config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
     return accelerator
+
+
+def _ensure_heard(accelerator: Accelerator) -> None:
+    """Refuse what the launcher's file asks for and would not get."""
+    state: Any = accelerator.state
+    wrong = []
+    if state.dynamo_plugin.backend.value != "NO":
+        wrong.append("dynamo_backend: a recipe compiles with [plugins.compile]; set it to 'no'")
+    if accelerator.parallelism_config and accelerator.parallelism_config.total_size > 1:
+        wrong.append(
+            "parallelism_config: plugsft spreads models by DDP, FSDP2 and ZeRO-3; remove it"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        if state.fsdp_plugin.activation_checkpointing:
+            wrong.append(
+                "fsdp_activation_checkpointing: a recipe has [plugins.gradient_checkpointing] for "
+                "it; set it to false"
+            )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        stage = state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
+        if stage != 3:
+            wrong.append(f"zero_stage: given {stage}; plugsft runs ZeRO-3: set it to 3")
+    if wrong:
+        raise LaunchError(f"the launcher's file sets {'; and '.join(wrong)}")
 
 
 def wait_for_all(machine: Machine) -> None:

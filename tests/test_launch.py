@@ -121,6 +121,33 @@ def test_a_launch_that_quietly_starts_one_process_is_caught(tiny):
     assert "step 1" not in out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, changes, says",
+    [
+        ("zero3", {"zero_stage: 3": "zero_stage: 2"}, "set it to 3"),
+        (
+            "fsdp2",
+            {
+                "fsdp_offload": "fsdp_activation_checkpointing: true\n  fsdp_offload",
+                "num_machines": "dynamo_config: {dynamo_backend: EAGER}\nnum_machines",
+            },
+            "dynamo_backend: a recipe compiles with [plugins.compile]; set it to 'no'; and "
+            "fsdp_activation_checkpointing: a recipe has [plugins.gradient_checkpointing]",
+        ),
+        ("fsdp2", {"fsdp_version: 2": "fsdp_version: 1"}, "set fsdp_version: 2"),
+    ],
+)
+def test_what_a_launchers_file_asks_for_is_done_or_refused(tiny, tmp_path, name, changes, says):
+    text = (ROOT / f"recipes/accelerate/{name}.yaml").read_text()
+    for old, new in changes.items():
+        text = text.replace(old, new, 1)
+    (tmp_path / "changed.yaml").write_text(text)
+    words = ("--config_file", tmp_path / "changed.yaml", "--num_processes", 1)
+    code, out, err = finish(launch(*words, "-m", "plugsft", tiny()))
+    assert code != 0 and says in err and "step 1" not in out
+
+
 def test_two_strangers_become_ranks_of_one_run(tiny, tmp_path):
     """Without ACCELERATE_USE_CPU accelerate brings these up as two runs in one folder."""
     words = ("--multi_gpu", "--num_processes", 2, *QUIET, "--main_process_port", 0)
