@@ -106,13 +106,13 @@ def _ensure_heard(accelerator: Accelerator) -> None:
         wrong.append(
             "parallelism_config: plugsft spreads models by DDP, FSDP2 and ZeRO-3; remove it"
         )
-    if accelerator.distributed_type == DistributedType.FSDP:
-        if state.fsdp_plugin.activation_checkpointing:
-            wrong.append(
-                "fsdp_activation_checkpointing: a recipe has [plugins.gradient_checkpointing] for "
-                "it; set it to false"
-            )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP and state.fsdp_plugin.activation_checkpointing:
+        wrong.append(
+            "fsdp_activation_checkpointing: a recipe has [plugins.gradient_checkpointing] for it; "
+            "set it to false"
+        )
+    if kind == DistributedType.DEEPSPEED:
         stage = state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
         if stage != 3:
             wrong.append(f"zero_stage: given {stage}; plugsft runs ZeRO-3: set it to 3")
