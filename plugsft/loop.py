@@ -60,7 +60,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
     held = held_by(accelerator, model, optimizer)
     checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator, held, plan.steps)
     checkpoints.restore(checkpoint)
-    record.run["precision"] = truth(accelerator, model, optimizer)
+    record.run["precision"] = truth(accelerator, held)
     describe(record, recipe, accelerator, model, tokens, held_out, plan, checkpoints)
 
     windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))

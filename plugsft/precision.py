@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch.nn import Module
 
 from .errors import LaunchError
 from .recipe import Recipe
+from .spread import Held
 
 
 def on_cpu(recipe: Recipe) -> bool:
@@ -51,10 +51,10 @@ def ensure_no_other(config: dict[str, Any], mixed: str) -> None:
             )
 
 
-def truth(accelerator: Accelerator, model: Module, optimizer: Any) -> str:
+def truth(accelerator: Accelerator, held: Held) -> str:
     """Say in one line what the run really computes with, read from what was loaded."""
     sizes: dict[bool, dict[str, int]] = {True: {}, False: {}}
-    for one in accelerator.unwrap_model(model).parameters():
+    for one in held.parameters(trained=False).values():
         kinds = sizes[one.requires_grad]
         kind = str(one.dtype).removeprefix("torch.")
         kinds[kind] = kinds.get(kind, 0) + getattr(one, "ds_numel", one.numel())
@@ -63,7 +63,7 @@ def truth(accelerator: Accelerator, model: Module, optimizer: Any) -> str:
     if frozen:
         said = [f"frozen weights {frozen}, trained ones {trained}"]
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        master = optimizer.optimizer.fp32_partitioned_groups_flat[0].dtype
+        master = held.optimizer.optimizer.fp32_partitioned_groups_flat[0].dtype
         states = str(master).removeprefix("torch.")
         said[0] += f", updated in {states}" if states != trained else ""
         computed = trained

@@ -115,7 +115,9 @@ def test_one_line_of_truth(tiny, tmp_path, monkeypatch, dtype, launcher, says, c
     ],
 )
 def test_sharded_runs_tell_the_truth_too(tiny, tmp_path, kind, dtype, launcher, says):
-    recipe = tiny(rows=chats(21), train={"steps": 4, "max_grad_norm": 0.5})
+    train = {"steps": 4, "max_grad_norm": 0.5, "micro_batch": 1}
+    # The probe of packing leaves some weights whole under FSDP2, in the type of computing.
+    recipe = tiny(rows=chats(21), train=train, plugins={"bfd_packing": {}})
     assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
     words = ("--mixed_precision", launcher, "-m", "plugsft", recipe, f"model.dtype={dtype}")
     code, out, err = finish(launch(*config(kind), *words))

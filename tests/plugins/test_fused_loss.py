@@ -1,0 +1,462 @@
+"""fused_loss: the same loss and gradients as the plain one's, and no logits of a micro-batch."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from copy import deepcopy
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, chats, read_metrics, run_plugsft, run_ranks
+from making import activate, install
+from peft import LoraConfig, get_peft_model
+from test_launch import config, finish, launch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    Qwen3Config,
+)
+
+from plugsft import RecipeError, attend_per_document, documents_of, look, testing
+from plugsft.answers_model import ModelAnswers
+from plugsft.plugins.fused_loss import IGNORED, PROBES, Behind, FusedLoss, fused_loss, head_of
+from plugsft.registry import check, resolve
+
+# peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+VOCAB = 97
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+TIED = SMALL | {"tie_word_embeddings": True}
+HEADS = TIED | {"head_dim": 8}
+MODELS = {
+    "llama": LlamaConfig(**SMALL),
+    "llama, tied": LlamaConfig(**TIED),
+    "qwen3": Qwen3Config(**HEADS),
+    "gemma3": Gemma3TextConfig(**HEADS, layer_types=None),
+    # Logits of these are far from straight behind the head.
+    "gemma2": Gemma2Config(**HEADS, final_logit_softcapping=1.7, attn_logit_softcapping=50.0),
+    "granite": GraniteConfig(**SMALL, logits_scaling=0.3),
+    "cohere2": Cohere2Config(**TIED, logit_scale=3.0),
+    "phi, with a bias": PhiConfig(**SMALL),
+}
+
+
+def make(config, attention="eager", dtype=torch.float32):
+    attend_per_document()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        deepcopy(config), attn_implementation=attention, dtype=dtype
+    )
+    # Larger weights, and a bias that is something: logits that differ.
+    for parameter in model.parameters():
+        parameter.data *= 3
+    bias = model.get_output_embeddings().bias
+    if bias is not None:
+        torch.nn.init.normal_(bias)
+    return model
+
+
+def padded(rows=3, length=19, share=0.6):
+    torch.manual_seed(1)
+    ids = torch.randint(VOCAB, (rows, length))
+    attention = torch.arange(length) < torch.tensor([length, length // 2, 3])[:rows, None]
+    labels = ids.where(attention & (torch.rand(ids.shape) < share), IGNORED)
+    return {"input_ids": ids, "attention_mask": attention.long(), "labels": labels}
+
+
+def packed(lengths=(13, 1, 22, 2)):
+    torch.manual_seed(2)
+    ids = torch.randint(VOCAB, (1, sum(lengths)))
+    labels = ids.where(torch.rand(ids.shape) < 0.6, IGNORED)
+    labels[0, np.cumsum((0, *lengths[:-1]))] = IGNORED
+    return {"input_ids": ids, "labels": labels, **documents_of(np.array(lengths))}
+
+
+def stepped(plugin, model, batch, total=7):
+    """Return the loss and every gradient."""
+    model.zero_grad()
+    loss = plugin.step(model=model, batch=batch, total=total)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {name: gradient.clone() for name, gradient in found.items()}
+
+
+def fused(model, packed=False, **options):
+    plugin = FusedLoss(**options)
+    plugin.packed = packed
+    list(plugin.annotate(model))
+    return plugin
+
+
+def assert_equal(model, batch, plugin, tolerance=1e-5):
+    theirs, expected = stepped(ModelAnswers(), model, batch)
+    ours, found = stepped(plugin, model, batch)
+    assert float(ours) == pytest.approx(float(theirs), rel=tolerance, abs=1e-9)
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        size = expected[name].abs().max()
+        assert (gradient - expected[name]).abs().max() <= tolerance * size + 1e-9, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_are_the_plain_ones(name):
+    model = make(MODELS[name])
+    plugin = fused(model, chunk=7)
+    assert model.training and "proved on 16 tokens" in plugin.proved
+    assert_equal(model, padded(), plugin)
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "qwen3", "gemma2", "gemma3"])
+def test_of_packed_rows_too(name):
+    model = make(MODELS[name], attend_per_document())
+    assert_equal(model, packed(), fused(model, packed=True, chunk=7))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_whatever_the_parts(chunk):
+    model = make(MODELS["gemma2"])
+    assert_equal(model, padded(), fused(model, chunk=chunk))
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_with_nothing_to_learn_and_with_one_token(trained):
+    model = make(MODELS["llama, tied"])
+    batch = padded(share=0)
+    batch["labels"][1, 4] = 5 if trained else IGNORED
+    # Its first token is foretold by nothing, and no target.
+    batch["labels"][0, 0] = 3
+    assert_equal(model, batch, fused(model))
+
+
+def test_what_is_behind_the_head_is_read_from_the_model():
+    found = {name: fused(make(config)).behind for name, config in MODELS.items()}
+    assert found["gemma2"] == Behind(cap=1.7)
+    assert found["cohere2"] == Behind(slope=3.0)
+    assert found["granite"].slope == pytest.approx(1 / 0.3, rel=1e-6)
+    assert found["llama"] == found["gemma3"] == found["phi, with a bias"] == Behind()
+    assert Behind.read(Behind(0.25, 30.0).of(torch.tensor(PROBES))) == Behind(0.25, 30.0)
+
+
+def lora(model, **options):
+    config = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    return get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gemma2", "phi, with a bias"])
+def test_a_frozen_head_gets_no_gradient_at_all(name):
+    model = lora(make(MODELS[name]), target_modules=["q_proj", "v_proj"])
+    plugin = fused(model, chunk=7)
+    assert_equal(model, padded(), plugin)
+    widest = Widest()
+    with widest:
+        stepped(plugin, model, padded())
+    # Nor is there a place for one.
+    shape = model.get_output_embeddings().weight.shape
+    assert tuple(shape) not in widest.made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_adapters_on_the_head_are_refused(options):
+    model = lora(make(MODELS["llama"]), **options)
+    with pytest.raises(RecipeError, match="the loss would read the raw weight below it"):
+        fused(model)
+
+
+class Widest(TorchDispatchMode):
+    """Notes the shapes of all that is made, and what waits for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.called = set(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.called.append(function.overloadpacket.__name__)
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(one, torch.Tensor) and not function.is_view:
+                self.made.add(tuple(one.shape))
+        return made
+
+
+def test_no_logits_of_all_positions_ever_exist():
+    model, batch = make(MODELS["gemma2"]), padded()
+    trained = int((batch["labels"][:, 1:] != IGNORED).sum())
+    plugin, seen, plain = fused(model, chunk=4), Widest(), Widest()
+    with seen:
+        stepped(plugin, model, batch)
+    with plain:
+        stepped(ModelAnswers(), model, batch)
+
+    def rows(shapes):
+        wide = {shape for shape in shapes if len(shape) > 1 and shape[-1] == VOCAB}
+        return max(int(np.prod(shape[:-1])) for shape in wide)
+
+    assert rows(plain.made) >= batch["input_ids"].numel() - 3
+    assert rows(seen.made) == 4 < trained
+    # One wait for the device in a micro-batch, and none in a part.
+    waits = [name for name in seen.called if name in ("nonzero", "_local_scalar_dense", "item")]
+    assert waits == ["nonzero"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi, with a bias"])
+def test_bfloat16_is_as_near_to_float32_as_the_plain_loss_is(name):
+    exact, rounded = make(MODELS[name]), make(MODELS[name], dtype=torch.bfloat16)
+    exact.load_state_dict({key: value.float() for key, value in rounded.state_dict().items()})
+    batch = padded()
+    true_loss, true = stepped(ModelAnswers(), exact, batch)
+
+    def off(plugin):
+        loss, found = stepped(plugin, rounded, batch)
+        assert all(gradient.dtype == torch.bfloat16 for gradient in found.values())
+        errors = [float((found[key].float() - true[key]).norm() / true[key].norm()) for key in true]
+        return abs(float(loss / true_loss) - 1), float(np.mean(errors))
+
+    (loss, gradient), (plain_loss, plain_gradient) = (
+        off(one) for one in (fused(rounded, chunk=5), ModelAnswers())
+    )
+    assert gradient <= 1.1 * plain_gradient and loss <= plain_loss + 1e-3
+
+
+def test_the_heads_gradient_is_summed_up_in_float32():
+    torch.manual_seed(0)
+    hidden, targets = torch.rand(400, 8).bfloat16(), torch.randint(20, (400,))
+    weight = torch.randn(20, 8).bfloat16().requires_grad_()
+    exact = weight.detach().double().requires_grad_()
+    fused_loss(hidden, weight, None, targets, Behind(), chunk=1).backward()
+    logits = hidden.double() @ exact.T
+    torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
+    assert (weight.grad - exact.grad).abs().max() <= 0.006 * exact.grad.abs().max()
+
+
+def test_autocast_computes_in_its_type():
+    model, batch = make(MODELS["llama"]), padded()
+    plugin = fused(model, chunk=5)
+    true_loss, true = stepped(ModelAnswers(), model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, found = stepped(plugin, model, batch)
+    assert found["lm_head.weight"].dtype == torch.float32 and not plugin.exact
+    assert float(loss) == pytest.approx(float(true_loss), rel=1e-2)
+    off = (found["lm_head.weight"] - true["lm_head.weight"]).norm() / true["lm_head.weight"].norm()
+    assert 1e-6 < off < 0.02
+
+
+def test_without_gradients_nothing_is_computed_for_them():
+    model, batch = make(MODELS["gemma2"]), padded()
+    plugin, widest = fused(model, chunk=4), Widest()
+    with torch.no_grad():
+        with widest:
+            loss = plugin.step(model, batch, 7)
+        plain = ModelAnswers().step(model, batch, 7)
+    assert float(loss) == pytest.approx(float(plain), rel=1e-5)
+    assert tuple(model.get_output_embeddings().weight.shape) not in widest.made
+
+
+class Bent(LlamaForCausalLM):
+    """Does to its logits what no one foresees."""
+
+    bend = staticmethod(lambda logits: logits)
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = self.bend(output.logits)
+        return output
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [
+        lambda logits: logits + 0.5,
+        lambda logits: logits.clamp(-5, 5),
+        lambda logits: -logits,
+        lambda logits: logits[..., :5],
+        lambda logits: logits * torch.linspace(0.5, 1, logits.shape[-1]),
+    ],
+)
+def test_what_is_unknown_behind_the_head_is_refused(bend, monkeypatch):
+    monkeypatch.setattr(Bent, "bend", staticmethod(bend))
+    model = Bent(deepcopy(MODELS["llama"]))
+    with pytest.raises(RecipeError, match="behind its head it does to the logits what is unknown"):
+        fused(model)
+    assert model.training and "forward" not in vars(head_of(model))
+
+
+def test_a_head_that_does_not_hear_every_token_is_refused(monkeypatch):
+    model = make(MODELS["llama"])
+    monkeypatch.setattr(
+        type(model.model), "forward", halved(type(model.model).forward), raising=True
+    )
+    with pytest.raises(RecipeError, match="one hidden state for each token"):
+        fused(model)
+
+
+def halved(forward):
+    def shorter(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state[:, :-1]
+        return output
+
+    return shorter
+
+
+def test_a_loss_that_is_another_is_refused():
+    model = make(MODELS["llama"])
+    # The head's own forward is what its weight is not.
+    model.lm_head.register_forward_hook(
+        lambda _module, inputs, output: output * 2 if output.shape[-1] == VOCAB else output
+    )
+    with pytest.raises(RecipeError, match="and the plain one"):
+        fused(model)
+
+
+# Recipes.
+
+
+def refuse(tiny, **tables):
+    recipe, active = resolve(tomllib.loads(tiny(**tables).read_text()))
+    active.answer()
+    with pytest.raises(RecipeError) as refused:
+        check(active, recipe, look())
+    return str(refused.value)
+
+
+def options(**given):
+    return {"plugins": {"fused_loss": given}}
+
+
+def test_a_kernel_that_cannot_run_is_refused_before_anything_is_loaded(tiny, monkeypatch):
+    assert "cut_cross_entropy is not installed: pip install cut-cross-entropy" in refuse(
+        tiny, **options(kernel="cut_cross_entropy")
+    )
+    here = ModuleType("cut_cross_entropy")
+    here.__spec__ = ModuleSpec(here.__name__, None)
+    monkeypatch.setitem(sys.modules, here.__name__, here)
+    if not torch.cuda.is_available():
+        assert "needs a GPU" in refuse(tiny, **options(kernel="cut_cross_entropy"))
+
+
+def test_auto_says_why_it_is_torch(tiny):
+    said = testing.verdict("fused_loss")
+    assert said.startswith("torch kernel (cut_cross_entropy is not installed")
+    assert "proved on 16 tokens" in said and "of the positions reach the head" in said
+
+
+def test_it_keeps_gradients():
+    testing.keeps_gradients("fused_loss", {"chunk": 5})
+    packed = {"plugins": {"fused_loss": {}, "bfd_packing": {}}, "train": {"micro_batch": 1}}
+    testing.keeps_gradients("fused_loss", tables=packed)
+
+
+TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 5, "learning_rate": 1e-3, "max_grad_norm": 0.5}
+
+
+def curve(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        line[name] for line in lines for name in ("loss", "grad_norm", "eval_loss") if name in line
+    ]
+
+
+def test_ranks_learn_what_one_plain_process_learns(tiny, tmp_path):
+    recipe = tiny(rows=chats(21), train=TRAIN, eval={"every": 5, "split": "train[:5]"})
+    assert run_plugsft(recipe, f"output={tmp_path / 'plain'}").returncode == 0
+    run = tmp_path / "two"
+    done = run_ranks(2, recipe, f"output={run}", "plugins.fused_loss.chunk=9")
+    assert done.returncode == 0, done.stderr
+    assert len(read_metrics(run)) == 5 and len(curve(run)) == 11
+    assert curve(run) == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
+
+
+LOOKS = """
+    from torch.distributed.tensor import DTensor
+
+    @plugin(after=["fused_loss"])
+    class Looks:
+        @hookimpl(wrapper=True)
+        def annotate(self, model):
+            tokens = yield
+            whole = [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
+            if hasattr(model, "reshard") and whole:
+                raise PluginError(f"{whole} are whole")
+            return tokens
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monkeypatch):
+    activate(install(tmp_path / "site", looks=LOOKS), monkeypatch)
+    recipe = tiny(rows=chats(21), train=TRAIN, eval={"every": 5, "split": "train[:5]"})
+    assert run_plugsft(recipe, f"output={tmp_path / 'plain'}").returncode == 0
+    run = tmp_path / name
+    words = (
+        "-m",
+        "plugsft",
+        recipe,
+        f"output={run}",
+        "plugins.fused_loss.chunk=9",
+        "plugins.looks={}",
+    )
+    code, out, err = finish(launch(*config(name), *words))
+    assert code == 0, err
+    assert "Warning" not in out + err
+    assert len(curve(run)) == 11
+    assert curve(run) == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
+
+
+LIGER = """
+import interpreted, torch
+from functools import partial
+from plugsft.plugins.fused_loss import Behind, from_package, fused_loss
+
+torch.manual_seed(0)
+hidden, weight, bias = torch.randn(9, 16), torch.randn(61, 16), torch.randn(61)
+targets = torch.randint(61, (9,))
+for behind in (Behind(), Behind(0.5, 3.0)):
+    found = []
+    for kernel in (partial(from_package, "liger"), lambda *given: fused_loss(*given, 4)):
+        given = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
+        loss = kernel(*given, targets, behind)
+        loss.backward()
+        found.append([loss, *(one.grad for one in given)])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_ligers_kernel_gives_the_same():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests")}
+    words = [sys.executable, "-c", LIGER]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("equal"), done.stderr

@@ -1,0 +1,364 @@
+"""lora: peft's adapters, equal to peft's own, cheaper, and always saved whole."""
+
+import json
+import tomllib
+import warnings
+
+import pytest
+import torch
+from conftest import chats, read_metrics, run_plugsft, run_ranks, write_recipe
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_launch import TRAIN, config, curve, finish, launch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from plugsft import PluginError, RecipeError, look
+from plugsft.models import Load
+from plugsft.plugins.lora import Lora
+from plugsft.registry import check, resolve
+
+# Of transformers: what peft still calls by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+IDS = torch.randint(90, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Give `base(tied, dtype)`: the folder of a small model."""
+
+    def make(tied=False, dtype=torch.float32, config=None):
+        torch.manual_seed(0)
+        config = config or LlamaConfig(**SIZES, tie_word_embeddings=tied)
+        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path / "base")
+        return tmp_path / "base"
+
+    return make
+
+
+def adapt(folder, dtype=torch.float32, empty=False, **options):
+    """Load a model as a run does."""
+    plugin, load = Lora(**options), Load(str(folder), {"dtype": dtype}, empty)
+    wrapper = plugin.optimize_model(load)
+    next(wrapper)
+    with pytest.raises(StopIteration) as ended:
+        wrapper.send(load.build())
+    return ended.value.value, plugin
+
+
+def shake(*models):
+    """Move what is trained, in all models alike, so that adapters say something."""
+    named = [dict(model.named_parameters()) for model in models]
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, one in named[0].items():
+            if one.requires_grad:
+                new = one + torch.randn(one.shape) * 0.05
+                for others in named:
+                    others[name].copy_(new)
+
+
+def gradients(model):
+    """Return the loss of IDS, and the gradient of all that is trained."""
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return loss.detach(), torch.cat([one.grad.flatten() for one in trained]).float()
+
+
+CASES = [
+    ({}, {"target_modules": "all-linear"}),
+    ({"rslora": True}, {"target_modules": "all-linear", "use_rslora": True}),
+    ({"dora": True}, {"target_modules": "all-linear", "use_dora": True}),
+    (
+        {"targets": ["q_proj", "layers.1.mlp.up_proj", "embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "layers.1.mlp.up_proj", "embed_tokens", "lm_head"]},
+    ),
+    (
+        {"modules_to_save": ["lm_head", "norm"]},
+        # peft would train all modules whose names end in norm, layernorms too.
+        {"target_modules": "all-linear", "modules_to_save": ["lm_head", "model.norm"]},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[0]) or "plain")
+def test_losses_and_gradients_are_those_of_plain_peft(base, case):
+    options, theirs = case
+    folder = base()
+    ours, _ = adapt(folder, r=4, alpha=6, **options)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    peft = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **theirs))
+    shake(ours, peft)
+    (loss, mine), (wanted, yours) = gradients(ours), gradients(peft)
+    assert mine.norm() > 0.1
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    assert float((mine - yours).norm() / yours.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal"])
+def test_a_run_begins_with_the_model_as_it_is(base, init):
+    folder = base()
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    ours, _ = adapt(folder, r=4, init=init)
+    again, _ = adapt(folder, r=4, init=init)
+    torch.testing.assert_close(ours(IDS).logits, plain(IDS).logits, rtol=0, atol=1e-6)
+    assert gradients(ours)[1].norm() > 0
+    for one, other in zip(ours.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_adapters_are_the_same_where_weights_are_still_in_their_files(base):
+    options = {"r": 4, "targets": ["q_proj", "embed_tokens"]}
+    here, _ = adapt(base(), **options)
+    there, _ = adapt(base(), empty=True, **options)
+    assert any(one.is_meta for one in there.parameters())
+    for (name, one), other in zip(here.named_parameters(), there.parameters(), strict=True):
+        assert not one.requires_grad or torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}])
+def test_on_bfloat16_what_is_trained_is_float32(base, options):
+    folder = base(dtype=torch.bfloat16)
+    exact, _ = adapt(folder, r=4, **options)
+    rough, _ = adapt(folder, torch.bfloat16, r=4, **options)
+    shake(exact, rough)
+    assert {one.dtype for one in rough.parameters() if one.requires_grad} == {torch.float32}
+    (loss, wanted), (about, found) = gradients(exact), gradients(rough)
+    assert float(about) == pytest.approx(float(loss), rel=5e-3)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_no_input_is_copied_into_float32(base):
+    """peft keeps such a copy of the input of each layer for the backward pass."""
+    folder = base(dtype=torch.bfloat16)
+    ours, _ = adapt(folder, torch.bfloat16, r=4)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    peft = get_peft_model(plain, LoraConfig(r=4, target_modules="all-linear"))
+
+    def copies(model):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, id):
+            model(IDS)
+        wide = [one for one in kept if one.dtype == torch.float32 and one.shape[-1] in (32, 48)]
+        return len([one for one in wide if one.numel() >= IDS.numel() * 32])
+
+    # Norms have some of their own.
+    assert copies(peft) - copies(ours) >= 14
+
+
+def test_gpt2_s_layers_are_of_another_kind(base):
+    folder = base(config=GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=4))
+    ours, plugin = adapt(folder, r=4)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = get_peft_model(
+            plain,
+            LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules="all-linear"),
+        )
+    ours.eval(), peft.eval()
+    shake(ours, peft)
+    torch.testing.assert_close(ours(IDS).logits, peft(IDS).logits, rtol=1e-4, atol=1e-5)
+    assert "8 modules got adapters of rank 4 (c_attn, c_fc, c_proj)" in plugin.verdict()
+
+
+@pytest.mark.parametrize(
+    ("tied", "options"),
+    [
+        (False, {}),
+        (False, {"dora": True}),
+        (False, {"targets": ["q_proj", "embed_tokens", "lm_head"]}),
+        (True, {"modules_to_save": ["lm_head"]}),
+        (True, {"modules_to_save": ["embed_tokens", "norm"]}),
+    ],
+)
+def test_every_reader_finds_all_that_is_saved(base, tmp_path, monkeypatch, tied, options):
+    base(tied)
+    monkeypatch.chdir(tmp_path)
+    ours, _ = adapt("base", r=4, **options)
+    shake(ours)
+    ours.eval()
+    wanted = ours(IDS).logits.detach()
+    # Given are, as in a run, the trained parameters, each once.
+    trained = {name: one for name, one in ours.named_parameters() if one.requires_grad}
+    (tmp_path / "adapters").mkdir()
+    ours.save_pretrained(tmp_path / "adapters", state_dict=trained)
+    monkeypatch.chdir("/")
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert float((plain(IDS).logits.detach() - wanted).abs().max()) > 0.1
+    peft = PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()
+    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval()
+    for reader in (peft, auto):
+        torch.testing.assert_close(reader(IDS).logits, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_name_on_the_hub_and_its_revision_are_kept(base):
+    folder = base()
+    plugin, load = Lora(), Load("some/model", {"revision": "abc"})
+    wrapper = plugin.optimize_model(load)
+    next(wrapper)
+    with pytest.raises(StopIteration) as ended:
+        wrapper.send(AutoModelForCausalLM.from_pretrained(folder))
+    config = ended.value.value.peft_config["default"]
+    assert (config.base_model_name_or_path, config.revision) == ("some/model", "abc")
+
+
+def test_empty_or_missing_adapters_are_never_written(base, tmp_path):
+    ours, _ = adapt(base(), r=4)
+    whole = dict(ours.state_dict())
+    name = next(name for name in whole if "lora_B" in name)
+    for broken in ({name: torch.empty(0)}, {name: whole[name][:4]}):
+        with pytest.raises(PluginError, match="1 of 28 weights of adapters could not be saved"):
+            ours.save_pretrained(tmp_path, state_dict=whole | broken)
+    del whole[name]
+    with pytest.raises(PluginError, match="1 of 28 weights"):
+        ours.save_pretrained(tmp_path, state_dict=whole)
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+
+
+REFUSED = [
+    ({"targets": ["q_prj"]}, "no module is named 'q_prj'; did you mean 'q_proj'?"),
+    ({"targets": ["q_proj", "zzz"]}, "no module is named 'zzz'; linear layers: q_proj, k_proj,"),
+    ({"targets": ["self_attn"]}, "self_attn is a LlamaAttention, beside which no adapter"),
+    ({"targets": ["lm_head"]}, "are one weight in this model"),
+    ({"targets": ["embed_tokens"]}, "are one weight in this model"),
+    (
+        {"modules_to_save": ["nrm"]},
+        "modules_to_save: no module is named 'nrm'; did you mean 'norm'",
+    ),
+    ({"targets": ["q_proj"], "modules_to_save": ["q_proj"]}, "is one of targets, too"),
+    ({"modules_to_save": ["mlp"]}, "layers.0.mlp holds other modules; name those of them"),
+    ({"init": "orthogonal", "r": 3}, "needs an even r; it is 3"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(tiny, options, says):
+    recipe, active = resolve(tomllib.loads(tiny(plugins={"lora": options}).read_text()))
+    with pytest.raises(RecipeError, match=r"plugins\.lora") as refused:
+        check(active.answer(), recipe, look())
+    [line] = refused.value.problems
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("tied", "options"),
+    [
+        (False, {"targets": ["lm_head"]}),
+        (False, {"modules_to_save": ["lm_head"]}),
+        (True, {"modules_to_save": ["embed_tokens"]}),
+    ],
+)
+def test_a_head_that_is_trained_is_not_read_raw(tiny, base, tied, options):
+    tables = tomllib.loads(tiny(plugins={"lora": options}).read_text())
+    tables["model"] = {"path": str(base(tied))}
+    recipe, active = resolve(tables)
+    check(active.answer(), recipe, look())
+    recipe = recipe.model_copy(update={"plugins": {**recipe.plugins, "fused_loss": {}}})
+    with pytest.raises(RecipeError, match=r"\[plugins.fused_loss\] reads the frozen weight"):
+        check(active, recipe, look())
+
+
+# Real runs.
+
+OPTIONS = {"r": 4, "alpha": 8, "dropout": 0.1}
+RATE = {"learning_rate": 1e-2, "steps": 6}
+
+
+@pytest.fixture
+def recipe(tiny):
+    return tiny(
+        rows=chats(21),
+        train=TRAIN | RATE,
+        plugins={"lora": OPTIONS},
+        eval={"every": 3, "split": "train[:5]"},
+    )
+
+
+def trained_model(run):
+    """Load what a run left with plain peft; return its logits, and those of its base."""
+    path = json.loads((run / "model/adapter_config.json").read_text())["base_model_name_or_path"]
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    bare = plain(IDS).logits.detach()
+    return PeftModel.from_pretrained(plain, run / "model").eval()(IDS).logits.detach(), bare
+
+
+def test_a_run_s_adapters_answer_and_it_goes_on_as_if_it_had_not_been_stopped(recipe, tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    done = run_plugsft(recipe, f"output={whole}", "checkpoint.every=1", "checkpoint.keep=9")
+    assert done.returncode == 0, done.stderr
+    assert "plugin lora: 14 modules got adapters of rank 4" in done.stdout
+    record = json.loads((whole / "run.json").read_text())
+    assert record["model"]["trained_parameters"] == 5888
+    found, bare = trained_model(whole)
+    assert float((found - bare).abs().max()) > 0.1
+    answer = run_plugsft("chat", whole, "--ask", "hello", "--max-tokens", "3")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr == ""
+    from_third = whole / "checkpoints/step-000003"
+    done = run_plugsft(recipe, f"output={again}", "--resume-from", from_third)
+    assert done.returncode == 0, done.stderr
+    rest = read_metrics(whole)[3:]
+    assert [line["loss"] for line in read_metrics(again)] == [line["loss"] for line in rest]
+    file = "model/adapter_model.safetensors"
+    assert (again / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_dropout_is_used_and_the_base_stays_as_it_is(recipe, tmp_path):
+    lines = []
+    for dropout in (0.0, 0.5):
+        run = tmp_path / str(dropout)
+        done = run_plugsft(recipe, f"output={run}", f"plugins.lora.dropout={dropout}")
+        assert done.returncode == 0, done.stderr
+        lines.append([line["loss"] for line in read_metrics(run)])
+    # The first loss is that of the model alone.
+    assert lines[0][0] == lines[1][0] and lines[0][1:] != lines[1][1:]
+
+
+def test_packed_and_on_two_ranks_the_same_is_learned(recipe, tmp_path):
+    zero = "plugins.lora.dropout=0.0"
+    done = run_plugsft(recipe, f"output={tmp_path / 'plain'}", zero)
+    assert done.returncode == 0, done.stderr
+    packed = ("plugins.bfd_packing.capacity=96", "train.micro_batch=1")
+    done = run_ranks(2, recipe, f"output={tmp_path / 'packed'}", zero, *packed)
+    assert done.returncode == 0, done.stderr
+    assert "documents proved apart" in done.stdout
+    assert curve(tmp_path / "packed") == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
+
+
+def test_layers_that_are_computed_again_learn_the_same(recipe, tmp_path):
+    done = run_plugsft(recipe, f"output={tmp_path / 'plain'}")
+    assert done.returncode == 0, done.stderr
+    words = (f"output={tmp_path / 'again'}", "plugins.gradient_checkpointing={}")
+    done = run_plugsft(recipe, *words)
+    assert done.returncode == 0, done.stderr
+    # With dropout, too.
+    assert curve(tmp_path / "again") == pytest.approx(curve(tmp_path / "plain"), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head", "norm"], "dora": True}])
+def test_sharded_ranks_learn_and_save_what_one_process_does(recipe, tmp_path, kind, more):
+    tables = tomllib.loads(recipe.read_text())
+    tables["plugins"] = {"lora": OPTIONS | {"dropout": 0.0} | more}
+    tables["train"]["steps"] = 10
+    recipe = write_recipe(recipe, tables)
+    alone, run = tmp_path / "alone", tmp_path / kind
+    done = run_plugsft(recipe, f"output={alone}")
+    assert done.returncode == 0, done.stderr
+    code, _, err = finish(launch(*config(kind), "-m", "plugsft", recipe, f"output={run}"))
+    assert code == 0, err
+    assert curve(run) == pytest.approx(curve(alone), rel=1e-5)
+    (found, bare), (wanted, _) = trained_model(run), trained_model(alone)
+    assert float((wanted - bare).abs().max()) > 0.1
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)

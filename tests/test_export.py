@@ -1,0 +1,195 @@
+"""plugsft export: copies that are verified, merged models that are proved, and no halves."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from conftest import chats, run_plugsft, tiny_tables, write_recipe
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plugsft.commands.export import export
+from plugsft.errors import PlugsftError
+from plugsft.publish import damage
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Give the outputs of two runs: one with adapters, and one without."""
+    folder = tmp_path_factory.mktemp("runs")
+    tables = tiny_tables(folder, chats(21))
+    tables["train"] |= {"steps": 4, "learning_rate": 2e-2}
+    whole = write_recipe(folder / "whole.toml", tables | {"output": str(folder / "whole")})
+    options = {"r": 4, "modules_to_save": ["norm"]}
+    tables |= {"output": str(folder / "adapters"), "plugins": {"lora": options}}
+    for recipe in (whole, write_recipe(folder / "adapters.toml", tables)):
+        done = run_plugsft(recipe)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    """Give a copy of the run with adapters."""
+    return shutil.copytree(runs / "adapters", tmp_path / "run")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(torch.arange(3, 40)[None]).logits
+
+
+def with_adapters(folder):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    plain = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])
+    return logits(PeftModel.from_pretrained(plain, folder))
+
+
+def test_a_merged_model_answers_as_the_adapters_do_without_them(run):
+    done = run_plugsft("export", run, "--merge")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "merged model in float32 (its logits are" in done.stdout
+    assert done.stdout.strip().endswith(f"{run / 'merged'}")
+    assert damage(run / "merged") is None
+    wanted = with_adapters(run / "model")
+    # Nothing of it needs the run any longer.
+    merged = shutil.move(run / "merged", run.parent / "merged")
+    shutil.rmtree(run)
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-5)
+    assert "assistant" in AutoTokenizer.from_pretrained(merged).chat_template
+    answer = run_plugsft("chat", merged, "--ask", "hello", "--max-tokens", "3")
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_a_merged_model_has_the_type_of_the_weights_it_was_merged_into(run, tmp_path, capsys):
+    base = tmp_path / "base"
+    config = json.loads((run / "model/adapter_config.json").read_text())
+    plain = AutoModelForCausalLM.from_pretrained(
+        config["base_model_name_or_path"], dtype=torch.bfloat16
+    )
+    plain.save_pretrained(base)
+    adapters = tmp_path / "adapters"
+    shutil.copytree(run / "model", adapters, ignore=shutil.ignore_patterns("manifest.json"))
+    (adapters / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(base)})
+    )
+    export(adapters, True, tmp_path / "merged")
+    assert "merged model in bfloat16" in capsys.readouterr().out
+    assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == "bfloat16"
+    exact, found = (
+        with_adapters(adapters),
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)),
+    )
+    assert 0 < float((found - exact).abs().max() / exact.abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("name", ["adapters", "whole"])
+def test_a_copy_is_the_model(runs, tmp_path, capsys, name):
+    export(runs / name, False, tmp_path / "there/copy")
+    assert "model, copied and verified" in capsys.readouterr().out
+    there, model = tmp_path / "there/copy", runs / name / "model"
+    assert damage(there) is None
+    names = {path.name for path in there.iterdir()}
+    assert names == {path.name for path in model.iterdir()} and len(names) > 4
+    for path in model.iterdir():
+        same = (there / path.name).read_bytes() == path.read_bytes()
+        assert same or path.name == "manifest.json"
+
+
+def test_a_merge_that_is_wrong_leaves_nothing(run):
+    """As peft's are, where head and embeddings are one weight that has adapters."""
+    config = json.loads((run / "model/adapter_config.json").read_text())
+    plain = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(
+            plain, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"])
+        )
+        torch.nn.init.normal_(plain.get_output_embeddings().lora_B["default"].weight)
+        adapted.save_pretrained(run.parent / "tied")
+        with pytest.raises(PlugsftError, match=r"merging has moved the logits by .* and 1e-04 is"):
+            export(run.parent / "tied", True, None)
+    assert not (run.parent / "tied/merged").exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing(run, small_disk):
+    done = run_plugsft("export", run, "--to", small_disk / "copy")
+    if done.returncode == 0:  # the model fits: fill the rest
+        shutil.rmtree(small_disk / "copy")
+        (small_disk / "ballast").write_bytes(bytes(2**20 - 40_000))
+        done = run_plugsft("export", run, "--to", small_disk / "copy")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "the disk is full" in done.stderr
+    assert [path.name for path in small_disk.iterdir() if "copy" in path.name] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["{run}"], "--to: missing"),
+        (["{none}", "--merge"], "no such folder"),
+        (["{run}/run.json", "--merge"], "is a file"),
+        (["{run}", "--to", "{run}/checkpoints"], "exists already"),
+        (["{run}", "--to", "{run}/model/inside"], "inside the model's own folder"),
+        (["{whole}", "--merge"], "is a whole model, with no adapters; leave out --merge"),
+        (["{run}/checkpoints", "--to", "{none}"], "holds no model"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(runs, run, tmp_path, words, says):
+    places = {"run": run, "whole": runs / "whole", "none": tmp_path / "none"}
+    arguments = [word.format(**places) for word in words]
+    to = arguments[arguments.index("--to") + 1] if "--to" in arguments else None
+    with pytest.raises(PlugsftError, match=says):
+        export(type(run)(arguments[0]), "--merge" in arguments, to and type(run)(to))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_without_a_model_yet_says_how_it_gets_one(run, tmp_path):
+    shutil.rmtree(run / "model")
+    done = run_plugsft("export", run, "--to", tmp_path / "copy")
+    assert done.returncode == 2
+    assert "has left no model yet" in done.stderr and "--resume" in done.stderr
+
+
+def test_a_model_that_is_damaged_is_not_handed_on(run, tmp_path):
+    weights = run / "model/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"else")
+    for merge in (True, False):
+        with pytest.raises(
+            PlugsftError, match=r"is damaged: adapter_model.safetensors is not what"
+        ):
+            export(run, merge, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_whose_base_is_gone_or_of_another_kind(run, tmp_path):
+    base = json.loads((run / "model/adapter_config.json").read_text())["base_model_name_or_path"]
+    shutil.rmtree(run / "scratch", ignore_errors=True)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(
+        plain, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    ).save_pretrained(tmp_path / "prompt")
+    with pytest.raises(PlugsftError, match=r"of the kind .*PROMPT_TUNING.* cannot be merged"):
+        export(tmp_path / "prompt", True, None)
+    path = run / "model/adapter_config.json"
+    config = json.loads(path.read_text())
+    (run / "model/manifest.json").unlink()
+    path.write_text(json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(PlugsftError, match=r"cannot be loaded onto .*gone, which they are for"):
+        export(run, True, None)
+
+
+def test_adapters_are_no_model_to_train_on(run, tmp_path):
+    tables = tiny_tables(tmp_path / "next")
+    tables["model"] = {"path": str(run / "model")}
+    done = run_plugsft("check", write_recipe(tmp_path / "next.toml", tables))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "holds adapters, and no whole model" in done.stderr
+    assert f"plugsft export {run / 'model'} --merge" in done.stderr

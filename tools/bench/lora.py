@@ -1,0 +1,221 @@
+"""Time a LoRA step on packed rows: plugsft's, with its layers and with peft's, and TRL's.
+
+    tools/bench/lora.py [--rounds 20] [--dtype bfloat16] [--processor] [--json FILE]
+
+All in one process and in turn, with the same weights, adapters and documents; the losses of the
+first step are compared before anything is timed. TRL has what is best for it on a CPU (sdpa, no
+gradient checkpointing, the faster of its two losses), and its own preparation is not timed.
+--processor takes the processor's time on one thread, for a machine that others use too.
+"""
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
+warnings.filterwarnings("ignore")
+
+import numpy as np  # noqa: E402
+import shared  # noqa: E402
+import torch  # noqa: E402
+from datasets import Dataset, disable_progress_bars  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from peft.tuners import lora as layers  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+from trl import SFTConfig, SFTTrainer  # noqa: E402
+
+from plugsft import attend_per_document, pack  # noqa: E402
+from plugsft.answers_model import ModelAnswers  # noqa: E402
+from plugsft.models import Load, make_model  # noqa: E402
+from plugsft.plugins.lora import FastLinear, Lora  # noqa: E402
+from plugsft.pretrained import train_tokenizer  # noqa: E402
+from plugsft.recipe import Scratch, Train  # noqa: E402
+from plugsft.types import Rendered  # noqa: E402
+
+RATE = 1e-4
+SIZES = {"hidden": 256, "layers": 4, "heads": 4, "context": 4096}
+ROOM = 2048
+"""Tokens of a packed row."""
+R, ALPHA = 16, 32
+Step = Callable[[], float]
+"""Take one step; return its loss."""
+
+
+def main() -> None:
+    """Compare losses, then times."""
+    parser = shared.command_line(__doc__ or "")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--processor", action="store_true")
+    options = parser.parse_args()
+    if options.processor:
+        torch.set_num_threads(1)
+    clock = time.process_time if options.processor else time.perf_counter
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    dtype = getattr(torch, options.dtype)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        save_model(folder, options.vocab, dtype)
+        tokens = documents(folder / "tokens", options.vocab)
+        steps = {
+            "plugsft": ours(folder, tokens, dtype),
+            "plugsft, peft's layers": ours(folder, tokens, dtype, peft=True),
+            **{f"TRL, {loss}": trl(folder, tokens, dtype, loss) for loss in ("nll", "chunked_nll")},
+        }
+        losses = {name: step() for name, step in steps.items()}
+        first = losses["plugsft"]
+        print(f"{len(tokens)} documents, {ROOM:,} tokens; losses of the first step: {losses}")
+        assert all(abs(one / first - 1) < 1e-5 or dtype != torch.float32 for one in losses.values())
+        for _ in range(3):
+            for step in steps.values():
+                step()
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(options.rounds):
+            for name, step in steps.items():
+                seconds[name].append(-clock())
+                step()
+                seconds[name][-1] += clock()
+    for name, taken in seconds.items():
+        print(f"{name:>24}: {shared.spread([one * 1e3 for one in taken], '.0f')} ms")
+    best = min((name for name in steps if name.startswith("TRL")), key=lambda n: sum(seconds[n]))
+    for other in (best, "plugsft, peft's layers"):
+        ratios = [a / b for a, b in zip(seconds[other], seconds["plugsft"], strict=True)]
+        print(f"plugsft is {shared.spread(ratios, '.2f')} x as fast as {other}")
+    shared.keep({"losses": losses, "seconds": seconds}, options.json)
+
+
+def save_model(folder: Path, vocab: int, dtype: torch.dtype) -> None:
+    """Save a model with a tokenizer, which TRL wants to see."""
+    text = Rendered([" ".join(map(str, range(2000)))])
+    tokenizer = train_tokenizer([Rows()], lambda *_: text, 300)
+    model = make_model(Scratch(**SIZES, vocab=vocab), tokenizer, seed=0)
+    model.resize_token_embeddings(vocab)
+    model.to(dtype).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+class Rows:
+    """One row of anything."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        """Return it."""
+        return [{}]
+
+    def part(self, start: int, stop: int) -> "Rows":
+        """Return all of it."""
+        return self
+
+
+def documents(folder: Path, vocab: int) -> Any:
+    """Write documents that fill one row."""
+    lengths = shared.draw_lengths(400, 5.0, 0.8, 16, ROOM)
+    lengths = lengths[np.cumsum(lengths) <= ROOM - 16]
+    shared.VOCAB = vocab
+    return shared.write_tokens(folder, np.append(lengths, ROOM - lengths.sum()), 1)
+
+
+def ours(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = False) -> Step:
+    """Return a step of plugsft's loop, on a batch that is made already."""
+    plugin, core = Lora(r=R, alpha=ALPHA), ModelAnswers()
+    load = Load(str(folder / "model"), {"dtype": dtype})
+    load.kwargs["attn_implementation"] = attend_per_document()
+    wrapper = plugin.optimize_model(load)
+    next(wrapper)
+    try:
+        wrapper.send(load.build())
+    except StopIteration as ended:
+        model: Any = ended.value
+    if peft:
+        for layer in model.modules():
+            if isinstance(layer, FastLinear):
+                layer.__class__ = layers.Linear
+                for half in (layer.lora_A, layer.lora_B):
+                    half["default"].__class__ = torch.nn.Linear
+    model.train()
+    optimizer = core.optimizer(model, Train(batch_size=1, learning_rate=RATE))
+    batch = pack(tokens, np.arange(len(tokens)))
+    total = int((batch["labels"] >= 0).sum())
+    trained = [one for one in model.parameters() if one.requires_grad]
+
+    def step() -> float:
+        loss = core.step(model, batch, total)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def trl(folder: Path, tokens: Any, dtype: torch.dtype, loss_type: str) -> Step:
+    """Return a step of TRL's trainer, on a batch that is made already."""
+    settings = SFTConfig(
+        output_dir=str(folder / "trl"),
+        model_init_kwargs={"attn_implementation": "sdpa", "dtype": str(dtype)[6:]},
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        packing=True,
+        max_length=ROOM,
+        per_device_train_batch_size=1,
+        learning_rate=RATE,
+        loss_type=loss_type,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer: Any = SFTTrainer(
+        str(folder / "model"),
+        settings,
+        train_dataset=Dataset(shared.trl_table(tokens)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        peft_config=LoraConfig(
+            task_type="CAUSAL_LM", r=R, lora_alpha=ALPHA, target_modules="all-linear"
+        ),
+    )
+    [row] = trainer.train_dataset
+    batch = trainer.data_collator([row])
+    total = (batch["labels"] >= 0).sum()
+    trainer.create_optimizer_and_scheduler(num_training_steps=1000)
+    model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    adopt(model, folder, dtype)
+    trained = [one for one in model.parameters() if one.requires_grad]
+
+    def step() -> float:
+        loss = trainer.training_step(model, dict(batch), num_items_in_batch=total)
+        trainer.accelerator.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def adopt(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Give TRL's model the adapters that ours begins with."""
+    plugin = Lora(r=R, alpha=ALPHA)
+    wrapper = plugin.optimize_model(Load(str(folder / "model")))
+    next(wrapper)
+    try:
+        wrapper.send(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype))
+    except StopIteration as ended:
+        ours = dict(ended.value.named_parameters())
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            one.copy_(ours[name])
+
+
+if __name__ == "__main__":
+    main()
