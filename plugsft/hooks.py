@@ -57,6 +57,9 @@ stage = notice(firstresult=True)
 PASSES = ("cache", "tokenize", "render")
 """Stages whose answer may be None: it passes the question on, to the core at last."""
 
+DATA = ("cache", "tokenize", "render", "encode")
+"""The hooks of data: with them alone, rows become tokens on a machine that never trains."""
+
 PLUGIN = "__plugsft__"
 """Where a plugin's class keeps its contract."""
 

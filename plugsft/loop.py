@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,11 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
     accelerator.end_training()
 
 
-def ensure_sound(recipe: Recipe, active: Active, machine: Machine) -> None:
+def ensure_sound(
+    recipe: Recipe, active: Active, machine: Machine, hooks: Sequence[str] | None = None
+) -> None:
     """Refuse what can be known to fail before anything is read or loaded."""
-    check(active, recipe, machine)
+    check(active, recipe, machine, hooks)
     check_context(recipe)
     check_schedule(recipe.train)
 

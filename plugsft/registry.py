@@ -178,10 +178,14 @@ def options_of(plugin: Any) -> dict[str, Any]:
     return values
 
 
-def check(active: Active, recipe: Recipe, machine: Machine) -> None:
-    """Let every plugin look at the recipe; raise all their objections together."""
+def check(
+    active: Active, recipe: Recipe, machine: Machine, hooks: Sequence[str] | None = None
+) -> None:
+    """Let plugins, or those with some of these hooks, look at the recipe; raise all objections."""
     problems: list[str] = []
     for impl in active._impls("check"):
+        if hooks is not None and not active.implements(impl.plugin_name, hooks):
+            continue
         given = {"recipe": recipe, "machine": machine}
         try:
             impl.function(*(given[name] for name in impl.argnames))

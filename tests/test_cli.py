@@ -11,7 +11,18 @@ from plugsft import __version__, cli
 from plugsft.errors import RecipeError
 
 COMMANDS = [
-    *["train", "prepare", "check", "inspect", "plugins", "show", "schema", "chat", "new-plugin"]
+    *[
+        "train",
+        "prepare",
+        "check",
+        "inspect",
+        "plugins",
+        "show",
+        "schema",
+        "chat",
+        "export",
+        "new-plugin",
+    ]
 ]
 
 

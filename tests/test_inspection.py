@@ -420,6 +420,16 @@ def test_the_command_takes_its_options(tiny, tmp_path):
     assert "row 2: " in done.stdout and "row 3: " not in done.stdout and page.is_file()
 
 
+def test_data_is_looked_at_where_nothing_could_train(tiny):
+    """As on the machine that prepares data for one with GPUs."""
+    recipe = tiny(plugins={"flash_attention": {"kernel": "fa2"}})
+    assert run_plugsft("prepare", recipe).returncode == 0
+    done = run_plugsft("inspect", recipe, "--rows", 1)
+    assert done.returncode == 0, done.stderr
+    refused = run_plugsft(recipe)
+    assert refused.returncode == 2 and "no NVIDIA GPU" in refused.stderr
+
+
 @pytest.mark.slow
 def test_on_a_terminal_trained_tokens_are_green(tiny):
     parent, child = pty.openpty()

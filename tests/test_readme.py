@@ -34,7 +34,7 @@ def place(tmp_path_factory):
     shutil.copytree(folder / "tiny/run/model", folder / "Qwen/Qwen3-0.6B")
     write_jsonl(folder / "chats.jsonl", chats(70))
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    (recipe,) = re.findall(r"```toml\n(.*?)```", README, re.S)
+    recipe, *_ = re.findall(r"```toml\n(.*?)```", README, re.S)
     (folder / "my.toml").write_text(recipe, encoding="utf8")
     return folder
 
@@ -46,6 +46,9 @@ def test_a_command_of_the_readme(place, command):
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if "--resume" in command:
         subprocess.run("plugsft my.toml", shell=True, cwd=place, env=env, check=True)
+    if "--merge" in command:
+        with_lora = "plugsft my.toml plugins.lora.r=4"
+        subprocess.run(with_lora, shell=True, cwd=place, env=env, check=True)
     done = subprocess.run(
         command, shell=True, cwd=place, env=env, capture_output=True, text=True, timeout=300
     )

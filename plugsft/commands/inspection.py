@@ -11,6 +11,7 @@ from .. import registry
 from ..answers import DataAnswers
 from ..console import is_terminal, out, say
 from ..errors import DataError, PlugsftError, RecipeError
+from ..hooks import DATA
 from ..machine import look
 from ..sources import Source, ensure_columns, open_source
 from ..work import Work
@@ -45,7 +46,8 @@ def inspect(
     active.answer(DataAnswers(recipe.folder))
     shown, audits = list[View](), list[Audit]()
     with active.named(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
-        registry.check(active, recipe, look())
+        # A kernel that this machine cannot run is nothing to whoever looks at data.
+        registry.check(active, recipe, look(), DATA)
         opened = [open_source(source) for source in recipe.data.all_sources()]
         ensure_columns(recipe.data.columns, opened)
         work = worker(recipe, active, opened, Path(folder))

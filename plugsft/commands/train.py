@@ -10,12 +10,11 @@ from ..answers import DataAnswers
 from ..checkpoint import find
 from ..console import say
 from ..errors import RecipeError
+from ..hooks import DATA
 from ..machine import look
 from ..registry import load
 from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers
 from .room import ensure_room
-
-DATA_HOOKS = ("cache", "tokenize", "render", "encode")
 
 
 def train(
@@ -59,9 +58,10 @@ def prepare(path: Path, overrides: Sequence[str], without: Sequence[str]) -> Non
         )
     active.answer(DataAnswers(recipe.folder))
     with active.named():
-        loop.ensure_sound(recipe, active, look())
+        # A kernel that this machine cannot run is nothing to who prepares data for another.
+        loop.ensure_sound(recipe, active, look(), DATA)
         data = preparation.prepare(recipe, active)
-    for name, verdict in active.verdicts(DATA_HOOKS).items():
+    for name, verdict in active.verdicts(DATA).items():
         if verdict != "active":
             say(f"plugin {name}: {verdict}")
     if recipe.model.scratch and not recipe.model.tokenizer:

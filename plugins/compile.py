@@ -1,0 +1,144 @@
+"""Compile the decoder layers: one program for all of them, for rows of any length."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch._dynamo.callback import CallbackArgs, on_compile_end, on_compile_start
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from plugsft import Recipe, RecipeError, TrainError, attend_per_document, hookimpl, plugin, state
+
+LIMIT = 32
+"""Variants of a piece of code, at most. Beyond its own limit torch would go on uncompiled."""
+
+
+@plugin(after=["flash_attention", "gradient_checkpointing", "liger", "lora"])
+class Compile:
+    """Compile the decoder layers: one program for all of them, for rows of any length.
+
+    The numbers that dropout draws are others than without it.
+    """
+
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """The second tries many kernels out, for far longer compiling. CUDA graphs are not to be had:
+    each would hold rows of one length only."""
+    dynamic: bool = True
+    """One program for rows of any length. false: one for each length, for rows that all have the
+    same."""
+
+    layers: int = state(0)
+    pieces: int = state(0)
+    """Programs that were compiled, and those of them whose code had another before."""
+    anew: int = state(0)
+    seconds: float = state(0.0)
+    began: float = state(0.0)
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Refuse to start where nothing can be compiled."""
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            raise RecipeError(
+                "the hooks that ZeRO-3 has inside the layers cannot be compiled; launch with "
+                "recipes/accelerate/fsdp2.yaml, or remove [plugins.compile]"
+            )
+        gpu = torch.cuda.is_available() and recipe.device == "auto"
+        name, usual = ("CC", "gcc") if gpu else ("CXX", "g++")
+        if not shutil.which(os.environ.get(name, usual)):
+            raise RecipeError(
+                f"there is no {'C' if gpu else 'C++'} compiler, and torch.compile needs one: "
+                f"apt install {usual}, or name yours in the environment: {name}=..."
+            )
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self) -> Generator[None, Any, Any]:
+        """Put a compiled program in the place of each layer's code; names of weights stay."""
+        model = yield
+        layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+        if not layers:
+            raise RecipeError(
+                f"plugins.compile: a model of type '{model.config.model_type}' has no layers that "
+                "are known to compile; remove [plugins.compile]"
+            )
+        self.layers = len(layers)
+        torch._dynamo.config.recompile_limit = LIMIT
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        on_compile_start(self.start)
+        on_compile_end(self.end)
+        known: Any = AttentionInterface
+        name, uncompiled = attend_per_document(), torch.compiler.disable
+        # A loop over documents would be compiled anew for each number of them.
+        known.register(name, uncompiled(known()[name]))  # type: ignore[no-untyped-call]
+        programs = {
+            kind: torch.compile(body(kind), dynamic=self.dynamic, mode=self.mode)
+            for kind in {*map(type, layers)}
+        }
+        for layer in layers:
+            layer.forward = MethodType(partial(run, programs[type(layer)]), layer)
+        return model
+
+    @hookimpl
+    def verdict(self) -> str | None:
+        """Say what was compiled, how often anew, and how long that took."""
+        if not self.layers:
+            return None
+        if not self.pieces:
+            return f"{self.layers} layers, compiled when they are first called"
+        again = f", {self.anew} of them of code that had one" if self.anew else ""
+        return (
+            f"{self.layers} layers, {self.pieces} programs compiled in {self.seconds:.0f} s{again}"
+        )
+
+    def start(self, _: CallbackArgs) -> None:
+        """Hear that something is being compiled."""
+        self.began = time.perf_counter()
+
+    def end(self, told: CallbackArgs) -> None:
+        """Count it. The compiler numbers what it makes of a piece of code: 3/0, 3/1."""
+        self.seconds += time.perf_counter() - self.began
+        self.pieces += 1
+        self.anew += not str(told.compile_id).endswith("/0")
+
+
+class Unseen:
+    """The lengths of documents, as something of which the compiler sees the type alone.
+
+    A tuple would be a part of what a program is made for, and each batch has another.
+    """
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self._lengths = lengths
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._lengths)
+
+
+def body(kind: type[GradientCheckpointingLayer]) -> Callable[..., Any]:
+    """Return a layer's code without the switch to gradient checkpointing around it."""
+    code: Callable[..., Any] = kind.forward.__wrapped__  # type: ignore[attr-defined]  # functools
+    return code
+
+
+def run(program: Callable[..., Any], layer: Any, *inputs: Any, **others: Any) -> Any:
+    """Run a layer; a checkpoint stands around the program, since inside none would be made."""
+    if isinstance(others.get("documents"), tuple):
+        others["documents"] = Unseen(others["documents"])
+    compiled = partial(program, layer, **others)
+    try:
+        if layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(compiled, *inputs)
+        return compiled(*inputs)
+    except (FailOnRecompileLimitHit, Unsupported) as error:
+        if "recompile" not in f"{type(error)} {error}".lower():
+            raise
+        raise TrainError(
+            f"plugins.compile: a layer's code was compiled {LIMIT} times, for rows of as many "
+            "kinds; set dynamic = true, or remove [plugins.compile]"
+        ) from error

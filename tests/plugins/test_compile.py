@@ -1,0 +1,185 @@
+"""compile: the same losses, one program for all lengths, and the same names of weights."""
+
+import json
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from conftest import chats, run_plugsft, run_ranks
+from safetensors.torch import load_file
+from test_launch import TRAIN, curve
+from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+
+from plugsft import RecipeError, TrainError, attend_per_document, documents_of, look
+from plugsft.plugins import compile as plugin_file
+from plugsft.plugins.compile import Compile, Unseen
+from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
+from plugsft.registry import check, resolve
+
+# Those of torch, as its compiler is imported and traces.
+pytestmark = pytest.mark.filterwarnings("ignore")
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": LlamaConfig(**SMALL),
+    # Layers of two kinds, of one class.
+    "gemma3": Gemma3TextConfig(
+        **SMALL,
+        head_dim=8,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def forgets():
+    """Leave the compiler as it was."""
+    before = {name: getattr(torch._dynamo.config, name) for name in SETTINGS}
+    yield
+    torch._dynamo.reset()
+    for name, value in before.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+SETTINGS = ("recompile_limit", "fail_on_recompile_limit_hit")
+
+
+def apply(model, plugin):
+    """Give a model to a plugin, as a run would."""
+    steps = plugin.optimize_model()
+    next(steps)
+    with pytest.raises(StopIteration) as end:
+        steps.send(model)
+    return end.value.value
+
+
+def make(name):
+    torch.manual_seed(0)
+    config = deepcopy(MODELS[name])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attend_per_document())
+    return model.train()
+
+
+def learn(model, lengths):
+    """Return the loss of a packed row and all gradients."""
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 97, (1, sum(lengths))))
+    model.zero_grad()
+    logits = model(input_ids=ids, **documents_of(np.array(lengths)), use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+    loss.backward()
+    return loss.item(), torch.cat([one.grad.flatten() for one in model.parameters()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_of_other_documents_take_the_same_program(name, again):
+    plain, plugin = make(name), Compile()
+    model = make(name)
+    if again:
+        model = apply(model, GradientCheckpointing())
+    model = apply(model, plugin)
+    assert plugin.verdict() == "2 layers, compiled when they are first called"
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    programs = []
+    for lengths in ([9, 5], [3, 4, 30, 2, 7], [21], [2] * 40, [11, 60, 1]):
+        (loss, gradient), (wanted, others) = learn(model, lengths), learn(plain, lengths)
+        assert loss == pytest.approx(wanted, rel=1e-5)
+        assert (gradient - others).abs().max() <= 1e-5 * others.abs().max()
+        programs.append((plugin.pieces, plugin.anew))
+    print(f"\n{plugin.verdict()}")
+    # Something was compiled at the first batch, and nothing after it.
+    assert programs[0][0] > 0 and {*programs} == {programs[0]}
+
+
+@pytest.mark.slow
+def test_a_program_for_each_length_ends_in_words(monkeypatch):
+    monkeypatch.setattr(plugin_file, "LIMIT", 2)
+    model = apply(make("llama").eval(), Compile(dynamic=False))
+
+    @torch.no_grad()
+    def call(length):
+        row = torch.zeros(1, length, dtype=torch.long)
+        model(input_ids=row, **documents_of(np.array([length])), use_cache=False)
+
+    for length in (4, 6, 4, 6):
+        call(length)
+    with pytest.raises(TrainError, match="set dynamic = true"):
+        call(8)
+
+
+def test_lengths_hide_from_the_compiler_and_not_from_attention():
+    heads = torch.randn(1, 2, 7, 8)
+    attend = AttentionInterface()[attend_per_document()]
+    module = torch.nn.Identity()
+    wanted = attend(module, heads, heads, heads, None, documents=(3, 4))[0]
+    found = attend(module, heads, heads, heads, None, documents=Unseen((3, 4)))[0]
+    assert torch.equal(found, wanted)
+
+
+def test_a_model_without_such_layers_is_refused():
+    class Old(torch.nn.Module):
+        config = LlamaConfig()
+
+    with pytest.raises(RecipeError, match="no layers that are known to compile"):
+        apply(Old(), Compile())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("CXX", "no-such-compiler", r"no C\+\+ compiler.*apt install g\+\+"),
+        ("PATH", "/nowhere", r"no C\+\+ compiler.*CXX=\.\.\."),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "ZeRO-3.*fsdp2.yaml"),
+    ],
+)
+def test_what_cannot_compile_is_refused_before_anything_is_loaded(
+    tmp_path, monkeypatch, name, value, words
+):
+    tables = {
+        "output": str(tmp_path),
+        "device": "cpu",
+        "model": {"scratch": {}},
+        "data": {"source": "chats.jsonl"},
+        "train": {"batch_size": 1, "learning_rate": 0.1},
+        "plugins": {"compile": {}},
+    }
+    recipe, active = resolve(tables)
+    check(active.answer(), recipe, look())
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=words):
+        check(active, recipe, look())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, ranks):
+    """Alone with padded rows; on two ranks with packed ones, and layers computed again."""
+    plugins, micro = {"compile": {}}, 2
+    if ranks == 2:
+        plugins, micro = plugins | {"bfd_packing": {}, "gradient_checkpointing": {}}, 1
+    held_out = {"every": 2, "split": "train[:5]"}
+    train = TRAIN | {"steps": 4, "micro_batch": micro}
+    recipe = tiny(rows=chats(21), train=train, eval=held_out, plugins=plugins)
+    plain, run = tmp_path / "plain", tmp_path / "compiled"
+    alone = run_plugsft(recipe, f"output={plain}", "--without", "compile")
+    assert alone.returncode == 0, alone.stderr
+    done = run_ranks(ranks, recipe, f"output={run}", timeout=550)
+    assert done.returncode == 0, done.stderr
+    assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
+    plugins = json.loads((run / "run.json").read_text())["plugins"]
+    verdict = next(one["verdict"] for one in plugins if one["name"] == "compile")
+    assert "programs compiled in" in verdict and not verdict.startswith("0")
+    theirs, ours = (load_file(one / "model/model.safetensors") for one in (plain, run))
+    assert [*ours] == [*theirs]
+    _, info = AutoModelForCausalLM.from_pretrained(run / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]

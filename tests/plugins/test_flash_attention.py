@@ -1,0 +1,377 @@
+"""flash_attention: the choice of a kernel, its refusals, and what it is called with."""
+
+import importlib
+import inspect
+import json
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_plugsft
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma4TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    modeling_flash_attention_utils,
+)
+
+from plugsft import RecipeError, TrainError, attend_per_document, documents_of, testing
+from plugsft.plugins import flash_attention
+from plugsft.plugins.flash_attention import (
+    PACKAGES,
+    VARLEN,
+    FlashAttention,
+    Here,
+    arguments,
+    attend,
+    head_widths,
+    lacking,
+    unavailable,
+    unfit,
+)
+
+HOPPER, AMPERE, TURING, BLACKWELL = (9, 0), (8, 0), (7, 5), (10, 0)
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MODELS = {
+    "llama": LlamaConfig(**SMALL | {"num_key_value_heads": 4}),
+    "qwen3": Qwen3Config(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=6),
+}
+GEMMA2 = Gemma2Config(**SMALL, sliding_window=6, attn_logit_softcapping=0.05)
+LENGTHS = np.array([13, 1, 30, 2, 17])
+FLASH = ["fa3", "fa2", "torch"]
+NARROW = LlamaConfig(hidden_size=48, num_attention_heads=4)
+
+
+def here(gpu=HOPPER, half=True, packed=True, built=True):
+    return Here(gpu, half, packed, built)
+
+
+def install(folder, monkeypatch, kernel, version, code=""):
+    """Put a package of that version on the path, without kernels."""
+    distribution, module, *_ = PACKAGES[kernel]
+    info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+    )
+    (folder / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(importlib.sys.modules, module, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "place", "reason"),
+    [
+        ("fa3", here(gpu=None), "no NVIDIA GPU"),
+        ("torch", here(gpu=None), "no NVIDIA GPU"),
+        ("fa3", here(AMPERE), r"made for Hopper \(9.0\), not for 8.0"),
+        ("fa3", here(BLACKWELL), r"made for Hopper \(9.0\), not for 10.0"),
+        ("fa2", here(TURING), "needs compute capability 8.0, not 7.5"),
+        ("torch", here(TURING), "needs compute capability 8.0, not 7.5"),
+        ("fa2", here(half=False), "takes bfloat16, not float32"),
+        ("torch", here(half=False), "takes bfloat16, not float32"),
+        ("torch", here(packed=False), "takes packed rows only"),
+        ("torch", here(built=False), "this torch was built without it"),
+        ("fa3", here(), "flash-attn-3 is not installed"),
+        ("fa2", here(packed=False), "flash-attn is not installed"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_with_the_cure(kernel, place, reason):
+    plugin = FlashAttention(kernel=kernel)
+    with pytest.raises(
+        RecipeError, match=f'kernel = "{kernel}" cannot run: {reason}; .'
+    ) as stopped:
+        plugin.insist(unavailable(kernel, place))
+    assert len(stopped.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "place"),
+    [
+        ("torch", here(AMPERE)),
+        ("torch", here(BLACKWELL)),
+        ("sdpa", here(None, False, False, False)),
+    ],
+)
+def test_what_can_run_is_not(kernel, place):
+    assert unavailable(kernel, place) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new"), [("fa2", "2.5.9", "2.10.1"), ("fa3", "2", "3.0.0b1")]
+)
+def test_the_version_of_a_package_counts(tmp_path, monkeypatch, kernel, old, new):
+    for version in (old, new):
+        folder = tmp_path / version
+        folder.mkdir()
+        install(folder, monkeypatch, kernel, version)
+        why = unavailable(kernel, here())
+        assert why is None if version == new else f"{old} is older than" in why[0]
+
+
+def test_a_package_that_was_built_for_another_torch_is_no_package(tmp_path, monkeypatch):
+    install(tmp_path, monkeypatch, "fa2", "2.8.3", "raise ImportError('undefined symbol: _ZN3c10')")
+    reason, cure = lacking(*PACKAGES["fa2"])
+    assert "flash-attn 2.8.3 cannot be imported (undefined symbol: _ZN3c10)" in reason
+    assert 'kernel = "auto"' in cure
+
+
+@pytest.mark.parametrize(
+    ("config", "reasons"),
+    [
+        (MODELS["mistral"], {}),
+        (NARROW, dict.fromkeys(FLASH, "heads of 12")),
+        (LlamaConfig(head_dim=512), dict.fromkeys(FLASH, "heads of 512")),
+        (LlamaConfig(attention_dropout=0.1), dict.fromkeys(["fa3", "torch"], "no dropout")),
+        (GEMMA2, {"torch": "no soft cap"}),
+        (DeepseekV3Config(), {"torch": "values as wide as keys"}),
+        (GptOssConfig(), dict.fromkeys(FLASH, "takes other kernels only")),
+        (Gemma4TextConfig(), dict.fromkeys(FLASH, "heads of 512")),
+    ],
+    ids=["plain", "odd", "wide", "dropout", "cap", "values", "sinks", "two"],
+)  # fmt: skip
+def test_what_a_model_asks_of_its_attention(config, reasons):
+    for kernel in ("fa3", "fa2", "torch", "sdpa"):
+        why = unfit(kernel, config, packed=True)
+        assert reasons.get(kernel, "") in (why or ("",))[0] and (why is None) == (
+            kernel not in reasons
+        )
+
+
+def test_widths_of_heads():
+    assert {*head_widths(MODELS["qwen3"])} == {8}
+    assert {*head_widths(LlamaConfig(hidden_size=96, num_attention_heads=4))} == {24}
+    assert {*head_widths(DeepseekV3Config())} == {192}
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "chosen", "said"),
+    [
+        (
+            here(),
+            MODELS["llama"],
+            "torch",
+            "not fa3: flash-attn-3 is not installed; not fa2: flash",
+        ),
+        (
+            here(None),
+            MODELS["llama"],
+            "sdpa",
+            "SDPA, document by document; not fa3, fa2, torch: no",
+        ),
+        (here(None, packed=False), MODELS["llama"], "sdpa", "SDPA; not"),
+        (here(None, packed=False), GEMMA2, "", "left to transformers; not"),
+        (here(), GEMMA2, "sdpa", "not torch: it has no soft cap"),
+    ],
+)
+def test_auto_takes_the_best_that_can_run_and_says_why_none_before(place, config, chosen, said):
+    plugin = FlashAttention()
+    plugin.here = place
+    assert plugin.choose(config) == chosen
+    assert said in plugin.verdict()
+
+
+def test_auto_takes_what_is_installed(tmp_path, monkeypatch):
+    install(tmp_path, monkeypatch, "fa2", "2.8.3")
+    plugin = FlashAttention()
+    plugin.here = here()
+    assert plugin.choose(MODELS["llama"]) == "fa2"
+    assert plugin.verdict() == "flash-attn 2.8.3; not fa3: flash-attn-3 is not installed"
+    # It takes padded rows, but not 32 bits.
+    plugin.here = here(packed=False)
+    assert plugin.choose(MODELS["llama"]) == "fa2"
+    plugin.here = here(half=False)
+    assert plugin.choose(MODELS["llama"]) == "sdpa"
+
+
+def plain(query, key, value, bounds, scale, window, softcap=None):
+    """Attend document by document, by the textbook."""
+    times = query.shape[1] // key.shape[1]
+    outputs = []
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        q, k, v = (one[start:stop].transpose(0, 1) for one in (query, key, value))
+        k, v = (one.repeat_interleave(times, 0) for one in (k, v))
+        scores = q @ k.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        seen = (back >= -window[1]) & ((back <= window[0]) | (window[0] < 0))
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        outputs.append((weights @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def stand_in(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+    window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    """Compute what torch's kernel does, on a CPU; as strict about what it is given."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and isinstance(max_q, int)
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert len({query.shape[0], key.shape[0], value.shape[0], int(cu_seq_q[-1])}) == 1
+    return plain(query, key, value, cu_seq_q, scale, window_size)
+
+
+def test_the_stand_in_has_the_signature_of_the_kernel():
+    ours, theirs = (inspect.signature(one).parameters for one in (stand_in, varlen_attn))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+def make(config, attention):
+    attend_per_document()
+    AttentionInterface.register(VARLEN, attend)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention)
+    # Larger weights: what one document sees of another would show.
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model.train()
+
+
+def row(lengths=LENGTHS):
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 97, (1, int(lengths.sum()))))
+    return {"input_ids": ids, **documents_of(lengths), "use_cache": False}
+
+
+def assert_same(model, other):
+    """Compare logits and gradients on a packed row."""
+    ours, theirs = model(**row()).logits, other(**row()).logits
+    assert theirs.std() > 0.1
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    weights = torch.from_numpy(np.random.default_rng(1).standard_normal(ours.shape)).float()
+    for logits in (ours, theirs):
+        (logits * weights).sum().backward()
+    wanted = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        scale = wanted[name].grad.abs().max()
+        assert (parameter.grad - wanted[name].grad).abs().max() <= 2e-5 * scale, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torchs_kernel_is_called_for_what_attention_per_document_computes(monkeypatch, name):
+    monkeypatch.setattr(flash_attention, "varlen_attn", stand_in)
+    assert_same(make(MODELS[name], VARLEN), make(MODELS[name], attend_per_document()))
+
+
+def test_one_plain_row_is_one_document_and_padded_rows_are_refused(monkeypatch):
+    monkeypatch.setattr(flash_attention, "varlen_attn", stand_in)
+    model, other = make(MODELS["qwen3"], VARLEN), make(MODELS["qwen3"], "eager")
+    ids = torch.arange(9)[None]
+    logits = [one(input_ids=ids, use_cache=False).logits for one in (model, other)]
+    assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(TrainError, match="called with padded rows"):
+        model(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.parametrize("given", [{"softcap": 1.0}, {"dropout": 0.1}, {"s_aux": torch.zeros(1)}])
+def test_torchs_kernel_leaves_nothing_out_in_silence(given):
+    with pytest.raises(RecipeError, match="no dropout, no soft cap and no sinks"):
+        attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 2, 8), None, **given)
+
+
+def test_mixed_precision_reaches_the_kernel_in_16_bits():
+    heads = torch.zeros(1, 2, 3, 8)
+    assert arguments(heads, heads, heads, None, None, None, None)["query"].dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        given = arguments(heads, heads, heads, None, None, None, None)
+    assert {given[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16}
+
+
+def flash_stand_in(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False,
+):  # fmt: skip
+    """Compute what flash_attn_varlen_func of flash-attn 2.6 and later does, on a CPU."""
+    assert causal and cu_seqlens_q.dtype == torch.int32 and isinstance(max_seqlen_q, int)
+    window = (window_size[0], 0)
+    return plain(q, k, v, cu_seqlens_q, softmax_scale, window, softcap or None)
+
+
+class Asked(TorchDispatchMode):
+    """Counts what a device would have to be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = ("_local_scalar_dense", "nonzero", "masked_select")
+        self.count += any(str(func).startswith(f"aten.{name}") for name in names)
+        return func(*args, **kwargs or {})
+
+
+def flash(monkeypatch, config):
+    """Return a model whose attention is that of transformers for flash-attn, on a CPU."""
+    inside = modeling_flash_attention_utils
+    monkeypatch.setattr(inside, "_loaded_implementation", "flash_attention_2", raising=True)
+    monkeypatch.setattr(inside, "_flash_varlen_fn", flash_stand_in)
+    process = inside._lazy_define_process_function(flash_stand_in)
+    monkeypatch.setattr(inside, "_process_flash_kwargs_fn", process)
+    model = make(config, "eager")
+    # Not through its setter, which refuses a machine without GPU.
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize("config", [*MODELS.values(), GEMMA2], ids=[*MODELS, "gemma2"])
+def test_transformers_gives_flash_attn_the_documents_window_and_cap(monkeypatch, config):
+    assert_same(flash(monkeypatch, config), make(config, attend_per_document()))
+
+
+def test_no_layer_waits_for_the_device(monkeypatch):
+    """In `plain` the stand-ins do: they read the bounds. So they are given none to read."""
+    monkeypatch.setattr(flash_attention, "varlen_attn", lambda **given: given["query"])
+    monkeypatch.setitem(flash_stand_in.__globals__, "plain", lambda q, *_: q)
+    counts = {}
+    for layers in (2, 5):
+        config = Qwen3Config(**SMALL | {"num_hidden_layers": layers})
+        for name in ("torch", "fa2"):
+            model = make(config, VARLEN) if name == "torch" else flash(monkeypatch, config)
+            with Asked() as asked:
+                model(**row()).logits.sum().backward()
+            counts.setdefault(name, []).append(asked.count)
+    # transformers looks once at the places of a micro-batch where a mask might be wanted.
+    assert counts == {"torch": [0, 0], "fa2": [1, 1]}
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel": "sdpa"}], ids=["auto", "sdpa"])
+@pytest.mark.parametrize("packed", [{}, {"bfd_packing": {}}], ids=["padded", "packed"])
+def test_a_run_learns_the_same(options, packed):
+    tables = {"plugins": packed, "train": {"micro_batch": 1 if packed else 2}}
+    testing.keeps_gradients("flash_attention", options, tables)
+
+
+def test_a_run_says_what_it_took_and_stops_where_it_cannot(tiny, tmp_path):
+    recipe = tiny(train={"micro_batch": 1}, plugins={"flash_attention": {}, "bfd_packing": {}})
+    done = run_plugsft(recipe, "train.steps=1")
+    assert done.returncode == 0, done.stderr
+    plugins = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
+    verdict = next(one["verdict"] for one in plugins if one["name"] == "flash_attention")
+    assert verdict.startswith("SDPA, document by document; not fa3, fa2, torch: no NVIDIA GPU")
+    for command in ([], ["check"]):
+        done = run_plugsft(*command, recipe, "plugins.flash_attention.kernel=torch", "output=other")
+        assert done.returncode == 2
+        assert 'plugins.flash_attention: kernel = "torch" cannot run: no NVIDIA GPU' in done.stderr

@@ -1,0 +1,141 @@
+"""gradient_checkpointing: the same gradients, bit for bit, of a fraction of the memory."""
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from conftest import chats, read_metrics, run_plugsft, run_ranks
+from peft import LoraConfig, get_peft_model
+from test_launch import TRAIN, config, curve, finish, launch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from plugsft import RecipeError, attend_per_document, documents_of, testing
+from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "attention_dropout": 0.1,
+}
+MODELS = {"llama": LlamaConfig(**SMALL), "qwen3": Qwen3Config(**SMALL, head_dim=8)}
+
+
+def apply(model, plugin):
+    """Give a model to a plugin, as a run would."""
+    steps = plugin.optimize_model()
+    next(steps)
+    with pytest.raises(StopIteration) as end:
+        steps.send(model)
+    return end.value.value
+
+
+def pair(name, lora=False, every=1):
+    """Return a model with dropout, and the same one that computes layers again."""
+    attention = attend_per_document()
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(deepcopy(MODELS[name]), attn_implementation=attention)
+    if lora:
+        plain = get_peft_model(plain, LoraConfig(target_modules="all-linear", lora_dropout=0.1))
+    return plain.train(), apply(deepcopy(plain).train(), GradientCheckpointing(every=every))
+
+
+def learn(model):
+    """Return the gradients of a packed row, and the bytes kept for the backward pass."""
+    lengths = np.array([40, 7, 64, 17])
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 97, (1, int(lengths.sum()))))
+    own, kept = {one.data_ptr() for one in model.parameters()}, {}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(input_ids=ids, **documents_of(lengths), use_cache=False).logits
+    memory = sum(kept.values())
+    torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, memory
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_with_dropout_are_the_same_bit_for_bit_in_half_the_memory(name, lora):
+    plain, again = pair(name, lora)
+    (wanted, all_of_it), (found, little) = learn(plain), learn(again)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert gradient is not None and torch.equal(found[key], gradient), key
+    assert any(gradient.abs().max() > 0 for gradient in wanted.values())
+    assert 0 < little < all_of_it / 2
+    print(f"\n{name}: {little:,} of {all_of_it:,} bytes kept")
+
+
+def test_every_second_layer_lies_between():
+    memories = [learn(pair("llama", every=every)[1])[1] for every in (1, 2, 3, 6)]
+    assert memories == sorted(memories) and len({*memories}) == 4
+
+
+def test_nothing_is_computed_again_in_evaluation():
+    plain, again = (model.eval() for model in pair("llama"))
+    calls = []
+    for layer in again.model.layers:
+        layer._gradient_checkpointing_func = lambda *_: calls.append(1)
+    assert learn(again)[1] == learn(plain)[1] and not calls
+
+
+def test_a_model_without_such_layers_is_refused():
+    class Old(torch.nn.Module):
+        config = LlamaConfig()
+
+    with pytest.raises(RecipeError, match="no layers that can be computed again"):
+        apply(Old(), GradientCheckpointing())
+
+
+@pytest.mark.parametrize("packed", [{}, {"bfd_packing": {}}], ids=["padded", "packed"])
+def test_a_run_learns_the_same(packed):
+    micro = 1 if packed else 2
+    testing.keeps_gradients(
+        "gradient_checkpointing", {}, {"plugins": packed, "train": {"micro_batch": micro}}, 1e-6
+    )
+
+
+def test_the_verdict_counts_layers():
+    said = testing.verdict("gradient_checkpointing", {"every": 2})
+    assert said == "1 of 2 layers computed again in the backward pass"
+
+
+def test_two_ranks_learn_what_one_does_without(tiny, tmp_path):
+    recipe = tiny(rows=chats(21), train=TRAIN, plugins={"gradient_checkpointing": {}})
+    alone = run_plugsft(
+        recipe, f"output={tmp_path / 'alone'}", "--without", "gradient_checkpointing"
+    )
+    assert alone.returncode == 0, alone.stderr
+    ranks = run_ranks(2, recipe, f"output={tmp_path / 'ranks'}")
+    assert ranks.returncode == 0, ranks.stderr
+    assert "plugin gradient_checkpointing: 2 of 2 layers" in ranks.stdout
+    assert curve(tmp_path / "ranks") == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_sharded_ranks_learn_what_one_does_without(tiny, tmp_path, name):
+    on = {"gradient_checkpointing": {}, "bfd_packing": {}}
+    recipe = tiny(rows=chats(21), train=TRAIN | {"micro_batch": 1, "steps": 5}, plugins=on)
+    alone = run_plugsft(
+        recipe, f"output={tmp_path / 'alone'}", "--without", "gradient_checkpointing"
+    )
+    assert alone.returncode == 0, alone.stderr
+    run = tmp_path / name
+    code, out, err = finish(launch(*config(name), "-m", "plugsft", recipe, f"output={run}"))
+    assert code == 0, err
+    assert "plugin gradient_checkpointing: 2 of 2 layers" in out
+    assert len(read_metrics(run)) == 5
+    assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
