@@ -187,7 +187,10 @@ def chat(
 @app.command()
 def export(
     output: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="A run's output folder, or a model's.")
+        Path,
+        typer.Argument(
+            metavar="OUTPUT", help="A run's output folder, a model's, or a checkpoint's."
+        ),
     ],
     merge: Annotated[
         bool, typer.Option("--merge", help="Make a whole model of adapters and their base.")
@@ -198,9 +201,10 @@ def export(
             metavar="FOLDER", help="A new folder; OUTPUT/merged with --merge.", show_default=False
         ),
     ] = None,
+    without: Without = None,
 ) -> None:
-    """Copy a trained model, verified; or merge the adapters of one into a whole model."""
-    late("export").export(output, merge, to)
+    """Copy a trained model, verified, or make it of a checkpoint; or merge its adapters."""
+    late("export").export(output, merge, to, without or [])
 
 
 @app.command()

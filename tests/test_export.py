@@ -23,6 +23,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     tables = tiny_tables(folder, chats(21))
     tables["train"] |= {"steps": 4, "learning_rate": 2e-2}
+    tables["checkpoint"] = {"every": 2}
     whole = write_recipe(folder / "whole.toml", tables | {"output": str(folder / "whole")})
     options = {"r": 4, "modules_to_save": ["norm"]}
     tables |= {"output": str(folder / "adapters"), "plugins": {"lora": options}}
@@ -151,11 +152,43 @@ def test_what_cannot_be_exported_is_said(runs, run, tmp_path, words, says):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_without_a_model_yet_says_how_it_gets_one(run, tmp_path):
+@pytest.mark.parametrize("name", ["whole", "adapters"])
+def test_a_checkpoint_gives_the_model_that_its_run_would_have(runs, tmp_path, name):
+    """Of a run that was stopped, its newest; or one that is named."""
+    run = shutil.copytree(runs / name, tmp_path / "moved")
+    wanted = read(run / "model")
     shutil.rmtree(run / "model")
     done = run_plugsft("export", run, "--to", tmp_path / "copy")
+    assert done.returncode == 0, done.stderr
+    assert f"model of step-000004: {tmp_path / 'copy'}" in done.stdout
+    torch.testing.assert_close(read(tmp_path / "copy"), wanted, rtol=0, atol=1e-6)
+    assert damage(tmp_path / "copy") is None
+    early = run / "checkpoints/step-000002"
+    assert run_plugsft("export", early, "--to", tmp_path / "early").returncode == 0
+    assert not torch.allclose(read(tmp_path / "early"), wanted, atol=1e-3)
+    if name == "adapters":
+        assert run_plugsft("export", run, "--merge").returncode == 0
+        torch.testing.assert_close(read(run / "merged"), wanted, rtol=0, atol=1e-5)
+        assert not list(run.glob(".export-*"))
+    file = run / "checkpoints/step-000004/rank-00000-000.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"abcd")
+    broken = run_plugsft("export", run, "--to", tmp_path / "none")
+    assert broken.returncode == 2 and "the checkpoint is damaged" in broken.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def read(folder):
+    if (folder / "adapter_config.json").is_file():
+        return with_adapters(folder)
+    return logits(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_a_run_without_a_model_or_checkpoint_says_how_it_gets_one(run, tmp_path):
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints")
+    done = run_plugsft("export", run, "--to", tmp_path / "copy")
     assert done.returncode == 2
-    assert "has left no model yet" in done.stderr and "--resume" in done.stderr
+    assert "has left no model yet" in done.stderr and "go on with: plugsft" in done.stderr
 
 
 def test_a_model_that_is_damaged_is_not_handed_on(run, tmp_path):

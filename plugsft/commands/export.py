@@ -4,7 +4,9 @@ import importlib
 import json
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from ..errors import CheckpointError, PlugsftError
 from ..publish import MANIFEST, damage, is_published, publish
 from ..ranks import quiet
 from .chat import model_folder
-from .places import ADAPTER
+from .places import ADAPTER, is_model
+from .restored import checkpoint_of, restore
 
 TOKENS = 32
 """So many tokens show that a merged model is the one with adapters."""
@@ -26,24 +29,34 @@ TOLERANCE = 1e-4
 """How far logits may move in float32, as a share of the largest."""
 
 
-def export(output: Path, merge: bool, to: Path | None) -> None:
+def export(output: Path, merge: bool, to: Path | None, without: Sequence[str] = ()) -> None:
     """Copy a run's model, or merge its adapters into a whole one; into a folder that is new."""
-    folder = source_of(output)
     if to is None and not merge:
         raise PlugsftError("--to: missing; name the folder to copy the model to")
     target = to or output / "merged"
     if target.exists():
         raise PlugsftError(f"{target}: exists already; move it away, or name another with --to")
-    if target.resolve().is_relative_to(folder.resolve()) and not merge:
-        raise PlugsftError(f"--to: {target} is inside the model's own folder; name another")
-    say(f"{merge_into(folder, target) if merge else copy_to(folder, target)}: {target}")
+    if any(is_model(folder) for folder in (output / "model", output)):
+        folder = source_of(output)
+        if target.resolve().is_relative_to(folder.resolve()) and not merge:
+            raise PlugsftError(f"--to: {target} is inside the model's own folder; name another")
+        said = merge_into(folder, target) if merge else copy_to(folder, target)
+    elif checkpoint := checkpoint_of(output):
+        said = f"model of {checkpoint.name}"
+        if merge:
+            with TemporaryDirectory(dir=target.parent, prefix=".export-") as place:
+                restore(checkpoint, Path(place, "model"), without)
+                said += f", {merge_into(Path(place, 'model'), target)}"
+        else:
+            restore(checkpoint, target, without)
+    else:
+        model_folder(output)  # it says what is wrong
+        return
+    say(f"{said}: {target}")
 
 
 def source_of(output: Path) -> Path:
-    """Return the whole and unharmed folder of a run's model.
-
-    Here, one day, is where the newest checkpoint of a run without a model becomes one.
-    """
+    """Return the whole and unharmed folder of a run's model."""
     folder = model_folder(output)
     if is_published(folder) and (wrong := damage(folder)) is not None:
         raise CheckpointError(

@@ -1,0 +1,66 @@
+"""A model from a checkpoint: that of a run that was stopped, or of one of its earlier steps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..answers import DataAnswers
+from ..answers_model import ModelAnswers
+from ..checkpoint import listed
+from ..errors import CheckpointError, PlugsftError
+from ..machine import look
+from ..models import load_of
+from ..parts import Stored, part_of
+from ..pretrained import load_tokenizer
+from ..publish import damage, publish
+from ..registry import check, load
+from ..spread import WEIGHTS
+
+
+def checkpoint_of(output: Path) -> Path | None:
+    """Return a checkpoint: of its own name, or the newest of a run that has no model yet."""
+    found = [output] if (output / "state.json").is_file() else listed(output / "checkpoints")
+    if not found:
+        return None
+    if (wrong := damage(found[-1])) is not None:
+        raise CheckpointError(f"{found[-1]}: the checkpoint is damaged: {wrong}; name another")
+    return found[-1]
+
+
+def restore(path: Path, target: Path, without: Sequence[str]) -> None:
+    """Write the model of a checkpoint as its run would have, at its end."""
+    output = path.parent.parent
+    recipe, active = load(output / "recipe.toml", [f"output={output}"], without)
+    hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+    with active.named():
+        check(active, recipe, look())
+        made = recipe.model.scratch is not None
+        scratch = only(output / "scratch", "model-*") if made else Path()
+        names_own = made and not recipe.model.tokenizer
+        words = only(output / "scratch", "tokenizer-*") if names_own else Path()
+        tokenizer = load_tokenizer(recipe.model, words)
+        model: Any = hook.optimize_model(load=load_of(recipe.model, scratch))
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    with torch.no_grad(), Stored(path) as stored:
+        for there in stored.shapes:
+            kind, _, name = there.partition("/")
+            if kind == WEIGHTS and name not in trained:
+                raise stored.strange(there)
+        for name, one in trained.items():
+            stored.fill(f"{WEIGHTS}/{name}", part_of(one))
+    with publish(target) as building:
+        model.save_pretrained(building)
+        tokenizer.save_pretrained(building)
+
+
+def only(folder: Path, pattern: str) -> Path:
+    """Return the one folder of a pattern."""
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        raise PlugsftError(
+            f"{folder}: should hold one {pattern}, and holds {len(found)}; go on with the run "
+            "(--resume), which knows which one is its own"
+        )
+    return found[0]
