@@ -345,18 +345,25 @@ def test_layers_that_are_computed_again_learn_the_same(recipe, tmp_path):
     assert curve(tmp_path / "again") == pytest.approx(curve(tmp_path / "plain"), rel=1e-6)
 
 
+ALL = ("bfd_packing.capacity=256", "fused_loss.chunk=7", "gradient_checkpointing.every=1")
+"""Of which none changes what is learned."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
-@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head", "norm"], "dora": True}])
-def test_sharded_ranks_learn_and_save_what_one_process_does(recipe, tmp_path, kind, more):
+@pytest.mark.parametrize(
+    "more, beside", [({}, ALL), ({"modules_to_save": ["lm_head", "norm"], "dora": True}, ())]
+)
+def test_sharded_ranks_learn_and_save_what_one_process_does(recipe, tmp_path, kind, more, beside):
     tables = tomllib.loads(recipe.read_text())
     tables["plugins"] = {"lora": OPTIONS | {"dropout": 0.0} | more}
-    tables["train"]["steps"] = 10
+    tables["train"] |= {"steps": 20, "micro_batch": 1}
     recipe = write_recipe(recipe, tables)
     alone, run = tmp_path / "alone", tmp_path / kind
     done = run_plugsft(recipe, f"output={alone}")
     assert done.returncode == 0, done.stderr
-    code, _, err = finish(launch(*config(kind), "-m", "plugsft", recipe, f"output={run}"))
+    words = (f"output={run}", *(f"plugins.{one}" for one in beside))
+    code, _, err = finish(launch(*config(kind), "-m", "plugsft", recipe, *words))
     assert code == 0, err
     assert curve(run) == pytest.approx(curve(alone), rel=1e-5)
     (found, bare), (wanted, _) = trained_model(run), trained_model(alone)
