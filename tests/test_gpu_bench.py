@@ -1,0 +1,106 @@
+"""tools/bench/gpu.py where there is no GPU: its checks, a tiny case, and how it counts."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM
+
+BENCH = ROOT / "tools/bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Give a function that imports a module of the bench."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("name", ["0.6b-lora", "1b-full", "8b-full"])
+def test_weights_are_counted_as_the_model_has_them(bench, name):
+    cases = bench("gpu_cases")
+    shape = cases.CASES[name].shape
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape.config())
+    model.tie_weights()
+    matrices = {id(one): one.numel() for one in model.parameters() if one.ndim > 1}
+    if not shape.tied:
+        matrices.pop(id(model.get_input_embeddings().weight))
+    assert shape.multiplied == sum(matrices.values())
+
+
+def test_operations_are_six_or_four_a_weight_and_those_of_attention(bench):
+    cases = bench("gpu_cases")
+    shape = cases.Shape("llama", 8, 16, 3, 2, 1, 4, 10, tied=True)
+    weights = 3 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16) + 8 * 10
+    # Each layer has two products of 8 numbers for every pair, of 2 operations, 3 times.
+    pairs = (20**2 + 40**2) / 2 / 60
+    attention = 3 * 2 * 8 * 2 * 3 * pairs
+    lengths = np.array([20, 40])
+    assert shape.multiplied == weights
+    assert cases.flops_per_token(shape, lengths, lora=False) == pytest.approx(
+        6 * weights + attention
+    )
+    assert cases.flops_per_token(shape, lengths, lora=True) == pytest.approx(
+        4 * weights + attention
+    )
+
+
+def test_a_loss_that_differs_is_told(bench):
+    differences = bench("gpu").differences
+    runs = {"plain": [{"loss": 2.0}], "one": [{"loss": 2.0001}], "two": [{"reason": "none"}]}
+    assert differences(runs, "bfloat16") == []
+    [said] = differences(runs, "float32")
+    assert said == "one: the first step's loss is 2.0001, and 2 for the plain run"
+    assert differences(runs | {"one": [{"loss": float("nan")}]}, "bfloat16")
+
+
+def test_only_what_was_foreseen_is_no_failure(bench):
+    told = bench("gpu").told
+    assert told("torch.OutOfMemoryError: CUDA out of memory.") == {"reason": "out of memory"}
+    assert told("  error: no GPU\n", refused=True) == {"reason": "error: no GPU", "refused": True}
+    with pytest.raises(SystemExit, match="a run failed:\nKeyError"):
+        told("KeyError: 'x'")
+
+
+def test_mfu_is_of_gpus_whose_peak_is_known(bench):
+    peak_of = bench("gpu").peak_of
+    assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989e12
+    for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB", ""):
+        assert peak_of(other) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_checks_and_a_tiny_case_run(tmp_path):
+    result = tmp_path / "result.json"
+    only = "trl-best,plain,+fused_loss,+liger"
+    words = ["--case", "1b-full", "--shapes", "cpu", "--rounds", "1", "--steps", "1"]
+    words += ["--only", only, "--seconds", "1500", "--times"]
+    done = subprocess.run(
+        [sys.executable, BENCH / "gpu.py", *words, "--json", result],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(result.read_text())
+    ran = [one for one in report["checks"] if one["error"] is not None]
+    assert len(ran) >= 12 and not any(one["failed"] for one in ran)
+    assert all(one["reason"] for one in report["checks"] if one not in ran)
+    assert {one["kernel"] for one in report["times"] if "seconds" in one} == {
+        "sdpa", "plain", "torch"
+    }  # fmt: skip
+    assert all("seconds" in one or one["reason"] for one in report["times"])
+    found = report["summary"]
+    assert {*found} == {"trl-best", "plain", "+fused_loss"}
+    assert all(one["mfu"] is None and one["tokens_per_second"] > 0 for one in found.values())
+    assert "need a GPU" in report["runs"]["+liger"][0]["reason"]
+    assert "NOT MEASURED" in done.stdout and "MFU n/a" in done.stdout
+    assert report["machine"]["torch"] and report["date"]

@@ -1,0 +1,147 @@
+"""What gpu.py trains: shapes of models, how much at a time, and what that takes."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from plugsft.types import Ints
+
+WARM = 3
+"""Steps that are not measured: memory is fetched, kernels are chosen, programs compiled."""
+RATE = 1e-5
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m['role'] }} {% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }} <|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }} <|im_end|>{% endif %} {% endfor %}"
+)
+OVERHEAD = 6
+"""Tokens that it adds to a chat of two turns."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides how much a model computes."""
+
+    family: str
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+
+    def config(self) -> Any:
+        """Return it as transformers has it."""
+        return AutoConfig.for_model(
+            self.family,
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=8192,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+
+    @property
+    def multiplied(self) -> int:
+        """Return how many weights each token is multiplied with: all matrices, the head among them.
+
+        A table of embeddings is looked up; where it is the head as well, it counts as that.
+        """
+        heads = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (heads + 3 * self.mlp) + self.hidden * self.vocab
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how much of it at a time."""
+
+    shape: Shape
+    lora: bool
+    batch: int
+    """Chats of a step."""
+    micro: int
+    """Chats of a padded micro-batch."""
+    capacity: int
+    """Tokens of a packed one."""
+    checkpointed: bool = False
+    """Whether TRL's best has to compute layers again, for memory."""
+    dtype: str = "bfloat16"
+    median: int = 400
+    longest: int = 4096
+
+
+SMALL = Shape("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True)
+MIDDLE = Shape("llama", 2048, 8192, 16, 32, 8, 64, 128_256, True)
+LARGE = Shape("llama", 4096, 14_336, 32, 32, 8, 128, 128_256, False)
+CASES = {
+    "0.6b-lora": Case(SMALL, True, 64, 8, 4096),
+    "1b-full": Case(MIDDLE, False, 64, 8, 4096),
+    "8b-lora": Case(LARGE, True, 32, 2, 4096),
+    "8b-full": Case(LARGE, False, 32, 1, 4096, checkpointed=True),
+}
+
+
+def flops_per_token(shape: Shape, lengths: Ints, lora: bool) -> float:
+    """Return the operations that a token of documents of such lengths needs, forward and backward.
+
+    A weight takes two forward (multiply and add), two for the gradient of what goes in, and two
+    for its own, which a frozen one has not: 6, or 4 with LoRA, whose adapters are not counted. In
+    attention a document of n tokens has n * n / 2 pairs, and each takes two per number of a head
+    for queries and keys, two for the values, and twice that backward: 12. Nothing is added for
+    layers computed again, or taken away where untrained tokens are kept from the head.
+    """
+    pairs = float((lengths.astype(float) ** 2).sum() / 2 / lengths.sum())
+    width = shape.layers * shape.heads * shape.head_dim
+    return (4 if lora else 6) * shape.multiplied + 12 * width * pairs
+
+
+def tiny(case: Case) -> Case:
+    """Return the same, small enough for a CPU."""
+    shape = replace(
+        case.shape, hidden=64, mlp=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=1000
+    )
+    small = {"batch": 8, "micro": 4, "capacity": 256, "median": 40, "longest": 128}
+    return replace(case, shape=shape, dtype="float32", **small)
+
+
+def case_of(given: dict) -> Case:
+    """Read a case that came as JSON."""
+    return Case(**given | {"shape": Shape(**given["shape"])})
+
+
+def words_of(shape: Shape) -> int:
+    """Return how many words chats are made of."""
+    return min(shape.vocab, 20_000) - 10
+
+
+def make_model(given: dict) -> None:
+    """Save a model of random weights, and a tokenizer with a word for each token."""
+    case, folder = case_of(given["case"]), Path(given["folder"], "model")
+    words = ["<|pad|>", "<|im_end|>", "<|im_start|>", "<|unk|>", "user", "assistant"]
+    words += [f"w{number}" for number in range(words_of(case.shape))]
+    backend = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, "<|unk|>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": words[0], "eos_token": words[1], "unk_token": words[3]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(case.shape.config(), dtype=dtype)
+    model.save_pretrained(folder)

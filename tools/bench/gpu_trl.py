@@ -1,0 +1,140 @@
+"""TRL's runs of gpu.py: its own settings, and what is best for it."""
+
+import importlib.util
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import shared
+import torch
+from datasets import Dataset, disable_progress_bars
+from gpu_cases import RATE, WARM, Case, case_of
+from peft import LoraConfig
+from transformers import AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from plugsft.plan import shuffled
+from plugsft.types import Ints
+
+
+def train(given: dict) -> dict[str, Any]:
+    """Train with TRL's trainer; nothing is logged or saved."""
+    case, folder, cpu = case_of(given["case"]), Path(given["folder"]), given["cpu"]
+    tokens = shared.Tokens(Path(given["tokens"]))
+    seen: list[list[Any]] = [[]]
+    times: list[float] = []
+
+    class Counted(SFTTrainer):
+        """Counts the tokens that are no padding; on the device, which is not waited for."""
+
+        def compute_loss(self, model: Any, inputs: dict, *more: Any, **others: Any) -> Any:
+            mask = inputs.get("attention_mask")
+            seen[-1].append(inputs["input_ids"].numel() if mask is None else mask.sum())
+            return super().compute_loss(model, inputs, *more, **others)
+
+    class Clock(TrainerCallback):
+        """Times each step, once the device is done with it, as plugsft's loop does."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if not cpu:
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            times.append(now - self.started)
+            self.started = now
+            seen.append([])
+
+    disable_progress_bars()
+    settings, model_options, notes = trl_settings(case, given["best"], cpu, tokens.lengths)
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+    trainer: Any = Counted(
+        str(folder / "model"),
+        SFTConfig(
+            output_dir=str(folder / "trl"),
+            model_init_kwargs=model_options,
+            max_steps=given["steps"],
+            learning_rate=RATE,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **settings,
+        ),
+        train_dataset=Dataset(shared.trl_table(tokens)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        peft_config=adapters if case.lora else None,
+        callbacks=[Clock()],
+    )
+    loss = first_loss(trainer, case, tokens)
+    seen[:] = [[]]
+    if not cpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    counts = [float(sum(parts)) for parts in seen[: given["steps"]]]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {
+        "loss": loss,
+        "seconds": times,
+        "speed": sum(counts[WARM:]) / sum(times[WARM:]),
+        "middle": float(np.median(np.divide(counts[WARM:], times[WARM:]))),
+        "peak_gib": peak if cpu else torch.cuda.max_memory_allocated() / 2**30,
+        "notes": notes,
+    }
+
+
+def trl_settings(case: Case, best: bool, cpu: bool, lengths: Ints) -> tuple[dict, dict, str]:
+    """Return what TRL and its model are given, and what is to be said of it."""
+    settings: dict[str, Any] = {"use_cpu": cpu, "max_length": case.longest}
+    model: dict[str, Any] = {"dtype": case.dtype}
+    if cpu:
+        settings["bf16"] = False
+    if not best:
+        each = min(8, case.batch)
+        settings["per_device_train_batch_size"] = each
+        settings["gradient_accumulation_steps"] = case.batch // each
+        return settings, model, "defaults, but for max_length, steps, batch and dtype"
+    installed = importlib.util.find_spec
+    flash = {"flash_attn_interface": "flash_attention_3", "flash_attn": "flash_attention_2"}
+    kernels = [name for module, name in flash.items() if not cpu and installed(module)]
+    model["attn_implementation"] = kernels[0] if kernels else "sdpa"
+    liger = not case.lora and not cpu and installed("liger_kernel") is not None
+    settings |= {
+        "packing": True,
+        "max_length": case.capacity,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": max(1, round(case.batch * lengths.mean() / case.capacity)),
+        "gradient_checkpointing": case.checkpointed,
+        "use_liger_kernel": liger,
+    }
+    missing = "" if kernels else "; flash-attn is not installed, so its rows have a dense mask"
+    notes = (
+        f"packing, {model['attn_implementation']}, {'Liger layers, ' if liger else ''}its chunked "
+        f"loss, gradient checkpointing {'on' if case.checkpointed else 'off'}{missing}"
+    )
+    return settings, model, notes
+
+
+def first_loss(trainer: Any, case: Case, tokens: Any) -> float:
+    """Return TRL's loss of the chats that plugsft's first step has, before anything is learned."""
+    chosen = shuffled([(len(tokens), 1.0)], 0, 0)[: case.batch]
+    examples = []
+    for number in chosen.tolist():
+        ids, mask = tokens.example(number)
+        labels = np.where(mask, ids, -100)
+        examples.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    micro = trainer.args.per_device_train_batch_size
+    batches = [
+        trainer.data_collator(examples[start : start + micro])
+        for start in range(0, len(examples), micro)
+    ]
+    total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    device, summed = trainer.args.device, 0.0
+    with torch.no_grad():
+        for batch in batches:
+            there = {k: v.to(device) if hasattr(v, "to") else v for k, v in batch.items()}
+            summed += float(trainer.compute_loss(trainer.model, there, num_items_in_batch=total))
+    return summed
