@@ -44,7 +44,8 @@ FLOORS = _words("""
     commands.sample commands.places commands.room
     commands.views commands.audit commands.inspection_page
     commands.check commands.train commands.inspection commands.listing commands.overview
-    commands.chat commands.restored commands.export commands.skeleton commands.cache commands.__init__
+    commands.chat commands.restored commands.export commands.skeleton commands.cache
+    commands.__init__
     __init__ cli __main__
 """)
 EXPORTED = _words("""
