@@ -21,6 +21,8 @@ from plugsft import cli, console
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
+FULL = os.environ.get("PLUGSFT_FULL") == "1"
+only_full = pytest.mark.skipif(not FULL, reason="takes minutes; tools/test --full runs it")
 # Nothing in a test may look for the network.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.update(OFFLINE)

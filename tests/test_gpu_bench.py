@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, only_full
 from transformers import AutoModelForCausalLM
 
 BENCH = ROOT / "tools/bench"
@@ -76,7 +76,7 @@ def test_mfu_is_of_gpus_whose_peak_is_known(bench):
         assert peak_of(other) is None
 
 
-@pytest.mark.slow
+@only_full
 @pytest.mark.timeout(1800)
 def test_the_checks_and_a_tiny_case_run(tmp_path):
     result = tmp_path / "result.json"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, chats, read_metrics, run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
 from making import activate, install
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
@@ -72,7 +72,9 @@ def test_ranks_learn_what_one_process_learns(tiny, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first, then", [("fsdp2", "zero3"), ("zero3", None)])
+@pytest.mark.parametrize(
+    "first, then", [("fsdp2", "zero3"), pytest.param("zero3", None, marks=only_full)]
+)
 def test_any_kind_goes_on_from_the_checkpoint_of_another(tiny, tmp_path, first, then):
     """Sharded by rows on two ranks, by numbers on two, or not at all: one kind of checkpoint."""
     recipe = tiny(rows=chats(21), train=TRAIN, checkpoint={"every": 3}, eval=EVAL)
@@ -230,7 +232,7 @@ WATCH = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu2", "fsdp2", "zero3"])
+@pytest.mark.parametrize("name", [pytest.param("cpu2", marks=only_full), "fsdp2", "zero3"])
 def test_no_rank_holds_a_whole_model_that_is_sharded(tiny, tmp_path, monkeypatch, name):
     activate(install(tmp_path / "site", watch=WATCH), monkeypatch)
     scratch = {"hidden": 512, "layers": 8, "heads": 8, "vocab": 400, "context": 256}

@@ -6,7 +6,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import chats, run_plugsft, run_ranks
+from conftest import chats, only_full, run_plugsft, run_ranks
 from safetensors.torch import load_file
 from test_launch import TRAIN, curve
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
@@ -81,7 +81,9 @@ def learn(model, lengths):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name == "llama" else pytest.param(name, marks=only_full) for name in MODELS]
+)
 def test_batches_of_other_documents_take_the_same_program(name, again):
     plain, plugin = make(name), Compile()
     model = make(name)
@@ -161,7 +163,7 @@ def test_what_cannot_compile_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=only_full), 2])
 def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, ranks):
     """Alone with padded rows; on two ranks with packed ones, and layers computed again."""
     plugins, micro = {"compile": {}}, 2

@@ -5,7 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import chats, read_metrics, run_plugsft, run_ranks
+from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
 from peft import LoraConfig, get_peft_model
 from test_launch import TRAIN, config, curve, finish, launch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -124,7 +124,7 @@ def test_two_ranks_learn_what_one_does_without(tiny, tmp_path):
     assert curve(tmp_path / "ranks") == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
 
 
-@pytest.mark.slow
+@only_full  # test_lora.py runs them with everything else
 @pytest.mark.parametrize("name", ["fsdp2", "zero3"])
 def test_sharded_ranks_learn_what_one_does_without(tiny, tmp_path, name):
     on = {"gradient_checkpointing": {}, "bfd_packing": {}}

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import chats, read_metrics, run_plugsft, run_ranks, write_recipe
+from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks, write_recipe
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_launch import TRAIN, config, curve, finish, launch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -352,7 +352,11 @@ ALL = ("bfd_packing.capacity=256", "fused_loss.chunk=7", "gradient_checkpointing
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 @pytest.mark.parametrize(
-    "more, beside", [({}, ALL), ({"modules_to_save": ["lm_head", "norm"], "dora": True}, ())]
+    "more, beside",
+    [
+        ({}, ALL),
+        pytest.param({"modules_to_save": ["lm_head", "norm"], "dora": True}, (), marks=only_full),
+    ],
 )
 def test_sharded_ranks_learn_and_save_what_one_process_does(recipe, tmp_path, kind, more, beside):
     tables = tomllib.loads(recipe.read_text())
