@@ -91,10 +91,9 @@ class Compile:
             return None
         if not self.pieces:
             return f"{self.layers} layers, compiled when they are first called"
-        again = f", {self.anew} of them of code that had one" if self.anew else ""
-        return (
-            f"{self.layers} layers, {self.pieces} programs compiled in {self.seconds:.0f} s{again}"
-        )
+        again = f", {self.anew} of them anew, for other shapes" if self.anew else ""
+        made = f"{self.pieces} program{'s' if self.pieces > 1 else ''}"
+        return f"{self.layers} layers, {made} compiled in {self.seconds:.0f} s{again}"
 
     def start(self, _: CallbackArgs) -> None:
         """Hear that something is being compiled."""

@@ -359,9 +359,16 @@ def describe(model: Module, targets: list[str], rank: int) -> str:
     ]
     trained, everything = sum(size for size, on in sizes if on), sum(size for size, _ in sizes)
     kinds = ", ".join(sorted({*shorter(targets)}))
+    whole = [
+        name.rpartition(".")[2]
+        for name, one in model.named_modules()
+        if isinstance(one, ModulesToSaveWrapper)
+    ]
     experts = any(len(true_shape(one)) > 2 for one in model.parameters())
     return (
-        f"{len(targets)} modules got adapters of rank {rank} ({kinds}); {trained:,} of "
+        f"{len(targets)} modules got adapters of rank {rank} ({kinds}); "
+        + (f"{', '.join(whole)} trained whole; " if whole else "")
+        + f"{trained:,} of "
         f"{everything:,} parameters are trained ({trained / everything:.2%}), in float32"
         + ("; experts stay as they are, for they are no linear layers" if experts else "")
     )

@@ -130,7 +130,7 @@ def _identity(recipe: Recipe) -> dict[str, Any]:
         key: value
         for key, value in flat.items()
         # Data counts by its key, which holds for moved files and notices changed ones.
-        if not key.startswith((*FREE, "data.source", "data.split"))
+        if key != "plugins" and not key.startswith((*FREE, "data.source", "data.split"))
     }
 
 
@@ -147,7 +147,9 @@ def compare(path: Path, recipe: Recipe, data_key: str | None = None) -> dict[str
         differing.append("the data, its options or the tokenizer have changed")
     if differing:
         model = recipe.folder / "model"
-        more = f', with model.path = "{model}" to train its model on' if is_published(model) else ""
+        more = ""
+        if (model / "config.json").is_file():
+            more = f', with model.path = "{model}" to train its model on'
         raise CheckpointError(
             f"{path} belongs to another recipe: {'; '.join(differing)}. "
             f"Undo the changes, or start anew in another output folder (output=...){more}"

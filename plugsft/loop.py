@@ -30,7 +30,7 @@ from .plan import Plan
 from .precision import truth
 from .prepare import Prepared, prepare
 from .pretrained import pad_id
-from .ranks import connect, exchange, name_of, quiet, seed_step
+from .ranks import connect, exchange, in_company, name_of, quiet, seed_step
 from .recipe import Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
@@ -65,7 +65,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
     describe(record, recipe, accelerator, model, tokens, held_out, plan, checkpoints)
 
     windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))
-    with Stop() as stop, record, closing(windows):
+    with Stop() as stop, record, closing(windows), in_company(recipe):
         clock = time.perf_counter()
         for fed in windows:
             window, waited = fed.window, time.perf_counter() - clock

@@ -66,10 +66,9 @@ def truth(accelerator: Accelerator, held: Held) -> str:
         master = held.optimizer.optimizer.fp32_partitioned_groups_flat[0].dtype
         states = str(master).removeprefix("torch.")
         said[0] += f", updated in {states}" if states != trained else ""
-        computed = trained
     else:
         states = trained
-        computed = "bfloat16" if accelerator.mixed_precision == "bf16" else frozen or trained
+    computed = "bfloat16" if accelerator.mixed_precision == "bf16" else frozen or trained
     where = accelerator.device.type
     if where == "cuda":
         where = torch.cuda.get_device_name(accelerator.device)

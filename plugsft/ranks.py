@@ -15,16 +15,18 @@ from accelerate import Accelerator, PartialState
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
+from torch.distributed import DistBackendError, TCPStore  # type: ignore[attr-defined]  # made in C++
 from torch.nn import Module
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
-from .errors import LaunchError
+from .errors import LaunchError, TrainError
 from .machine import Machine
 from .precision import ensure_no_other, mixed, on_cpu
 from .recipe import Recipe
 
+NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 CURE = (
     "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
     "the visible devices"
@@ -137,6 +139,20 @@ def wait_for_all(machine: Machine) -> None:
 
 
 @contextmanager
+def in_company(recipe: Recipe) -> Iterator[None]:
+    """Say in one line that another rank has ended, where gloo or NCCL say it in fifty."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, DistBackendError) or any(sign in str(error) for sign in LOST):
+            raise TrainError(
+                "another rank has ended, and this one cannot go on alone; what that one said "
+                f"stands above. Go on with --resume ({recipe.output})"
+            ) from error
+        raise
+
+
+@contextmanager
 def exchange(accelerator: Accelerator, model: Module, last: bool) -> Iterator[None]:
     """Let gradients travel between ranks with the last micro-batch of a window only."""
     # DeepSpeed takes its step inside backward, and looks here for when.
@@ -155,11 +171,7 @@ def name_of(accelerator: Accelerator) -> str:
     """Say how the ranks work together."""
     if accelerator.num_processes == 1:
         return "single process"
-    return (
-        str(accelerator.distributed_type.value)
-        .replace("MULTI_CPU", "DDP")
-        .replace("MULTI_GPU", "DDP")
-    )
+    return NAMES.get(accelerator.distributed_type.value, "DDP")
 
 
 def _prepare_cpu(fsdp: bool, deepspeed: bool) -> None:

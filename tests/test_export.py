@@ -215,7 +215,7 @@ def test_adapters_whose_base_is_gone_or_of_another_kind(run, tmp_path):
     config = json.loads(path.read_text())
     (run / "model/manifest.json").unlink()
     path.write_text(json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(PlugsftError, match=r"cannot be loaded onto .*gone, which they are for"):
+    with pytest.raises(PlugsftError, match=r"adapters are for is gone: .*gone; move it back"):
         export(run, True, None)
 
 

@@ -62,7 +62,7 @@ def test_ranks_learn_what_one_process_learns(tiny, tmp_path, name):
     assert code == 0, err
     assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
     record = json.loads((run / "run.json").read_text())
-    kind = {"cpu2": "DDP", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}[name]
+    kind = {"cpu2": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}[name]
     assert (record["machine"]["launcher"], record["machine"]["ranks"]) == (kind, 2)
     # Only the main process speaks: each line stands once.
     lines = [line for line in out.splitlines() if line.startswith(("data:", "model:", "step "))]
@@ -181,8 +181,9 @@ def test_a_killed_rank_ends_the_launch_and_the_rerun_goes_on(tiny, tmp_path, nam
     ).stdout.split()
     os.kill(int(ranks[-1]), signal.SIGKILL)
     killed = time.monotonic()
-    code, _, _ = finish(process, timeout=60)
+    code, _, err = finish(process, timeout=60)
     assert code != 0 and time.monotonic() - killed < 15
+    assert "another rank has ended" in err and f"Go on with --resume ({run})" in err
     code, out, err = finish(launch(*config(name), "-m", "plugsft", recipe, "--resume"))
     assert code == 0, err
     assert "going on after step" in out

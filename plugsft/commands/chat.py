@@ -24,7 +24,7 @@ from ..console import is_terminal, say
 from ..context import context_of
 from ..errors import PlugsftError
 from ..pretrained import pad_id
-from .places import ADAPTER, is_model, near
+from .places import ADAPTER, base_of, is_model, near
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -76,18 +76,18 @@ def model_folder(output: Path) -> Path:
     raise PlugsftError(
         f"{output}: its run is at step {done} of {total} and has left no model yet; wait for its "
         f"end, or go on with: plugsft {shlex.quote(str(output / 'recipe.toml'))}{resume}"
+        + (f"; plugsft export {output} --to FOLDER makes one of its checkpoint" if resume else "")
     )
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer, onto a GPU if there is one."""
+    options: dict[str, Any] = {"dtype": "auto"}
+    if (folder / ADAPTER).is_file():
+        # Of the model that adapters are for, which transformers does not look for itself.
+        options["revision"] = base_of(folder)[1] or "main"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        options: dict[str, Any] = {"dtype": "auto"}
-        if (folder / ADAPTER).is_file():
-            # Of the model that adapters are for, which transformers does not look for itself.
-            adapter = json.loads((folder / ADAPTER).read_text(encoding="utf8"))
-            options["revision"] = adapter.get("revision") or "main"
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises whatever its readers raise
         first = str(error).strip().partition("\n")[0]

@@ -1,7 +1,6 @@
 """`plugsft export`: hand on what a run has trained: a copy that is verified, or a merged model."""
 
 import importlib
-import json
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from ..errors import CheckpointError, PlugsftError
 from ..publish import MANIFEST, damage, is_published, publish
 from ..ranks import quiet
 from .chat import model_folder
-from .places import ADAPTER, is_model
+from .places import ADAPTER, base_of, is_model
 from .restored import checkpoint_of, restore
 
 TOKENS = 32
@@ -78,15 +77,6 @@ def copy_to(folder: Path, target: Path) -> str:
                 raise CheckpointError(f"{path.name}: was not copied as it is; try again")
     base = f", for {base_of(folder)[0]}" if (folder / ADAPTER).is_file() else ""
     return f"model, copied and verified{base}"
-
-
-def base_of(folder: Path) -> tuple[str, str | None]:
-    """Return the model that adapters are for, and its revision."""
-    try:
-        config = json.loads((folder / ADAPTER).read_text(encoding="utf8"))
-        return str(config["base_model_name_or_path"]), config.get("revision")
-    except (ValueError, LookupError) as error:
-        raise PlugsftError(f"{folder / ADAPTER}: names no model that it is for") from error
 
 
 def merge_into(folder: Path, target: Path) -> str:

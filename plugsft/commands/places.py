@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..console import say
-from ..errors import RecipeError, did_you_mean
+from ..errors import PlugsftError, RecipeError, did_you_mean
 from ..publish import is_published, writing
 from ..recipe import TRL, Recipe
 from ..report import read_metrics
@@ -60,6 +60,21 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
 def is_model(folder: Path) -> bool:
     """Tell whether a folder holds a model, whole or as adapters of another."""
     return any((folder / name).is_file() for name in ("config.json", ADAPTER))
+
+
+def base_of(folder: Path) -> tuple[str, str | None]:
+    """Return the model that adapters are for, and its revision."""
+    try:
+        config = json.loads((folder / ADAPTER).read_text(encoding="utf8"))
+        base, revision = str(config["base_model_name_or_path"]), config.get("revision")
+    except (ValueError, LookupError) as error:
+        raise PlugsftError(f"{folder / ADAPTER}: names no model that it is for") from error
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise PlugsftError(
+            f"{folder}: the model that its adapters are for is gone: {base}; move it back, or name "
+            f"its new place in {folder / ADAPTER} (base_model_name_or_path)"
+        )
+    return base, revision
 
 
 def near(place: Path) -> str:
@@ -167,21 +182,35 @@ def leftovers(folder: Path) -> str:
     steps = len([line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
     anew = "start anew with --overwrite, or give another folder (output=...)"
     if is_published(folder / "model"):
+        model, first = folder / "model", ""
+        if (model / ADAPTER).is_file():
+            model, first = folder / "merged", f"plugsft export {folder} --merge, then "
         return (
-            f"a finished run: {anew}. To train its model on, set model.path = "
-            f'"{folder / "model"}" and another output'
+            f"a finished run: {anew}. To train its model on, {first}set model.path = "
+            f'"{model}" and another output'
         )
     if kept:
         return f"checkpoints up to {kept[-1].name}: go on with --resume, {anew}"
     return f"{steps:,} steps of a run that left no checkpoint: {anew}" if steps else ""
 
 
-def is_finished(folder: Path, checkpoint: Path) -> bool:
-    """Tell whether an output folder's run came to its end, with this checkpoint."""
-    run = read_run(folder)
+def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
+    """Tell whether a recipe's run came to its end, with this checkpoint."""
+    folder, run = recipe.folder, read_run(recipe.folder)
+    had = {one["name"]: one["options"] for one in run.get("plugins", [])}
     if run.get("status") != "finished" or not is_published(folder / "model"):
         return False
-    return checkpoint.name == f"step-{run['steps']['total']:06d}"
+    if checkpoint.name != f"step-{run['steps']['total']:06d}":
+        return False
+    if differing := sorted(
+        name for name in {*had, *recipe.plugins} if had.get(name) != recipe.plugins.get(name)
+    ):
+        raise RecipeError(
+            f"--resume: the run in {folder} is finished, and had other options of "
+            f"{', '.join(f'plugins.{name}' for name in differing)}; undo the changes, or give "
+            "another output"
+        )
+    return True
 
 
 def read_run(folder: Path) -> dict[str, Any]:

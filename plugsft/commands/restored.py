@@ -15,6 +15,7 @@ from ..models import load_of
 from ..parts import Stored, part_of
 from ..pretrained import load_tokenizer
 from ..publish import damage, publish
+from ..ranks import quiet
 from ..registry import check, load
 from ..spread import WEIGHTS
 
@@ -31,6 +32,7 @@ def checkpoint_of(output: Path) -> Path | None:
 
 def restore(path: Path, target: Path, without: Sequence[str]) -> None:
     """Write the model of a checkpoint as its run would have, at its end."""
+    quiet()
     output = path.parent.parent
     recipe, active = load(output / "recipe.toml", [f"output={output}"], without)
     hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook

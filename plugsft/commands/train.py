@@ -38,7 +38,7 @@ def train(
             raise RecipeError(f"output: {recipe.output} holds {left}")
         ensure_room(recipe, active, overwrite)
         checkpoint = find(recipe, resume, given)
-        if resume and checkpoint and is_finished(folder, checkpoint):
+        if resume and checkpoint and is_finished(recipe, checkpoint):
             say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
             return
         with active.named():
