@@ -36,7 +36,7 @@ from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .saved import save_model
 from .schedule import Schedule, check_schedule
-from .spread import held_by, spread
+from .spread import held_by, is_sharded, spread
 from .stop import Stop
 from .tokens import Tokens
 from .types import Window
@@ -118,7 +118,7 @@ def load(
 ) -> tuple[Module, Optimizer]:
     """Load the model and make its optimizer, spread over the ranks."""
     set_seed(recipe.train.seed)
-    how = load_of(recipe.model, scratch, empty=accelerator.is_fsdp2)
+    how = load_of(recipe.model, scratch, empty=is_sharded(accelerator))
     model = hook.optimize_model(load=how)
     model.train()
     return spread(accelerator, how, model, lambda m: hook.optimizer(model=m, train=recipe.train))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -81,12 +82,14 @@ class Load:
             yield lambda name, start, stop: opened[self._files[name]].get_slice(name)[start:stop]
 
     def _without_weights(self) -> PreTrainedModel | None:
-        """Make the model around tensors without memory, if its files name them as it does."""
+        """Make the model without its weights, if its files name them as it does."""
         known = ("revision", "trust_remote_code")
         found = {name: self.kwargs[name] for name in known if name in self.kwargs}
         config = AutoConfig.from_pretrained(self.path, **found)
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
-        with init_empty_weights(include_buffers=False):
+        # DeepSpeed takes each tensor apart as it is made; else it is made without memory.
+        zero3: Any = is_deepspeed_zero3_enabled
+        with nullcontext() if zero3() else init_empty_weights(include_buffers=False):
             make: Any = AutoModelForCausalLM.from_config
             model: PreTrainedModel = make(config, **rest)
         model.tie_weights()

@@ -22,15 +22,21 @@ from .parts import Part, Stored, part_of
 WEIGHTS, STATES = "model", "optimizer"
 
 
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Tell whether no rank is to hold the whole model."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
 def spread(
     accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
     """Spread a model over the ranks; make its optimizer, of what each then holds."""
+    names = load.names_in(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _hand_out(model, accelerator.is_main_process, names, load)
         engine, zero = accelerator.prepare(model, make(model))
         return engine, zero
     if accelerator.is_fsdp2:
-        names = load.names_in(model)
         fsdp2_prepare_model(accelerator, model)
         if names:
             _fetch(model, accelerator.device, names, load)
@@ -53,6 +59,18 @@ def _fetch(model: Any, device: torch.device, names: dict[str, str], load: Load) 
             row = tensors[name][:1].numel()
             start, stop = part.start // row, (part.start + part.values.numel()) // row
             part.values.copy_(rows(stored, start, stop).reshape(-1))
+
+
+def _hand_out(model: Module, main: bool, names: dict[str, str], load: Load) -> None:
+    """Read each tensor on one rank, and let DeepSpeed give every other its stretch of it."""
+    deepspeed: Any = importlib.import_module("deepspeed")
+    tensors = dict(model.named_parameters())
+    with torch.no_grad(), load.files() as rows:
+        for name, stored in names.items():
+            one: Any = tensors[name]
+            with deepspeed.zero.GatheredParameters([one], modifier_rank=0):
+                if main:
+                    one.copy_(rows(stored, 0, one.ds_shape[0]))
 
 
 def _tensors(model: Module) -> dict[str, Tensor]:

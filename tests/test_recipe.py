@@ -25,7 +25,7 @@ def problems(path, *overrides):
     [
         (
             {"lerning_rate": 1},
-            "lerning_rate: unknown key (given 1); allowed: output, model, data, train",
+            "lerning_rate: unknown key (given 1); allowed: output, device, model, data, train",
         ),
         (
             {"learning_rate": 1},
