@@ -197,7 +197,10 @@ def test_ctrl_c_ends_a_talk_with_a_line_of_its_own(run):
         (["rum/"], "holds no model"),
         (["rum"], "is a file"),
         (["rum/run.json"], "at step 3 of 9 and has left no model yet.*recipe.toml$"),
-        (["rum/run.json", "rum/checkpoints/step-000003/"], "recipe.toml --resume; plugsft export .* --to FOLDER makes one"),
+        (
+            ["rum/run.json", "rum/checkpoints/step-000003/"],
+            "--resume; plugsft export .* --to FOLDER",
+        ),
         (["rum/config.json"], "no model could be loaded"),
     ],
 )
