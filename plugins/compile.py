@@ -14,7 +14,16 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plugsft import Recipe, RecipeError, TrainError, attend_per_document, hookimpl, plugin, state
+from plugsft import (
+    Recipe,
+    RecipeError,
+    TrainError,
+    attend_per_document,
+    decoder_layers,
+    hookimpl,
+    plugin,
+    state,
+)
 
 LIMIT = 32
 """Variants of a piece of code, at most. Beyond its own limit torch would go on uncompiled."""
@@ -61,12 +70,7 @@ class Compile:
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Put a compiled program in the place of each layer's code; names of weights stay."""
         model = yield
-        layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-        if not layers:
-            raise RecipeError(
-                f"plugins.compile: a model of type '{model.config.model_type}' has no layers that "
-                "are known to compile; remove [plugins.compile]"
-            )
+        layers = decoder_layers(model, "are known to compile; remove [plugins.compile]")
         self.layers = len(layers)
         torch._dynamo.config.recompile_limit = LIMIT
         torch._dynamo.config.fail_on_recompile_limit_hit = True

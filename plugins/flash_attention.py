@@ -24,9 +24,9 @@ from plugsft import (
     ModelLoad,
     Recipe,
     RecipeError,
-    TrainError,
     attend_per_document,
     hookimpl,
+    lone_document,
     plugin,
     state,
 )
@@ -307,12 +307,7 @@ def arguments(
 ) -> dict[str, Any]:
     """Return what torch's kernel is called with for a row of heads as transformers has them."""
     if bounds is None or longest is None:
-        if len(query) > 1 or query.shape[2] != key.shape[2]:
-            raise TrainError(
-                "a model that was loaded for packed rows was called with padded rows, or with a "
-                "cache; call a copy of it that is loaded by transformers alone"
-            )
-        longest = query.shape[2]
+        (longest,) = lone_document(query, key)
         bounds = torch.arange(2, dtype=torch.int32, device=query.device) * longest
     dtype = query.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):

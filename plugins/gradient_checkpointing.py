@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plugsft import RecipeError, hookimpl, plugin, state
+from plugsft import decoder_layers, hookimpl, plugin, state
 
 
 @plugin(after=["lora"])
@@ -24,13 +23,11 @@ class GradientCheckpointing:
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Mark the layers that are computed again; a mark works in training only."""
         model = yield
-        layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-        if not layers:
-            raise RecipeError(
-                f"plugins.gradient_checkpointing: a model of type '{model.config.model_type}' has "
-                "no layers that can be computed again; remove [plugins.gradient_checkpointing], "
-                "and lower capacity or train.micro_batch if memory is short"
-            )
+        layers = decoder_layers(
+            model,
+            "can be computed again; remove [plugins.gradient_checkpointing], and lower capacity "
+            "or train.micro_batch if memory is short",
+        )
         chosen = layers[:: self.every]
         for layer in chosen:
             # The reentrant kind loses gradients where nothing that enters a layer is trained.

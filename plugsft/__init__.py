@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from .claims import once
     from .console import say
     from .digests import cache_folder, digest
-    from .documents import attend_per_document, documents_of, ensure_apart, pack
+    from .documents import attend_per_document, documents_of, ensure_apart, lone_document, pack
+    from .models import decoder_layers
     from .publish import damage
     from .tokenizer import Tokenizer, encode
     from .tokens import Tokens
@@ -53,10 +54,12 @@ LATE = {
     "attend_per_document": "documents",
     "cache_folder": "digests",
     "damage": "publish",
+    "decoder_layers": "models",
     "digest": "digests",
     "documents_of": "documents",
     "encode": "tokenizer",
     "ensure_apart": "documents",
+    "lone_document": "documents",
     "once": "claims",
     "open_tokens": "answers",
     "pack": "documents",
@@ -108,11 +111,13 @@ __all__ = [
     "attend_per_document",
     "cache_folder",
     "damage",
+    "decoder_layers",
     "digest",
     "documents_of",
     "encode",
     "ensure_apart",
     "hookimpl",
+    "lone_document",
     "look",
     "once",
     "open_tokens",

@@ -94,7 +94,7 @@ def attend(
             "remove [plugins.bfd_packing]"
         )
     if documents is None:
-        documents = _one_document(query, key)
+        documents = lone_document(query, key)
     # One operation: its gradient is put together at once, where slices' would be added up.
     parts = (torch.split(tensor, list(documents), 2) for tensor in (query, key, value))
     outputs = [
@@ -104,7 +104,8 @@ def attend(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def _one_document(query: Tensor, key: Tensor) -> tuple[int, ...]:
+def lone_document(query: Tensor, key: Tensor) -> tuple[int, ...]:
+    """Return the length of a row of which nothing is said: it is one document, or a mistake."""
     if len(query) > 1 or query.shape[2] != key.shape[2]:
         raise TrainError(
             "a model that was loaded for packed rows was called with padded rows, or with a "

@@ -22,6 +22,7 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -74,12 +75,14 @@ class Load:
     @contextmanager
     def files(self) -> Iterator[Rows]:
         """Open the files of the weights, to be read by rows."""
-        with ExitStack() as stack:
-            opened = {
-                path: stack.enter_context(safe_open(path, "pt"))
-                for path in sorted({*self._files.values()})
-            }
+        with self._opened() as opened:
             yield lambda name, start, stop: opened[self._files[name]].get_slice(name)[start:stop]
+
+    @contextmanager
+    def _opened(self) -> Iterator[dict[str, Any]]:
+        with ExitStack() as stack:
+            paths = sorted({*self._files.values()})
+            yield {path: stack.enter_context(safe_open(path, "pt")) for path in paths}
 
     def _without_weights(self) -> PreTrainedModel | None:
         """Make the model without its weights, if its files name them as it does."""
@@ -95,8 +98,32 @@ class Load:
         model.tie_weights()
         self._names = {id(one): name for name, one in model.named_parameters()}
         self._files = files_of(self.path, self.kwargs.get("revision"))
-        self.empty = {*self._names.values()} <= {*self._files}
+        self.empty = self._can_be_read(model)
         return model if self.empty else None
+
+    def _can_be_read(self, model: PreTrainedModel) -> bool:
+        """Tell whether the files have each tensor as the model has it, and nothing else is kept."""
+        shapes = {
+            self._names[id(one)]: list(getattr(one, "ds_shape", one.shape))
+            for one in model.parameters()
+        }
+        lasting = {name for name, _ in model.named_buffers()} & {*model.state_dict()}
+        # A tensor without rows is not read by rows.
+        if lasting or not {*shapes} <= {*self._files} or [] in shapes.values():
+            return False
+        with self._opened() as opened:
+            return all(
+                opened[self._files[name]].get_slice(name).get_shape() == shape
+                for name, shape in shapes.items()
+            )
+
+
+def decoder_layers(model: Any, that: str) -> list[Any]:
+    """Return the layers of a model; `that` says, of one without any, what for and the cure."""
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        raise RecipeError(f"a model of type '{model.config.model_type}' has no layers that {that}")
+    return layers
 
 
 def files_of(path: str, revision: str | None) -> dict[str, str]:

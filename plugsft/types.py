@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
@@ -150,7 +151,7 @@ Feed: TypeAlias = Iterator[Fed]
 Layouts: TypeAlias = Sequence[Layout]
 
 
-class OnDemand(Sequence[Layout]):
+class OnDemand(Sequence[Layout], ABC):
     """Windows that are laid out when they are asked for: an epoch may have millions."""
 
     @overload
@@ -164,9 +165,9 @@ class OnDemand(Sequence[Layout]):
             raise IndexError(number)
         return self.lay_out(number)
 
+    @abstractmethod
     def lay_out(self, number: int) -> Layout:
         """Lay out one window, whose number is in range."""
-        raise NotImplementedError
 
 
 class ModelLoad(Protocol):

@@ -1,0 +1,73 @@
+"""Loading: tensors stay in their files only where those hold all that the model has."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from plugsft import RecipeError
+from plugsft.models import Load
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def loaded(folder):
+    load = Load(str(folder), {"dtype": torch.float32}, empty=True)
+    return load.build(), load
+
+
+def test_weights_are_left_in_their_files(folder):
+    model, load = loaded(folder)
+    assert load.empty and all(one.is_meta for one in model.parameters())
+
+
+def test_a_tensor_that_has_another_shape_in_its_file_is_not_read_by_rows(folder):
+    """Read as it stands, it would be filled with the beginning of the other."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"] = torch.ones(20)
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(RecipeError, match="model"):
+        loaded(folder)
+
+
+def test_a_tensor_that_is_in_no_file_is_made_as_transformers_makes_it(folder):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, {"format": "pt"})
+    model, load = loaded(folder)
+    assert not load.empty and torch.equal(model.model.norm.weight, torch.ones(16))
+
+
+@pytest.mark.parametrize("more", ["buffer", "scalar"])
+def test_what_rows_do_not_reach_is_loaded_whole(folder, monkeypatch, more):
+    """Buffers that are saved, and tensors without rows, would keep what the config gives them."""
+    made = LlamaForCausalLM.__init__
+
+    def init(self, config):
+        made(self, config)
+        if more == "buffer":
+            self.register_buffer("scale", torch.ones(3))
+        else:
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", init)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.scale.data.fill_(7.0)
+    model.save_pretrained(folder)
+    model, load = loaded(folder)
+    assert not load.empty and float(model.scale.data.max()) == 7.0
