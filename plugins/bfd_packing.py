@@ -37,7 +37,7 @@ COUNTING = Lock()
 """Batches may be made in several threads: of training, and of evaluation."""
 
 
-@plugin()
+@plugin(learns=["scope", "overlong"])
 class BfdPacking:
     """Pack examples into full micro-batches, best fit first, with no look from one to another.
 

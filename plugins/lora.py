@@ -29,7 +29,9 @@ NAME = "default"
 MAGNITUDE = "lora_magnitude_vector"
 
 
-@plugin()
+@plugin(
+    learns=["r", "alpha", "dropout", "targets", "modules_to_save", "rslora", "dora", "init"],
+)
 class Lora:
     """Train small adapters beside the frozen weights (LoRA): learning changes.
 

@@ -14,7 +14,9 @@ from .parts import Stored, write
 from .publish import damage, discard, is_published, publish, sweep
 from .reading import anchored, flatten
 from .recipe import Recipe
+from .registry import Active
 from .spread import Held
+from .tokens import Tokens
 
 # What may differ between a checkpoint's recipe and the one that goes on from it: where things lie,
 # how they are laid out and shown, and plugins, which change nothing or are compared by themselves.
@@ -33,10 +35,16 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(
-        self, recipe: Recipe, data_key: str, accelerator: Accelerator, held: Held, steps: int
+        self,
+        recipe: Recipe,
+        active: Active,
+        tokens: Tokens,
+        accelerator: Accelerator,
+        held: Held,
+        steps: int,
     ) -> None:
         self.folder = recipe.folder / "checkpoints"
-        self._recipe, self._data_key = recipe, data_key
+        self._recipe, self._active, self._data_key = recipe, active, tokens.facts["key"]
         self._accelerator, self._held = accelerator, held
         self.saved = 0
         """The last step that a checkpoint holds."""
@@ -65,7 +73,7 @@ class Checkpoints:
                 facts = {
                     "step": step,
                     "data": self._data_key,
-                    "recipe": _identity(self._recipe),
+                    "recipe": _identity(self._recipe, self._active),
                     "plugins": self._recipe.plugins,
                 }
                 (folder / "state.json").write_text(json.dumps(facts, indent=1))
@@ -80,17 +88,17 @@ class Checkpoints:
         """Load a checkpoint, if there is one to go on from, into model and optimizer."""
         if path is None:
             return
-        facts = compare(path, self._recipe, self._data_key)
+        facts = compare(path, self._recipe, self._active, self._data_key)
         with Stored(path) as stored:
             self._held.restore(stored)
         self.saved = int(facts["step"])
 
 
-def find(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
+def find(recipe: Recipe, active: Active, resume: bool, given: Path | None) -> Path | None:
     """Return a checkpoint to go on from, checked against its manifest and the recipe."""
     path = _choose(recipe, resume, given)
     if path is not None:
-        compare(path, recipe)
+        compare(path, recipe, active)
     return path
 
 
@@ -123,23 +131,26 @@ def listed(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if is_published(path))
 
 
-def _identity(recipe: Recipe) -> dict[str, Any]:
-    """Return the keys of a recipe that decide what is learned."""
+def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
+    """Return the keys of a recipe that decide what is learned, those of its plugins among them."""
     flat = flatten(anchored(recipe))
-    return {
+    own = {
         key: value
         for key, value in flat.items()
         # Data counts by its key, which holds for moved files and notices changed ones.
         if key != "plugins" and not key.startswith((*FREE, "data.source", "data.split"))
     }
+    return own | active.learned()
 
 
-def compare(path: Path, recipe: Recipe, data_key: str | None = None) -> dict[str, Any]:
+def compare(
+    path: Path, recipe: Recipe, active: Active, data_key: str | None = None
+) -> dict[str, Any]:
     """Refuse a checkpoint of another recipe or, where its key is known, of other data."""
     facts: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf8"))
-    then, now = facts["recipe"], _identity(recipe)
+    then, now = facts["recipe"], _identity(recipe, active)
     differing = [
-        f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
+        f"{key} was {_shown(then.get(key))} and is {_shown(now.get(key))}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
@@ -157,3 +168,7 @@ def compare(path: Path, recipe: Recipe, data_key: str | None = None) -> dict[str
     if data_key and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")
     return facts
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)

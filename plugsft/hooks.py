@@ -71,6 +71,7 @@ class Contract:
     after: tuple[str, ...]
     requires: tuple[str, ...]
     conflicts: dict[str, str]
+    learns: tuple[str, ...]
 
 
 T = TypeVar("T")
@@ -82,14 +83,16 @@ def plugin(
     after: Sequence[str] = (),
     requires: Sequence[str] = (),
     conflicts: dict[str, str] | None = None,
+    learns: Sequence[str] = (),
 ) -> Callable[[type[T]], type[T]]:
     """Make a class a plugin: its fields are its options, its marked methods its hooks.
 
     `after` names plugins that this one wraps where both are active; `requires`, plugins that must
-    be active too; `conflicts`, plugins that must not, each with the reason. State that is no
-    option is declared with `state(default)`.
+    be active too; `conflicts`, plugins that must not, each with the reason; `learns`, options that
+    change what is learned, other than by default: no run goes on with others of them. State that
+    is no option is declared with `state(default)`.
     """
-    contract = Contract(tuple(after), tuple(requires), dict(conflicts or {}))
+    contract = Contract(tuple(after), tuple(requires), dict(conflicts or {}), tuple(learns))
     config = ConfigDict(
         extra="forbid",
         strict=True,

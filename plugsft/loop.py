@@ -59,7 +59,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
     schedule = Schedule(recipe.train, optimizer, plan.steps)
     feeder = Feeder(hook, accelerator, pad_id(data.tokenizer))
     held = held_by(accelerator, model, optimizer)
-    checkpoints = Checkpoints(recipe, tokens.facts["key"], accelerator, held, plan.steps)
+    checkpoints = Checkpoints(recipe, active, tokens, accelerator, held, plan.steps)
     checkpoints.restore(checkpoint)
     record.run["precision"] = truth(accelerator, held)
     describe(record, recipe, accelerator, model, tokens, held_out, plan, checkpoints)

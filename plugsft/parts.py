@@ -122,6 +122,12 @@ class Stored:
                 "files of some rank are missing: all nodes must write to one file system"
             )
 
+    def of(self, kind: str) -> set[str]:
+        """Return the names of the tensors of a kind: "model", "optimizer"."""
+        return {
+            name.removeprefix(f"{kind}/") for name in self.shapes if name.startswith(f"{kind}/")
+        }
+
     def strange(self, name: str) -> CheckpointError:
         """Return the error of a tensor that is not as the model has it."""
         return CheckpointError(

@@ -72,6 +72,17 @@ class Active:
         """Tell whether a plugin answers or wraps one of these hooks."""
         return any(mark_of(type(self.plugins[name]), hook) for hook in hooks)
 
+    def learned(self) -> dict[str, Any]:
+        """Return the options that change what is learned, where they are not the default."""
+        found = {}
+        for name, plugin in self.plugins.items():
+            options, fields = options_of(plugin), type(plugin).__pydantic_fields__
+            for option in contract_of(plugin).learns:
+                default = fields[option].get_default(call_default_factory=True)
+                if options.get(option) != default:
+                    found[f"plugins.{name}.{option}"] = options[option]
+        return found
+
     def source_digest(self, name: str) -> str:
         """Return a checksum of the file that a plugin's class stands in."""
         return file_digest(Path(inspect.getfile(type(self.plugins[name]))))

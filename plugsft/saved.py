@@ -52,25 +52,29 @@ def save_model(
 def ensure_written(folder: Path, weights: dict[str, Tensor], mine: dict[str, Part]) -> None:
     """Read a model's folder back: each tensor is there, in its shape, and begins as it should."""
     names = {_in_file(name): name for name in weights}
-    found = {}
+    missing, size = {*names}, 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for there in file.keys():  # noqa: SIM118  # no dict
-                found[there] = file.get_tensor(there)
-    missing = sorted({*names} - {*found})
+                tensor = file.get_tensor(there)
+                size += tensor.numel()
+                if there in names:
+                    missing.remove(there)
+                    name = names[there]
+                    if wrong := _differs(tensor, weights[name].shape, mine[name]):
+                        raise _broken(folder, f"{there} {wrong}")
     # transformers writes the experts of some models under other names, cut otherwise.
-    if missing and sum(one.numel() for one in found.values()) != sum(
-        one.numel() for one in weights.values()
-    ):
-        raise _broken(folder, f"{missing[0]} is missing, as are {len(missing) - 1} more")
-    for there in {*names} & {*found}:
-        tensor, name = found[there], names[there]
-        if tensor.shape != weights[name].shape or not tensor.numel():
-            raise _broken(folder, f"{there} has the shape {list(tensor.shape)}")
-        part = mine[name]
-        sample = part.values[:SAMPLE].to("cpu", tensor.dtype)
-        if not torch.equal(tensor.view(-1)[part.start : part.start + len(sample)], sample):
-            raise _broken(folder, f"{there} has other values than were trained")
+    if missing and size != sum(one.numel() for one in weights.values()):
+        raise _broken(folder, f"{min(missing)} is missing, as are {len(missing) - 1} more")
+
+
+def _differs(tensor: Tensor, shape: torch.Size, part: Part) -> str:
+    """Say in what a tensor that was read back differs from what was trained."""
+    if tensor.shape != shape or not tensor.numel():
+        return f"has the shape {list(tensor.shape)}"
+    sample = part.values[:SAMPLE].to("cpu", tensor.dtype)
+    same = torch.equal(tensor.view(-1)[part.start : part.start + len(sample)], sample)
+    return "" if same else "has other values than were trained"
 
 
 def _in_file(name: str) -> str:

@@ -1,8 +1,8 @@
 """The learning rate as a function of the step alone, so that resuming needs no state of it."""
 
 import torch
+import transformers
 from torch.optim import Optimizer
-from transformers import get_scheduler
 
 from .errors import RecipeError
 from .recipe import Train
@@ -17,7 +17,8 @@ class Schedule:
         # never steps. The run's own may be DeepSpeed's, which no schedule of torch's accepts.
         bearer = torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate)
         try:
-            self._factor = get_scheduler(
+            # By its own name: what it stands in imports peft, where that is installed, for seconds.
+            self._factor = transformers.get_scheduler(
                 train.schedule,
                 bearer,
                 num_warmup_steps=warmup,

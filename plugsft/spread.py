@@ -105,13 +105,11 @@ class Held:
     def restore(self, stored: Stored) -> None:
         """Bring model and optimizer to where a checkpoint left them."""
         named = self.parameters()
+        ensure_same(stored, named)
         keys: dict[str, list[str]] = {name: [] for name in named}
-        for there in stored.shapes:
-            kind, _, rest = there.partition("/")
-            name, _, key = rest.rpartition("/") if kind == STATES else (rest, "", "")
-            if name not in keys:
-                raise stored.strange(there)
-            keys[name] += [key] if key else []
+        for there in sorted(stored.of(STATES)):
+            name, _, key = there.rpartition("/")
+            keys[name].append(key)
         with torch.no_grad():
             self.fill(stored, named, keys)
 
@@ -130,8 +128,7 @@ class Held:
 
     def fill(self, stored: Stored, named: dict[str, Any], keys: dict[str, list[str]]) -> None:
         """Read the parameters, and their states of such names."""
-        for name, one in named.items():
-            stored.fill(f"{WEIGHTS}/{name}", part_of(one))
+        fill_weights(stored, named)
         names = {id(one): name for name, one in named.items()}
         states: dict[int, dict[str, Tensor]] = {}
         for group in self.optimizer.param_groups:
@@ -142,6 +139,18 @@ class Held:
                 }
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def ensure_same(stored: Stored, named: dict[str, Any]) -> None:
+    """Refuse a checkpoint in which other parameters were trained."""
+    if differing := {*named} ^ stored.of(WEIGHTS):
+        raise stored.strange(min(differing))
+
+
+def fill_weights(stored: Stored, named: dict[str, Any]) -> None:
+    """Read parameters, of which this process holds all, or under FSDP2 its rows."""
+    for name, one in named.items():
+        stored.fill(f"{WEIGHTS}/{name}", part_of(one))
 
 
 def _state(stored: Stored, name: str, like: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from ..checkpoint import listed
 from ..errors import CheckpointError, PlugsftError
 from ..machine import look
 from ..models import load_of
-from ..parts import Stored, part_of
+from ..parts import Stored
 from ..pretrained import load_tokenizer
 from ..publish import damage, publish
 from ..ranks import quiet
 from ..registry import check, load
-from ..spread import WEIGHTS
+from ..spread import ensure_same, fill_weights
 
 
 def checkpoint_of(output: Path) -> Path | None:
@@ -46,12 +46,8 @@ def restore(path: Path, target: Path, without: Sequence[str]) -> None:
         model: Any = hook.optimize_model(load=load_of(recipe.model, scratch))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     with torch.no_grad(), Stored(path) as stored:
-        for there in stored.shapes:
-            kind, _, name = there.partition("/")
-            if kind == WEIGHTS and name not in trained:
-                raise stored.strange(there)
-        for name, one in trained.items():
-            stored.fill(f"{WEIGHTS}/{name}", part_of(one))
+        ensure_same(stored, trained)
+        fill_weights(stored, trained)
     with publish(target) as building:
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)

@@ -37,7 +37,7 @@ def train(
         if not (overwrite or goes_on) and (left := leftovers(folder)):
             raise RecipeError(f"output: {recipe.output} holds {left}")
         ensure_room(recipe, active, overwrite)
-        checkpoint = find(recipe, resume, given)
+        checkpoint = find(recipe, active, resume, given)
         if resume and checkpoint and is_finished(recipe, checkpoint):
             say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
             return

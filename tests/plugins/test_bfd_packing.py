@@ -176,6 +176,12 @@ def test_a_packed_run_goes_on_as_if_it_had_not_been_stopped(runs, tmp_path):
     assert curve(read_metrics(tmp_path / "again")) == curve(rest)
     run_ranks(2, *words, f"output={tmp_path / 'two'}")
     assert curve(read_metrics(tmp_path / "two")) == pytest.approx(curve(rest), rel=1e-5)
+    other = run_plugsft(*words, "plugins.bfd_packing.scope=dataset")
+    assert other.returncode == 2
+    assert "plugins.bfd_packing.scope was not set and is 'dataset'" in other.stderr
+    # Without it the same is learned.
+    padded = run_plugsft(*words[::2], words[-1], f"output={tmp_path / 'padded'}")
+    assert padded.returncode == 0, padded.stderr
 
 
 FAMILIES = {

@@ -311,6 +311,12 @@ def test_a_run_s_adapters_answer_and_it_goes_on_as_if_it_had_not_been_stopped(re
     assert [line["loss"] for line in read_metrics(again)] == [line["loss"] for line in rest]
     file = "model/adapter_model.safetensors"
     assert (again / file).read_bytes() == (whole / file).read_bytes()
+    # With other options the same numbers would be other adapters.
+    words = (recipe, f"output={tmp_path / 'other'}", "--resume-from", from_third)
+    other = run_plugsft(*words, "plugins.lora.alpha=16", "plugins.lora.rslora=true")
+    assert other.returncode == 2
+    assert "plugins.lora.alpha was 8 and is 16" in other.stderr
+    assert "plugins.lora.rslora was not set and is True" in other.stderr
 
 
 def test_dropout_is_used_and_the_base_stays_as_it_is(recipe, tmp_path):
