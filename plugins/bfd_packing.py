@@ -254,7 +254,8 @@ def evens_out(model: Any) -> float:
     weights = sum(sizes.values())
     if head is not None and head.weight is not table:
         weights -= sizes[id(table)]  # looked up, not multiplied
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # Layers may differ in it; an attribute of such a config raises where it is none of all layers.
+    width = config.to_dict().get("head_dim") or config.hidden_size // heads
     return float(weights / (config.num_hidden_layers * heads * width))
 
 

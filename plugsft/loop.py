@@ -218,8 +218,12 @@ def evaluate(
     model.eval()
     with closing(feeder.feed(plan.window, held_out, range(1, plan.steps + 1))) as windows:
         for fed in windows:
-            for batch in fed.batches:
-                summed += hook.step(model=model, batch=batch, total=1).double()
+            done: list[torch.Tensor] = []
+            rank = accelerator.process_index
+            with fitting(recipe, fed.window, rank, held_out, done, "evaluation, "):
+                for batch in fed.batches:
+                    done.append(hook.step(model=model, batch=batch, total=1).double())
+            summed += torch.stack(done).sum()
     model.train()
     total = int(held_out.trained.sum())
     loss = float(accelerator.reduce(summed, reduction="sum")) / total

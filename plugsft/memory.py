@@ -8,7 +8,7 @@ import torch
 from .errors import TrainError
 from .recipe import Recipe
 from .tokens import Tokens
-from .types import Window
+from .types import Ints, Window
 
 SAVERS = {
     "gradient_checkpointing": "activations are computed again, not kept",
@@ -20,7 +20,7 @@ SAVERS = {
 
 @contextmanager
 def fitting(
-    recipe: Recipe, window: Window, rank: int, tokens: Tokens, done: Sized
+    recipe: Recipe, window: Window, rank: int, tokens: Tokens, done: Sized, doing: str = ""
 ) -> Iterator[None]:
     """Name the micro-batch in which memory ran out: the one after those that are done."""
     try:
@@ -28,21 +28,24 @@ def fitting(
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        raise TrainError(_told(recipe, window, rank, tokens, len(done))) from error
+        where = f"{doing}step {window.step}, rank {rank}"
+        what = _part(window.layout[rank], tokens, len(done))
+        raise TrainError(f"{where}: out of memory in {what}. {_cures(recipe)}") from error
 
 
-def _told(recipe: Recipe, window: Window, rank: int, tokens: Tokens, done: int) -> str:
-    parts = window.layout[rank]
-    where = f"step {window.step}, rank {rank}: out of memory in the optimizer's step"
-    if done < len(parts):
-        lengths = tokens.lengths[parts[done]]
-        where = (
-            f"step {window.step}, rank {rank}: out of memory in micro-batch {done + 1} of "
-            f"{len(parts)}: {len(lengths):,} examples, {lengths.sum():,} tokens, the longest "
-            f"{lengths.max(initial=0):,}"
-        )
+def _part(parts: list[Ints], tokens: Tokens, done: int) -> str:
+    if done == len(parts):
+        return "the optimizer's step"
+    lengths = tokens.lengths[parts[done]]
+    return (
+        f"micro-batch {done + 1} of {len(parts)}: {len(lengths):,} examples, "
+        f"{lengths.sum():,} tokens, the longest {lengths.max(initial=0):,}"
+    )
+
+
+def _cures(recipe: Recipe) -> str:
     packs = "plugins.bfd_packing.capacity" if recipe.has("bfd_packing") else "train.micro_batch"
     cures = [f"a smaller {packs}", f"a smaller data.max_length (now {recipe.data.max_length:,})"]
     cures += [f"[plugins.{name}] ({how})" for name, how in SAVERS.items() if not recipe.has(name)]
     cures.append("more ranks that share the model (recipes/accelerate/fsdp2.yaml)")
-    return f"{where}. It needs less with {'; '.join(cures)}. None changes the batch size"
+    return f"It needs less with {'; '.join(cures)}. None changes the batch size"

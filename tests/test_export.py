@@ -140,7 +140,7 @@ def test_a_disk_that_fills_up_leaves_nothing(run, small_disk):
         (["{run}", "--to", "{run}/checkpoints"], "exists already"),
         (["{run}", "--to", "{run}/model/inside"], "inside the model's own folder"),
         (["{whole}", "--merge"], "is a whole model, with no adapters; leave out --merge"),
-        (["{run}/checkpoints", "--to", "{none}"], "holds no model"),
+        (["{run}/scratch", "--to", "{none}"], "holds no model"),
     ],
 )
 def test_what_cannot_be_exported_is_said(runs, run, tmp_path, words, says):
@@ -158,7 +158,8 @@ def test_a_checkpoint_gives_the_model_that_its_run_would_have(runs, tmp_path, na
     run = shutil.copytree(runs / name, tmp_path / "moved")
     wanted = read(run / "model")
     shutil.rmtree(run / "model")
-    done = run_plugsft("export", run, "--to", tmp_path / "copy")
+    source = run if name == "whole" else run / "checkpoints"
+    done = run_plugsft("export", source, "--to", tmp_path / "copy")
     assert done.returncode == 0, done.stderr
     assert f"model of step-000004: {tmp_path / 'copy'}" in done.stdout
     torch.testing.assert_close(read(tmp_path / "copy"), wanted, rtol=0, atol=1e-6)

@@ -1,7 +1,7 @@
 """Out of memory: what was too much, and what would lower it. Memory here really runs out."""
 
 import pytest
-from conftest import chats, run_plugsft
+from conftest import chats, run_plugsft, write_jsonl
 from making import activate, install
 
 LIMIT = """
@@ -15,27 +15,31 @@ LIMIT = """
 
         mib: int = 64
         rank: str = "0"
+        set: bool = state(False)
 
         @hookimpl(wrapper=True)
         def feed(self):
             feed = yield
             import os
-            if os.environ.get("RANK", "0") == self.rank:
+            if os.environ.get("RANK", "0") == self.rank and not self.set:
+                self.set = True
                 room = psutil.Process().memory_info().vms + (self.mib << 20)
                 resource.setrlimit(resource.RLIMIT_AS, (room, room))
             return feed
 """
 WIDE = {"hidden": 64, "layers": 1, "heads": 2, "vocab": 340, "context": 4096}
 
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c " * 1500}]
+LONG = [{"messages": TURNS}] * 8
+
 
 @pytest.fixture
 def limited(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", limit=LIMIT), monkeypatch)
 
-    def make(**plugins):
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c " * 1500}]
+    def make(rows=LONG, **plugins):
         tables = {
-            "rows": chats(4) + [{"messages": turns}] * 8,
+            "rows": chats(4) + rows,
             "model": {"scratch": WIDE},
             "train": {"batch_size": 12, "micro_batch": 12, "steps": 2},
             "plugins": {"limit": {}, **plugins},
@@ -51,3 +55,11 @@ def test_the_micro_batch_its_tokens_and_the_cures_are_named(limited):
     assert "step 1, rank 0: out of memory in micro-batch 1 of 1: 12 examples, " in done.stderr
     for cure in ("train.micro_batch", "data.max_length (now 4,096)", "[plugins.fused_loss]"):
         assert cure in done.stderr
+
+
+def test_an_evaluation_is_told_from_a_step(limited, tmp_path):
+    held_out = write_jsonl(tmp_path / "long.jsonl", LONG)
+    words = (f"eval.source={held_out}", "eval.every=1", "data.max_length=4096")
+    done = run_plugsft(limited(rows=[]), *words)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "evaluation, step 1, rank 0: out of memory in micro-batch 1 of 1: 8 ex" in done.stderr

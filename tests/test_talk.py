@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,15 @@ def test_questions_are_answered_in_order_and_nothing_else_is_said(run):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(f"{answer}\n" for answer in ANSWERS.values())
     assert run_plugsft("chat", run / "model", "--ask", "Who?").stdout == "Me.\n"
+
+
+def test_an_answer_without_a_word_is_told(run, tmp_path):
+    mute = shutil.copytree(run / "model", tmp_path / "mute")
+    config = json.loads((mute / "generation_config.json").read_text())
+    config["eos_token_id"] = list(range(400))
+    (mute / "generation_config.json").write_text(json.dumps(config))
+    said = run_plugsft("chat", mute, "--ask", "Who?").stdout
+    assert said == "(the model ended its answer before the first word)\n"
 
 
 def test_a_batch_answers_as_single_questions_do(speaker):

@@ -34,6 +34,8 @@ AT_ONCE = 32
 ROOM = 0.25
 """Share of the context that the oldest turns leave free for the answer."""
 
+NOTHING = "(the model ended its answer before the first word)"
+
 Turns = list[dict[str, str]]
 
 
@@ -47,7 +49,7 @@ def chat(output: Path, ask: Sequence[str], max_tokens: int, temperature: float) 
     for start in range(0, len(ask), AT_ONCE):
         talks = [speaker.opened(question) for question in ask[start : start + AT_ONCE]]
         for answer in speaker.answer(talks):
-            say(answer)
+            say(answer or NOTHING)
     if not ask:
         try:
             converse(speaker)

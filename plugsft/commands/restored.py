@@ -21,8 +21,10 @@ from ..spread import ensure_same, fill_weights
 
 
 def checkpoint_of(output: Path) -> Path | None:
-    """Return a checkpoint: of its own name, or the newest of a run that has no model yet."""
-    found = [output] if (output / "state.json").is_file() else listed(output / "checkpoints")
+    """Return a checkpoint: itself, or the newest of such a folder, or of a run without model."""
+    found = listed(output / "checkpoints") or listed(output)
+    if (output / "state.json").is_file():
+        found = [output]
     if not found:
         return None
     if (wrong := damage(found[-1])) is not None:
