@@ -15,15 +15,15 @@ from pydantic import Field
 from plugsft import (
     DataError,
     DiskError,
+    Kept,
     Machine,
     RecipeError,
-    Tokens,
     cache_folder,
     damage,
     digest,
     hookimpl,
     once,
-    open_tokens,
+    opened,
     plugin,
     say,
     state,
@@ -68,19 +68,21 @@ class ArrowCache:
             )
 
     @hookimpl
-    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Tokens | None:
+    def cache(
+        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Kept]
+    ) -> Kept | None:
         """Open an entry, or build it; where the disk does not allow that, leave it to the core."""
         started = time.perf_counter()
         home = Path(self.folder).expanduser() if self.folder else cache_folder()
         entry = home / "tokens" / digest(key)
         there = os.path.exists(entry)
-        wrong = self.wrong(entry, key) if there else ABSENT
+        wrong = self.wrong(entry, key, read) if there else ABSENT
         try:
             if wrong and self.read_only:
                 raise DiskError(f"{entry}: {wrong}", "")
             if wrong and there:
                 say(f"cache: {entry} is built again: {wrong}")
-            found = self._build(entry, key, build) if wrong else "hit"
+            found = self._build(entry, key, build, read) if wrong else "hit"
         except DiskError as error:
             say(f"cache: not used, the run goes on without it: {error.reason}")
             self.said.append(f"not used: {error.reason}")
@@ -88,16 +90,22 @@ class ArrowCache:
         if not self.read_only:
             with suppress(OSError):
                 os.utime(entry / "manifest.json")  # its time says when the entry was last used
-        tokens = open_tokens(entry, self.in_memory)
+        kept = opened(read, entry, self.in_memory)
         took = time.perf_counter() - started
         self.said.append(
             f"{found}, kept in {entry}"
             if wrong
             else f"hit: {entry.name}, opened in {took * 1e3:.0f} ms"
         )
-        return tokens
+        return kept
 
-    def _build(self, entry: Path, key: dict[str, Any], build: Callable[[Path], None]) -> str:
+    def _build(
+        self,
+        entry: Path,
+        key: dict[str, Any],
+        build: Callable[[Path], None],
+        read: Callable[..., Kept],
+    ) -> str:
         """Have an entry built by one process of all; say by whom."""
         built: list[float] = []
 
@@ -108,15 +116,15 @@ class ArrowCache:
             (folder / BUILT).write_text(json.dumps({"launch": launch(), "seconds": built[0]}))
 
         waiting = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        once(entry, build_and_note, waiting, lambda there: self.wrong(there, key) is None)
+        once(entry, build_and_note, waiting, lambda there: self.wrong(there, key, read) is None)
         return f"miss: built in {built[0]} s" if built else "miss: built by another process"
 
-    def wrong(self, entry: Path, key: dict[str, Any]) -> str | None:
+    def wrong(self, entry: Path, key: dict[str, Any], read: Callable[..., Kept]) -> str | None:
         """Say why an entry cannot serve, if so, at the cost of a look at each file's size."""
         if harm := damage(entry, quick=True):
             return harm
         try:
-            known = Tokens(entry).facts["key_parts"]
+            known = read(entry, False).facts["key_parts"]
             note = json.loads((entry / BUILT).read_text()) if self.refresh else {}
         except (DataError, LookupError, OSError, ValueError) as error:
             return str(error)

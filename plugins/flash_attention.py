@@ -60,6 +60,8 @@ class Here:
     packed: bool
     built: bool
     """Whether this torch was built with its kernel."""
+    shared: bool = False
+    """Whether two answers share a prompt."""
 
 
 @plugin()
@@ -84,7 +86,8 @@ class FlashAttention:
         half = mixed or recipe.model.dtype != "float32"
         gpu = None if recipe.device == "cpu" else least_gpu()
         built = torch.backends.cuda.is_flash_attention_available()
-        self.here = Here(gpu, half, recipe.has("bfd_packing"), built)
+        shared = recipe.plugins.get("dpo", {}).get("share_prompt", False)
+        self.here = Here(gpu, half, recipe.has("bfd_packing"), built, shared)
         if self.kernel != "auto":
             self.insist(unavailable(self.kernel, self.here))
 
@@ -158,6 +161,8 @@ def unavailable(kernel: str, here: Here) -> Obstacle | None:
         return "takes bfloat16, not float32", 'set model.dtype = "bfloat16", or kernel = "sdpa"'
     if kernel == "torch":
         return too_old(here)
+    if here.shared:
+        return "cannot share a prompt (plugins.dpo)", 'set kernel = "torch" or "sdpa"'
     return lacking(*PACKAGES[kernel])
 
 
@@ -275,6 +280,9 @@ def attend(
     *,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    keys: Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -292,6 +300,10 @@ def attend(
             'and the model\'s attention has; set kernel = "sdpa"'
         )
     inputs = arguments(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    if keys is not None:
+        # What a document sees of the one before it is copied in front of its own.
+        inputs |= {name: inputs[name].index_select(0, keys) for name in ("key", "value")}
+        inputs |= {"cu_seq_k": cu_seq_lens_k, "max_k": max_length_k}
     output: Any = varlen_attn(**inputs)
     return output[None], None
 

@@ -13,7 +13,7 @@ from .errors import (
     RecipeError,
     TrainError,
 )
-from .hooks import Hooks, hookimpl, plugin, state
+from .hooks import Hooks, Prelude, hookimpl, plugin, state
 from .machine import Machine, look
 from .recipe import Data, Recipe, Train
 from .types import (
@@ -23,12 +23,14 @@ from .types import (
     Fed,
     Feed,
     Ints,
+    Kept,
     Layout,
     Layouts,
     ModelLoad,
     OnDemand,
     Rendered,
     Row,
+    Score,
     Shard,
     Slice,
     Window,
@@ -36,19 +38,23 @@ from .types import (
 )
 
 if TYPE_CHECKING:
-    from .answers import open_tokens, tokenizing
+    from .answers import opened, tokenizing
+    from .batches import heard
     from .claims import once
-    from .console import say
+    from .console import progress, say
     from .digests import cache_folder, digest
     from .documents import attend_per_document, documents_of, ensure_apart, lone_document, pack
-    from .models import decoder_layers
+    from .heads import Behind, fused_loss
+    from .models import decoder_layers, weights_digest
     from .publish import damage
+    from .rows import render_rows
     from .tokenizer import Tokenizer, encode
     from .tokens import Tokens
 
 __version__ = "0.1.0"
 
 LATE = {
+    "Behind": "heads",
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",
     "attend_per_document": "documents",
@@ -59,12 +65,17 @@ LATE = {
     "documents_of": "documents",
     "encode": "tokenizer",
     "ensure_apart": "documents",
+    "fused_loss": "heads",
+    "heard": "batches",
     "lone_document": "documents",
     "once": "claims",
-    "open_tokens": "answers",
+    "opened": "answers",
     "pack": "documents",
+    "progress": "console",
+    "render_rows": "rows",
     "say": "console",
     "tokenizing": "answers",
+    "weights_digest": "models",
 }
 """Names whose modules bring numpy, Arrow or torch: imported when a plugin asks for them."""
 
@@ -77,6 +88,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Batch",
+    "Behind",
     "Build",
     "CheckpointError",
     "Data",
@@ -87,6 +99,7 @@ __all__ = [
     "Feed",
     "Hooks",
     "Ints",
+    "Kept",
     "LaunchError",
     "Layout",
     "Layouts",
@@ -95,10 +108,12 @@ __all__ = [
     "OnDemand",
     "PluginError",
     "PlugsftError",
+    "Prelude",
     "Recipe",
     "RecipeError",
     "Rendered",
     "Row",
+    "Score",
     "Shard",
     "Slice",
     "Tokenizer",
@@ -116,14 +131,19 @@ __all__ = [
     "documents_of",
     "encode",
     "ensure_apart",
+    "fused_loss",
+    "heard",
     "hookimpl",
     "lone_document",
     "look",
     "once",
-    "open_tokens",
+    "opened",
     "pack",
     "plugin",
+    "progress",
+    "render_rows",
     "say",
     "state",
     "tokenizing",
+    "weights_digest",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .claims import once
 from .console import progress, say
@@ -15,11 +15,12 @@ from .hooks import hookimpl
 from .machine import look, slow_to_map
 from .plan import Windows
 from .recipe import Data, Train
-from .rows import render as render_rows
+from .rows import render_rows
 from .tokenizer import Tokenizer
 from .tokenizer import encode as encode_texts
-from .tokens import Tokens
-from .types import Build, Encoded, Feed, Ints, Layouts, Rendered, Row, Shard, Slice, Work
+from .types import Build, Encoded, Feed, Ints, Kept, Layouts, Rendered, Row, Shard, Slice, Work
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -37,12 +38,12 @@ def tokenizing(slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
         yield done
 
 
-def open_tokens(folder: Path, in_memory: bool = False) -> Tokens:
-    """Map tokens from disk, or read them at once where mapping is slow."""
+def opened(read: Callable[..., T], folder: Path, in_memory: bool = False) -> T:
+    """Map what a folder holds, or read it at once where mapping is slow."""
     if not in_memory and slow_to_map(folder, look()):
         say(f"tokens: read into memory, since {folder} is on a Windows disk, slow to map from WSL")
         in_memory = True
-    return Tokens(folder, in_memory)
+    return read(folder, in_memory)
 
 
 @dataclass
@@ -72,10 +73,12 @@ class DataAnswers:
         return shards
 
     @hookimpl
-    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Tokens:
+    def cache(
+        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Kept]
+    ) -> Kept:
         """Keep tokens in the run's own output."""
         told_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        return open_tokens(once(self.output / "tokens" / digest(key), build, told_once))
+        return opened(read, once(self.output / "tokens" / digest(key), build, told_once))
 
     @hookimpl
     def batches(self, order: Ints, ranks: int, train: Train) -> Layouts:

@@ -9,12 +9,12 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
-from .batches import IGNORED, buffer, label
+from .batches import IGNORED, buffer, heard, label
 from .hooks import hookimpl
 from .models import Load
 from .recipe import Train
 from .tokens import Tokens
-from .types import Batch, Ints
+from .types import Batch, Ints, Score
 
 
 class ModelAnswers:
@@ -54,9 +54,12 @@ class ModelAnswers:
 
     @hookimpl
     def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
-        """Pad on the right to the longest; masks follow from lengths, never from the pad token."""
+        """Pad on the right to the longest; masks follow from lengths, never from the pad token.
+
+        Each sequence of an example is a row.
+        """
         # A rank without examples still takes part in every exchange of gradients.
-        lengths = tokens.lengths[examples] if len(examples) else np.zeros(1, np.int64)
+        lengths = tokens.sequences(examples)[0] if len(examples) else np.zeros(1, np.int64)
         longest = max(2, int(lengths.max()))
         shape = (len(lengths), longest)
         ids, labels, attention = (buffer(shape, torch.int64) for _ in range(3))
@@ -71,11 +74,18 @@ class ModelAnswers:
         return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 
     @hookimpl
-    def step(self, model: Module, batch: Batch, total: int) -> Tensor:
-        """Token cross-entropy in float32."""
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+    def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
+        """Token cross-entropy."""
+        return score(model=model, batch=batch, summed=True) / total
+
+    @hookimpl
+    def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
+        """Cross-entropy of the logits in float32."""
         # A cache has no use here, and with packed rows it lets documents see each other.
-        logits = model(**inputs, use_cache=False).logits
+        logits = model(**heard(batch), use_cache=False).logits
         targets = batch["labels"][:, 1:].flatten()
         predictions = logits[:, :-1].flatten(0, 1).float()
-        return cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum") / total
+        if summed:
+            return cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
+        losses = cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="none")
+        return losses[targets != IGNORED]

@@ -7,8 +7,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .types import Batch
+
 IGNORED = -100
 """The label of a token that is not trained."""
+
+
+def heard(batch: Batch) -> Batch:
+    """Return what a model is called with: no labels, and no `_name`, which is for a loss alone."""
+    return {name: one for name, one in batch.items() if name != "labels" and name[0] != "_"}
 
 
 def label(ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:

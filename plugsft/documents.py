@@ -1,5 +1,6 @@
 """Several documents in one row that never see each other: their tensors, attention and proof."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,13 @@ ALONE = 0.05
 
 def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
     """Lay examples end to end in one row, filled up to a length if one is given."""
-    counts = lengths = tokens.lengths[examples]
-    used = int(counts.sum())
+    counts, seen = tokens.sequences(examples)
+    lengths, used = counts, int(counts.sum())
     # A rank without examples still takes part in every exchange of gradients.
     total = max(length or 0, used, 2)
     if total > used:
         # What fills a row is a document too, of which nothing is trained.
-        lengths = np.append(counts, total - used)
+        lengths, seen = np.append(counts, total - used), np.append(seen, 0)
     # One piece of memory for all: the allocator gives back and fetches anew what comes in several.
     ids, labels, places = buffer((3, 1, total), torch.int64)
     flat, mask = tokens.gather(examples)
@@ -41,11 +42,14 @@ def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
     for row, values, filler in ((ids, flat, 0), (labels, label(flat, mask), IGNORED)):
         row.numpy()[0, :used] = values
         row.numpy()[0, used:] = filler
-    return {"input_ids": ids, "labels": labels, **documents_of(lengths, places)}
+    return {"input_ids": ids, "labels": labels, **documents_of(lengths, places, seen)}
 
 
-def documents_of(lengths: Ints, places: Tensor | None = None) -> Batch:
-    """Say where the documents of a row stand, as every kind of attention wants to hear it."""
+def documents_of(lengths: Ints, places: Tensor | None = None, seen: "Ints | None" = None) -> Batch:
+    """Say where the documents of a row stand, as every kind of attention wants to hear it.
+
+    One may go on from the first tokens of the document before it, of which it sees so many.
+    """
     bounds = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=bounds[1:])
     if places is None:
@@ -53,6 +57,8 @@ def documents_of(lengths: Ints, places: Tensor | None = None) -> Batch:
     each = lengths.tolist()
     longest = max(each)
     ramp = np.arange(longest)
+    if seen is not None and seen.any():
+        return _branching(lengths, places, seen)
     np.concatenate([ramp[:length] for length in each], out=places.numpy()[0])
     return {
         "position_ids": places,
@@ -64,6 +70,20 @@ def documents_of(lengths: Ints, places: Tensor | None = None) -> Batch:
         # On the host: a kernel that is called once for each must not ask the device how long.
         "documents": tuple(each),
     }
+
+
+def _branching(lengths: Ints, places: Tensor, seen: Ints) -> Batch:
+    starts = np.cumsum(lengths) - lengths
+    before = np.append(0, starts[:-1])
+    wide = lengths + seen
+    both = np.stack([before, starts], 1).ravel(), np.stack([seen, lengths], 1).ravel()
+    keys = np.concatenate([np.arange(a, a + n) for a, n in zip(*both, strict=True)])
+    parts = [np.arange(a, a + n) for a, n in zip(seen, lengths, strict=True)]
+    np.concatenate(parts, out=places.numpy()[0])
+    found = documents_of(lengths) | {"position_ids": places}
+    found["cu_seq_lens_k"] = documents_of(wide)["cu_seq_lens_q"]
+    found["max_length_k"] = int(wide.max())
+    return found | {"seen": tuple(seen.tolist()), "keys": torch.from_numpy(keys)}
 
 
 def attend_per_document() -> str:
@@ -80,6 +100,7 @@ def attend(
     attention_mask: Tensor | None,
     *,
     documents: tuple[int, ...] | None = None,
+    seen: tuple[int, ...] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -96,12 +117,24 @@ def attend(
     if documents is None:
         documents = lone_document(query, key)
     # One operation: its gradient is put together at once, where slices' would be added up.
-    parts = (torch.split(tensor, list(documents), 2) for tensor in (query, key, value))
+    queries, keys, values = (
+        [*torch.split(tensor, list(documents), 2)] for tensor in (query, key, value)
+    )
+    if seen is not None:
+        keys, values = (_branches(parts, seen) for parts in (keys, values))
     outputs = [
         _attend_one(q, k, v, scaling, dropout, sliding_window, softcap)
-        for q, k, v in zip(*parts, strict=True)
+        for q, k, v in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _branches(parts: Sequence[Tensor], seen: tuple[int, ...]) -> list[Tensor]:
+    """Put what a document sees of the one before it in front of its own."""
+    return [
+        torch.cat([parts[number - 1][:, :, :most], part], 2) if most else part
+        for number, (part, most) in enumerate(zip(parts, seen, strict=True))
+    ]
 
 
 def lone_document(query: Tensor, key: Tensor) -> tuple[int, ...]:
@@ -124,15 +157,16 @@ def _attend_one(
     softcap: float | None,
 ) -> Tensor:
     shared = query.shape[1] != key.shape[1]
-    length = query.shape[2]
-    near = window is not None and length > window
-    if not near and softcap is None:
+    length, wide = query.shape[2], key.shape[2]
+    near = window is not None and wide > window
+    if not near and softcap is None and length == wide:
         return scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=shared
         )
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    # What is seen of another document stands before its own.
+    seen = torch.ones(length, wide, dtype=torch.bool, device=query.device).tril(wide - length)
     if near and window is not None:
-        seen = seen.triu(1 - window)
+        seen = seen.triu(wide - length + 1 - window)
     if softcap is None:
         return scaled_dot_product_attention(
             query, key, value, seen, dropout_p=dropout, scale=scaling, enable_gqa=shared

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .hooks import Hooks
 from .tokens import Tokens
-from .types import Batch, Fed, Window
+from .types import Batch, Fed, Ints, Window
 
 
 class Feeder:
@@ -25,11 +25,8 @@ class Feeder:
         def build(step: int) -> Fed:
             try:
                 chosen = window(step)
-                collated = (
-                    self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
-                    for examples in chosen.layout[self._rank]
-                )
-                return Fed(chosen, [self._there(batch) for batch in collated])
+                parts = chosen.layout[self._rank]
+                return Fed(chosen, [self.batch(tokens, part) for part in parts])
             except Exception as error:
                 error.add_note(f"as the batches of step {step} were made")
                 raise
@@ -37,7 +34,9 @@ class Feeder:
         # Closing this closes what the hook gave, if that can be closed.
         yield from self._hook.feed(build=build, steps=steps)
 
-    def _there(self, batch: Batch) -> Batch:
+    def batch(self, tokens: Tokens, examples: Ints) -> Batch:
+        """Return a micro-batch of some examples, on the device."""
+        batch = self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
         return {
             name: one.to(self._device, non_blocking=True) if isinstance(one, Tensor) else one
             for name, one in batch.items()

@@ -41,10 +41,12 @@ if TYPE_CHECKING:
         Encoded,
         Feed,
         Ints,
+        Kept,
         Layouts,
         ModelLoad,
         Rendered,
         Row,
+        Score,
         Shard,
         Slice,
         Work,
@@ -116,6 +118,39 @@ def state(default: Any = None) -> Any:
     )
 
 
+class Prelude(Protocol):
+    """What a plugin may do with the whole run before step 1, in `annotate`."""
+
+    rank: int
+    ranks: int
+    exact: bool
+    """Whether the model computes in float32, and rounds nowhere else."""
+
+    @property
+    def load(self) -> ModelLoad:
+        """How the model was loaded."""
+
+    def losses(self, model: Module, tokens: Tokens, examples: Ints) -> Tensor:
+        """Return -log p of the targets of some examples, in one micro-batch as the run makes it.
+
+        Under ZeRO-3 and FSDP2 all ranks compute at once; one without examples gives none.
+        """
+
+    def added(self, values: Tensor) -> Tensor:
+        """Return the sums over all ranks."""
+
+    def frozen(self, path: str = "", revision: str | None = None) -> Module:
+        """Load a model as the run's was, that one again or another; it is never trained."""
+
+    def keep(
+        self, key: dict[str, Any], build: Callable[[Path | None], None], read: Callable[..., Any]
+    ) -> Any:
+        """Return what `read` makes of the folder of a key; where there is none, build it.
+
+        All ranks build together: the main one in the folder, and the others beside it, with None.
+        """
+
+
 class Hooks(Protocol):
     """The specs. The registry hands this class out as the type of its caller."""
 
@@ -124,8 +159,13 @@ class Hooks(Protocol):
         """Look at the whole recipe before anything is loaded; raise RecipeError to refuse it."""
 
     @stage
-    def cache(self, key: dict[str, Any], build: Callable[[Path], None]) -> Tokens:
-        """Return the tokens of a key; where there are none, `build` fills a new folder."""
+    def cache(
+        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Kept]
+    ) -> Kept:
+        """Return what `read(folder, in_memory)` makes of the folder of a key, as a rule its tokens.
+
+        Where there is none, `build` fills a new one.
+        """
 
     @stage
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
@@ -148,7 +188,7 @@ class Hooks(Protocol):
         """Make the optimizer."""
 
     @stage
-    def annotate(self, model: Module, tokens: Tokens) -> Tokens:
+    def annotate(self, model: Module, tokens: Tokens, prelude: Prelude) -> Tokens:
         """Add what must be computed with the model before step 1; return the tokens."""
 
     @stage
@@ -168,8 +208,22 @@ class Hooks(Protocol):
         """Turn examples into tensors; none of them gives a batch that trains nothing."""
 
     @stage
-    def step(self, model: Module, batch: Batch, total: int) -> Tensor:
-        """Return the micro-batch's loss, summed over its targets and divided by `total`."""
+    def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
+        """Return the micro-batch's loss, summed over its targets and divided by `total`.
+
+        `score` calls the next stage.
+        """
+
+    @stage
+    def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
+        """Return -log p of the batch's targets, in float32: each, in their order, or their sum."""
+
+    @notice
+    def measure(self) -> dict[str, Tensor]:
+        """Return sums over the micro-batches since last asked, on every rank the same names.
+
+        The core adds up the ranks', divides by the window's total, and logs them with the metrics.
+        """
 
     @notice
     def log(self, step: int, metrics: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from transformers import set_seed
@@ -25,9 +26,10 @@ from .feeder import Feeder
 from .hooks import Hooks
 from .machine import Machine
 from .memory import fitting
-from .models import load_of, make_model
+from .models import Load, load_of, make_model
 from .plan import Plan
 from .precision import truth
+from .prelude import Prelude
 from .prepare import Prepared, prepare
 from .pretrained import pad_id
 from .ranks import connect, exchange, in_company, name_of, quiet, seed_step
@@ -36,10 +38,10 @@ from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .saved import save_model
 from .schedule import Schedule, check_schedule
-from .spread import held_by, is_sharded, spread
+from .spread import Held, held_by, is_sharded, spread
 from .stop import Stop
 from .tokens import Tokens
-from .types import Window
+from .types import Batch, Window
 
 
 def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | None = None) -> None:
@@ -52,47 +54,47 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
     scratch = scratch_model(recipe, data)
 
     accelerator = connect(recipe, machine)
-    model, optimizer = load(recipe, hook, scratch, accelerator)
-    tokens = hook.annotate(model=model, tokens=data.tokens)
-    held_out = data.held_out and hook.annotate(model=model, tokens=data.held_out)
+    how, model, optimizer = load(recipe, hook, scratch, accelerator)
+    feeder = Feeder(hook, accelerator, pad_id(data.tokenizer))
+    prelude = Prelude(accelerator, hook, feeder, how)
+    tokens = prelude.annotate(model, data.tokens)
+    held_out = data.held_out and prelude.annotate(model, data.held_out)
     plan = Plan(tokens, recipe, accelerator.num_processes, hook)
     schedule = Schedule(recipe.train, optimizer, plan.steps)
-    feeder = Feeder(hook, accelerator, pad_id(data.tokenizer))
     held = held_by(accelerator, model, optimizer)
     checkpoints = Checkpoints(recipe, active, tokens, accelerator, held, plan.steps)
     checkpoints.restore(checkpoint)
-    record.run["precision"] = truth(accelerator, held)
-    describe(record, recipe, accelerator, model, tokens, held_out, plan, checkpoints)
+    describe(record, recipe, accelerator, held, tokens, held_out, plan, checkpoints)
 
     windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))
     with Stop() as stop, record, closing(windows), in_company(recipe):
         clock = time.perf_counter()
         for fed in windows:
             window, waited = fed.window, time.perf_counter() - clock
-            parts: list[torch.Tensor] = []
+            parts: list[Tensor] = []
             seed_step(recipe.train.seed, window.step, accelerator.process_index)
             rate = schedule.set(window.step)
             with fitting(recipe, window, held.rank, tokens, parts):
                 for number, batch in enumerate(fed.batches, start=1):
                     # Gradients travel between ranks once per step, with the last micro-batch.
                     with exchange(accelerator, model, last=number == len(fed.batches)):
-                        part = hook.step(model=model, batch=batch, total=window.total)
+                        part = loss_of(hook, model, batch, window.total)
                         # The total counts every rank, but ranks average their gradients: undo that.
                         accelerator.backward(part * accelerator.num_processes)
                     parts.append(part.detach())
-            loss, stopping, slots, waited = together(accelerator, parts, stop, fed.slots, waited)
+            mine = {"asked": stop.asked, "slots": fed.slots, "waited": waited}
+            loss, sums = together(accelerator, parts, mine | noted(hook))
             norm = clip(accelerator, model, recipe.train.max_grad_norm)
             ensure_finite(loss, norm, window, tokens)
             with fitting(recipe, window, held.rank, tokens, parts):
                 optimizer.step()
             optimizer.zero_grad()
-
             metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
-            metrics |= measure(window, plan, slots, waited, time.perf_counter() - clock)
+            stopping = sums.pop("asked") > 0
+            metrics |= measure(window, plan, sums, time.perf_counter() - clock)
             tell(hook, accelerator, stop, window.step, metrics)
             last = window.step == plan.steps
-            due = last or (recipe.eval is not None and window.step % recipe.eval.every == 0)
-            if held_out is not None and due:
+            if held_out is not None and (last or recipe.evaluates(window.step)):
                 metrics = evaluate(accelerator, model, hook, feeder, held_out, recipe)
                 tell(hook, accelerator, stop, window.step, metrics)
             if last or stopping or checkpoints.due(window.step):
@@ -115,13 +117,17 @@ def ensure_sound(
 
 def load(
     recipe: Recipe, hook: Hooks, scratch: Path, accelerator: Accelerator
-) -> tuple[Module, Optimizer]:
-    """Load the model and make its optimizer, spread over the ranks."""
+) -> tuple[Load, Module, Optimizer]:
+    """Load the model and make its optimizer, over the ranks; return how it was loaded, too."""
     set_seed(recipe.train.seed)
     how = load_of(recipe.model, scratch, empty=is_sharded(accelerator))
     model = hook.optimize_model(load=how)
     model.train()
-    return spread(accelerator, how, model, lambda m: hook.optimizer(model=m, train=recipe.train))
+
+    def make(held: Module) -> Optimizer:
+        return hook.optimizer(model=held, train=recipe.train)
+
+    return how, *spread(accelerator, how, model, make)
 
 
 def scratch_model(recipe: Recipe, data: Prepared) -> Path:
@@ -144,15 +150,26 @@ def scratch_model(recipe: Recipe, data: Prepared) -> Path:
     return once(recipe.folder / "scratch" / f"model-{digest(key)}", build)
 
 
+def loss_of(hook: Hooks, model: Module, batch: Batch, total: int) -> Tensor:
+    """Return a micro-batch's loss."""
+    return hook.step(model=model, batch=batch, total=total, score=hook.score)
+
+
+def noted(hook: Hooks) -> dict[str, Any]:
+    """Return what plugins have summed up on this rank since they were last asked."""
+    found: Any = hook.measure()  # a notice gives what each has said
+    return {name: value for some in found for name, value in some.items()}
+
+
 def together(
-    accelerator: Accelerator, parts: list[torch.Tensor], stop: Stop, slots: int, waited: float
-) -> tuple[float, bool, float, float]:
-    """Exchange at once: the loss, whether any is to stop, all slots, and the mean of waiting."""
-    loss = torch.stack(parts).sum().float()
-    others = loss.new_tensor([stop.asked, slots, waited])
-    summed: torch.Tensor = accelerator.reduce(torch.cat([loss[None], others]), reduction="sum")
-    loss_sum, asked, slots_sum, waited_sum = summed.tolist()
-    return loss_sum, asked > 0, slots_sum, waited_sum / accelerator.num_processes
+    accelerator: Accelerator, parts: list[Tensor], more: Mapping[str, Any]
+) -> tuple[float, dict[str, float]]:
+    """Add up over the ranks, in one exchange: the loss, and what else each has counted."""
+    loss = torch.stack(parts).double().sum()
+    others = [torch.as_tensor(one, dtype=loss.dtype, device=loss.device) for one in more.values()]
+    summed: Tensor = accelerator.reduce(torch.stack([loss, *others]), reduction="sum")
+    whole, *rest = summed.tolist()
+    return whole, dict(zip(more, rest, strict=True))
 
 
 def clip(accelerator: Accelerator, model: Module, limit: float) -> float:
@@ -176,17 +193,17 @@ def ensure_finite(loss: float, norm: float, window: Window, tokens: Tokens) -> N
     )
 
 
-def measure(
-    window: Window, plan: Plan, slots: float, waited: float, seconds: float
-) -> dict[str, Any]:
-    """Return how fast a step was, and how well its batches were filled."""
+def measure(window: Window, plan: Plan, sums: dict[str, float], seconds: float) -> dict[str, Any]:
+    """Return how fast a step was, how well its batches were filled, and what plugins measured."""
+    waited, slots = (sums.pop(name) for name in ("waited", "slots"))
     return {
+        **{name: value / window.total for name, value in sums.items()},
         "epoch": round(window.step / plan.per_epoch, 4),
-        "trained_tokens": window.total,
+        "trained_tokens": window.trained,
         "tokens": window.tokens,
         "tokens_per_second": round(window.tokens / seconds, 1),
         "step_seconds": round(seconds, 5),
-        "wait_seconds": round(waited, 5),
+        "wait_seconds": round(waited / plan.ranks, 5),
         "fill": round(window.tokens / slots, 4),
         "documents": round(window.examples / window.parts, 2),
         "imbalance": round(window.imbalance, 4),
@@ -214,34 +231,38 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure the loss on held-out data: the sum over its targets by their number."""
     plan = Plan.once_through(held_out, recipe, accelerator.num_processes, hook)
-    summed = torch.zeros((), device=accelerator.device, dtype=torch.float64)
+    parts: list[Tensor] = []
     model.eval()
     with closing(feeder.feed(plan.window, held_out, range(1, plan.steps + 1))) as windows:
         for fed in windows:
-            done: list[torch.Tensor] = []
+            done: list[Tensor] = []
             rank = accelerator.process_index
             with fitting(recipe, fed.window, rank, held_out, done, "evaluation, "):
                 for batch in fed.batches:
-                    done.append(hook.step(model=model, batch=batch, total=1).double())
-            summed += torch.stack(done).sum()
+                    done.append(loss_of(hook, model, batch, 1))
+            parts += done
     model.train()
-    total = int(held_out.trained.sum())
-    loss = float(accelerator.reduce(summed, reduction="sum")) / total
-    return {"eval_loss": loss, "eval_tokens": total}
+    total = int(held_out.units.sum())
+    loss, sums = together(accelerator, parts, noted(hook))
+    return {
+        "eval_loss": loss / total,
+        **{f"eval_{name}": value / total for name, value in sums.items()},
+        "eval_tokens": int(held_out.trained.sum()),
+    }
 
 
 def describe(
     record: Record,
     recipe: Recipe,
     accelerator: Accelerator,
-    model: Module,
+    held: Held,
     tokens: Tokens,
     held_out: Tokens | None,
     plan: Plan,
     checkpoints: Checkpoints,
 ) -> None:
     """Say what is about to run, and write it into the record."""
-    plain: Any = accelerator.unwrap_model(model)
+    plain: Any = held.plain
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in plain.parameters()]
     ranks = accelerator.num_processes
     facts = {
@@ -259,6 +280,7 @@ def describe(
         "launcher": name_of(accelerator),
     }
     record.run |= {
+        "precision": truth(accelerator, held),
         "model": facts,
         "data": data_facts(tokens),
         "eval": data_facts(held_out) if held_out is not None else None,

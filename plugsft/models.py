@@ -27,6 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from .context import not_loaded
+from .digests import digest, remembered_digest
 from .errors import PluginError, RecipeError
 from .recipe import Model, Scratch
 
@@ -44,10 +45,15 @@ class Load:
     empty: bool = False
     """Whether weights stay in their files until the model is spread, and each rank reads its own;
     a plugin that needs to see them says False."""
+    sharded: bool = field(default=False, init=False)
+    """Whether that was so before any plugin had its say."""
     _names: dict[int, str] = field(default_factory=dict, init=False)
     """Of each parameter, by its id, the name in the files."""
     _files: dict[str, str] = field(default_factory=dict, init=False)
     """Of each name, the file that has it."""
+
+    def __post_init__(self) -> None:
+        self.sharded = self.empty
 
     def build(self) -> PreTrainedModel:
         """Load it."""
@@ -137,6 +143,14 @@ def files_of(path: str, revision: str | None) -> dict[str, str]:
         with safe_open(single, "pt") as file:
             return {name: str(single) for name in file.keys()}  # noqa: SIM118  # no dict
     return {}
+
+
+def weights_digest(path: str, revision: str | None) -> str:
+    """Return a checksum of a pretrained model's weights, remembered while its files stay."""
+    files = sorted({*files_of(path, revision).values()})
+    if not files:
+        raise RecipeError(f"{path}: its weights are not in safetensors; save them so")
+    return digest({Path(file).name: remembered_digest(Path(file)) for file in files})
 
 
 def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:

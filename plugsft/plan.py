@@ -44,7 +44,7 @@ class Plan:
     """All steps of a run. Seeking costs the same for every step."""
 
     def __init__(self, tokens: Tokens, recipe: Recipe, ranks: int, hook: Hooks) -> None:
-        self.tokens, self._train, self._ranks, self._hook = tokens, recipe.train, ranks, hook
+        self.tokens, self._train, self.ranks, self._hook = tokens, recipe.train, ranks, hook
         self._sources = [
             (source["examples"], source["weight"]) for source in tokens.facts["sources"]
         ]
@@ -73,7 +73,8 @@ class Plan:
             step=step,
             epoch=epoch,
             layout=layout,
-            total=int(self.tokens.trained[np.concatenate(ranks)].sum()),
+            total=int(self.tokens.units[np.concatenate(ranks)].sum()),
+            trained=int(self.tokens.trained[np.concatenate(ranks)].sum()),
             tokens=sum(shares),
             imbalance=max(shares) * len(shares) / sum(shares),
         )
@@ -87,7 +88,7 @@ class Plan:
             layouts = self._hook.batches(
                 order=order,
                 lengths=self.tokens.lengths,
-                ranks=self._ranks,
+                ranks=self.ranks,
                 train=self._train,
             )
             if self._epochs and len(layouts) != self.per_epoch:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .answers import open_tokens
+from .answers import opened as mapped
 from .claims import once
 from .console import say
 from .digests import digest
@@ -116,7 +116,7 @@ def named(recipe: Recipe, job: Job, active: Active) -> Tokens:
     """Open the tokens that a recipe names, if they are what it would prepare."""
     folder = Path(str(recipe.data.tokens))
     try:
-        tokens = open_tokens(folder)
+        tokens = mapped(Tokens, folder)
         there = dict(tokens.facts["key_parts"])
     except (PlugsftError, OSError, ValueError, KeyError) as error:
         raise RecipeError(
@@ -161,7 +161,8 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
         for shard in shards:
             (folder / shard.file).with_suffix(".json").unlink()
 
-    tokens = _known(active.hook.cache(key=key, build=build), work)
+    kept: Any = active.hook.cache(key=key, build=build, read=Tokens)
+    tokens = _known(kept, work)
     took = f"in {time.perf_counter() - built[0]:.1f} s" if built else "from cache"
     say(describe(tokens.facts, took))
     return tokens

@@ -261,6 +261,10 @@ class Recipe(Table):
         """Tell whether a plugin is active."""
         return plugin in self.plugins
 
+    def evaluates(self, step: int) -> bool:
+        """Tell whether it is evaluated after this step, whatever comes then."""
+        return self.eval is not None and step % self.eval.every == 0
+
     @property
     def folder(self) -> Path:
         """The output folder."""

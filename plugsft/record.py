@@ -34,6 +34,8 @@ MEASURED = (
     "imbalance",
 )
 """Of the metrics of each step, those of which the record keeps a mean."""
+SHOWN = ("accuracy", "margin")
+"""Of what plugins measure, that which stands on the console beside the loss."""
 PACKAGES = ("plugsft", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
@@ -108,7 +110,7 @@ class Record:
             self._metrics.flush()
         if "eval_loss" in metrics:
             self.run.setdefault("final", {})["eval_loss"] = line["eval_loss"]
-            say(f"step {step}  eval loss {metrics['eval_loss']:.4f}")
+            say(f"step {step}  eval loss {metrics['eval_loss']:.4f}{_shown(metrics, 'eval_')}")
             return
         self.run["steps"]["done"] = step
         self.run.setdefault("final", {})["loss"] = line["loss"]
@@ -116,7 +118,8 @@ class Record:
         total = self.run["steps"]["total"]
         if step % self._recipe.train.log_every == 0 or step in (1, total):
             say(
-                f"step {step}/{total}  epoch {metrics['epoch']:.2f}  loss {metrics['loss']:.4f}  "
+                f"step {step}/{total}  epoch {metrics['epoch']:.2f}  loss {metrics['loss']:.4f}"
+                f"{_shown(metrics)}  "
                 f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
                 f"{metrics['tokens_per_second']:,.0f} tokens/s  {metrics['memory_gib']:.1f} GiB  "
                 f"left {self._left(total - step)}"
@@ -191,6 +194,12 @@ def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, flo
         for one in (throughput, feeding)
     ]
     return rounded[0], rounded[1]
+
+
+def _shown(metrics: dict[str, Any], prefix: str = "") -> str:
+    """Return what is shown beside a loss of what plugins measured."""
+    there = [name for name in SHOWN if prefix + name in metrics]
+    return "".join(f"  {name} {metrics[prefix + name]:.3f}" for name in there)
 
 
 def data_facts(tokens: Tokens) -> dict[str, Any]:

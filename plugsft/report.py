@@ -171,11 +171,13 @@ def _head(run: dict[str, Any], series: dict[str, Points]) -> str:
 
 def _result(run: dict[str, Any], series: dict[str, Points]) -> str:
     steps, loss = _part(run, "steps"), _number(_part(run, "final").get("loss"))
-    losses, evals = (_finite(series.get(key, [])) for key in ("loss", "eval_loss"))
+    names = ("loss", "eval_loss", "eval_accuracy")
+    losses, evals, right = (_finite(series.get(key, [])) for key in names)
     said = "No finite loss was recorded" if loss is None else f"Final loss {_show(loss)}"
     if losses and (loss is None or run.get("status") != "finished"):
         said = f"Loss {_show(losses[-1][1])} at step {_show(losses[-1][0])}"
     said += f"; evaluation loss {_show(evals[-1][1])}" if evals else ""
+    said += f", accuracy {_show(right[-1][1])}" if evals and right else ""
     if "done" in steps:
         said += f"; {_show(steps['done'])} of {_show(steps.get('total'))} steps"
     if seconds := _number(run.get("seconds")):

@@ -15,7 +15,7 @@ Way = tuple[Callable[[Row], Text], Callable[[], str]]
 """What renders a row, and what says where its spans come from."""
 
 
-def render(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
+def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
     """Render rows of a format that formats.py knows; None if they have none."""
     if data.columns:
         rows = [renamed(row, data.columns) for row in rows]
@@ -77,5 +77,5 @@ def _refuse_preferences(rows: list[Row]) -> str:
     return (
         "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
         f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen"; to '
-        "train on preferences, add a plugin that renders them"
+        "learn which answer is preferred, add [plugins.dpo]"
     )

@@ -3,6 +3,7 @@
 Nobody asks elsewhere which of them it is: to the loop they are all one model and one optimizer.
 """
 
+import copy
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,24 @@ def spread(
     return model, make(accelerator.unwrap_model(model))
 
 
+def spread_frozen(accelerator: Accelerator, load: Load, model: Any) -> Module:
+    """Spread a model that is never trained, as the one that is."""
+    names = load.names_in(model)
+    model.requires_grad_(False).eval()
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _hand_out(model, accelerator.is_main_process, names, load)
+        deepspeed: Any = importlib.import_module("deepspeed")
+        config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+        engine: Module = deepspeed.initialize(model=model, config=config)[0]
+        return engine
+    if accelerator.is_fsdp2:
+        fsdp2_prepare_model(accelerator, model)
+        if names:
+            _fetch(model, accelerator.device, names, load)
+        return model  # type: ignore[no-any-return]
+    return accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
+
+
 def _fetch(model: Any, device: torch.device, names: dict[str, str], load: Load) -> None:
     """Give a model that has no weights yet its own rows of each, from the files."""
     kept = {name: one.detach() for name, one in _tensors(model).items() if not one.is_meta}
@@ -82,7 +101,7 @@ class Held:
 
     def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
         self.rank, self.optimizer = accelerator.process_index, optimizer
-        self._wrapped, self._plain = model, accelerator.unwrap_model(model)
+        self._wrapped, self.plain = model, accelerator.unwrap_model(model)
 
     def parameters(self, trained: bool = True) -> dict[str, Any]:
         """Return the parameters, or those that are trained, by their names in the plain model."""
@@ -90,7 +109,7 @@ class Held:
             if isinstance(module, FSDPModule):
                 # After an evaluation the last ones stand whole, which the optimizer never sees.
                 module.reshard()
-        named = self._plain.named_parameters()
+        named = self.plain.named_parameters()
         return {name: one for name, one in named if one.requires_grad or not trained}
 
     def parts(self) -> dict[str, Part]:

@@ -3,10 +3,12 @@
 input_ids  list<int32>   the tokens of an example
 loss_mask  list<bool>    which of them are trained targets
 lengths    list<int32>   the sequences inside it: one for SFT, chosen and rejected for DPO
+shared     int32         how many tokens its two sequences begin with alike, none of them trained
 trained    int32         how many targets it has, so that a window's total needs no tokens
 row        int64         the row of its source
 
-Beside the shards stands index.arrow: length, trained and row of all examples, three flat columns.
+Beside the shards stands index.arrow, with flat columns of all examples: length, that of the first
+sequence, shared, trained and row.
 Opening maps it, and a shard is opened when one of its examples is asked for, so that it costs the
 same at ten thousand rows and at ten million.
 """
@@ -31,19 +33,21 @@ Chunk = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
 """Of a record batch: ids, offsets, and the mask as bits."""
 Chunks = list[Chunk]
 
-FORMAT = 2
+FORMAT = 3
 SCHEMA = pa.schema(
     {
         "input_ids": pa.list_(pa.int32()),
         "loss_mask": pa.list_(pa.bool_()),
         "lengths": pa.list_(pa.int32()),
+        "shared": pa.int32(),
         "trained": pa.int32(),
         "row": pa.int64(),
     }
 )
 
 
-INDEX = pa.schema({"length": pa.int64(), "trained": pa.int64(), "row": pa.int64()})
+COLUMNS = ("length", "first", "shared", "trained", "row")
+INDEX = pa.schema({name: pa.int64() for name in COLUMNS})
 NO_IDS, NO_BITS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 MOST = 2**30
 """Tokens of a record batch: its offsets are of 32 bits."""
@@ -116,11 +120,26 @@ def _record_batch(examples: Examples) -> pa.RecordBatch:
             _lists(ends, examples.ids),
             _lists(ends, examples.mask),
             _lists(first, examples.counts.astype(np.int32)),
+            _arrow(_alike(examples, ends, first)),
             _arrow(trained.astype(np.int32)),
             _arrow(examples.rows.astype(np.int64)),
         ],
         schema=SCHEMA,
     )
+
+
+def _alike(examples: Examples, ends: Ints, first: Ints) -> NDArray[np.int32]:
+    """Count the tokens that both sequences of an example begin with, before any that is trained."""
+    shared = np.zeros(len(examples.pieces), np.int32)
+    for number in np.flatnonzero(examples.pieces == 2).tolist():
+        a, stop = int(ends[number]), int(ends[number + 1])
+        b = a + int(examples.counts[first[number]])
+        most = min(b - a, stop - b)
+        pair = (slice(a, a + most), slice(b, b + most))
+        ids, mask = ([column[part] for part in pair] for column in (examples.ids, examples.mask))
+        differs = (ids[0] != ids[1]) | mask[0] | mask[1]
+        shared[number] = differs.argmax() if differs.any() else most
+    return shared
 
 
 def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> None:
@@ -140,10 +159,13 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     joined = [
         np.concatenate([np.zeros(0, np.int64), *parts]) for parts in zip(*columns, strict=True)
     ]
+    pairs = int(np.count_nonzero(joined[1] < joined[0]))
     with pa.OSFile(str(folder / "index.arrow"), "wb") as sink, pa.ipc.new_file(sink, INDEX) as file:
         file.write_batch(pa.record_batch([_arrow(one) for one in joined], schema=INDEX))
     listed = [{"file": shard.file, "examples": shard.examples} for shard in shards]
-    (folder / "facts.json").write_text(json.dumps(facts | {"shards": listed}, indent=1))
+    (folder / "facts.json").write_text(
+        json.dumps(facts | {"pairs": pairs, "shards": listed}, indent=1)
+    )
 
 
 class Tokens:
@@ -152,6 +174,9 @@ class Tokens:
     def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder = folder
         self._stretches: tuple[Ints, Ints] | None = None
+        self._shares = False
+        self.columns: dict[str, NDArray[Any]] = {}
+        """What plugins have computed of each example before step 1."""
         self._in_memory = in_memory
         with self._reading(folder / "facts.json") as path:
             self.facts: dict[str, Any] = json.loads(path.read_text())
@@ -162,11 +187,14 @@ class Tokens:
             counted = sum(one["examples"] for one in self.facts.get("sources", shards))
         with self._reading(folder / "index.arrow") as path:
             index = _checked(pa.ipc.open_file(self._buffer(path)).get_batch(0), INDEX)
-            self.lengths, self.trained, self.rows = columns = [_numpy(one) for one in index.columns]
+            columns = [_numpy(one) for one in index.columns]
+            self.lengths, self._firsts, self._alike, self.trained, self.rows = columns
             if len({counted, int(self._starts[-1]), *map(len, columns)}) > 1:
                 raise ValueError("it has not as many examples as facts.json says")
         self._whole = self.lengths
         """What lies on disk, where the examples are stretches of it."""
+        self.units = self.trained
+        """What each adds to the number by which the loss of a window is divided: its targets."""
         if in_memory:
             for shard in range(len(self._files)):
                 self._open(shard)
@@ -180,10 +208,7 @@ class Tokens:
 
     def gather(self, examples: Ints) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return the tokens of examples, end to end, and which of them are trained."""
-        lengths = self.lengths[examples]
-        numbers, skips = examples, np.zeros_like(lengths)
-        if self._stretches is not None:
-            numbers, skips = (some[examples] for some in self._stretches)
+        numbers, skips, lengths = self._parts(examples)
         shards = np.searchsorted(self._starts, numbers, "right") - 1
         columns = (shards, numbers - self._starts[shards], skips, lengths)
         # Arrow holds eight booleans to a byte: the bytes of all are gathered, and parted at once.
@@ -204,9 +229,58 @@ class Tokens:
         masks = [NO_BITS.view(np.bool_), *map(parted.__getitem__, spans)]
         return np.concatenate(ids_of), np.concatenate(masks)
 
+    def sequences(self, examples: Ints) -> tuple[Ints, Ints]:
+        """Return the lengths of the sequences in examples, and what each sees of the one before.
+
+        That is so many tokens of its beginning, where a pair's second answer shares the prompt.
+        """
+        lengths = self.lengths[examples]
+        if not self.facts["pairs"]:
+            return lengths, np.zeros_like(lengths)
+        firsts = self._firsts[examples]
+        seen = self._trunks(examples) if self._shares else np.zeros_like(firsts)
+        paired = np.stack([np.ones_like(firsts), firsts < lengths], 1).astype(np.bool_)
+        counts = np.stack([firsts, lengths - firsts], 1)[paired]
+        return counts, np.stack([np.zeros_like(seen), seen], 1)[paired]
+
+    def targets(self, examples: Ints) -> Ints:
+        """Return how many targets each sequence of examples has."""
+        return sums_of(self.gather(examples)[1], self.sequences(examples)[0])
+
+    def shared(self) -> "Tokens":
+        """Return tokens of pairs whose common beginning stands once, in the first sequence.
+
+        But for its last token: from that the second answer begins, as from it the first does.
+        """
+        part = copy.copy(self)
+        part._shares = True
+        part.lengths = self.lengths - self._trunks(np.arange(len(self)))
+        return part
+
+    def _trunks(self, examples: Ints) -> Ints:
+        trunks: Ints = np.maximum(self._alike[examples] - 1, 0)
+        return trunks
+
+    def _parts(self, examples: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the stretches that examples are made of: of which, from where, how long."""
+        lengths = self.lengths[examples]
+        if self._stretches is not None:
+            numbers, skips = (some[examples] for some in self._stretches)
+            return numbers, skips, lengths
+        if not self._shares:
+            return examples, np.zeros_like(lengths), lengths
+        firsts, trunks = self._firsts[examples], self._trunks(examples)
+        skips = np.stack([np.zeros_like(firsts), firsts + trunks], 1)
+        return (
+            np.repeat(examples, 2),
+            skips.ravel(),
+            np.stack([firsts, lengths - firsts], 1).ravel(),
+        )
+
     def stretches(self, numbers: Ints, skips: Ints, lengths: Ints) -> "Tokens":
         """Return tokens whose examples are stretches of these: of which, from where, how long."""
         assert self._stretches is None, "stretches of stretches were never needed"
+        assert not self.facts["pairs"], "a pair is whole"
         part = copy.copy(self)
         part._stretches = (numbers, skips)
         part.lengths, part.rows = lengths, self.rows[numbers]
@@ -215,6 +289,8 @@ class Tokens:
             _, mask = part.example(place)
             # The first token has nothing before it any more from which to be learned.
             part.trained[place] = np.count_nonzero(mask[1:])
+        part.units, part._firsts = part.trained, lengths
+        part.columns = {name: values[numbers] for name, values in self.columns.items()}
         firsts = _offsets([one["examples"] for one in self.facts["sources"]])
         counts = np.diff(np.searchsorted(numbers, firsts))
         sources = [
@@ -322,6 +398,14 @@ def _columns(path: Path) -> tuple[NDArray[np.int64], ...]:
         batches = [*pa.ipc.open_stream(mapped)]
     columns = (
         [np.diff(_numpy(batch["input_ids"].offsets)) for batch in batches],
-        *([_numpy(batch[name]) for batch in batches] for name in ("trained", "row")),
+        [_firsts(batch["lengths"]) for batch in batches],
+        *([_numpy(batch[name]) for batch in batches] for name in COLUMNS[2:]),
     )
     return tuple(np.concatenate([np.zeros(0, np.int64), *column]) for column in columns)
+
+
+def _firsts(lengths: pa.ListArray) -> NDArray[np.int32]:
+    """Return the first of each list."""
+    offsets = _numpy(lengths.offsets)[:-1]
+    values: NDArray[np.int32] = _numpy(lengths.values)[offsets]
+    return values

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
+    from torch.nn import Module
 
 Ints: TypeAlias = "NDArray[np.int64]"
 Batch: TypeAlias = dict[str, Any]
@@ -53,6 +55,13 @@ class Encoded:
     """For each token, where it ends: a place in all texts joined, in bytes of UTF-8."""
     engines: dict[str, int] = field(default_factory=dict)
     """How many texts each engine encoded, for the record."""
+
+
+class Score(Protocol):
+    """The stage `score`, as `step` calls it."""
+
+    def __call__(self, *, model: Module, batch: Batch, summed: bool) -> Tensor:
+        """Return -log p of each target, one after the other; or, all that is needed, their sum."""
 
 
 class Rows(Protocol):
@@ -117,7 +126,8 @@ class Window:
     epoch: int
     layout: Layout
     total: int
-    """Trained targets in the window, over all ranks."""
+    """What its loss is divided by: its targets, over all ranks, or what a plugin counts."""
+    trained: int
     tokens: int
     imbalance: float = 1.0
     """Tokens of the rank that has most, over the mean of all."""
@@ -168,6 +178,13 @@ class OnDemand(Sequence[Layout], ABC):
     @abstractmethod
     def lay_out(self, number: int) -> Layout:
         """Lay out one window, whose number is in range."""
+
+
+class Kept(Protocol):
+    """What a folder of the cache holds: tokens, or what a plugin keeps there."""
+
+    facts: dict[str, Any]
+    """Among them `key_parts`, the key that it was built for."""
 
 
 class ModelLoad(Protocol):

@@ -168,7 +168,8 @@ def _cut(encoded: Encoded, rendered: Rendered, numbers: Ints, data: Data, shard:
     counts = np.minimum(encoded.counts, data.max_length)
     kept = _starts_with(counts, encoded.counts)
     cut = _any(counts < encoded.counts, first)
-    trained = _any(sums_of(mask & kept, encoded.counts) > 0, first)
+    # Of two answers to compare, both must be there.
+    trained = ~_any(sums_of(mask & kept, encoded.counts) == 0, first)
     good = trained if data.too_long == "truncate" else trained & ~cut
     if cut.any() or not trained.all():
         _report(shard, numbers[rows], cut, trained, data)

@@ -1,8 +1,10 @@
 """What a person sees, and what other ranks do not say."""
 
 import io
+import re
 
 import pytest
+from conftest import run_plugsft
 from rich.console import Console
 
 from plugsft import console
@@ -45,3 +47,15 @@ def test_a_bar_where_somebody_does(terminal):
         advance(2, "30 tokens")
     text = terminal.getvalue()
     assert "tokenizing" in text and "3/3" in text and "30 tokens" in text
+
+
+def test_what_pairs_show_stands_beside_the_loss(tiny):
+    rows = [{"prompt": "who? ", "chosen": f"owls {n}", "rejected": f"elks {n}"} for n in range(16)]
+    data = {"train": {"steps": 2}, "eval": {"every": 2}, "plugins": {"dpo": {}}}
+    done = run_plugsft(tiny(rows=rows, **data))
+    assert done.returncode == 0, done.stderr
+    beside = r"  accuracy [01]\.\d{3}  margin -?\d\.\d{3}"
+    assert (
+        len(re.findall(rf"^step \d/2 .*  loss \d\.\d{{4}}{beside}  grad", done.stdout, re.M)) == 2
+    )
+    assert re.search(rf"^step 2  eval loss \d\.\d{{4}}{beside}$", done.stdout, re.M)

@@ -84,6 +84,30 @@ def test_a_packed_row_is_its_documents_one_by_one(name):
         assert (ours - theirs[name]).abs().max() <= 1e-5 * theirs[name].abs().max(), name
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_that_stands_once_is_seen_by_both_answers(name):
+    rng = np.random.default_rng(0)
+    prompt, first, second, other = (
+        torch.from_numpy(rng.integers(0, 97, length)) for length in (14, 6, 11, 5)
+    )
+    shared, plain = make(MODELS[name]), make(MODELS[name], "eager")
+    # The second answer begins from the prompt's last token, as the first does.
+    row = torch.cat([other, prompt, first, prompt[-1:], second])
+    where = documents_of(np.array([5, 20, 12]), seen=np.array([0, 0, 13]))
+    assert where["position_ids"][0, -12:].tolist() == [*range(13, 25)]
+    ours = shared(input_ids=row[None], **where, use_cache=False).logits[0]
+    texts = [other, torch.cat([prompt, first]), torch.cat([prompt, second])]
+    alone = [plain(input_ids=text[None], use_cache=False).logits[0] for text in texts]
+    theirs = torch.cat([*alone[:2], alone[2][13:]])
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    weights = torch.from_numpy(rng.standard_normal(ours.shape)).float()
+    for logits in (ours, theirs):
+        (logits * weights).sum().backward()
+    wanted = gradients(plain)
+    for key, gradient in gradients(shared).items():
+        assert (gradient - wanted[key]).abs().max() <= 1e-5 * wanted[key].abs().max(), key
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_probe_passes_what_keeps_documents_apart(name, dtype):

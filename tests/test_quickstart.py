@@ -1,14 +1,18 @@
 """The README's first command, for real; its losses are pinned, and the model knows its lessons."""
 
 import json
+import re
 import subprocess
 
 import pytest
 from conftest import ROOT, read_metrics, run_plugsft
 
+from plugsft import report
+
 GOLDEN = ROOT / "tests/golden/quickstart.json"
 RUN = ROOT / "runs/quickstart"
 LESSONS = ROOT / "recipes/data/quickstart.jsonl"
+PREFERENCES = ROOT / "recipes/data/quickstart_preferences.jsonl"
 
 
 def lessons():
@@ -29,7 +33,7 @@ def test_the_first_losses_are_what_they_always_were(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_quickstart_trains_a_model_that_answers():
+def test_the_quickstart_trains_a_model_that_answers_and_learns_what_is_preferred(tmp_path):
     done = subprocess.run(["tools/quickstart"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "report:       runs/quickstart/report.html" in done.stdout
@@ -42,10 +46,43 @@ def test_the_quickstart_trains_a_model_that_answers():
     record = json.loads((RUN / "run.json").read_text())
     assert record["status"] == "finished" and record["final"]["loss"] < 0.1
     asked = lessons()
-    words = [word for question, _ in asked for word in ("--ask", question)]
-    told = run_plugsft("chat", RUN, *words)
-    assert told.returncode == 0, told.stderr
-    given = told.stdout.strip().splitlines()
+    given = answers(RUN, [question for question, _ in asked])
     right = sum(answer == wanted for answer, (_, wanted) in zip(given, asked, strict=True))
     print(f"{right} of {len(asked)} answers word for word; trained in {record['seconds']} s")
     assert right >= 0.9 * len(asked)
+    learns_to_be_brief(tmp_path / "brief")
+
+
+def answers(run, questions):
+    """Ask a run's model; return what it says."""
+    words = [word for question in questions for word in ("--ask", question)]
+    told = run_plugsft("chat", run, *words)
+    assert told.returncode == 0, told.stderr
+    return told.stdout.strip().splitlines()
+
+
+def learns_to_be_brief(run):
+    """Go on from the quickstart's model with preferences, and see what becomes of its answers."""
+    done = run_plugsft("recipes/quickstart_dpo.toml", f"output={run}")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step 1/72  .*  accuracy 0\.000  margin -?0\.000", done.stdout)
+    lines = report.read_metrics(run / "metrics.jsonl")
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert evaluated[-1]["eval_accuracy"] > 0.9
+    page = (run / "report.html").read_text(encoding="utf8")
+    assert ", accuracy " in page and '"eval_reward_chosen"' in page
+    # No pair asks these questions, of which the quickstart's lessons have two sentences.
+    pairs = [json.loads(line) for line in PREFERENCES.read_text(encoding="utf8").splitlines()]
+    asked = {pair["prompt"][-1]["content"] for pair in pairs[:192]}
+    wanted = {
+        pair["prompt"][0]["content"]: (pair["chosen"][0]["content"], pair["rejected"][0]["content"])
+        for pair in pairs[192:]
+        if len(pair["prompt"]) == 1
+        and json.dumps(pair["rejected"][0]["content"]) in LESSONS.read_text(encoding="utf8")
+    }
+    assert len(wanted) >= 10 and not asked & set(wanted)
+    before, after = (zip(answers(one, wanted), wanted.values(), strict=True) for one in (RUN, run))
+    whole = sum(said == rejected for said, (_, rejected) in before)
+    brief = sum(said == chosen for said, (chosen, _) in after)
+    print(f"of {len(wanted)} answers {whole} were whole before, {brief} are brief; {evaluated[-1]}")
+    assert whole >= 0.8 * len(wanted) and brief >= 0.6 * len(wanted)

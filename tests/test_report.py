@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from plugsft import report
+from plugsft.plugins.dpo import MEASURES
 
 EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"
 LENGTHS = {"edges": [0, 16, 32, 64], "counts": [3, 100, 194], "min": 12, "median": 44, "max": 61}
@@ -187,6 +188,22 @@ def test_every_further_number_is_a_curve() -> None:
     curves = Page(report.render(RUN, metrics)).numbers["curves"]
     assert curves.keys() == {"loss", "eval_loss", "rewards_margin", "eval_rewards_margin"}
     assert curves["rewards_margin"] == {"x": [1, 2, 3], "y": [0.5, 0.5, 0.5]}
+
+
+def test_what_is_measured_of_pairs_is_told_and_drawn_together() -> None:
+    pairs = {"accuracy": 0.75, "margin": 2.5, "reward_chosen": 1, "reward_rejected": -1.5}
+    evaluated = {f"eval_{key}": value for key, value in pairs.items()} | {"eval_accuracy": 0.9375}
+    metrics = [*training(3, **pairs), {"step": 3, "eval_loss": 2, **evaluated}]
+    page = report.render(RUN, metrics)
+    assert "Final loss 0.02; evaluation loss 2, accuracy 0.9375; 240 of" in Page(page).text
+    assert {*pairs, *evaluated} < Page(page).numbers["curves"].keys()
+    titled = re.findall(r"(\w+):", page.split("const TITLES = {")[1].split("};")[0])
+    shared = dict(
+        re.findall(r'(\w+): \["(\w+)"', page.split("const TOGETHER = {")[1].split("};")[0])
+    )
+    assert {shared.get(name, name) for name in (*MEASURES, "nll")} <= {*titled}
+    assert shared["reward_chosen"] == shared["reward_rejected"] == "rewards"
+    assert shared["logp_chosen"] == shared["logp_rejected"] == "logps"
 
 
 def test_steps_done_again_replace_the_lost_ones() -> None:

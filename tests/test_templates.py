@@ -17,7 +17,7 @@ from plugsft.jsonl import Held
 from plugsft.pretrained import load_tokenizer, train_tokenizer
 from plugsft.reading import anchored
 from plugsft.recipe import Data, Model, Recipe
-from plugsft.rows import render
+from plugsft.rows import render_rows as render
 from plugsft.templates import CHATML, Chat, training_template
 from plugsft.tokenizer import encode, lighten
 from plugsft.work import mask_of
@@ -151,7 +151,9 @@ def test_other_formats_of_chats(tokenizer):
     ],
 )
 def test_preferences_are_refused_with_a_cure_that_works(tokenizer, row, column):
-    with pytest.raises(DataError, match=rf'set \[data.columns\] {column} = "chosen"'):
+    with pytest.raises(
+        DataError, match=rf'set \[data.columns\] {column} = "chosen"; .* \[plugins.dpo\]'
+    ):
         rendered(tokenizer, row)
     assert trained(tokenizer, row, columns={column: "chosen"})[1][-1].endswith("owls<|im_end|>")
 

@@ -14,7 +14,7 @@ from plugsft import RecipeError
 from plugsft.jsonl import Held
 from plugsft.pretrained import SPECIAL, load_tokenizer, pad_id, train_tokenizer
 from plugsft.recipe import Data, Model
-from plugsft.rows import render
+from plugsft.rows import render_rows as render
 from plugsft.templates import CHATML
 from plugsft.tokenizer import encode, lighten
 

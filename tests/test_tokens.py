@@ -30,6 +30,18 @@ def pack(examples, first_row):
     )
 
 
+def alike(example):
+    """Count the tokens that a pair begins with, naively."""
+    if len(example) != 2:
+        return 0
+    count = 0
+    for one, other in zip(*example, strict=False):
+        if one != other or one[1]:
+            break
+        count += 1
+    return count
+
+
 def write(folder, shards):
     """Write shards; return the examples in order."""
     everything, made, trained = [], [], 0
@@ -78,6 +90,7 @@ def test_datasets_opens_it_with_the_same_content(tmp_path_factory, shards):
             "input_ids": [token for part in example for token, _ in part],
             "loss_mask": [yes for part in example for _, yes in part],
             "lengths": [len(part) for part in example],
+            "shared": alike(example),
             "trained": sum(yes for part in example for _, yes in part),
             "row": number,
         }

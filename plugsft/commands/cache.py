@@ -1,5 +1,6 @@
 """`plugsft cache`: what is kept of prepared data, why a recipe finds it or not, and its end."""
 
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,8 @@ class Entry:
     @property
     def sources(self) -> str:
         """The names of what it was made from."""
-        return ", ".join(str(one.get("name", "?")) for one in self.facts.get("sources", []))
+        names = ", ".join(str(one.get("name", "?")) for one in self.facts.get("sources", []))
+        return f"{self.facts['kind']} of {names}" if "kind" in self.facts else names
 
 
 def ls(folder: Path | None) -> None:
@@ -114,7 +116,12 @@ def _explain(what: str, key: dict[str, Any], places: dict[str, Path]) -> None:
         harm = damage(home / name, quick=True) if (home / name).exists() else "it is not there"
         there |= harm is None
         say(f"  {place:<8} {'miss' if harm else 'hit'}: {home / name}{f': {harm}' if harm else ''}")
-    others = [one for home in places.values() for one in entries(home) if "key_parts" in one.facts]
+    others = [
+        one
+        for home in places.values()
+        for one in entries(home)
+        if "key_parts" in one.facts and "kind" not in one.facts
+    ]
     compared = [
         (list(dict.fromkeys(differences(one.facts["key_parts"], key))), one) for one in others
     ]
@@ -177,12 +184,20 @@ def entries(home: Path) -> Iterator[Entry]:
     for path in sorted(found, key=_used, reverse=True):
         used, harm, facts = _used(path), damage(path, quick=True), {}
         try:
-            facts = Tokens(path).facts
+            facts = facts_of(path)
             made = (path / "facts.json").stat().st_mtime
-        except (DataError, OSError) as error:
+        except (DataError, OSError, ValueError) as error:
             harm, made = harm or str(error), used
         if is_published(path):
             yield Entry(path, facts, _size(path), made, used, harm)
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return what an entry says of itself: tokens, once they open, or what a plugin keeps."""
+    if (path / "index.arrow").exists():
+        return Tokens(path).facts
+    facts: dict[str, Any] = json.loads((path / "facts.json").read_text())
+    return facts
 
 
 def _clear(home: Path, dry_run: bool) -> Iterator[tuple[str, int]]:

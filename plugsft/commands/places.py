@@ -5,8 +5,9 @@ import json
 import os
 import shlex
 import shutil
+import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
             wrong[name] = f"{key}: {name}: no such file or folder{_instead(place, path)}"
             if key == "model.path" and name.count("/") == 1 and name[0] not in "./":
                 wrong[name] += '; for the one on the hub, set model.revision = "main"'
+            if key == "model.path" and (maker := _maker(place, path)):
+                wrong[name] += f"; it is made by: plugsft {maker}"
     return wrong
 
 
@@ -120,6 +123,16 @@ def _instead(place: Path, recipe: Path) -> str:
         return near(place)
     hint = f"; did you mean '{home / place}'?" if (home / place).exists() else near(place)
     return f" in {Path.cwd()}, where relative paths begin{hint}"
+
+
+def _maker(place: Path, recipe: Path) -> Path | None:
+    """Return the recipe, of those beside this one, whose run leaves a model at a place."""
+    for other in sorted(recipe.parent.glob("*.toml")):
+        with suppress(OSError, ValueError):
+            output = tomllib.loads(other.read_text(encoding="utf8")).get("output")
+            if isinstance(output, str) and Path(output, "model") == place:
+                return other
+    return None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 from copy import deepcopy
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -206,17 +207,20 @@ def test_auto_takes_what_is_installed(tmp_path, monkeypatch):
     assert plugin.choose(MODELS["llama"]) == "sdpa"
 
 
-def plain(query, key, value, bounds, scale, window, softcap=None):
-    """Attend document by document, by the textbook."""
+def plain(query, key, value, bounds, scale, window, softcap=None, wide=None):
+    """Attend document by document, by the textbook; the last query sees the last key."""
     times = query.shape[1] // key.shape[1]
     outputs = []
-    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        q, k, v = (one[start:stop].transpose(0, 1) for one in (query, key, value))
+    spans = (pairwise(ends.tolist()) for ends in (bounds, bounds if wide is None else wide))
+    for (start, stop), (first, last) in zip(*spans, strict=True):
+        q = query[start:stop].transpose(0, 1)
+        k, v = (one[first:last].transpose(0, 1) for one in (key, value))
         k, v = (one.repeat_interleave(times, 0) for one in (k, v))
         scores = q @ k.transpose(1, 2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        places = torch.arange(last - first)
+        back = places[-(stop - start) :, None] - places
         seen = (back >= -window[1]) & ((back <= window[0]) | (window[0] < 0))
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         outputs.append((weights @ v).transpose(0, 1))
@@ -229,10 +233,11 @@ def stand_in(
 ):  # fmt: skip
     """Compute what torch's kernel does, on a CPU; as strict about what it is given."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and isinstance(max_q, int)
-    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     assert enable_gqa or query.shape[1] == key.shape[1]
-    assert len({query.shape[0], key.shape[0], value.shape[0], int(cu_seq_q[-1])}) == 1
-    return plain(query, key, value, cu_seq_q, scale, window_size)
+    assert query.shape[0] == int(cu_seq_q[-1])
+    assert key.shape[0] == value.shape[0] == int(cu_seq_k[-1])
+    return plain(query, key, value, cu_seq_q, scale, window_size, wide=cu_seq_k)
 
 
 def test_the_stand_in_has_the_signature_of_the_kernel():
@@ -253,14 +258,14 @@ def make(config, attention):
     return model.train()
 
 
-def row(lengths=LENGTHS):
+def row(lengths=LENGTHS, seen=None):
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 97, (1, int(lengths.sum()))))
-    return {"input_ids": ids, **documents_of(lengths), "use_cache": False}
+    return {"input_ids": ids, **documents_of(lengths, seen=seen), "use_cache": False}
 
 
-def assert_same(model, other):
+def assert_same(model, other, seen=None):
     """Compare logits and gradients on a packed row."""
-    ours, theirs = model(**row()).logits, other(**row()).logits
+    ours, theirs = (one(**row(seen=seen)).logits for one in (model, other))
     assert theirs.std() > 0.1
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
     weights = torch.from_numpy(np.random.default_rng(1).standard_normal(ours.shape)).float()
@@ -276,6 +281,22 @@ def assert_same(model, other):
 def test_torchs_kernel_is_called_for_what_attention_per_document_computes(monkeypatch, name):
     monkeypatch.setattr(flash_attention, "varlen_attn", stand_in)
     assert_same(make(MODELS[name], VARLEN), make(MODELS[name], attend_per_document()))
+
+
+def test_a_shared_prompt_reaches_torchs_kernel(monkeypatch):
+    monkeypatch.setattr(flash_attention, "varlen_attn", stand_in)
+    seen = np.zeros_like(LENGTHS)
+    seen[[1, 3]] = LENGTHS[[0, 2]] // 2
+    for name in MODELS:
+        pair = make(MODELS[name], VARLEN), make(MODELS[name], attend_per_document())
+        assert_same(*pair, seen=seen)
+
+
+def test_packages_that_cannot_share_a_prompt_are_passed_over():
+    shared = Here((9, 0), True, True, True, shared=True)
+    for kernel in ("fa3", "fa2"):
+        assert unavailable(kernel, shared)[0] == "cannot share a prompt (plugins.dpo)"
+    assert unavailable("torch", shared) is None
 
 
 def test_one_plain_row_is_one_document_and_padded_rows_are_refused(monkeypatch):

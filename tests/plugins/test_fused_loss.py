@@ -31,7 +31,7 @@ from transformers import (
 
 from plugsft import RecipeError, attend_per_document, documents_of, look, testing
 from plugsft.answers_model import ModelAnswers
-from plugsft.plugins.fused_loss import IGNORED, PROBES, Behind, FusedLoss, fused_loss, head_of
+from plugsft.plugins.fused_loss import IGNORED, Behind, FusedLoss, fused_loss, head_of
 from plugsft.registry import check, resolve
 
 # peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
@@ -98,7 +98,7 @@ def packed(lengths=(13, 1, 22, 2)):
 def stepped(plugin, model, batch, total=7):
     """Return the loss and every gradient."""
     model.zero_grad()
-    loss = plugin.step(model=model, batch=batch, total=total)
+    loss = plugin.score(model=model, batch=batch, summed=True) / total
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), {name: gradient.clone() for name, gradient in found.items()}
@@ -109,6 +109,15 @@ def fused(model, packed=False, **options):
     plugin.packed = packed
     list(plugin.annotate(model))
     return plugin
+
+
+def weighed(plugin, model, batch):
+    """Return the gradients of losses that count differently, and the losses."""
+    model.zero_grad()
+    losses = plugin.score(model=model, batch=batch, summed=False)
+    (losses * torch.linspace(-1, 2, len(losses))).sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return losses.detach(), {name: gradient.clone() for name, gradient in found.items()}
 
 
 def assert_equal(model, batch, plugin, tolerance=1e-5):
@@ -128,6 +137,22 @@ def test_loss_and_every_gradient_are_the_plain_ones(name):
     assert model.training and "proved on 16 tokens" in plugin.proved
     assert_equal(model, padded(), plugin)
     assert "forward" not in vars(model.get_output_embeddings())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_each_position_may_count_differently(name, frozen):
+    model, batch = make(MODELS[name]), padded()
+    plugin = fused(model, chunk=7)
+    for parameter in model.get_output_embeddings().parameters():
+        parameter.requires_grad_(not frozen)
+    (theirs, expected), (ours, found) = (
+        weighed(one, model, batch) for one in (ModelAnswers(), plugin)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert set(found) == set(expected)
+    for key, gradient in found.items():
+        assert (gradient - expected[key]).abs().max() <= 1e-5 * expected[key].abs().max(), key
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "qwen3", "gemma2", "gemma3"])
@@ -158,7 +183,7 @@ def test_what_is_behind_the_head_is_read_from_the_model():
     assert found["cohere2"] == Behind(slope=3.0)
     assert found["granite"].slope == pytest.approx(1 / 0.3, rel=1e-6)
     assert found["llama"] == found["gemma3"] == found["phi, with a bias"] == Behind()
-    assert Behind.read(Behind(0.25, 30.0).of(torch.tensor(PROBES))) == Behind(0.25, 30.0)
+    assert Behind.read(Behind(0.25, 30.0).of(torch.tensor(Behind.PROBES))) == Behind(0.25, 30.0)
 
 
 def lora(model, **options):
@@ -252,7 +277,8 @@ def test_the_heads_gradient_is_summed_up_in_float32():
     hidden, targets = torch.rand(400, 8).bfloat16(), torch.randint(20, (400,))
     weight = torch.randn(20, 8).bfloat16().requires_grad_()
     exact = weight.detach().double().requires_grad_()
-    fused_loss(hidden, weight, None, targets, Behind(), chunk=1).backward()
+    given = (hidden, weight, None, targets, Behind(), 1, torch.bfloat16, True)
+    fused_loss(*given).backward()
     logits = hidden.double() @ exact.T
     torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
     assert (weight.grad - exact.grad).abs().max() <= 0.006 * exact.grad.abs().max()
@@ -275,8 +301,8 @@ def test_without_gradients_nothing_is_computed_for_them():
     plugin, widest = fused(model, chunk=4), Widest()
     with torch.no_grad():
         with widest:
-            loss = plugin.step(model, batch, 7)
-        plain = ModelAnswers().step(model, batch, 7)
+            loss = plugin.score(model, batch, summed=True)
+        plain = ModelAnswers().score(model, batch, summed=True)
     assert float(loss) == pytest.approx(float(plain), rel=1e-5)
     assert tuple(model.get_output_embeddings().weight.shape) not in widest.made
 
@@ -443,9 +469,10 @@ hidden, weight, bias = torch.randn(9, 16), torch.randn(61, 16), torch.randn(61)
 targets = torch.randint(61, (9,))
 for behind in (Behind(), Behind(0.5, 3.0)):
     found = []
-    for kernel in (partial(from_package, "liger"), lambda *given: fused_loss(*given, 4)):
+    ours = lambda *given: fused_loss(*given[:-1], 4, torch.float32, given[-1])
+    for kernel in (partial(from_package, "liger"), ours):
         given = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
-        loss = kernel(*given, targets, behind)
+        loss = kernel(*given, targets, behind, True)
         loss.backward()
         found.append([loss, *(one.grad for one in given)])
     for one, other in zip(*found):

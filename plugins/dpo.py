@@ -1,0 +1,356 @@
+"""Learn which of two answers is preferred (DPO): learning changes."""
+
+import copy
+from collections.abc import Callable, Generator
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Dropout, Module
+from torch.nn.functional import logsigmoid
+
+from plugsft import (
+    Batch,
+    Data,
+    DataError,
+    Feed,
+    Ints,
+    Prelude,
+    Recipe,
+    RecipeError,
+    Rendered,
+    Row,
+    Score,
+    Tokenizer,
+    Tokens,
+    TrainError,
+    hookimpl,
+    plugin,
+    render_rows,
+    state,
+)
+
+SIDES = ("chosen", "rejected")
+MORE = ("tools", "chat_template_kwargs")
+"""Columns that say something about both conversations of a row."""
+MEASURES = (
+    "accuracy",
+    "margin",
+    *(f"reward_{side}" for side in SIDES),
+    *(f"logp_{side}" for side in SIDES),
+)
+BEGINS = {True: 1e-3, False: 5e-2}
+"""How far the first loss may be off where policy and reference are one, as a share of it; in
+float32, or not."""
+PROBES = 2
+"""Pairs that show that a shared prompt changes nothing."""
+
+
+@plugin(learns=["loss", "beta", "label_smoothing", "nll", "reference"])
+class Dpo:
+    """Learn which of two answers is preferred (DPO): learning changes.
+
+    A row has a prompt, a chosen and a rejected answer; the loss of a step is the mean over its
+    pairs. The reference is the model as it was: the base below adapters, else a frozen copy. With
+    [plugins.dpo_reference] its log-probabilities are computed once, and no reference is held.
+    """
+
+    loss: Literal["sigmoid", "length_normalized", "hinge", "ipo"] = "sigmoid"
+    """length_normalized is sigmoid with log-probabilities per token (Tulu 3); ipo takes them per
+    token, too, as its authors did."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How much the model is held near the reference; with ipo, the inverse of twice the margin."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are taken to be the wrong way round (sigmoid, length_normalized)."""
+    nll: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the chosen answer's mean loss per token, added to that of its pair."""
+    reference: Annotated[str, Field(min_length=1)] | None = None
+    """Another model to compare with: a folder or a name on the hub."""
+    share_prompt: bool = False
+    """Compute the prompt of a pair once, for both answers; for packed rows."""
+
+    computed: bool = state(False)
+    """Whether the reference's log-probabilities are there before step 1."""
+    refer: Callable[..., Any] | None = state()
+    """What computes them in each step, else."""
+    referred: str = state("")
+    saved: str = state("")
+    first: int = state(0)
+    """The first step of this run; 1 if it begins anew."""
+    exact: bool = state(True)
+    sums: dict[str, Tensor] = state({})
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what would not be heard, or not be what it says."""
+        self.computed = recipe.has("dpo_reference")
+        if self.label_smoothing and self.loss not in ("sigmoid", "length_normalized"):
+            raise RecipeError(f'label_smoothing is nothing with loss = "{self.loss}"; remove it')
+        if recipe.data.train_on == "all":
+            raise RecipeError('compares answers, not prompts; remove data.train_on = "all"')
+        packing = recipe.plugins.get("bfd_packing", {})
+        if packing.get("overlong", "error") != "error":
+            raise RecipeError(
+                "a pair is compared whole, so bfd_packing must not cut it; remove its overlong, "
+                'and raise its capacity, or lower data.max_length with data.too_long = "truncate"'
+            )
+        if self.share_prompt and not recipe.has("bfd_packing"):
+            raise RecipeError("share_prompt is for packed rows; add [plugins.bfd_packing]")
+        kernel = recipe.plugins.get("flash_attention", {}).get("kernel")
+        if self.share_prompt and kernel in ("fa2", "fa3"):
+            raise RecipeError(
+                f"share_prompt: the kernel {kernel} of [plugins.flash_attention] cannot; set its "
+                'kernel to "torch" or "sdpa"'
+            )
+
+    @hookimpl
+    def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
+        """Render each row as two conversations, or texts, with the same prompt."""
+        halves: list[Row] = []
+        owners: list[int] = []
+        bad: dict[int, str] = {}
+        for number, row in enumerate(rows):
+            try:
+                halves += pair_of(row | {ours: row.get(its) for ours, its in data.columns.items()})
+                owners.append(number)
+            except ValueError as error:
+                bad[number] = str(error)
+        columns = {column for row in rows for column in row}
+        if bad and not columns.issuperset(data.columns.get(side, side) for side in SIDES):
+            raise DataError(
+                f"no row has two answers to compare: {next(iter(bad.values()))}. plugins.dpo reads "
+                "chosen and rejected, with a prompt or a common beginning; name yours in "
+                '[data.columns], for instance chosen = "good"'
+            )
+        if not owners:
+            return Rendered(bad=bad)
+        rendered = render_rows(halves, tokenizer, data.model_copy(update={"columns": {}}))
+        assert rendered is not None, "halves have a format that is known"
+        for half, reason in rendered.bad.items():
+            bad[owners[half // 2]] = f"{SIDES[half % 2]}: {reason}"
+        whole = [place for place, half in enumerate(rendered.rows) if owners[half // 2] not in bad]
+        return Rendered(
+            [rendered.texts[place] for place in whole],
+            [rendered.spans[place] for place in whole],
+            [owners[rendered.rows[place] // 2] for place in whole],
+            bad,
+            rendered.special_tokens,
+            f"of two answers: {rendered.mask}",
+        )
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self) -> Generator[None, Any, Any]:
+        """Leave out the model's dropout: it would be taken for a difference to the reference."""
+        model = yield
+        for name, module in model.named_modules():
+            if isinstance(module, Dropout) and "lora_" not in name:
+                module.p = 0.0
+            if isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = 0.0
+        return model
+
+    @hookimpl(wrapper=True)
+    def annotate(
+        self, model: Any, tokens: Tokens, prelude: Prelude
+    ) -> Generator[None, Tokens, Tokens]:
+        """Count pairs, share their prompts, and get the reference ready."""
+        plain = yield
+        if plain.facts["pairs"] < len(plain):
+            raise DataError(
+                "plugins.dpo: not all of the examples are pairs; they were prepared without it"
+            )
+        tokens = copy.copy(plain.shared() if self.share_prompt else plain)
+        tokens.units = np.ones(len(tokens), np.int64)
+        if self.share_prompt and not self.saved:
+            self.saved = prove_shared(model, plain, tokens, prelude)
+        if not self.referred:
+            self.exact = prelude.exact
+            self.referred = self.find_reference(model, prelude)
+        return tokens
+
+    def find_reference(self, model: Any, prelude: Prelude) -> str:
+        """Make ready what computes the reference's log-probabilities; name it."""
+        base = getattr(model, "module", model)
+        adapted = hasattr(base, "disable_adapter")
+        name = self.reference or ("the base without adapters" if adapted else "the model as it was")
+        if self.computed:
+            return f"{name}, computed before step 1"
+        if self.reference or not adapted:
+            frozen = prelude.frozen(self.reference or "")
+            self.refer = lambda _model, inputs, score: score(
+                model=frozen, batch=inputs, summed=False
+            )
+            return self.reference or "a frozen copy"
+
+        def bare(model: Any, inputs: Batch, score: Score) -> Tensor:
+            with base.disable_adapter():
+                return score(model=model, batch=inputs, summed=False)
+
+        self.refer = bare
+        return name
+
+    @hookimpl(wrapper=True)
+    def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
+        """Say which targets are whose, and what the reference made of them."""
+        batch = yield
+        batch["_targets"] = torch.from_numpy(tokens.targets(examples))
+        if "reference" in tokens.columns:
+            batch["_reference"] = torch.from_numpy(tokens.columns["reference"][examples])
+        return batch
+
+    @hookimpl(wrapper=True)
+    def feed(self, steps: range) -> Generator[None, Feed, Feed]:
+        """Note whether the run begins anew."""
+        self.first = self.first or steps.start
+        return (yield)
+
+    @hookimpl
+    def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
+        """Compare the answers of each pair, as the model and the reference see them."""
+        targets = batch["_targets"]
+        logps = summed(score(model=model, batch=batch, summed=False), targets)
+        reference = batch.get("_reference")
+        if reference is None:
+            assert self.refer is not None
+            with torch.no_grad():
+                reference = summed(self.refer(model, batch, score), targets)
+        losses = self.losses(logps, reference, targets.view(-1, 2))
+        if self.first == 1 and model.training:
+            self.first = -1
+            self.ensure_begun(losses.detach())
+        if self.nll:
+            mine = -logps[:, 0] / targets[::2]
+            self.note(nll=mine)
+            losses = losses + self.nll * mine
+        return losses.sum() / total
+
+    def losses(self, logps: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
+        """Return the loss of each pair; logps are of the chosen and of the rejected answers."""
+        scores = logps - reference
+        # Whole, as TRL has them, whatever the loss compares.
+        rewards = self.beta * scores.detach()
+        self.note(
+            accuracy=(rewards[:, 0] > rewards[:, 1]).float(),
+            margin=rewards[:, 0] - rewards[:, 1],
+            **{f"reward_{side}": rewards[:, place] for place, side in enumerate(SIDES)},
+            **{f"logp_{side}": logps[:, place] for place, side in enumerate(SIDES)},
+        )
+        if self.loss in ("length_normalized", "ipo"):
+            scores = scores / lengths
+        return self.compared(scores[:, 0] - scores[:, 1])
+
+    def compared(self, deltas: Tensor) -> Tensor:
+        """Return the losses of differences between chosen and rejected."""
+        if self.loss == "hinge":
+            return torch.relu(1 - self.beta * deltas)
+        if self.loss == "ipo":
+            return (deltas - 1 / (2 * self.beta)) ** 2
+        wrong = self.label_smoothing
+        right = logsigmoid(self.beta * deltas) * (1 - wrong)
+        return -right - logsigmoid(-self.beta * deltas) * wrong
+
+    def note(self, **values: Tensor) -> None:
+        """Add to what is measured."""
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0) + value.detach().sum()
+
+    @hookimpl
+    def measure(self) -> dict[str, Tensor]:
+        """Return sums over pairs."""
+        sums, self.sums = self.sums, {}
+        names = (*MEASURES, "nll") if self.nll else MEASURES
+        return {name: sums.get(name, torch.zeros(())) for name in names}
+
+    def ensure_begun(self, losses: Tensor) -> None:
+        """Make sure that the first loss is what it must be where policy and reference are one."""
+        if self.reference or not len(losses):
+            return
+        wanted, found = float(self.compared(torch.zeros(()))), float(losses.mean())
+        if not abs(found - wanted) <= BEGINS[self.exact] * wanted:
+            raise TrainError(
+                f"plugins.dpo: the first loss is {found:.6g}, and must be {wanted:.6g}, as the "
+                "model and the reference are one before the first step. Most likely the "
+                "model is not the same each time that it is called (a dropout or a router of its "
+                "own code), or the log-probabilities that were kept are of other weights or of "
+                "another kernel (remove the folder that plugins.dpo_reference names)"
+            )
+
+    @hookimpl
+    def verdict(self) -> str:
+        """Name the loss and the reference, and say what sharing saves."""
+        smooth = f", label smoothing {self.label_smoothing:g}" if self.label_smoothing else ""
+        nll = f", {self.nll:g} x the chosen answer's loss per token" if self.nll else ""
+        loss = f"{self.loss} loss, beta {self.beta:g}{smooth}{nll}"
+        reference = f"reference: {self.referred}" if self.referred else ""
+        return "; ".join(filter(None, [loss, reference, self.saved]))
+
+
+def pair_of(row: Row) -> list[Row]:
+    """Return a row as two with prompt and completion; raise ValueError where it has not both."""
+    for side in SIDES:
+        if row.get(side) is None:
+            there = ", ".join(sorted(key for key, value in row.items() if value is not None))
+            raise ValueError(f"no '{side}': the row has {there or 'no columns'}")
+    prompt = row.get("prompt")
+    answers = [[one] if isinstance(one, dict) else one for one in (row[side] for side in SIDES)]
+    kinds = {type(one) for one in answers}
+    if kinds == {str}:
+        if isinstance(prompt, list):
+            answers = [[{"role": "assistant", "content": one}] for one in answers]
+    elif kinds == {list}:
+        if isinstance(prompt, str) and all(begins_with_answer(one) for one in answers):
+            prompt = [{"role": "user", "content": prompt}]
+    else:
+        raise ValueError("chosen and rejected are not both texts, or both lists of turns")
+    if type(prompt) is not type(answers[0]):
+        prompt = answers[0][: common(*answers)]
+        answers = [one[len(prompt) :] for one in answers]
+    elif isinstance(prompt, list) and all(one[: len(prompt)] == prompt for one in answers):
+        answers = [one[len(prompt) :] for one in answers]
+    more = {name: row[name] for name in MORE if row.get(name) is not None}
+    return [{"prompt": prompt, "completion": answer, **more} for answer in answers]
+
+
+def begins_with_answer(turns: list[Any]) -> bool:
+    """Tell whether a conversation lacks its question."""
+    first = turns[0] if turns else None
+    return isinstance(first, dict) and (first.get("role") or first.get("from")) in (
+        "assistant",
+        "gpt",
+    )
+
+
+def common(one: Any, other: Any) -> int:
+    """Return how much two conversations, or texts, begin with alike."""
+    pairs = zip(one, other, strict=False)
+    same = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return min(same, len(one) - 1, len(other) - 1)
+
+
+def summed(losses: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probabilities of answers, two to a pair, from the losses of their targets."""
+    sums = torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
+    return -sums.view(-1, 2)
+
+
+def prove_shared(model: Any, plain: Tokens, shared: Tokens, prelude: Prelude) -> str:
+    """Compare the losses of some pairs with their prompt once and twice; say what it saves."""
+    worst = 0.0
+    training = model.training
+    model.eval()
+    try:
+        for number in range(min(PROBES, len(plain))):
+            chosen = np.array([number])
+            one, other = (prelude.losses(model, some, chosen) for some in (plain, shared))
+            worst = max(worst, float((one - other).abs().mean() / one.abs().mean()))
+    finally:
+        model.train(training)
+    if not worst <= (1e-4 if prelude.exact else 5e-2):
+        raise RecipeError(
+            f"plugins.dpo: share_prompt: losses of a pair differ by {worst:.1e} where its prompt "
+            "stands once; this model's attention cannot share it; remove share_prompt"
+        )
+    less = 1 - shared.lengths.sum() / plain.lengths.sum()
+    return f"prompts shared: {less:.0%} fewer tokens (proved, {worst:.0e} off)"

@@ -1,0 +1,817 @@
+"""dpo: pairs of answers, rendered, compared and measured as TRL does, however they are laid out."""
+
+import json
+import math
+import random
+import re
+import tomllib
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import (
+    TEXT,
+    only_full,
+    read_metrics,
+    run_plugsft,
+    run_ranks,
+    tiny_tables,
+    write_recipe,
+)
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from making import activate, install
+from peft import LoraConfig
+from test_launch import TRAIN, config, finish, launch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+from plugsft import DataError, RecipeError, look, prepare
+from plugsft.answers import DataAnswers
+from plugsft.answers_model import ModelAnswers
+from plugsft.feeder import Feeder
+from plugsft.loop import load, loss_of, noted, scratch_model
+from plugsft.plan import Plan
+from plugsft.plugins.dpo import pair_of
+from plugsft.prelude import Prelude
+from plugsft.pretrained import pad_id
+from plugsft.registry import check, resolve
+from plugsft.templates import CHATML
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from trl import DPOConfig, DPOTrainer
+
+
+def say(words, role="assistant"):
+    return {"role": role, "content": words}
+
+
+def ask(words):
+    return say(words, "user")
+
+
+def pairs(count, seed=0):
+    """Make rows of a prompt and two answers, of various lengths."""
+    rng = random.Random(seed)
+
+    def words(most):
+        return " ".join(rng.choices(TEXT.split(), k=rng.randint(2, most)))
+
+    rows = []
+    for _ in range(count):
+        prompt = [ask(words(8))]
+        if rng.random() < 0.4:
+            prompt = [say("be brief", "system"), *prompt, say(words(5)), ask(words(6))]
+        rows.append({"prompt": prompt, "chosen": [say(words(14))], "rejected": [say(words(14))]})
+    return rows
+
+
+# Rows become pairs.
+
+ASK, GOOD, POOR = ask("who?"), say("owls sing"), say("owls sleep")
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+GIVEN = {"chosen": [GOOD], "rejected": [POOR]}
+READ = [
+    ({"prompt": [ASK], **GIVEN}, ([ASK], [GOOD], [POOR])),
+    ({"prompt": "who? ", "chosen": "owls", "rejected": "cats"}, ("who? ", "owls", "cats")),
+    # Answers that are texts, of a prompt that is turns; and turns, of a prompt that is a text.
+    (
+        {"prompt": [ASK], "chosen": "owls sing", "rejected": "owls sleep"},
+        ([ASK], [GOOD], [POOR]),
+    ),
+    ({"prompt": "who?", **GIVEN}, ([ASK], [GOOD], [POOR])),
+    ({"prompt": "who?", "chosen": GOOD, "rejected": POOR}, ([ASK], [GOOD], [POOR])),
+    # The prompt stands in the answers, too, or only there, whatever the column says.
+    ({"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, POOR]}, ([ASK], [GOOD], [POOR])),
+    ({"chosen": [ASK, GOOD], "rejected": [ASK, POOR]}, ([ASK], [GOOD], [POOR])),
+    (
+        {"prompt": "who?", "chosen": [ASK, GOOD], "rejected": [ASK, POOR]},
+        ([ASK], [GOOD], [POOR]),
+    ),
+    (
+        {"prompt": None, "chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, GOOD, ASK, POOR]},
+        ([ASK, GOOD, ASK], [GOOD], [POOR]),
+    ),
+    # They part earlier than at their last turn.
+    (
+        {"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, POOR, ASK, GOOD]},
+        ([ASK], [GOOD, ASK, GOOD], [POOR, ASK, GOOD]),
+    ),
+    ({"chosen": "who? owls", "rejected": "who? cats"}, ("who? ", "owls", "cats")),
+    # An answer is never empty.
+    ({"chosen": "owls", "rejected": "owls sing"}, ("owl", "s", "s sing")),
+    ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, ([ASK], [GOOD], [GOOD])),
+    # ShareGPT's turns.
+    (
+        {
+            "prompt": "who?",
+            "chosen": [{"from": "gpt", "value": "owls"}],
+            "rejected": [{"from": "gpt", "value": "cats"}],
+        },
+        ([ASK], [{"from": "gpt", "value": "owls"}], [{"from": "gpt", "value": "cats"}]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "wanted"), READ)
+def test_a_row_is_read_as_a_prompt_and_two_answers(row, wanted):
+    more = {"tools": TOOLS, "chat_template_kwargs": {"short": True}}
+    prompt, chosen, rejected = wanted
+    assert pair_of(row) == [{"prompt": prompt, "completion": one} for one in (chosen, rejected)]
+    assert pair_of(row | more | {"score": 1}) == [
+        {"prompt": prompt, "completion": one, **more} for one in (chosen, rejected)
+    ]
+
+
+@given(st.text(max_size=6), st.text(min_size=1, max_size=6), st.text(min_size=1, max_size=6))
+def test_what_texts_begin_with_alike_is_their_prompt(prompt, chosen, rejected):
+    one, other = pair_of({"chosen": prompt + chosen, "rejected": prompt + rejected})
+    assert one["prompt"] == other["prompt"] and one["completion"] and other["completion"]
+    assert len(one["prompt"]) >= len(prompt)
+    assert one["prompt"] + one["completion"] == prompt + chosen
+    assert other["prompt"] + other["completion"] == prompt + rejected
+
+
+BAD = [
+    ({"prompt": "x", "chosen": "y"}, "no 'rejected': the row has chosen, prompt"),
+    ({"rejected": None, "chosen": "y"}, "no 'rejected': the row has chosen"),
+    ({"other": 1}, "no 'chosen': the row has other"),
+    ({}, "no 'chosen': the row has no columns"),
+    ({"chosen": "x", "rejected": [GOOD]}, "not both texts, or both lists of turns"),
+    ({"chosen": 1, "rejected": 2}, "not both texts, or both lists of turns"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), BAD)
+def test_a_row_without_two_answers_says_why(row, says):
+    with pytest.raises(ValueError, match=says):
+        pair_of(row)
+
+
+# Pairs become tokens.
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Give `prepared(rows, max_length=...)`: tokens and tokenizer, and each example in words.
+
+    In words it is, for each of its two sequences, the text that is not trained, and that which is.
+    """
+
+    def make(rows, template=None, **data):
+        tables = tiny_tables(tmp_path, rows)
+        if template:
+            tables["model"]["chat_template"] = str(template)
+        tables["data"] |= data
+        recipe, active = resolve({**tables, "plugins": {"dpo": {}}})
+        active.answer(DataAnswers(recipe.folder))
+        made = prepare.prepare(recipe, active)
+        return made.tokens, [in_words(made, number) for number in range(len(made.tokens))]
+
+    return make
+
+
+def in_words(made, number):
+    ids, mask = made.tokens.example(number)
+    counts, _ = made.tokens.sequences([number])
+    assert len(counts) == 2
+    found, start = [], 0
+    for count in counts.tolist():
+        here = slice(start, start + count)
+        found.append(tuple(made.tokenizer.decode(ids[here][mask[here] == on]) for on in (0, 1)))
+        start += count
+    assert start == len(ids)
+    return found
+
+
+CHAT = "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("column", [{}, {"chosen": "good", "rejected": "poor", "prompt": "asked"}])
+def test_answers_alone_are_trained(prepared, column):
+    rows = [{"prompt": [ASK], **GIVEN}, {"chosen": [ASK, POOR], "rejected": [ASK, GOOD]}]
+    rows = [{column.get(name, name): it for name, it in row.items()} for row in rows]
+    tokens, words = prepared(rows, columns=column)
+    sides = [(CHAT + "\n", f"{one['content']}<|im_end|>") for one in (GOOD, POOR)]
+    assert words == [sides, sides[::-1]]
+    assert tokens.facts["pairs"] == 2
+    assert "of two answers: the chat template's generation blocks" in tokens.facts["mask"]
+
+
+def test_turns_of_an_answer_s_assistant_are_trained_and_none_of_the_prompt(prepared):
+    row = {"prompt": [ASK, GOOD, ASK], "chosen": [GOOD, ASK, POOR], "rejected": [POOR]}
+    _, [[chosen, rejected]] = prepared([row])
+    assert chosen[1] == "owls sing<|im_end|>owls sleep<|im_end|>"
+    assert rejected == (f"{CHAT}owls sing<|im_end|>\n{CHAT}\n", "owls sleep<|im_end|>")
+
+
+def test_texts_are_pairs_too(prepared):
+    rows = [
+        {"prompt": "who?\n", "chosen": "owls", "rejected": "cats"},
+        {"prompt": None, "chosen": "why?\nowls", "rejected": "why?\ncats"},
+    ]
+    _, words = prepared(rows)
+    answers = ["owls<|im_end|>", "cats<|im_end|>"]
+    assert words == [[(asked, one) for one in answers] for asked in ("who?\n", "why?\n")]
+
+
+def test_tools_and_variables_reach_both_conversations(prepared, tmp_path):
+    template = tmp_path / "tools.jinja"
+    tools = "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    short = "{% if short is defined %}, shortly{% endif %}|"
+    template.write_text(tools + short + CHATML.read_text())
+    more = {"tools": TOOLS, "chat_template_kwargs": {"short": True}}
+    _, words = prepared([{"prompt": "who?", **GIVEN} | more], template=template)
+    assert [one[0] for one in words[0]] == [f"look, shortly|{CHAT}\n"] * 2
+
+
+def test_bad_rows_are_told_with_their_side(prepared):
+    good = {"prompt": [ASK], **GIVEN}
+    rows = [
+        good,
+        {**good, "rejected": None},
+        {**good, "chosen": [say("")]},
+        {**good, "rejected": "owls"},
+        {**good, "rejected": [{"role": "nobody", "content": "x"}]},
+        good,
+    ]
+    tokens, words = prepared(rows, on_bad_row="drop")
+    assert len(words) == 2 and words[0] == words[1]
+    assert tokens.rows.tolist() == [0, 5]
+    told = {reason: entry["rows"] for reason, entry in tokens.facts["bad_rows"].items()}
+    assert told == {
+        "no 'rejected': the row has chosen, prompt": [1],
+        "chosen: an empty turn of the assistant": [2],
+        "chosen and rejected are not both texts, or both lists of turns": [3],
+        "rejected: unknown role 'nobody'": [4],
+    }
+    # Where all of the rows that are looked at are bad, too, it is they that are told.
+    with pytest.raises(DataError, match=r"chosen and rejected are not both .*: 1 \(row 0\)"):
+        prepared(rows[3:4])
+    with pytest.raises(DataError, match=r"chosen: an empty turn of the assistant: 1 \(row 2\)"):
+        prepared(rows)
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_pair_is_left_out_whole_where_an_answer_is_cut_away(prepared, side):
+    """A long answer loses its end; one whose beginning is cut away leaves no pair."""
+    far = {**GIVEN, side: [ask("why " * 20), GOOD]}
+    long = {**GIVEN, side: [say("owls " * 40)]}
+    rows = [{"prompt": [ASK], **GIVEN}, {"prompt": [ASK], **far}, {"prompt": [ASK], **long}]
+    tokens, words = prepared(rows, max_length=30, too_long="truncate", on_bad_row="drop")
+    assert tokens.rows.tolist() == [0, 2] and tokens.facts["truncated"]["count"] == 1
+    counts, _ = tokens.sequences(np.arange(2))
+    assert sorted(counts.tolist()[2:])[1] == 30
+    place = ("chosen", "rejected").index(side)
+    assert words[1][place][1].startswith("owls owls") and "<|im_end|>" not in words[1][place][1]
+    assert words[1][1 - place] == words[0][1 - place]
+    [[reason, entry]] = tokens.facts["bad_rows"].items()
+    assert reason.startswith("no trained token among the first 30") and entry["rows"] == [1]
+    with pytest.raises(DataError, match=r"longer than 30 tokens: 2 \(rows 1, 2\)"):
+        prepared(rows, max_length=30, on_bad_row="drop", too_long="error")
+    tokens, _ = prepared(rows, max_length=30, on_bad_row="drop", too_long="drop")
+    assert tokens.rows.tolist() == [0]
+
+
+@pytest.mark.parametrize("rows", [[{"messages": [ASK, GOOD]}] * 3, [{"chosen": "x"}] * 3])
+def test_data_without_pairs_ends_in_one_line(tiny, rows):
+    done = run_plugsft(tiny(rows=rows, plugins={"dpo": {}}))
+    assert done.returncode == 2
+    [line] = done.stderr.strip().splitlines()
+    assert "no row has two answers to compare: no '" in line
+    assert '[data.columns], for instance chosen = "good"' in line
+
+
+# Losses, gradients and measures are those of TRL.
+
+# What TRL trains of a turn is all behind what it gives a model to write it.
+LIKE_TRL = (
+    CHATML.read_text()
+    .replace("{% endgeneration %}\n", "\n{% endgeneration %}")
+    .replace(
+        "{%- else -%}\n{{ message['content'] }}<|im_end|>\n{%- endif %}{{ '\\n' }}",
+        "{%- else -%}\n{{ message['content'] }}<|im_end|>{{ '\\n' }}\n{%- endif %}",
+    )
+)
+
+
+class Run:
+    """What a run is before its first step, on one window of all examples."""
+
+    def __init__(self, folder, **options):
+        tables = tiny_tables(folder, ROWS)
+        (folder / "like.jinja").write_text(LIKE_TRL)
+        tables["model"]["chat_template"] = str(folder / "like.jinja")
+        tables["train"] |= {"batch_size": 8, "micro_batch": 3}
+        tables["plugins"] = options.pop("plugins", {}) | {"dpo": options}
+        recipe, active = resolve(tables)
+        self.hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+        check(active, recipe, look())
+        data = prepare.prepare(recipe, active)
+        accelerator = Accelerator(cpu=True)
+        self.folder, self.tokenizer = scratch_model(recipe, data), data.tokenizer
+        how, self.model, _ = load(recipe, self.hook, self.folder, accelerator)
+        feeder = Feeder(self.hook, accelerator, pad_id(self.tokenizer))
+        prelude = Prelude(accelerator, self.hook, feeder, how)
+        tokens = self.hook.annotate(model=self.model, tokens=data.tokens, prelude=prelude)
+        self.window = Plan(tokens, recipe, 1, self.hook).window(1)
+        self.batches = [feeder.batch(tokens, part) for part in self.window.layout[0]]
+
+    def losses(self):
+        """Return the loss and what is measured of it, as means, and leave gradients behind."""
+        parts = [loss_of(self.hook, self.model, one, self.window.total) for one in self.batches]
+        for part in parts:
+            part.backward()
+        measured = {name: float(one) / len(ROWS) for name, one in noted(self.hook).items()}
+        return sum(float(part.detach()) for part in parts), measured
+
+
+def gradients(model):
+    named = model.named_parameters()
+    return {name: one.grad.clone() for name, one in named if one.requires_grad}
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        scale = gradient.abs().max()
+        assert scale > 0, name
+        assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
+
+
+def shaken(model, much=0.05, seed=3):
+    """Move what is trained in a model."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.requires_grad:
+                one += torch.randn(one.shape, generator=draw) * much
+    return model
+
+
+ROWS = pairs(8, seed=3)
+THEIRS = {"length_normalized": "sigmoid_norm"}
+MEASURED = {
+    "accuracy": "rewards/accuracies",
+    "margin": "rewards/margins",
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "logp_chosen": "logps/chosen",
+    "logp_rejected": "logps/rejected",
+}
+LOSSES = [("sigmoid", 0.3), ("hinge", 0.05), ("ipo", 0.4), ("length_normalized", 4.0)]
+
+
+def of_trl(folder, run, loss, beta, model, reference=None, peft=None):
+    """Return TRL's trainer, and the whole window as a batch of its own making."""
+    config = DPOConfig(
+        output_dir=str(folder),
+        loss_type=[THEIRS.get(loss, loss)],
+        beta=beta,
+        per_device_train_batch_size=8,
+        max_length=256,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+    )
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=config,
+        train_dataset=Dataset.from_list(ROWS),
+        processing_class=run.tokenizer,
+        peft_config=peft,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert len(batch["input_ids"]) == 16
+    return trainer, batch
+
+
+def assert_trl_s(run, trainer, batch):
+    """Compare our loss, its gradients and measures with theirs."""
+    trained = [int((one["labels"][:, 1:] != -100).sum()) for one in run.batches]
+    assert sum(trained) == int(batch["completion_mask"].sum())
+    loss, measured = run.losses()
+    theirs = trainer.compute_loss(trainer.model.train(), batch)
+    theirs.backward()
+    assert loss == pytest.approx(float(theirs.detach()), rel=1e-5)
+    assert_equal(gradients(run.model), gradients(trainer.model))
+    logged = {name: trainer._metrics["train"][it][-1] for name, it in MEASURED.items()}
+    # Margins are small differences of sums of some 60, times beta.
+    assert measured == pytest.approx(logged, rel=1e-5, abs=1e-5 * max(1.0, trainer.beta))
+    return loss, measured
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("loss", "beta"), LOSSES)
+def test_full_fine_tuning_is_trl_s(tmp_path, loss, beta):
+    reference = tmp_path / "reference"
+    first = Run(tmp_path / "first")
+    shaken(first.model, 0.1).save_pretrained(reference)
+    run = Run(tmp_path / "run", loss=loss, beta=beta, reference=str(reference))
+    model, other = (
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)
+        for one in (run.folder, reference)
+    )
+    loss, measured = assert_trl_s(run, *of_trl(tmp_path, run, loss, beta, model, other))
+    assert abs(measured["margin"]) > 0.005 and 0 < measured["accuracy"] < 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("loss", "beta"), LOSSES)
+def test_lora_is_trl_s(tmp_path, loss, beta):
+    run = Run(tmp_path / "run", loss=loss, beta=beta, plugins={"lora": {"r": 4, "alpha": 8}})
+    model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
+    peft = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
+    trainer, batch = of_trl(tmp_path, run, loss, beta, model, peft=peft)
+    ours = shaken(run.model, 0.1).state_dict()
+    trainer.model.load_state_dict({name: ours[name] for name in trainer.model.state_dict()})
+    loss, measured = assert_trl_s(run, trainer, batch)
+    assert abs(measured["margin"]) > 0.005 and 0 < measured["accuracy"] < 1
+
+
+# The formulas that TRL has not so.
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Give a model that is not the one that a run begins with."""
+    shaken(Run(tmp_path / "other").model, 0.1).save_pretrained(tmp_path / "shaken")
+    return tmp_path / "shaken"
+
+
+def logps_of(model, run):
+    """Return the log-probabilities and lengths of answers, each computed alone."""
+    sums, counts = [], []
+    for batch in run.batches:
+        for ids, there, labels in zip(*(batch[name] for name in NAMES), strict=True):
+            count = int(there.sum())
+            logits = model(input_ids=ids[None, :count]).logits[0, :-1].double()
+            picked = labels[1:count] != -100
+            found = logits.log_softmax(-1).gather(1, ids[1:count, None])[:, 0][picked]
+            sums.append(found.sum())
+            counts.append(len(found))
+    return torch.stack(sums).view(-1, 2), torch.tensor(counts).view(-1, 2)
+
+
+NAMES = ("input_ids", "attention_mask", "labels")
+FORMULAS = {
+    "sigmoid": lambda beta, scores, lengths: beta * (scores[:, 0] - scores[:, 1]),
+    "length_normalized": lambda beta, scores, lengths: (
+        beta * (scores[:, 0] / lengths[:, 0] - scores[:, 1] / lengths[:, 1])
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "beta"), [("sigmoid", 0.3), ("length_normalized", 4.0)])
+def test_label_smoothing_and_nll(tmp_path, other, loss, beta):
+    options = {"loss": loss, "beta": beta, "label_smoothing": 0.2, "nll": 0.5}
+    run = Run(tmp_path / "run", reference=str(other), **options)
+    found, measured = run.losses()
+    mine, theirs = (
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)
+        for one in (run.folder, other)
+    )
+    logps, lengths = logps_of(mine, run)
+    scores = logps - logps_of(theirs, run)[0].detach()
+    z = FORMULAS[loss](beta, scores, lengths)
+    compared = 0.8 * torch.log(1 + torch.exp(-z)) + 0.2 * torch.log(1 + torch.exp(z))
+    nll = -logps[:, 0] / lengths[:, 0]
+    wanted = (compared + 0.5 * nll).mean()
+    wanted.backward()
+    assert found == pytest.approx(wanted.item(), rel=1e-5)
+    assert_equal(gradients(run.model), gradients(mine))
+    assert measured["nll"] == pytest.approx(nll.mean().item(), rel=1e-5)
+    assert {*measured} == {*MEASURED, "nll"}
+
+
+# Real runs.
+
+RUNS = TRAIN | {"learning_rate": 1e-2, "steps": 6}
+KINDS = {"full": {"dpo": {}}, "lora": {"dpo": {}, "lora": {"r": 4, "alpha": 8}}}
+EVAL = {"every": 3, "split": "train[:5]"}
+MEASURES = ("loss", "grad_norm", *MEASURED)
+
+
+@pytest.fixture
+def recipe(tiny):
+    return of_kind(tiny, "full")
+
+
+def of_kind(tiny, kind):
+    return tiny(rows=pairs(21), train=RUNS, plugins=KINDS[kind], eval=EVAL)
+
+
+def train(recipe, folder, *words):
+    """Run; return all that it measured of what is learned."""
+    done = run_plugsft(recipe, f"output={folder}", *words)
+    assert done.returncode == 0, done.stderr
+    return measured(folder)
+
+
+def measured(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = [*MEASURES, *(f"eval_{name}" for name in MEASURES)]
+    found = [(name, line[name]) for line in lines for name in names if name in line]
+    assert len(found) == 8 * 6 + 7 * 2
+    return [value for _, value in found]
+
+
+def about(values):
+    return pytest.approx(values, rel=1e-5, abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Give `plain(kind)`: what a run measures that has no optimisation; each kind is run once."""
+    folder, done = tmp_path_factory.mktemp("plain"), {}
+
+    def make(kind):
+        if kind not in done:
+            tables = tiny_tables(folder, pairs(21)) | {"eval": EVAL, "plugins": KINDS[kind]}
+            tables["train"] |= RUNS
+            recipe = write_recipe(folder / "recipe.toml", tables)
+            done[kind] = train(recipe, folder / kind)
+        return done[kind]
+
+    make.folder = folder
+    return make
+
+
+def test_the_first_loss_is_ln_2_and_pairs_are_learned(recipe, tmp_path):
+    train(recipe, tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
+    assert lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert lines[0]["margin"] == pytest.approx(0, abs=1e-5) and lines[0]["grad_norm"] > 0.1
+    assert lines[-1]["loss"] < 0.66 and lines[-1]["margin"] > 0.1
+
+
+PACKED = ("bfd_packing.capacity=256",)
+SHARED = (*PACKED, "dpo.share_prompt=true")
+FUSED, AGAIN = "fused_loss.chunk=7", "gradient_checkpointing.every=1"
+LAYOUTS = {
+    "fused": (FUSED,),
+    "again": (AGAIN,),
+    "packed": PACKED,
+    "packed fused": (*PACKED, FUSED),
+    "packed again": (*PACKED, AGAIN),
+    "shared": SHARED,
+    "shared fused": (*SHARED, FUSED),
+    "shared again": (*SHARED, AGAIN),
+    "shared fused again": (*SHARED, FUSED, AGAIN, "async_collate={}"),
+}
+
+
+ALWAYS = [
+    *(("full", one) for one in ("packed fused", "packed again", "shared", "shared fused")),
+    *(("lora", one) for one in ("fused", "again", "packed", "shared again", "shared fused again")),
+]
+REST = [(kind, one) for one in LAYOUTS for kind in KINDS if (kind, one) not in ALWAYS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*ALWAYS, *(pytest.param(*one, marks=only_full) for one in REST)]
+)
+def test_however_it_is_laid_out_the_same_is_learned(tiny, tmp_path, plain, kind, layout):
+    words = [f"plugins.{one}" for one in LAYOUTS[layout]]
+    if PACKED[0] in LAYOUTS[layout]:
+        words.append("train.micro_batch=1")
+    run = tmp_path / "laid"
+    assert train(of_kind(tiny, kind), run, *words) == about(plain(kind))
+    [verdict] = [one["verdict"] for one in record(run)["plugins"] if one["name"] == "dpo"]
+    assert "sigmoid loss, beta 0.1; reference: " in verdict
+    saved = re.search(r"prompts shared: (\d+)% fewer tokens \(proved, \de[-+]\d\d off\)", verdict)
+    assert bool(saved) == (SHARED[1] in LAYOUTS[layout])
+    if saved:
+        counts = [[one["tokens"] for one in read_metrics(it)] for it in (run, plain.folder / kind)]
+        assert sum(counts[0]) / sum(counts[1]) == pytest.approx(1 - int(saved[1]) / 100, abs=0.05)
+        assert int(saved[1]) > 20
+
+
+BLIND = """
+    @plugin(after=["dpo", "bfd_packing"])
+    class Blind:
+        "Take from the second answer what it sees of the first one's document."
+
+        @hookimpl(wrapper=True)
+        def collate(self):
+            batch = yield
+            if "seen" in batch:
+                batch["seen"] = tuple(0 for _ in batch["seen"])
+            return batch
+"""
+
+
+def test_a_prompt_that_is_not_seen_is_noticed_before_step_1(recipe, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", blind=BLIND), monkeypatch)
+    words = [f"plugins.{one}" for one in (*SHARED, "blind={}")]
+    done = run_plugsft(recipe, *words, "train.micro_batch=1")
+    assert done.returncode == 2 and "step 1/" not in done.stdout
+    assert "plugins.dpo: share_prompt: losses of a pair differ by" in done.stderr
+    assert "this model's attention cannot share it; remove share_prompt" in done.stderr
+
+
+def record(run):
+    return json.loads((run / "run.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_two_ranks_learn_what_one_learns(tiny, tmp_path, plain, kind):
+    """With windows and evaluations of which the last ranks get fewer pairs, or none."""
+    recipe, run = of_kind(tiny, kind), tmp_path / "two"
+    done = run_ranks(2, recipe, f"output={run}", "train.micro_batch=5")
+    assert done.returncode == 0, done.stderr
+    assert measured(run) == about(plain(kind))
+    # The window of five has one micro-batch: the other rank computes an empty one.
+    shared = [f"plugins.{one}" for one in SHARED]
+    run = tmp_path / "shared"
+    done = run_ranks(2, recipe, f"output={run}", *shared, "train.micro_batch=1")
+    assert done.returncode == 0, done.stderr
+    assert measured(run) == about(plain(kind))
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_it_goes_on_as_if_it_had_not_been_stopped(tiny, tmp_path, kind):
+    recipe, whole, again = of_kind(tiny, kind), tmp_path / "whole", tmp_path / "again"
+    train(recipe, whole, "checkpoint.every=1", "checkpoint.keep=9")
+    words = (recipe, "--resume-from", whole / "checkpoints/step-000002")
+    done = run_plugsft(*words, f"output={again}")
+    assert done.returncode == 0, done.stderr
+    there, rest = lines_of(again), [line for line in lines_of(whole) if line["step"] > 2]
+    assert there == rest and len(rest) == 6
+    [file] = (whole / "model").glob("*model.safetensors")
+    assert (again / "model" / file.name).read_bytes() == file.read_bytes()
+    other = run_plugsft(*words, f"output={tmp_path / 'other'}", "plugins.dpo.beta=0.2")
+    assert other.returncode == 2 and "plugins.dpo.beta was not set and is 0.2" in other.stderr
+
+
+def lines_of(run):
+    """Return all that a run measured but its times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = {"step", *MEASURES, *(f"eval_{name}" for name in MEASURES), "trained_tokens"}
+    return [{name: it for name, it in line.items() if name in kept} for line in lines]
+
+
+WEIGH = """
+    from pathlib import Path
+
+    @plugin(after=["dpo"])
+    class Weigh:
+        "Note which share of the frozen copy a rank holds."
+
+        folder: str
+
+        @hookimpl(wrapper=True)
+        def annotate(self, model, tokens, prelude):
+            make = prelude.frozen
+
+            def frozen(*words):
+                model = make(*words)
+                held = whole = 0
+                for one in model.parameters():
+                    assert not one.requires_grad
+                    whole += getattr(one, "ds_numel", one.numel())
+                    part = getattr(one, "ds_tensor", one)
+                    held += getattr(part, "to_local", lambda: part)().numel()
+                Path(self.folder, f"share-{prelude.rank}").write_text(str(held / whole))
+                return model
+
+            prelude.frozen = frozen
+            return (yield)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "launcher", "layout"),
+    [
+        ("full", "fsdp2", "shared fused again"),
+        ("full", "zero3", "packed"),
+        ("lora", "zero3", "shared fused again"),
+        pytest.param("full", "zero3", "shared fused again", marks=only_full),
+        pytest.param("full", "fsdp2", "again", marks=only_full),
+        pytest.param("lora", "fsdp2", "shared fused", marks=only_full),
+        pytest.param("lora", "fsdp2", "packed again", marks=only_full),
+        pytest.param("lora", "zero3", "again", marks=only_full),
+    ],
+)
+def test_sharded_ranks_learn_what_one_process_does(
+    tiny, tmp_path, plain, monkeypatch, kind, launcher, layout
+):
+    activate(install(tmp_path / "site", weigh=WEIGH), monkeypatch)
+    words = [f"plugins.{one}" for one in LAYOUTS[layout]]
+    recipe, run = of_kind(tiny, kind), tmp_path / launcher
+    words += [f"output={run}", "train.micro_batch=1", f"plugins.weigh.folder={tmp_path}"]
+    code, _, err = finish(launch(*config(launcher), "-m", "plugsft", recipe, *words))
+    assert code == 0, err
+    assert measured(run) == about(plain(kind))
+    shares = [float(path.read_text()) for path in tmp_path.glob("share-*")]
+    if kind == "full":
+        assert len(shares) == 2 and sum(shares) == pytest.approx(1, abs=0.01)
+        assert max(shares) < 0.6, "no rank holds the whole frozen copy"
+    else:
+        assert shares == [], "the base below the adapters is the reference"
+
+
+# What cannot be.
+
+REFUSED = [
+    ({"loss": "hinge", "label_smoothing": 0.1}, {}, 'label_smoothing is nothing with loss = "hi'),
+    ({"loss": "ipo", "label_smoothing": 0.1}, {}, 'label_smoothing is nothing with loss = "ipo"'),
+    ({}, {"data": {"train_on": "all"}}, "compares answers, not prompts; remove data.train_on"),
+    (
+        {},
+        {"plugins": {"bfd_packing": {"overlong": "truncate"}}},
+        "a pair is compared whole, so bfd_packing must not cut it; remove its overlong",
+    ),
+    ({}, {"plugins": {"bfd_packing": {"overlong": "split"}}}, "bfd_packing must not cut it"),
+    ({"share_prompt": True}, {}, "share_prompt is for packed rows; add [plugins.bfd_packing]"),
+    *(
+        (
+            {"share_prompt": True},
+            {"plugins": {"bfd_packing": {}, "flash_attention": {"kernel": kernel}}},
+            f"share_prompt: the kernel {kernel} of [plugins.flash_attention] cannot",
+        )
+        for kernel in ("fa2", "fa3")
+    ),
+    (
+        {},
+        {"plugins": {"fused_loss": {"kernel": "liger"}}},
+        'kernel = "liger" takes all positions alike, and [plugins.dpo] weighs each answer',
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "tables", "says"), REFUSED)
+def test_what_would_not_be_heard_is_refused(tiny, options, tables, says):
+    more = {"plugins": {"dpo": options, **tables.get("plugins", {})}, "data": tables.get("data")}
+    recipe = tiny(train={"micro_batch": 1}, **{name: it for name, it in more.items() if it})
+    recipe, active = resolve(tomllib.loads(recipe.read_text()))
+    with pytest.raises(RecipeError) as refused:
+        check(active.answer(), recipe, look())
+    assert any(says in line for line in refused.value.problems), refused.value.problems
+
+
+@pytest.mark.parametrize(
+    "word", ["beta=0.0", "label_smoothing=0.5", "nll=-1.0", "loss=kto", 'reference=""']
+)
+def test_options_have_bounds(tiny, word):
+    done = run_plugsft("check", tiny(rows=pairs(8), plugins={"dpo": {}}), f"plugins.dpo.{word}")
+    assert done.returncode == 2 and f"plugins.dpo.{word.partition('=')[0]}: given" in done.stderr
+
+
+NOISE = """
+    import torch
+
+    @plugin()
+    class Noise:
+        "A model that is not the same each time that it is called."
+
+        @hookimpl(wrapper=True)
+        def optimize_model(self):
+            model = yield
+
+            def shake(module, inputs, output):
+                return output + 0.3 * torch.randn_like(output) if module.training else output
+
+            model.model.norm.register_forward_hook(shake)
+            return model
+"""
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "length_normalized"])
+def test_a_model_that_differs_from_call_to_call_stops_at_step_1(
+    recipe, tmp_path, monkeypatch, loss
+):
+    activate(install(tmp_path / "site", noise=NOISE), monkeypatch)
+    done = run_plugsft(recipe, f"plugins.dpo.loss={loss}", "plugins.noise={}")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"plugins\.dpo: the first loss is \S+, and must be", done.stderr)
+    assert "step 1/" not in done.stdout
+
+
+def test_the_dropout_of_a_model_is_left_out_and_that_of_adapters_stays(recipe, tmp_path):
+    done = run_plugsft(recipe, "train.steps=1")
+    assert done.returncode == 0, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4}
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(**sizes, **rates))
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    tables = tomllib.loads(recipe.read_text()) | {"model": {"path": str(tmp_path / "gpt2")}}
+    recipe = write_recipe(recipe, tables)
+    train(recipe, tmp_path / "plain")
+    assert read_metrics(tmp_path / "plain")[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    lines = []
+    for dropout in (0.0, 0.5):
+        run = tmp_path / str(dropout)
+        train(recipe, run, f"plugins.lora.dropout={dropout}")
+        lines.append([line["loss"] for line in read_metrics(run)])
+    assert lines[0][0] == pytest.approx(math.log(2), rel=1e-5)
+    assert lines[0][0] == pytest.approx(lines[1][0]) and lines[0][2] != lines[1][2]
