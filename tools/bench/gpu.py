@@ -17,6 +17,8 @@ Speed is that of real tokens, after the first steps; that of the middle step sta
 a program that is compiled late shows in one step alone. MFU is what the model needs of the 989
 TFLOP/s of the GPU: see flops_per_token. After the first round, losses of first steps are compared.
 With --work, the model and its tokens stay in that folder for the next call.
+
+0.6b-dpo and 8b-dpo learn preferences with LoRA instead: what dpo.py measures, with those shapes.
 """
 
 import argparse
@@ -52,6 +54,8 @@ LADDER = (
     "compile",
     "gradient_checkpointing",
 )
+PREFERENCES = {"0.6b-dpo": "0.6b", "8b-dpo": "8b"}
+"""Cases of dpo.py, and the shapes that it calls so."""
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "liger-kernel", "flash-attn")
 PACKAGES += ("flash-attn-3", "cut-cross-entropy", "triton")
 
@@ -59,7 +63,7 @@ PACKAGES += ("flash-attn-3", "cut-cross-entropy", "triton")
 def main() -> None:
     """Check, then measure."""
     parser = shared.command_line(__doc__)
-    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--case", choices=[*CASES, *PREFERENCES])
     parser.add_argument("--shapes", choices=("real", "cpu"), default="real")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=540.0, help="for all of it, at most")
@@ -89,7 +93,9 @@ def main() -> None:
     if options.times and not failed:
         report["times"] = child("times")
         tell_times(report["times"])
-    if options.case and not failed:
+    if options.case in PREFERENCES and not failed:
+        report["rounds"] = prefer(options)
+    elif options.case and not failed:
         with ExitStack() as stack:
             folder = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             measure(Bench(folder, options, end), options, report)
@@ -97,6 +103,19 @@ def main() -> None:
     shared.keep(report, options.json)
     if failed:
         raise SystemExit("\n".join(["", "FAILED:", *failed]))
+
+
+def prefer(options: argparse.Namespace) -> list[dict]:
+    """Learn preferences, and return what was measured."""
+    shape = "small" if options.shapes == "cpu" else PREFERENCES[options.case]
+    words = [Path(__file__).with_name("dpo.py"), "--lora", "--shape", shape]
+    words += ["--rounds", options.rounds, "--pairs", 16 * options.steps]
+    words += ["--only", options.only] if options.only else []
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "rounds.json")
+        print(shared.run(sys.executable, *words, "--json", kept, **QUIET))
+        rounds: list[dict] = json.loads(kept.read_text())["rounds"]
+    return rounds
 
 
 def child(name: str, given: object = None) -> Any:

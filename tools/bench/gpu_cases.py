@@ -17,6 +17,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }} <|im_end|>{% endgeneration %}"
     "{% else %}{{ m['content'] }} <|im_end|>{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 OVERHEAD = 6
 """Tokens that it adds to a chat of two turns."""

@@ -224,9 +224,9 @@ def loss() -> Iterator[Check]:
                 plugin.behind = behind
 
                 def fused(hidden: Tensor, weight: Tensor, plugin: Any = plugin) -> Tensor:
-                    plugin.head = SimpleNamespace(weight=weight, bias=None)
-                    made: Tensor = plugin.loss(hidden, labels)
-                    return made
+                    head = SimpleNamespace(weight=weight, bias=None)
+                    made: Tensor = plugin.losses(head, hidden, labels, summed=True)
+                    return made.sum()
 
                 def plain(hidden: Tensor, weight: Tensor, behind: Behind = behind) -> Tensor:
                     logits = behind.of(hidden[0, :-1] @ weight.T)
@@ -381,7 +381,7 @@ def ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
     feeder = Feeder(hook, Accelerator(cpu=not GPU), 0)
 
     def window(step: int) -> Window:
-        return Window(step, 0, [[rows[step - 1]]], 1, 1)
+        return Window(step, 0, [[rows[step - 1]]], 1, 1, 1)
 
     off, busy = 0, torch.randn(POSITIONS, POSITIONS, device=DEVICE)
     for one, batch in zip(

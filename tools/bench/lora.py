@@ -149,7 +149,7 @@ def ours(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = False) -> S
     trained = [one for one in model.parameters() if one.requires_grad]
 
     def step() -> float:
-        loss = core.step(model, batch, total)
+        loss = core.step(model, batch, total, core.score)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
