@@ -265,7 +265,7 @@ class Wraps:
     )
     active = resolve(tables)[1].answer(DataAnswers(None))
     key = {"seen": []}
-    assert active.hook.cache(key=key, build=None) == "here"
+    assert active.hook.cache(key=key, build=None, read=None) == "here"
     assert key["seen"] == ["outer in", "inner in", "answer", "inner out", "outer out"]
     described = {hook: (stage, answers, wraps) for hook, stage, answers, wraps in active.describe()}
     assert described["cache"] == (True, ["answer", "core"], ["inner", "a_outer"])
@@ -434,7 +434,12 @@ def test_tracing_is_off_unless_asked_for(company, monkeypatch, capsys, tmp_path)
 
 def test_hooks_are_stages_or_notices():
     stages = {hook for hook, is_stage, _, _ in Active({}, {}).describe() if is_stage}
-    assert {hook for hook, *_ in Active({}, {}).describe()} - stages == {"check", "log", "verdict"}
+    assert {hook for hook, *_ in Active({}, {}).describe()} - stages == {
+        "check",
+        "measure",
+        "log",
+        "verdict",
+    }
     assert all(hasattr(Hooks, hook) for hook in stages)
 
 
