@@ -46,7 +46,7 @@ class BfdPacking:
     """
 
     capacity: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of a micro-batch, at most; data.max_length unless said."""
+    """Tokens of a micro-batch, at most; data.max_length unless said, twice that for pairs."""
     scope: Literal["step", "dataset"] = "step"
     """What is packed together: the examples of one step, or of the whole epoch."""
     overlong: Literal["error", "truncate", "split"] = "error"
@@ -71,7 +71,9 @@ class BfdPacking:
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Take the capacity, and refuse what packing would leave unheard."""
-        self.room = self.capacity or recipe.data.max_length
+        # A pair of answers has two sequences.
+        longest = recipe.data.max_length * (2 if recipe.has("dpo") else 1)
+        self.room = self.capacity or longest
         if recipe.train.micro_batch > 1:
             raise RecipeError(
                 "capacity says how much a rank takes at a time, so train.micro_batch would do "

@@ -815,3 +815,13 @@ def test_the_dropout_of_a_model_is_left_out_and_that_of_adapters_stays(recipe, t
         lines.append([line["loss"] for line in read_metrics(run)])
     assert lines[0][0] == pytest.approx(math.log(2), rel=1e-5)
     assert lines[0][0] == pytest.approx(lines[1][0]) and lines[0][2] != lines[1][2]
+
+
+def test_packed_rows_have_room_for_a_pair(tiny):
+    train = {"micro_batch": 1}
+    for plugins, room in (({"dpo": {}}, 512), ({}, 256)):
+        recipe, active = resolve(
+            tomllib.loads(tiny(plugins={"bfd_packing": {}, **plugins}, train=train).read_text())
+        )
+        check(active.answer(), recipe, look())
+        assert active.plugins["bfd_packing"].room == room
