@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -48,7 +49,7 @@ PROBES = 2
 """Pairs that show that a shared prompt changes nothing."""
 
 
-@plugin(learns=["loss", "beta", "label_smoothing", "nll", "reference"])
+@plugin(learns=["loss", "beta", "label_smoothing", "nll", "reference"], tokens=[])
 class Dpo:
     """Learn which of two answers is preferred (DPO): learning changes.
 
@@ -88,6 +89,9 @@ class Dpo:
         self.computed = recipe.has("dpo_reference")
         if self.label_smoothing and self.loss not in ("sigmoid", "length_normalized"):
             raise RecipeError(f'label_smoothing is nothing with loss = "{self.loss}"; remove it')
+        named = self.reference and (self.reference[0] in "./~" or self.reference.count("/") > 1)
+        if named and not Path(str(self.reference)).exists():
+            raise RecipeError(f"reference: {self.reference}: no such folder")
         if recipe.data.train_on == "all":
             raise RecipeError('compares answers, not prompts; remove data.train_on = "all"')
         packing = recipe.plugins.get("bfd_packing", {})
@@ -178,7 +182,10 @@ class Dpo:
         if self.computed:
             return f"{name}, computed before step 1"
         if self.reference or not adapted:
-            frozen = prelude.frozen(self.reference or "")
+            try:
+                frozen = prelude.frozen(self.reference or "")
+            except RecipeError as error:
+                raise RecipeError(f"plugins.dpo.reference: {error}") from error
             self.refer = lambda _model, inputs, score: score(
                 model=frozen, batch=inputs, summed=False
             )
@@ -296,6 +303,8 @@ def pair_of(row: Row) -> list[Row]:
     prompt = row.get("prompt")
     answers = [[one] if isinstance(one, dict) else one for one in (row[side] for side in SIDES)]
     kinds = {type(one) for one in answers}
+    if answers[0] == answers[1]:
+        raise ValueError("chosen and rejected are the same")
     if kinds == {str}:
         if isinstance(prompt, list):
             answers = [[{"role": "assistant", "content": one}] for one in answers]
@@ -306,9 +315,15 @@ def pair_of(row: Row) -> list[Row]:
         raise ValueError("chosen and rejected are not both texts, or both lists of turns")
     if type(prompt) is not type(answers[0]):
         prompt = answers[0][: common(*answers)]
+        if not prompt:
+            raise ValueError("there is no prompt, and chosen and rejected do not begin alike")
         answers = [one[len(prompt) :] for one in answers]
     elif isinstance(prompt, list) and all(one[: len(prompt)] == prompt for one in answers):
         answers = [one[len(prompt) :] for one in answers]
+    if row.get("system"):
+        if isinstance(prompt, str):
+            raise ValueError("'system' is for chats, and the answers are texts")
+        prompt = [{"role": "system", "content": row["system"]}, *prompt]
     more = {name: row[name] for name in MORE if row.get(name) is not None}
     return [{"prompt": prompt, "completion": answer, **more} for answer in answers]
 

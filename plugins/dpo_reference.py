@@ -1,4 +1,4 @@
-"""Compute the reference's log-probabilities once, before step 1, and keep them for other runs."""
+"""Compute the reference's log-probabilities once, before step 1, and keep them."""
 
 import json
 import time
@@ -44,9 +44,10 @@ Values = NDArray[np.float32]
 
 @plugin(after=["dpo", "bfd_packing", "fused_loss", "lora"], requires=["dpo"])
 class DpoReference:
-    """Compute the reference's log-probabilities once, before step 1, and keep them for other runs.
+    """Compute the reference's log-probabilities once, before step 1, and keep them.
 
-    All ranks go through the pairs sorted by length, without gradients, packed if the run is. Two
+    Other runs find them with [plugins.arrow_cache], and else only those with the same output. All
+    ranks go through the pairs sorted by length, without gradients, packed if the run is. Two
     numbers per pair are kept, by what it is computed of: the pair, the reference's weights, their
     type and the kernel. A run that is killed goes on where it was, and so does one on other rows.
     """
@@ -105,12 +106,13 @@ class DpoReference:
         cost = f"{count:,} pairs known"
         if done.computed:
             cost = f"{done.computed:,} of {count:,} pairs computed in {done.seconds:.1f} s"
-        again = f" ({self.probes} of them again: {done.off:.0e} off)" if self.probes else ""
+        again = f", {self.probes} of them again as a check ({done.off:.0e} off)" * bool(self.probes)
         # What training would compute in each epoch, were it not kept.
         saved = kept.facts["seconds_per_pair"] * count * self.epochs - done.seconds
-        saves = f"saves {saved:.1f} s of such passes" if saved > 0.05 else "saves no time"
-        spared = f" and {size} GiB on each rank" if (size := round(done.spared / 2**30, 2)) else ""
-        return f"{cost}{again}, {saves}{spared} in this run; kept in {kept.folder}"
+        saves = [f"{saved:.1f} s of such passes"] if saved > 0.05 else []
+        saves += [f"{size} GiB on each rank"] if (size := round(done.spared / 2**30, 2)) else []
+        saving = f"; saves {' and '.join(saves) or 'nothing'} in this run"
+        return f"{cost}{again}{saving}; kept in {kept.folder}"
 
 
 class Pass:

@@ -159,6 +159,23 @@ def show(
 
 
 @app.command()
+def diff(
+    first: Annotated[
+        Path, typer.Argument(metavar="RUN_A", help="A run's output folder.", show_default=False)
+    ],
+    second: Annotated[
+        Path, typer.Argument(metavar="RUN_B", help="Another run's.", show_default=False)
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write it as a page, with both runs' curves.", show_default=False),
+    ] = None,
+) -> None:
+    """Tell what differs between two runs, in what they were told and in what came of it."""
+    late("diff").diff(first, second, html)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of recipes, plugins included, for editors."""
     late("listing").schema()

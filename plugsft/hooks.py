@@ -74,6 +74,7 @@ class Contract:
     requires: tuple[str, ...]
     conflicts: dict[str, str]
     learns: tuple[str, ...]
+    tokens: tuple[str, ...] | None
 
 
 T = TypeVar("T")
@@ -86,15 +87,23 @@ def plugin(
     requires: Sequence[str] = (),
     conflicts: dict[str, str] | None = None,
     learns: Sequence[str] = (),
+    tokens: Sequence[str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Make a class a plugin: its fields are its options, its marked methods its hooks.
 
     `after` names plugins that this one wraps where both are active; `requires`, plugins that must
     be active too; `conflicts`, plugins that must not, each with the reason; `learns`, options that
-    change what is learned, other than by default: no run goes on with others of them. State that
-    is no option is declared with `state(default)`.
+    change what is learned, other than by default: no run goes on with others of them; `tokens`,
+    those of its options that decide about tokens, where it has hooks of the data and not all do.
+    State that is no option is declared with `state(default)`.
     """
-    contract = Contract(tuple(after), tuple(requires), dict(conflicts or {}), tuple(learns))
+    contract = Contract(
+        tuple(after),
+        tuple(requires),
+        dict(conflicts or {}),
+        tuple(learns),
+        None if tokens is None else tuple(tokens),
+    )
     config = ConfigDict(
         extra="forbid",
         strict=True,
@@ -228,6 +237,14 @@ class Hooks(Protocol):
     @notice
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Hear the metrics of a step, on the main process."""
+
+    @notice
+    def record(self, run: dict[str, Any]) -> None:
+        """Hear what run.json holds, on the main process: before the first step, and at the end.
+
+        `run["status"]` tells them apart: at first it is "running". `run["steps"]["done"]` is the
+        last step made, not 0 at first where a run goes on.
+        """
 
     @notice
     def verdict(self) -> str | None:

@@ -8,7 +8,7 @@ from . import formats, jinja, jsonl, rows, sources, templates, tokenizer
 from . import work as work_module
 from .digests import digest, file_digest
 from .reading import flatten
-from .registry import Active, options_of
+from .registry import Active, contract_of, options_of
 from .sources import Source
 from .templates import training_template
 from .tokens import FORMAT
@@ -39,9 +39,17 @@ def makers(active: Active) -> dict[str, dict[str, Any]]:
 def with_sources(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
     """Return the plugins that have some of these hooks: options, and a checksum of the source."""
     return {
-        name: {"options": options_of(plugin), "source": active.source_digest(name)}
+        name: {"options": _deciding(plugin), "source": active.source_digest(name)}
         for name, plugin in active.plugins.items()
         if active.implements(name, hooks)
+    }
+
+
+def _deciding(plugin: Any) -> dict[str, Any]:
+    """Return the options of a plugin that decide about tokens: all, unless it says which."""
+    named = contract_of(plugin).tokens
+    return {
+        name: value for name, value in options_of(plugin).items() if named is None or name in named
     }
 
 

@@ -85,8 +85,9 @@ class Record:
         self.run["steps"] = {"done": done, **steps}
         if not self.writes:
             return
+        self._active.hook.record(run=self.run)  # first: who refuses leaves all as it was
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.write()  # first: it tells that what else lies here is a run's
+        self.write()  # it tells that what else lies here is a run's
         for name in () if done else ("checkpoints", "model"):
             discard(self.folder / name)
         (self.folder / "report.html").unlink(missing_ok=True)
@@ -129,14 +130,19 @@ class Record:
         """End the record, and draw the report."""
         if self._metrics is not None:
             self._metrics.close()
-        before, now = self.run.get("plugins", []), self.plugins()
-        for plugin in (one for one in now if one not in before):
-            say(f"plugin {plugin['name']}: {plugin['verdict']}")
-        self.run.update(status=status, reason=reason, plugins=now)
+        self.run.update(status=status, reason=reason)
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
         if self._measured:
             self.run["throughput"], self.run["feeding"] = _means(self._measured)
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
+        if self._metrics is not None:
+            self.write()  # whatever comes of it, this is how the run ended
+            self._active.hook.record(run=self.run)
+        before, now = self.run.get("plugins", []), self.plugins()
+        for plugin in (one for one in now if one not in before):
+            say(f"plugin {plugin['name']}: {plugin['verdict']}")
+        self.run["plugins"] = now
+        if self._measured:
             say(
                 "feeding: {fill:.0%} of the places computed hold tokens, {documents:.1f} examples "
                 "in a micro-batch, {waited:.1%} of the time waited for data, the busiest rank has "
@@ -208,9 +214,8 @@ def data_facts(tokens: Tokens) -> dict[str, Any]:
     width = max(1, -(-int(lengths.max() + 1 - lengths.min()) // 24))
     edges = np.arange(lengths.min(), lengths.max() + width + 1, width)
     counts, _ = np.histogram(lengths, edges)
-    facts = {name: value for name, value in tokens.facts.items() if name != "key_parts"}
     return {
-        **facts,
+        **tokens.facts,
         "lengths": {
             "edges": edges.tolist(),
             "counts": counts.tolist(),

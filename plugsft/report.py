@@ -45,64 +45,77 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def render(run: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
     """Return a run's page."""
-    series = _series(metrics)
-    drawn = dict(islice(series.items(), MAX_CURVES))
-    noisy = {k: v for k, v in drawn.items() if len(v) >= 60 and not k.startswith(STEADY)}
-    limit = min(1200, MAX_POINTS // max(1, len(drawn)))
-    numbers = {
-        "curves": {key: _curve(points, limit) for key, points in drawn.items()},
+    series = series_of(metrics)
+    parts = {key: _numeric(part_of(run, key)) for key in ("steps", "data", "eval")}
+    numbers = {**drawn(series), "parts": parts}
+    return fill(_show(run.get("name", "run")), _head(run, series), _sections(run), numbers)
+
+
+def drawn(series: dict[str, Points]) -> dict[str, Any]:
+    """Return the points that a page draws, and of noisy curves a smooth one too."""
+    kept = dict(islice(series.items(), MAX_CURVES))
+    noisy = {k: v for k, v in kept.items() if len(v) >= 60 and not k.startswith(STEADY)}
+    limit = min(1200, MAX_POINTS // max(1, len(kept)))
+    return {
+        "curves": {key: _curve(points, limit) for key, points in kept.items()},
         "smooth": {key: _curve(_smooth(points), limit // 4) for key, points in noisy.items()},
         "whole": {key: len(points) for key, points in series.items()},
-        "parts": {key: _drawn(_part(run, key)) for key in ("steps", "data", "eval")},
     }
+
+
+def fill(name: str, head: str, sections: str, numbers: dict[str, Any]) -> str:
+    """Return a page with these parts; what comes from a run is escaped in them."""
     page = SKELETON.read_text("utf-8").replace("<!--style-->\n", STYLE.read_text("utf-8"))
     # What comes from the run holds no "<" any more, and so cannot pass for one of the marks.
-    page = page.replace("<!--name-->", _show(run.get("name", "run")))
-    page = page.replace("<!--head-->", _head(run, series))
-    page = page.replace("<!--sections-->", _sections(run))
+    for mark, part in (("name", name), ("head", head), ("sections", sections)):
+        page = page.replace(f"<!--{mark}-->", part)
     return page.replace("<!--numbers-->", json.dumps(numbers).replace("<", "\\u003c"))
 
 
-def _number(value: object) -> float | None:
+def number(value: object) -> float | None:
+    """Return a finite number; None for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # False for NaN and the infinities, and exact for integers of any size.
     return value if abs(value) < 1e300 else None
 
 
-def _part(whole: dict[str, Any], key: str) -> dict[str, Any]:
+def part_of(whole: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return a table of a record; an empty one where there is none."""
     part = whole.get(key)
     return part if isinstance(part, dict) else {}
 
 
-def _drawn(part: dict[str, Any]) -> dict[str, Any]:
-    flat = (part | _part(part, "lengths")).items()
-    return {k: [*map(_number, v)] if isinstance(v, list) else _number(v) for k, v in flat}
+def _numeric(part: dict[str, Any]) -> dict[str, Any]:
+    flat = (part | part_of(part, "lengths")).items()
+    return {k: [*map(number, v)] if isinstance(v, list) else number(v) for k, v in flat}
 
 
-def _series(metrics: list[dict[str, Any]]) -> dict[str, Points]:
+def series_of(metrics: list[dict[str, Any]]) -> dict[str, Points]:
+    """Return each quantity's values by steps, the losses first."""
     series: dict[str, Points] = {}
     for line in metrics:
-        if (step := _number(line.get("step"))) is None:
+        if (step := number(line.get("step"))) is None:
             continue
         for key, value in line.items():
             points = series.setdefault(key, [])
             # A resumed run does some steps again; the model has learned from the later ones only.
             while points and points[-1][0] >= step:
                 points.pop()
-            points.append((step, _number(value)))
-    known = (key for key in series if key not in NOT_CURVES and _finite(series[key]))
+            points.append((step, number(value)))
+    known = (key for key in series if key not in NOT_CURVES and finite(series[key]))
     # Where there are too many curves, the last ones are left out, and never a loss.
     return {key: series[key] for key in sorted(known, key=lambda key: not key.endswith("loss"))}
 
 
-def _finite(points: Points) -> list[tuple[float, float]]:
+def finite(points: Points) -> list[tuple[float, float]]:
+    """Return the points that have a value."""
     return [(step, value) for step, value in points if value is not None]
 
 
 def _smooth(points: Points) -> Points:
     """Average each value with its neighbours on both sides, so that the line does not lag."""
-    values = [value for _, value in _finite(points)]
+    values = [value for _, value in finite(points)]
     size, reach = len(values), len(values) // 60
     for _ in range(2):
         sums = list(accumulate(values, initial=0.0))
@@ -170,9 +183,9 @@ def _head(run: dict[str, Any], series: dict[str, Points]) -> str:
 
 
 def _result(run: dict[str, Any], series: dict[str, Points]) -> str:
-    steps, loss = _part(run, "steps"), _number(_part(run, "final").get("loss"))
+    steps, loss = part_of(run, "steps"), number(part_of(run, "final").get("loss"))
     names = ("loss", "eval_loss", "eval_accuracy")
-    losses, evals, right = (_finite(series.get(key, [])) for key in names)
+    losses, evals, right = (finite(series.get(key, [])) for key in names)
     said = "No finite loss was recorded" if loss is None else f"Final loss {_show(loss)}"
     if losses and (loss is None or run.get("status") != "finished"):
         said = f"Loss {_show(losses[-1][1])} at step {_show(losses[-1][0])}"
@@ -180,21 +193,22 @@ def _result(run: dict[str, Any], series: dict[str, Points]) -> str:
     said += f", accuracy {_show(right[-1][1])}" if evals and right else ""
     if "done" in steps:
         said += f"; {_show(steps['done'])} of {_show(steps.get('total'))} steps"
-    if seconds := _number(run.get("seconds")):
+    if seconds := number(run.get("seconds")):
         size, unit = (3600, "h") if seconds > 5400 else (60, "min") if seconds > 90 else (1, "s")
         said += f" in {seconds / size:.3g} {unit}"
-    rate = _part(run, "throughput").get("tokens_per_second")
+    rate = part_of(run, "throughput").get("tokens_per_second")
     return f"{said}, at {_show(rate)} tokens per second." if rate else f"{said}."
 
 
 def _sections(run: dict[str, Any]) -> str:
     page, plugins = "", dict[str, Any]()
     for key, title in (("data", "Training data"), ("eval", "Evaluation data")):
-        if data := _part(run, key):
+        if data := {k: v for k, v in part_of(run, key).items() if k != "key_parts"}:
             pair = f'<div id="{key}"></div>{_facts(data)}'
             page += f'<h2>{title}</h2>\n<div class="pair">{pair}</div>\n'
     for item in run.get("plugins") or ():
-        options = [f"{key} = {json.dumps(value)}" for key, value in _part(item, "options").items()]
+        given = part_of(item, "options").items()
+        options = [f"{key} = {json.dumps(value)}" for key, value in given]
         origin = " ".join(filter(None, [item.get("origin"), item.get("version")]))
         said = [item.get("verdict") or "no verdict", origin, ", ".join(options)]
         plugins[str(item.get("name"))] = said if options else said[:2]

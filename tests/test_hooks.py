@@ -1,6 +1,10 @@
-"""How a plugin is declared."""
+"""How a plugin is declared, and when it hears of the record."""
+
+import json
 
 import pytest
+from conftest import run_plugsft
+from making import activate, install
 from pydantic import ValidationError
 
 from plugsft import hookimpl, plugin, state
@@ -48,3 +52,38 @@ def test_a_contract_is_kept_with_the_class():
 
 def test_an_option_s_docstring_is_its_help():
     assert Squeeze.__pydantic_fields__["depth"].description == "How deep."
+
+
+HEARS = """
+    import json
+
+    @plugin()
+    class Hears:
+        file: str
+        refuse: bool = False
+
+        @hookimpl
+        def record(self, run: dict) -> None:
+            if self.refuse:
+                raise PluginError("not here")
+            with open(self.file, "a") as file:
+                told = [run["status"], run["steps"]["done"], run.get("final"), "throughput" in run]
+                file.write(json.dumps(told) + "\\n")
+"""
+
+
+def test_the_record_is_heard_before_the_first_step_and_at_the_end(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path, hears=HEARS), monkeypatch)
+    file = tmp_path / "heard"
+    recipe = tiny(train={"steps": 2}, plugins={"hears": {"file": str(file)}})
+    assert run_plugsft(recipe).returncode == 0
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        ["running", 0, None, False],
+        ["finished", 2, run["final"], True],
+    ]
+    # Who refuses, refuses before anything is replaced.
+    done = run_plugsft(recipe, "plugins.hears.refuse=true", "--overwrite")
+    assert done.returncode == 2 and "not here" in done.stderr
+    assert json.loads((tmp_path / "run/run.json").read_text()) == run
+    assert (tmp_path / "run/model").is_dir()

@@ -62,7 +62,7 @@ def test_a_good_recipe_is_ready_and_nothing_is_written(tiny, tmp_path, check):
     what = [line.split()[0] for line in found.ok]
     assert what == [
         *["recipe", "plugins", "paths", "model", "schedule", "data", "tokenizer", "rows", "eval"],
-        *["rows", "ranks", "steps", "checkpoints", "output", "disk"],
+        *["rows", "ranks", "steps", "batches", "checkpoints", "output", "disk"],
     ]
     assert not (tmp_path / "run").exists()
 
@@ -189,6 +189,30 @@ def test_windows_that_are_dealt_again_are_told_with_their_micro_batches(tiny, ch
     assert "about 3, 3 an epoch" in steps and "8 examples in 2 x 1 micro-batches" in steps
     [problem] = check(path, "train.micro_batch=1").problems
     assert problem.startswith("plugins.length_group: train.micro_batch = 1 pads nothing")
+
+
+def test_how_full_batches_are_and_what_may_not_be_meant(tiny, check):
+    long, short = (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * n}]}
+        for n in (90, 1)
+    )
+    rows = [*chats(63), long]
+    [line] = [one for one in check(tiny(rows=rows)).ok if one.startswith("batches")]
+    assert "tokens a step, in 2.0 micro-steps" in line and "% of its places full" in line
+    found = check(tiny(rows=[long, short, short, short] * 16))
+    [warning] = [one for one in found.warn if one.startswith("batches")]
+    assert "would be padding; add [plugins.bfd_packing]" in warning
+    packed = ("plugins.bfd_packing.capacity=256", "train.micro_batch=1")
+    found = check(tiny(rows=rows), *packed)
+    assert "none of them padding" in next(one for one in found.ok if one.startswith("batches"))
+    assert not [one for one in found.warn if one.startswith("batches")]
+    [warning] = [
+        one
+        for one in check(tiny(rows=rows), *packed, "plugins.bfd_packing.scope=dataset").warn
+        if one.startswith("batches")
+    ]
+    assert "an epoch has 2 steps, and 8 unpacked: a step is 8 packed rows, 32 examples" in warning
+    assert "Lower train.batch_size to about 2" in warning
 
 
 def test_steps_and_warm_up_are_counted(tiny, check):

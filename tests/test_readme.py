@@ -46,6 +46,10 @@ def test_a_command_of_the_readme(place, command):
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if "--resume" in command:
         subprocess.run("plugsft my.toml", shell=True, cwd=place, env=env, check=True)
+    if " diff " in command:
+        for output in ("runs/my-model", "runs/other"):
+            train = f"plugsft my.toml output={output}"
+            subprocess.run(train, shell=True, cwd=place, env=env, check=True)
     if "quickstart_dpo" in command:  # test_quickstart.py runs it with the quickstart's own
         shutil.copytree(place / "Qwen/Qwen3-0.6B", place / "runs/quickstart/model")
     if "--merge" in command:

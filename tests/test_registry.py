@@ -401,6 +401,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "optimizer(model, train)",
         *["annotate(model, tokens, prelude)"] * 2,  # what is trained on, and what is evaluated
         "batches(order, lengths, ranks, train)",
+        "record(run)",
         "feed(build, steps)",
         *["collate(tokens, examples, pad)"] * 2,
         *["  score(model, batch, summed)", "step(model, batch, total, score)"] * 2,
@@ -416,6 +417,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         *["  score(model, batch, summed)", "step(model, batch, total, score)"] * 2,
         "measure()",
         "log(step, metrics)",
+        "record(run)",
     ]
     assert "by core -> Rendered, " in lines[0] and lines[0].endswith(" ms")
     assert any("log(step, metrics) by listen" in line or "listen" in line for line in lines)
@@ -438,6 +440,7 @@ def test_hooks_are_stages_or_notices():
         "check",
         "measure",
         "log",
+        "record",
         "verdict",
     }
     assert all(hasattr(Hooks, hook) for hook in stages)

@@ -29,6 +29,7 @@ from ..sources import ensure_columns, open_source
 from ..types import Ints
 from ..work import CURE_BAD, CURE_LONG, Work, listed
 from .audit import judge_chats
+from .batch_sense import sense
 from .places import ensure_ours, leftovers, wrong_inputs
 from .room import TOKEN_BYTES, may_shrink, needed, parameters, taken
 from .sample import take, worker
@@ -270,6 +271,11 @@ def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ra
     findings.ok(
         "steps", f"{about}{steps:,}, {per_epoch:,} an epoch of {examples:,} examples{parts}"
     )
+    if len(windows) and lengths.max() > 1:  # where rows were encoded, and not only counted
+        said, warnings = sense(recipe, windows, lengths)
+        findings.ok("batches", said)
+        for warning in warnings:
+            findings.warn("batches", warning)
     findings.ok("checkpoints", recipe.checkpoint.describe(steps))
     warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
     if warmup >= steps:

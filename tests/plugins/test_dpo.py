@@ -21,7 +21,7 @@ from conftest import (
     write_recipe,
 )
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from making import activate, install
 from peft import LoraConfig
@@ -103,7 +103,6 @@ READ = [
     ({"chosen": "who? owls", "rejected": "who? cats"}, ("who? ", "owls", "cats")),
     # An answer is never empty.
     ({"chosen": "owls", "rejected": "owls sing"}, ("owl", "s", "s sing")),
-    ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, ([ASK], [GOOD], [GOOD])),
     # ShareGPT's turns.
     (
         {
@@ -126,8 +125,12 @@ def test_a_row_is_read_as_a_prompt_and_two_answers(row, wanted):
     ]
 
 
-@given(st.text(max_size=6), st.text(min_size=1, max_size=6), st.text(min_size=1, max_size=6))
+WORDS = st.text(min_size=1, max_size=6)
+
+
+@given(WORDS, WORDS, WORDS)
 def test_what_texts_begin_with_alike_is_their_prompt(prompt, chosen, rejected):
+    assume(chosen != rejected)
     one, other = pair_of({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert one["prompt"] == other["prompt"] and one["completion"] and other["completion"]
     assert len(one["prompt"]) >= len(prompt)
@@ -142,6 +145,10 @@ BAD = [
     ({}, "no 'chosen': the row has no columns"),
     ({"chosen": "x", "rejected": [GOOD]}, "not both texts, or both lists of turns"),
     ({"chosen": 1, "rejected": 2}, "not both texts, or both lists of turns"),
+    ({"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are the same"),
+    ({"chosen": "abc", "rejected": "xyz"}, "no prompt, and chosen and rejected do not begin alike"),
+    ({"prompt": "x", "chosen": [POOR, ASK], "rejected": [ASK]}, "do not begin alike"),
+    ({"system": "s", "prompt": "x", "chosen": "y", "rejected": "z"}, "'system' is for chats"),
 ]
 
 
@@ -825,3 +832,25 @@ def test_packed_rows_have_room_for_a_pair(tiny):
         )
         check(active.answer(), recipe, look())
         assert active.plugins["bfd_packing"].room == room
+
+
+def test_tokens_do_not_depend_on_how_pairs_are_compared(tiny):
+    recipe = tiny(rows=pairs(8), train={"steps": 1}, plugins={"dpo": {}})
+    assert run_plugsft(recipe).returncode == 0
+    again = run_plugsft(recipe, "plugins.dpo.beta=0.5", "--overwrite")
+    assert again.returncode == 0 and "from cache" in again.stdout
+
+
+def test_a_reference_that_is_not_there_is_named(tiny, tmp_path):
+    recipe = tiny(rows=pairs(8), plugins={"dpo": {}})
+    for command in ("check", "train"):
+        done = run_plugsft(command, recipe, f"plugins.dpo.reference={tmp_path / 'nope'}")
+        assert done.returncode == 2, done.stdout
+        assert f"plugins.dpo: reference: {tmp_path / 'nope'}: no such folder" in done.stderr
+    done = run_plugsft(recipe, "plugins.dpo.reference=nobody/nothing")
+    assert done.returncode == 2 and "plugins.dpo.reference: " in done.stderr
+
+
+def test_a_system_column_stands_before_the_prompt():
+    row = {"system": "be brief", "prompt": [ASK], **GIVEN}
+    assert [one["prompt"] for one in pair_of(row)] == [[say("be brief", "system"), ASK]] * 2

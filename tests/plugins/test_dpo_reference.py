@@ -76,7 +76,7 @@ def test_a_second_run_finds_it_whatever_its_batches_packing_and_ranks(recipe, tm
     assert "23 of 23 pairs" in said(first) and str(home) in said(first)
     for name, words in {"same": (), "large": ("train.batch_size=4",), "packed": PACKED}.items():
         done = ran(recipe, f"output={tmp_path / name}", *cached, *words)
-        assert "plugin dpo_reference: 23 pairs known (4 of them again: " in said(done), name
+        assert "23 pairs known, 4 of them again as a check (" in said(done), name
     assert curve(tmp_path / "same") == curve(tmp_path / "one")
     two = run_ranks(2, recipe, f"output={tmp_path / 'two'}", *cached)
     assert two.returncode == 0 and "23 pairs known" in said(two)

@@ -1,0 +1,43 @@
+"""Whether batches make sense: how much a step holds, how full it is, and the known mistakes."""
+
+from ..recipe import Recipe
+from ..types import Ints, Layouts
+
+SEEN = 8
+"""Steps of an epoch that are looked at."""
+FULL = 0.5
+"""Share of places with tokens below which padding is worth a word."""
+COLLAPSED = 4
+"""How many times fewer steps an epoch may have for being packed."""
+
+
+def sense(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[str, list[str]]:
+    """Say about how much a step holds, and what is most likely not meant."""
+    windows = layouts[:SEEN]
+    parts = [lengths[part] for window in windows for rank in window for part in rank if len(part)]
+    tokens = sum(int(part.sum()) for part in parts)
+    fill = tokens / sum(len(part) * int(part.max()) for part in parts)
+    micro = sum(len(window[0]) for window in windows) / len(windows)
+    said = f"about {tokens / len(windows):,.0f} tokens a step, in {micro:,.1f} micro-steps"
+    each = f"{tokens / len(parts):,.0f} tokens in a micro-batch"
+    if recipe.has("bfd_packing"):
+        return f"{said}; {each}, none of them padding", collapsed(recipe, layouts, len(lengths))
+    warnings = []
+    if fill < FULL:
+        warnings.append(
+            f"{1 - fill:.0%} of what is computed would be padding; add [plugins.bfd_packing], "
+            "which computes none, or [plugins.length_group], or lower train.micro_batch"
+        )
+    return f"{said}; {each}, {fill:.0%} of its places full", warnings
+
+
+def collapsed(recipe: Recipe, layouts: Layouts, examples: int) -> list[str]:
+    """Tell of steps that have become few, as rows filled from all of an epoch hold many."""
+    size = recipe.train.batch_size
+    if len(layouts) * COLLAPSED * size > examples:
+        return []
+    return [
+        f"an epoch has {len(layouts):,} steps, and {-(-examples // size):,} unpacked: a step is "
+        f"{size} packed rows, {examples / len(layouts):,.0f} examples. Lower train.batch_size to "
+        f"about {max(1, size * size * len(layouts) // examples)} to take as many steps as before"
+    ]

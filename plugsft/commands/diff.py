@@ -1,0 +1,50 @@
+"""`plugsft diff`: what differs between two runs, and what came of it."""
+
+from pathlib import Path
+
+from rich.text import Text
+
+from ..console import out, say
+from ..errors import PlugsftError
+from .compared import Row, Section, compare, read_run
+from .diff_page import write_page
+
+NARROW, WIDE = 12, 36
+"""Characters that a column has at least and at most; a longer value has a line of its own."""
+
+
+def diff(first: Path, second: Path, html: Path | None) -> None:
+    """Print what differs between two runs, and write it as a page where asked."""
+    a, b = read_run("A", first), read_run("B", second)
+    if first.samefile(second):
+        raise PlugsftError(f"{second}: is the same run again; name another run's output folder")
+    sections = compare(a, b)
+    for run in (a, b):
+        out.print(Text.assemble((run.name, "bold"), f"  {run.folder}: {run.state}"))
+    for note in a.notes + b.notes:
+        say(f"note: {note}")
+    for section in sections:
+        if not section.same:
+            _print(section)
+    if same := [section.title for section in sections if section.same]:
+        say(f"\nthe same: {', '.join(same)}")
+    if html is not None:
+        write_page(html, a, b, sections)
+        say(f"\npage: {html}")
+
+
+def _print(section: Section) -> None:
+    """Print two values beside each other, or, where they are long, below each other."""
+    short = [row for row in section.rows if max(len(row.a), len(row.b)) <= WIDE]
+    name = max(len(row.name) for row in [*section.rows, Row(section.title, "", "")])
+    wide = max([NARROW, *(len(text) for row in short for text in (row.a, row.b))])
+    head = f"{section.title:<{name}}  {'A':<{wide}}  B" if short else section.title
+    out.print(Text(f"\n{head}", "bold"))
+    for row in section.rows:
+        if row in short:
+            line = f"{row.name:<{name}}  {row.a:<{wide}}  {row.b:<{wide}}  {row.change}".rstrip()
+        else:
+            line = f"{row.name:<{name}}  A: {row.a}\n{'':<{name}}  B: {row.b}"
+        out.print(Text(line))
+    for line in section.lines:
+        say(line)

@@ -1,0 +1,241 @@
+"""plugsft diff: what differs between two runs, told in lines and drawn on a page."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_jsonl, write_recipe
+
+EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Give a folder of runs: `one`, `twin` that is the same, and `other`, of other steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    tables = tiny_tables(folder) | {"eval": {"split": "train[:4]"}}
+    tables["train"]["steps"] = 4
+    write_jsonl(folder / "other.jsonl", chats(30, seed=1))
+    path = write_recipe(folder / "recipe.toml", tables)
+    write_recipe(folder / "packed.toml", tables | {"plugins": {"length_group": {}}})
+    more = ["train.steps=6", "train.learning_rate=1e-3", "data.train_on=all"]
+    for name, recipe, overrides in [
+        ("one", path, []),
+        ("twin", path, []),
+        ("other", folder / "packed.toml", [*more, f"data.source={folder / 'other.jsonl'}"]),
+    ]:
+        done = run_plugsft(recipe, f"output={folder / name}", *overrides)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def runs(made, tmp_path):
+    """Give copies of them, to be harmed."""
+    for name in ("one", "twin", "other"):
+        kept = shutil.ignore_patterns("checkpoints", "model", "scratch", "tokens")
+        shutil.copytree(made / name, tmp_path / name, ignore=kept)
+    return tmp_path
+
+
+def told(done):
+    """Return what was printed, by section: its lines, without the first words of the runs."""
+    assert done.returncode == 0, done.stderr
+    first, *sections = done.stdout.replace("\nthe same: ", "\nsame\n").split("\n\n")
+    parts = {one.split()[0]: one.splitlines()[1:] for one in sections}
+    return first.splitlines(), parts
+
+
+def cells(lines):
+    return {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:] for line in lines}
+
+
+def test_runs_that_differ(runs):
+    heads, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
+    assert [line[:2] for line in heads] == ["A ", "B "]
+    assert "finished, 4 of 4 steps" in heads[0] and "finished, 6 of 6 steps" in heads[1]
+    keys = {"data.source", "data.train_on", "train.learning_rate", "train.steps"}
+    assert {*cells(parts["recipe"])} - {""} == keys
+    assert cells(parts["recipe"])["train.learning_rate"] == ["0.003", "0.001"]
+    assert cells(parts["plugins"])["length_group"] == ["off", "on"]
+    verdict = json.loads((runs / "other/run.json").read_text())["plugins"][0]["verdict"]
+    assert any(verdict in line for line in parts["plugins"])
+    data = cells(parts["data"])
+    assert data["examples"] == ["24", "30", "+25%"]
+    assert "tokens of B: other data, or another split of it" in data
+    assert "tokens of B: data.train_on was 'assistant', and is 'all' here" in data
+    assert {"versions", "machine", "precision"} <= {*parts["same"][0].split(", ")}
+
+
+def test_results_are_compared_where_both_were(runs):
+    _, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
+    results = cells(parts["results"])
+    one, other = (read_metrics(runs / name) for name in ("one", "other"))
+    assert results["steps"] == ["4", "6", "+50%"]
+    assert results["loss"][:2] == [f"{run[-1]['loss']:.5g}" for run in (one, other)]
+    assert results["loss at step 4"][:2] == [f"{run[3]['loss']:.5g}" for run in (one, other)]
+    change = 100 * (other[-1]["loss"] / one[-1]["loss"] - 1)
+    assert float(results["loss"][2].rstrip("%")) == pytest.approx(change, abs=0.5)
+    assert len(results["eval loss"]) == 3
+    assert {"tokens per second", "memory at most, GiB"} <= results.keys()
+    parting = [str(run[0]["loss"]) for run in (one, other)]
+    assert f"losses part at step 1: {' and '.join(parting)}" in parts["results"]
+
+
+def test_equal_runs_are_said_to_be_equal(runs):
+    done = run_plugsft("diff", runs / "one", runs / "twin")
+    _, parts = told(done)
+    assert parts.keys() == {"results", "same"}
+    same = "recipe, plugins, versions, machine, model, precision, data, eval"
+    assert done.stdout.endswith(f"\nthe same: {same}\n")
+    assert "losses are the same in all 4 steps that both did" in parts["results"]
+    assert cells(parts["results"])["loss"][0] == cells(parts["results"])["loss"][1]
+
+
+def test_a_plugin_has_other_options_another_version_and_another_verdict(runs):
+    shutil.copytree(runs / "other", runs / "more")
+    facts = json.loads((runs / "other/run.json").read_text())
+    for name, origin, size in (("other", "site 1.2", 7), ("more", "site 1.3", [7, 8])):
+        options = {"size": size, "deep": {"x": 1}}
+        plugin = {"name": "loud", "origin": origin, "options": options, "verdict": f"heard {size}"}
+        changed = facts | {"plugins": [plugin], "versions": facts["versions"] | {"torch": origin}}
+        (runs / name / "run.json").write_text(json.dumps(changed))
+    _, parts = told(run_plugsft("diff", runs / "other", runs / "more"))
+    assert cells(parts["plugins"]) == {
+        "loud.size": ["7", "[7, 8]"],
+        "loud: from": ["site 1.2", "site 1.3"],
+        "loud: verdict": ["heard 7", "heard [7, 8]"],
+    }
+    assert cells(parts["versions"]) == {"torch": ["site 1.2", "site 1.3"]}
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("missing", "missing: no such folder"),
+        ("file", "file: is a file; name a run's output folder"),
+        ("empty", "empty: is no run's output: it has no readable run.json"),
+        ("half", "half/run.json: is damaged: Unterminated"),
+        ("list", "list/run.json: was not written by plugsft"),
+        ("shapes", "a run.json was not written by plugsft"),
+        ("again", "is the same run again; name another run's output folder"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_a_line(runs, harm, said):
+    texts = {"half": '{"status": "fin', "list": "[1]"}
+    texts["shapes"] = '{"status": "finished", "plugins": [{"nam": 1}], "steps": 3}'
+    if harm == "file":
+        (runs / harm).write_text("")
+    elif harm == "again":
+        (runs / harm).symlink_to(runs / "one")
+    elif harm != "missing":
+        (runs / harm).mkdir()
+    if harm in texts:
+        (runs / harm / "run.json").write_text(texts[harm])
+    done = run_plugsft("diff", runs / "one", runs / harm)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_a_killed_run_left_is_compared_and_the_rest_named(runs):
+    facts = json.loads((runs / "other/run.json").read_text())
+    gone = ("throughput", "feeding", "memory", "final", "seconds")
+    facts = {key: value for key, value in facts.items() if key not in gone} | {"status": "running"}
+    (runs / "other/run.json").write_text(json.dumps(facts))
+    (runs / "other/recipe.toml").write_text("[train\n")
+    metrics = runs / "other/metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([*lines[:2], "\udc00".encode("utf8", "replace").decode(), '{"st']))
+    heads, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
+    assert "killed, 2 of 6 steps" in heads[1]
+    notes = "\n".join(heads[2:])
+    assert "recipe.toml: is not TOML" in notes and "recipes are not compared" in notes
+    assert "metrics.jsonl: 2 lines cannot be read; left out" in notes
+    assert "B: killed; results are those of its last step" in notes
+    assert "recipe" not in parts
+    assert cells(parts["results"])["steps"] == ["4", "2", "-50%"]
+    assert cells(parts["results"])["tokens per second"][1] == "-"
+    metrics.unlink()
+    heads, parts = told(run_plugsft("diff", runs / "other", runs / "one"))
+    assert any("holds no metrics; there are no curves" in line for line in heads)
+
+
+def test_a_record_without_the_key_says_so(runs):
+    for name in ("one", "other"):
+        facts = json.loads((runs / name / "run.json").read_text())
+        del facts["data"]["key_parts"]
+        (runs / name / "run.json").write_text(json.dumps(facts))
+    _, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
+    assert "tokens of B: prepared otherwise; the record does not say how" in parts["data"]
+    assert "tokens of B: other data, or another split of it" in parts["eval"]
+
+
+class Page(HTMLParser):
+    """Collect a page's tags, its text, and its embedded numbers."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags, self.text, self._open = [], "", []
+        page = path.read_text("utf-8")
+        self.feed(page)
+        script = r'<script type="application/json" id="numbers">(.*?)</script>'
+        self.numbers = json.loads(re.search(script, page)[1])
+        self.text = " ".join(self.text.split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self._open = tag
+
+    def handle_data(self, data):
+        if self._open not in ("script", "style"):
+            self.text += f" {data}"
+
+
+def test_the_page_has_both_runs_curves_in_one_picture(runs):
+    done = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "page.html")
+    assert done.stdout.endswith(f"page: {runs / 'page.html'}\n"), done.stderr
+    page = Page(runs / "page.html")
+    assert "one and other" in page.text
+    assert "loss at step 4" in page.text and "losses part at step 1" in page.text
+    assert "train.learning_rate 0.003 0.001" in page.text
+    assert "The same: versions, machine" in page.text
+    numbers = page.numbers
+    for name, run, second in (("one", "A", False), ("other", "B", True)):
+        losses = [line["loss"] for line in read_metrics(runs / name)]
+        drawn = numbers["curves"][f"loss {run}"]
+        assert drawn["y"] == pytest.approx(losses, rel=1e-5)
+        assert numbers["together"][f"loss {run}"] == ["loss", run, second]
+        assert f"eval_loss {run}" in numbers["curves"]
+    # Where an epoch has as many steps in both, its ends are marked.
+    assert numbers["parts"] == {"steps": {}}
+    run_plugsft("diff", runs / "one", runs / "twin", "--html", runs / "page.html")
+    assert Page(runs / "page.html").numbers["parts"] == {"steps": {"per_epoch": 3}}
+    assert "Nothing. The same: recipe, plugins" in Page(runs / "page.html").text
+
+
+def test_the_page_runs_nothing_of_a_runs(runs):
+    plain, evil = runs / "plain.html", runs / "evil.html"
+    assert run_plugsft("diff", runs / "one", runs / "other", "--html", plain).returncode == 0
+    facts = json.loads((runs / "one/run.json").read_text())
+    plugin = {"name": EVIL, "origin": EVIL, "options": {EVIL: EVIL}, "verdict": EVIL}
+    facts |= {"started": EVIL, "reason": EVIL, "status": EVIL, "plugins": [plugin]}
+    facts["versions"] = facts["versions"] | {EVIL: EVIL}
+    (runs / "one/run.json").write_text(json.dumps(facts))
+    with (runs / "one/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, EVIL: 2}) + "\n")
+    done = run_plugsft("diff", runs / "one", runs / "other", "--html", evil)
+    assert done.returncode == 0, done.stderr
+    assert set(Page(evil).tags) <= {*Page(plain).tags, "p"}
+    assert Page(evil).tags.count("script") == Page(plain).tags.count("script")
+    assert Page(evil).text.count(EVIL) >= 8
+    assert f"{EVIL} A" in Page(evil).numbers["curves"]
+
+
+def test_a_page_that_cannot_be_written_is_said_in_a_line(runs):
+    done = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "no/page.html")
+    assert done.returncode == 2 and "no/page.html" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
