@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, pad
 from plugsft import (
     Batch,
     Behind,
+    Positions,
     Recipe,
     RecipeError,
     Tokens,
@@ -63,7 +64,8 @@ class FusedLoss:
     """Whose kernel it is, if not ours."""
     chosen: str = state("torch kernel")
     """Which kernel it is, and why."""
-    behind: Behind = state(Behind())
+    heads: dict[int, Behind] = state({})
+    """Of each model's head, by its id, what is behind it; the run's own comes first."""
     exact: bool = state(True)
     """Whether the head computes in float32: only inside it all that is wrapped around it shows."""
     proved: str = state("")
@@ -119,12 +121,15 @@ class FusedLoss:
         """
         found: list[Tensor] = []
         head = head_of(causal_of(model))
+        if id(head) not in self.heads:
+            self.prove(model)  # another model than the run's: a reference
+        behind = self.heads[id(head)]
 
         def forward(hidden: Tensor) -> Tensor:
-            losses = self.losses(head, hidden, batch["labels"], summed)
+            losses = self.losses(head, behind, hidden, batch["labels"], summed)
             found.append(losses.detach())
             # Not a view: what is wrapped around the head marks its output.
-            share = losses.new_full((1, 1, len(losses)), 1 / self.behind.slope)
+            share = losses.new_full((1, 1, len(losses)), 1 / behind.slope)
             return share * (losses - losses.detach())
 
         with replaced(head, forward):
@@ -132,7 +137,9 @@ class FusedLoss:
         losses = found[0] + nothing
         return losses.sum() if summed else losses
 
-    def losses(self, head: Any, hidden: Tensor, labels: Tensor, summed: bool) -> Tensor:
+    def losses(
+        self, head: Any, behind: Behind, hidden: Tensor, labels: Tensor, summed: bool
+    ) -> Tensor:
         """Return the losses of hidden states that have targets: of each, or one that is all."""
         if hidden.shape[:2] != labels.shape:
             raise RecipeError(f"{REFUSED}: its head does not get one hidden state for each token")
@@ -146,11 +153,11 @@ class FusedLoss:
         self.exact = dtype == torch.float32
         if self.package and len(rows):
             bias = bias if bias is None else bias.to(dtype)
-            given = (kept.to(dtype), weight.to(dtype), bias, targets, self.behind, summed)
+            given = (kept.to(dtype), weight.to(dtype), bias, targets, behind, summed)
             return from_package(self.package, *given)
         room = ROOM.get(kept.device.type, ROOM["cpu"])
         chunk = self.chunk or max(1, room // (4 * len(weight)))
-        return fused_loss(kept, weight, bias, targets, self.behind, chunk, dtype, summed)
+        return fused_loss(Positions(kept, weight, bias, targets, behind, chunk, dtype), summed)
 
     @torch.no_grad()
     def prove(self, model: Module) -> None:
@@ -164,7 +171,7 @@ class FusedLoss:
             if self.kernel != "auto":
                 raise RecipeError('the head has a bias, unknown to the kernel: kernel = "auto"')
             self.package, self.chosen = "", "torch kernel (cut_cross_entropy takes no bias)"
-        batch = few_tokens(causal, self.packed)
+        batch, counted = few_tokens(causal, self.packed), (self.trained, self.places)
         seen: list[Tensor] = []
         catch = causal.register_forward_hook(
             lambda _module, _inputs, output: seen.append(output.logits), prepend=True
@@ -173,7 +180,7 @@ class FusedLoss:
             probes = torch.tensor(Behind.PROBES, device=batch["labels"].device).view(1, 1, -1)
             with replaced(head, lambda hidden: probes):
                 called(model, batch)
-            self.behind = Behind.read(seen.pop())
+            self.heads[id(head)] = Behind.read(seen.pop())
             ours = self.score(model, batch, summed=True)
             called(model, batch)
             predictions = seen.pop()[0, :-1].float()
@@ -188,19 +195,19 @@ class FusedLoss:
                 # FSDP2 leaves the head's weight gathered until a backward, and here is none.
                 if isinstance(part, FSDPModule):
                     part.reshard()
-        self.trained = self.places = 0
+        self.trained, self.places = counted
         off = abs(float(ours / theirs) - 1)
         if not off <= (1e-4 if self.exact else 2e-2):
             raise RecipeError(
                 f"{REFUSED}: on {TOKENS} tokens it is {float(ours):.6g}, and the plain one "
                 f"{float(theirs):.6g}. What its forward does with the head is unknown here"
             )
-        self.proved = f"proved on {TOKENS} tokens ({off:.0e} off the plain loss)"
+        self.proved = self.proved or f"proved on {TOKENS} tokens ({off:.0e} off the plain loss)"
 
     @hookimpl
     def verdict(self) -> str:
         """Say how the loss is computed, and of how many positions."""
-        said = [self.chosen, str(self.behind), self.proved]
+        said = [self.chosen, *map(str, [*self.heads.values()][:1]), self.proved]
         if self.places:
             said.append(f"{self.trained / self.places:.0%} of the positions reach the head")
         return "; ".join(filter(None, said))

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .console import progress, say
     from .digests import cache_folder, digest
     from .documents import attend_per_document, documents_of, ensure_apart, lone_document, pack
-    from .heads import Behind, fused_loss
+    from .heads import Behind, Positions, fused_loss
     from .models import decoder_layers, weights_digest
     from .publish import damage
     from .rows import render_rows
@@ -55,6 +55,7 @@ __version__ = "0.1.0"
 
 LATE = {
     "Behind": "heads",
+    "Positions": "heads",
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",
     "attend_per_document": "documents",
@@ -108,6 +109,7 @@ __all__ = [
     "OnDemand",
     "PluginError",
     "PlugsftError",
+    "Positions",
     "Prelude",
     "Recipe",
     "RecipeError",

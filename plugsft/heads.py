@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,21 @@ def _shorter(number: float) -> float:
     return short if abs(short - number) <= 3e-7 * abs(number) else number
 
 
+class Positions(NamedTuple):
+    """What is before a head, and what is wanted of it."""
+
+    hidden: Tensor
+    """A row for each position."""
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    behind: Behind
+    chunk: int
+    """Positions at a time."""
+    dtype: torch.dtype
+    """The type that the head computes in."""
+
+
 class _Fused(torch.autograd.Function):
     """The losses, with gradients that are there when they are, if that can be."""
 
@@ -60,7 +75,7 @@ class _Fused(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:4]
         # The head's gradient adds up positions: how much each counts must be known before.
         later = not summed and any(wanted[1:])
-        losses, ctx.gradients = compute(NONE if later else wanted, *given)
+        losses, ctx.gradients = compute(NONE if later else wanted, Positions(*given))
         if later:
             ctx.save_for_backward(*given[:4])
             ctx.gradients, ctx.rest = None, given[4:]
@@ -72,8 +87,7 @@ class _Fused(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, ()
         if gradients is None:
             wanted = ctx.needs_input_grad[1:4]
-            again: Any = (*ctx.saved_tensors, *ctx.rest, scale)
-            _, gradients = compute(wanted, *again)
+            _, gradients = compute(wanted, Positions(*ctx.saved_tensors, *ctx.rest), scale)
         else:
             scales = (scale[:, None], scale, scale)
             gradients = [
@@ -83,43 +97,26 @@ class _Fused(torch.autograd.Function):
         return None, *gradients, None, None, None, None
 
 
-def fused_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    behind: Behind,
-    chunk: int,
-    dtype: torch.dtype,
-    summed: bool,
-) -> Tensor:
-    """Return the cross-entropy of hidden states, with its gradient where one is wanted."""
-    given: Any = (hidden, weight, bias, targets, behind, chunk, dtype)
+def fused_loss(given: Positions, summed: bool) -> Tensor:
+    """Return the cross-entropy of positions, or one that is all, with the gradient if wanted."""
     if torch.is_grad_enabled():
         fused: Any = _Fused.apply  # untyped upstream
         losses: Tensor = fused(summed, *given)
         return losses
-    losses, _ = compute(NONE, *given)
+    losses, _ = compute(NONE, given)
     return losses.sum()[None] if summed else losses
 
 
 @torch.no_grad()
 def compute(
-    wanted: Sequence[bool],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    behind: Behind,
-    chunk: int,
-    dtype: torch.dtype,
-    scale: Tensor | None = None,
+    wanted: Sequence[bool], given: Positions, scale: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Go through the positions in parts; return the losses, and gradients that are wanted.
 
     Each part has the whole vocabulary: what it learns of a position is final, and rounded once.
     The head's own gradient is summed up in float32. `scale` says how much each position counts.
     """
+    hidden, weight, bias, targets, behind, chunk, dtype = given
     source, table = hidden.to(dtype), weight.to(dtype)
     full = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
     of_hidden = torch.empty_like(source) if wanted[0] else None

@@ -31,7 +31,8 @@ from transformers import (
 
 from plugsft import RecipeError, attend_per_document, documents_of, look, testing
 from plugsft.answers_model import ModelAnswers
-from plugsft.plugins.fused_loss import IGNORED, Behind, FusedLoss, fused_loss, head_of
+from plugsft.heads import Behind, Positions, fused_loss
+from plugsft.plugins.fused_loss import IGNORED, FusedLoss, head_of
 from plugsft.registry import check, resolve
 
 # peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
@@ -178,7 +179,8 @@ def test_with_nothing_to_learn_and_with_one_token(trained):
 
 
 def test_what_is_behind_the_head_is_read_from_the_model():
-    found = {name: fused(make(config)).behind for name, config in MODELS.items()}
+    found = {name: [*fused(make(config)).heads.values()] for name, config in MODELS.items()}
+    found = {name: behind for name, [behind] in found.items()}
     assert found["gemma2"] == Behind(cap=1.7)
     assert found["cohere2"] == Behind(slope=3.0)
     assert found["granite"].slope == pytest.approx(1 / 0.3, rel=1e-6)
@@ -233,6 +235,20 @@ class Widest(TorchDispatchMode):
         return made
 
 
+def test_another_model_s_head_is_read_for_itself():
+    """Such as a reference's: its cap may be another."""
+    model, reference = make(MODELS["gemma2"]), make(MODELS["granite"])
+    plugin, batch = fused(model, chunk=7), padded()
+    stepped(plugin, model, batch)
+    counted = plugin.trained
+    with torch.no_grad():
+        ours = plugin.score(reference, batch, summed=False)
+        theirs = ModelAnswers().score(reference, batch, summed=False)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert plugin.trained == 2 * counted and "soft cap 1.7" in plugin.verdict()
+    assert_equal(model, batch, plugin)
+
+
 def test_no_logits_of_all_positions_ever_exist():
     model, batch = make(MODELS["gemma2"]), padded()
     trained = int((batch["labels"][:, 1:] != IGNORED).sum())
@@ -277,8 +293,9 @@ def test_the_heads_gradient_is_summed_up_in_float32():
     hidden, targets = torch.rand(400, 8).bfloat16(), torch.randint(20, (400,))
     weight = torch.randn(20, 8).bfloat16().requires_grad_()
     exact = weight.detach().double().requires_grad_()
-    given = (hidden, weight, None, targets, Behind(), 1, torch.bfloat16, True)
-    fused_loss(*given).backward()
+    fused_loss(
+        Positions(hidden, weight, None, targets, Behind(), 1, torch.bfloat16), summed=True
+    ).backward()
     logits = hidden.double() @ exact.T
     torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
     assert (weight.grad - exact.grad).abs().max() <= 0.006 * exact.grad.abs().max()
@@ -462,14 +479,14 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
 LIGER = """
 import interpreted, torch
 from functools import partial
-from plugsft.plugins.fused_loss import Behind, from_package, fused_loss
+from plugsft.plugins.fused_loss import Behind, Positions, from_package, fused_loss
 
 torch.manual_seed(0)
 hidden, weight, bias = torch.randn(9, 16), torch.randn(61, 16), torch.randn(61)
 targets = torch.randint(61, (9,))
 for behind in (Behind(), Behind(0.5, 3.0)):
     found = []
-    ours = lambda *given: fused_loss(*given[:-1], 4, torch.float32, given[-1])
+    ours = lambda *given: fused_loss(Positions(*given[:-1], 4, torch.float32), given[-1])
     for kernel in (partial(from_package, "liger"), ours):
         given = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
         loss = kernel(*given, targets, behind, True)

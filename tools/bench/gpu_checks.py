@@ -221,11 +221,15 @@ def loss() -> Iterator[Check]:
                 hidden = torch.randn(1, POSITIONS, HIDDEN, device=DEVICE).to(dtype)
                 weight = (torch.randn(VOCAB, HIDDEN, device=DEVICE) * 2 * HIDDEN**-0.5).to(dtype)
                 plugin = fused_loss(kernel)
-                plugin.behind = behind
 
-                def fused(hidden: Tensor, weight: Tensor, plugin: Any = plugin) -> Tensor:
+                def fused(
+                    hidden: Tensor,
+                    weight: Tensor,
+                    plugin: Any = plugin,
+                    behind: Behind = behind,
+                ) -> Tensor:
                     head = SimpleNamespace(weight=weight, bias=None)
-                    made: Tensor = plugin.losses(head, hidden, labels, summed=True)
+                    made: Tensor = plugin.losses(head, behind, hidden, labels, summed=True)
                     return made.sum()
 
                 def plain(hidden: Tensor, weight: Tensor, behind: Behind = behind) -> Tensor:

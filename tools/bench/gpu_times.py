@@ -19,7 +19,7 @@ from gpu_checks import ATTENTIONS, DEVICE, GPU, LOSSES, fused_loss
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from plugsft import RecipeError
+from plugsft import Behind, RecipeError
 from plugsft.plugins.flash_attention import Here, least_gpu, unavailable
 
 ROW, DOCUMENTS = (16_384, (500, 4_096, 16_384)) if GPU else (64, (16, 64))
@@ -72,7 +72,7 @@ def loss(trained: bool) -> Iterator[dict[str, Any]]:
 
     def fused(hidden: Tensor, weight: Tensor = weight, *, plugin: Any) -> Tensor:
         head = SimpleNamespace(weight=weight, bias=None)
-        made: Tensor = plugin.losses(head, hidden, labels, summed=True)
+        made: Tensor = plugin.losses(head, Behind(), hidden, labels, summed=True)
         return made.sum()
 
     pull = torch.ones((), device=DEVICE)

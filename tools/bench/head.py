@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trl.kernels import ChunkedLogProbFunction
 
+from plugsft import Behind
 from plugsft.plugins.fused_loss import FusedLoss
 
 IGNORED = -100
@@ -220,7 +221,7 @@ def fused() -> Loss:
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head.weight = weight
-        return plugin.losses(head, hidden, labels, summed=True).sum()
+        return plugin.losses(head, Behind(), hidden, labels, summed=True).sum()
 
     return loss
 
