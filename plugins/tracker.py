@@ -55,6 +55,8 @@ class Tracker:
         self.recipe = recipe
         if twice := sorted({kind for kind in self.to if self.to.count(kind) > 1}):
             raise RecipeError(f"to: '{twice[0]}' stands there twice")
+        if self.folder and not {"tensorboard", "wandb"} & {*self.to}:
+            raise RecipeError("folder: is for tensorboard and wandb alone; remove it")
         if machine.is_main and (problems := [*filter(None, map(refusal, self.to))]):
             raise RecipeError(problems)
 

@@ -303,9 +303,9 @@ def test_one_that_cannot_begin_stops_the_run_and_replaces_nothing(tmp_path):
     assert (tmp_path / "run/model").is_dir(), "the earlier run's stands"
 
 
-def refused(folder, **options):
+def refused(place, /, **options):
     """Return what the plugin says to a recipe."""
-    tables = tiny_tables(folder) | {"plugins": {"tracker": options}}
+    tables = tiny_tables(place) | {"plugins": {"tracker": options}}
     recipe, active = resolve(tables)
     with pytest.raises(RecipeError) as refusal:
         check(active.answer(), recipe, look())
@@ -340,6 +340,9 @@ def test_a_server_that_does_not_answer_stops_the_run_before_anything_is_read(tmp
 def test_what_no_tracker_is_and_what_stands_there_twice(tmp_path):
     assert refused(tmp_path, to=["trackio", "trackio"]) == (
         "plugins.tracker: to: 'trackio' stands there twice"
+    )
+    assert refused(tmp_path, to=["trackio"], folder="here") == (
+        "plugins.tracker: folder: is for tensorboard and wandb alone; remove it"
     )
     for to in [], ["tensorbord"]:
         with pytest.raises(RecipeError, match=r"plugins\.tracker\.to"):
