@@ -16,12 +16,16 @@ def sense(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[str, list[st
     windows = layouts[:SEEN]
     parts = [lengths[part] for window in windows for rank in window for part in rank if len(part)]
     tokens = sum(int(part.sum()) for part in parts)
-    fill = tokens / sum(len(part) * int(part.max()) for part in parts)
     micro = sum(len(window[0]) for window in windows) / len(windows)
     said = f"about {tokens / len(windows):,.0f} tokens a step, in {micro:,.1f} micro-steps"
     each = f"{tokens / len(parts):,.0f} tokens in a micro-batch"
-    if recipe.has("bfd_packing"):
-        return f"{said}; {each}, none of them padding", collapsed(recipe, layouts, len(lengths))
+    if packing := recipe.plugins.get("bfd_packing"):
+        whole = packing["scope"] == "step"
+        more = ", none of them padding" if whole else ""
+        return f"{said}; {each}{more}", collapsed(recipe, layouts, len(lengths))
+    if recipe.has("dpo"):  # rows are then the answers, of which only sums are known
+        return f"{said}; {each}", []
+    fill = tokens / sum(len(part) * int(part.max()) for part in parts)
     warnings = []
     if fill < FULL:
         warnings.append(
