@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,7 +88,7 @@ class DpoReference:
         tokens = yield
         pass_ = Pass(self, model, tokens, prelude)
         try:
-            kept = prelude.keep(pass_.key(), pass_.build, Reference)
+            kept = prelude.keep(pass_.key, pass_.build, Reference)
             pass_.look_again(kept)
         finally:
             pass_.close()
@@ -143,8 +144,9 @@ class Pass:
         self.trained.train(self.training)
         self.model = self.trained
 
+    @cached_property
     def key(self) -> dict[str, Any]:
-        """Return all that the log-probabilities depend on."""
+        """All that the log-probabilities depend on."""
         load = self.prelude.load
         path = self.plugin.given or load.path
         revision = None if self.plugin.given else load.kwargs.get("revision")
@@ -172,7 +174,7 @@ class Pass:
         ids = np.zeros(0, np.uint64)
         if folder is not None:
             ids = ids_of(self.tokens)
-            take_over(folder, self.key(), ids, values, done)
+            take_over(folder, self.key, ids, values, done)
         done = self.prelude.added(torch.from_numpy(done)).cpu().numpy()
         left = np.flatnonzero(done == 0)
         first = len([*folder.glob("data-*")]) if folder is not None else 0
@@ -192,11 +194,10 @@ class Pass:
 
     def finish(self, folder: Path) -> None:
         """Write what tells what the folder holds."""
-        key = self.key()
         facts = {
             "kind": "reference",
-            "key": digest(key),
-            "key_parts": key,
+            "key": digest(self.key),
+            "key_parts": self.key,
             "rows": len(self.tokens),
             "tokens": int(self.tokens.lengths.sum()),
             "seconds_per_pair": self.seconds / max(1, self.computed),
@@ -319,19 +320,19 @@ def take_over(
     for table in begun:
         values[table["example"]] = np.stack([table["chosen"], table["rejected"]], 1)
         done[table["example"]] = 1
-    known: dict[int, Values] = {}
+    before = done.copy()
     for other in sorted(folder.parent.glob("[0-9a-f]*/facts.json")):
         with suppress(OSError, ValueError, LookupError, DataError):
             parts = json.loads(other.read_text())["key_parts"]
             if parts["reference"] == key["reference"]:
                 kept = Reference(other.parent)
-                known |= dict(zip(kept.ids.tolist(), kept.values, strict=True))
-    found = [n for n in np.flatnonzero(done == 0).tolist() if int(ids[n]) in known]
-    if found:
-        chosen = np.array(found)
-        values[chosen] = np.stack([known[int(ids[n])] for n in found])
-        done[chosen] = 1
-        write(folder / f"data-{len(begun):06d}.arrow", chosen, ids[chosen], values[chosen])
+                order = np.argsort(kept.ids)
+                places = order[np.searchsorted(kept.ids, ids, sorter=order) % len(order)]
+                found = (kept.ids[places] == ids) & (done == 0)
+                values[found], done[found] = kept.values[places[found]], 1
+    taken = np.flatnonzero(done > before)
+    if len(taken):
+        write(folder / f"data-{len(begun):06d}.arrow", taken, ids[taken], values[taken])
 
 
 def write(path: Path, examples: Ints, ids: NDArray[np.uint64], values: Values) -> None:

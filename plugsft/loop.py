@@ -82,8 +82,8 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
                         # The total counts every rank, but ranks average their gradients: undo that.
                         accelerator.backward(part * accelerator.num_processes)
                     parts.append(part.detach())
-            mine = {"asked": stop.asked, "slots": fed.slots, "waited": waited}
-            loss, sums = together(accelerator, parts, mine | noted(hook))
+            counts = {"asked": stop.asked, "slots": fed.slots, "waited": waited}
+            loss, sums = together(accelerator, parts, noted(hook), counts)
             norm = clip(accelerator, model, recipe.train.max_grad_norm)
             ensure_finite(loss, norm, window, tokens)
             with fitting(recipe, window, held.rank, tokens, parts):
@@ -155,21 +155,26 @@ def loss_of(hook: Hooks, model: Module, batch: Batch, total: int) -> Tensor:
     return hook.step(model=model, batch=batch, total=total, score=hook.score)
 
 
-def noted(hook: Hooks) -> dict[str, Any]:
+def noted(hook: Hooks) -> dict[str, Tensor]:
     """Return what plugins have summed up on this rank since they were last asked."""
     found: Any = hook.measure()  # a notice gives what each has said
     return {name: value for some in found for name, value in some.items()}
 
 
 def together(
-    accelerator: Accelerator, parts: list[Tensor], more: Mapping[str, Any]
+    accelerator: Accelerator,
+    parts: list[Tensor],
+    sums: Mapping[str, Tensor],
+    counts: Mapping[str, float],
 ) -> tuple[float, dict[str, float]]:
     """Add up over the ranks, in one exchange: the loss, and what else each has counted."""
-    loss = torch.stack(parts).double().sum()
-    others = [torch.as_tensor(one, dtype=loss.dtype, device=loss.device) for one in more.values()]
-    summed: Tensor = accelerator.reduce(torch.stack([loss, *others]), reduction="sum")
-    whole, *rest = summed.tolist()
-    return whole, dict(zip(more, rest, strict=True))
+    # Counts are many digits long; Apple's GPUs have no more than float32.
+    exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    loss = torch.stack(parts).to(exact).sum()
+    there = [loss, *(one.to(loss) for one in sums.values())]
+    mine = torch.cat([torch.stack(there), loss.new_tensor([*counts.values()])])
+    whole, *rest = accelerator.reduce(mine, reduction="sum").tolist()
+    return whole, dict(zip([*sums, *counts], rest, strict=True))
 
 
 def clip(accelerator: Accelerator, model: Module, limit: float) -> float:
@@ -243,7 +248,7 @@ def evaluate(
             parts += done
     model.train()
     total = int(held_out.units.sum())
-    loss, sums = together(accelerator, parts, noted(hook))
+    loss, sums = together(accelerator, parts, noted(hook), {})
     return {
         "eval_loss": loss / total,
         **{f"eval_{name}": value / total for name, value in sums.items()},

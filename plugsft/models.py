@@ -45,15 +45,10 @@ class Load:
     empty: bool = False
     """Whether weights stay in their files until the model is spread, and each rank reads its own;
     a plugin that needs to see them says False."""
-    sharded: bool = field(default=False, init=False)
-    """Whether that was so before any plugin had its say."""
     _names: dict[int, str] = field(default_factory=dict, init=False)
     """Of each parameter, by its id, the name in the files."""
     _files: dict[str, str] = field(default_factory=dict, init=False)
     """Of each name, the file that has it."""
-
-    def __post_init__(self) -> None:
-        self.sharded = self.empty
 
     def build(self) -> PreTrainedModel:
         """Load it."""

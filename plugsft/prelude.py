@@ -13,7 +13,7 @@ from torch.nn import Module
 from .feeder import Feeder
 from .hooks import Hooks
 from .models import Load
-from .spread import spread_frozen
+from .spread import is_sharded, spread_frozen
 from .tokens import Tokens
 from .types import Ints
 
@@ -54,7 +54,7 @@ class Prelude:
         if path:
             kwargs = {name: one for name, one in kwargs.items() if name != "revision"}
             kwargs |= {"revision": revision} if revision else {}
-        load = Load(path or self.load.path, kwargs, self.load.sharded)
+        load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
         return spread_frozen(self._accelerator, load, load.build())
 
     def keep(

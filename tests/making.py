@@ -8,6 +8,15 @@ from pathlib import Path
 from textwrap import dedent
 
 _numbers = itertools.count()
+# How TRL's trainers are set up where they are compared with: all of it in float32, on the CPU.
+TRL = {
+    "per_device_train_batch_size": 8,
+    "max_length": 256,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": [],
+}
 HEAD = "from plugsft import PluginError, RecipeError, hookimpl, plugin, state\n"
 # It changes the texts, and so the tokens and their key.
 LOUD = """

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import chats, tiny_tables
 from datasets import Dataset
+from making import TRL
 from transformers import AutoModelForCausalLM
 
 from plugsft.answers import DataAnswers
@@ -89,12 +90,7 @@ def test_equal_to_trl(ours, tmp_path):
     config = SFTConfig(
         output_dir=str(tmp_path),
         assistant_only_loss=True,
-        per_device_train_batch_size=8,
-        max_length=256,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
+        **TRL,
     )
     trainer = SFTTrainer(
         model=model,

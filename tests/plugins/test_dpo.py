@@ -23,7 +23,7 @@ from conftest import (
 from datasets import Dataset
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from making import activate, install
+from making import TRL, activate, install
 from peft import LoraConfig
 from test_launch import TRAIN, config, finish, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
@@ -378,12 +378,7 @@ def of_trl(folder, run, loss, beta, model, reference=None, peft=None):
         output_dir=str(folder),
         loss_type=[THEIRS.get(loss, loss)],
         beta=beta,
-        per_device_train_batch_size=8,
-        max_length=256,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
+        **TRL,
     )
     trainer = DPOTrainer(
         model=model,
