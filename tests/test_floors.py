@@ -48,6 +48,7 @@ FLOORS = _words("""
     commands.listing commands.overview
     commands.chat commands.restored commands.export commands.skeleton commands.cache
     commands.compared commands.diff_page commands.diff
+    commands.trial commands.trials
     commands.__init__
     __init__ cli __main__
 """)

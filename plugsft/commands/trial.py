@@ -1,0 +1,94 @@
+"""A few steps of a recipe that leave nothing but figures: python -m plugsft.commands.trial RECIPE.
+
+A process of its own for each, so that none inherits what another has loaded, warmed up or filled.
+`accelerate launch -m plugsft.commands.trial` makes it one of several ranks.
+"""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from .. import loop
+from ..errors import PlugsftError
+from ..finding import Found
+from ..hooks import hookimpl, plugin, state
+from ..machine import look
+from ..registry import load
+from ..types import Feed
+
+
+class Over(PlugsftError):
+    """All steps of the trial are made: before the one that would save checkpoint and model."""
+
+
+@plugin()
+class Trial:
+    """Ends the run before its last step."""
+
+    last: int
+    before: int = state(0)
+    """Bytes that the process held before the model was loaded."""
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self) -> Any:
+        """Look at what is held before."""
+        self.before = psutil.Process().memory_info().rss
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def feed(self) -> Any:
+        """Feed so many steps."""
+        feed = yield
+        return self._until(feed)
+
+    def _until(self, feed: Feed) -> Feed:
+        for fed in feed:
+            if fed.window.step == self.last:
+                raise Over
+            yield fed
+
+
+def run(path: Path, limit: int) -> dict[str, Any]:
+    """Train all steps of a recipe but the last; return what this rank held, and what went wrong."""
+    recipe, active = load(path)
+    if limit:
+        # Of the process's own memory, not of files that it maps.
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    trial = Trial(last=recipe.train.steps or 0)
+    active.plugins["trial"] = trial
+    active.found = {**active.found, "trial": Found("trial", "bundled", __name__, "")}
+    found: dict[str, Any] = {"error": ""}
+    try:
+        with active.named():
+            loop.train(recipe, active, look())
+    except Over:
+        pass
+    except (PlugsftError, MemoryError, RuntimeError) as error:
+        found["error"] = str(error) or type(error).__name__
+    found["before"] = trial.before
+    found["host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.max_memory_allocated()
+        found["reserved"] = torch.cuda.max_memory_reserved()
+    return found
+
+
+def main() -> None:
+    """Run a trial, and write what this rank found beside the recipe."""
+    path, limit = Path(sys.argv[1]), int(sys.argv[2])
+    found = run(path, limit)
+    rank = os.environ.get("RANK", "0")
+    path.with_name(f"rank-{rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    # Other ranks may wait for this one in an exchange: they end with it.
+    os._exit(1 if found["error"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Trials of a recipe: the same examples, in fresh processes, with other plugins or options."""
+
+import copy
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from .. import loop
+from ..answers import DataAnswers
+from ..hooks import DATA
+from ..machine import look
+from ..prepare import prepare
+from ..reading import anchored
+from ..recipe import Recipe
+from ..registry import Active
+from ..report import read_metrics
+from ..tokens import Examples, Tokens, write_index, write_shard
+from ..types import Ints, Shard
+
+ELSEWHERE = ("tracker",)
+"""Plugins that trials leave out: they tell others of every run."""
+MEMORY = ("out of memory", "allocate memory", "MemoryError", "Cannot allocate")
+"""What is said where memory has run out."""
+
+
+@dataclass
+class Trial:
+    """What came of one."""
+
+    folder: Path
+    seconds: float
+    """From the start of its process to the end."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """The metrics of each."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """Its run.json."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """Of each rank the bytes it held at most: `host`, `before` its model, and on a GPU `device`."""
+    error: str = ""
+    out_of_memory: bool = False
+
+    def of(self, name: str, warmup: int = 0) -> list[float]:
+        """Return a metric of each step after the first ones."""
+        return [float(step[name]) for step in self.steps[warmup:]]
+
+
+@contextmanager
+def trials(
+    recipe: Recipe, active: Active, launch: str = "", examples: int = 0
+) -> Iterator["Trials"]:
+    """Prepare a recipe's data, as a run would; give what runs trials with some of it, or all."""
+    with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as made:
+        folder = Path(made)
+        inside = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
+        active.answer(DataAnswers(inside.folder))
+        with active.named():
+            loop.ensure_sound(inside, active, look(), DATA)
+            data = prepare(inside, active)
+        yield Trials(recipe, folder, data.tokens, data.tokenizer_folder, launch, examples)
+
+
+class Trials:
+    """Runs trials, each in a folder of its own that is gone at the end."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        tokens: Tokens,
+        tokenizer: Path,
+        launch: str,
+        examples: int,
+    ) -> None:
+        self.folder, self.tokens, self._launch = folder, tokens, shlex.split(launch)
+        self.tables = anchored(recipe)
+        self.tables.pop("eval", None)
+        self.tables["checkpoint"] = {"every": 0}
+        self._tokenizer, self._count = tokenizer, 0
+        if 0 < examples < len(tokens):
+            self.use(spread_out(tokens, examples))
+        else:
+            self._tell(tokens.folder)
+
+    def use(self, numbers: Ints) -> None:
+        """Train on these examples from now on."""
+        folder = self.folder / f"tokens-{time.monotonic_ns()}"
+        write_some(self.tokens, numbers, folder)
+        self._tell(folder)
+
+    def _tell(self, folder: Path) -> None:
+        self.tables["data"]["tokens"] = str(folder.absolute())
+        if "scratch" in self.tables["model"] and "tokenizer" not in self.tables["model"]:
+            self.tables["model"]["tokenizer"] = str(self._tokenizer.absolute())
+
+    def run(
+        self,
+        changes: Mapping[str, Any],
+        steps: int,
+        without: Sequence[str] = (),
+        memory: int = 0,
+    ) -> Trial:
+        """Train some steps with {"table.key": value} set and plugins left out, in a fresh process.
+
+        What goes wrong in it is told, not raised. `memory` limits the bytes of each rank's own.
+        """
+        self._count += 1
+        folder = self.folder / f"{self._count:04d}"
+        folder.mkdir()
+        tables = changed(self.tables, {**changes, "output": str(folder / "run")})
+        for name in (*without, *ELSEWHERE):
+            tables["plugins"].pop(name, None)
+        # The run ends before its last step, which would save.
+        tables["train"] |= {"steps": steps + 1, "log_every": 10**9}
+        path = folder / "recipe.toml"
+        path.write_text(tomli_w.dumps(tables))
+        words = [*self._launch, *(() if self._launch else (sys.executable,))]
+        words += ["-m", "plugsft.commands.trial", str(path), str(memory)]
+        code, seconds = ended(words, folder / "said.txt")
+        return self._read(folder, steps, code, seconds)
+
+    def _read(self, folder: Path, steps: int, code: int, seconds: float) -> Trial:
+        trial = Trial(folder, seconds)
+        trial.ranks = [json.loads(one.read_text()) for one in sorted(folder.glob("rank-*.json"))]
+        trial.steps = read_metrics(folder / "run/metrics.jsonl")
+        if (record := folder / "run/run.json").exists():
+            trial.run = json.loads(record.read_text())
+        said = (folder / "said.txt").read_text(errors="replace").strip()
+        if code or len(trial.steps) < steps or not trial.ranks:
+            errors = [one["error"] for one in trial.ranks if one["error"]]
+            trial.error = "\n".join(dict.fromkeys(errors)) or said[-2000:] or f"exit code {code}"
+            # Nobody else kills a process without a word.
+            killed = code == -signal.SIGKILL or "SIGKILL" in said or "Signal 9" in said
+            trial.out_of_memory = killed or any(sign in trial.error for sign in MEMORY)
+        return trial
+
+
+def ended(words: Sequence[str], said: Path) -> tuple[int, float]:
+    """Run a command to its end; return its exit code and the seconds it took."""
+    started = time.perf_counter()
+    # A group of its own: it ends with us, and Ctrl-C does not make it save what nobody wants.
+    with said.open("w") as output:
+        process = subprocess.Popen(
+            words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        code = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return code, time.perf_counter() - started
+
+
+def changed(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables with {"table.key": value} set; None removes a key, or a table."""
+    made = copy.deepcopy(dict(tables))
+    for place, value in changes.items():
+        *path, key = place.split(".")
+        at = made
+        for name in path:
+            at = at.setdefault(name, {})
+        if value is None:
+            at.pop(key, None)
+        else:
+            at[key] = value
+    return made
+
+
+def spread_out(tokens: Tokens, count: int) -> Ints:
+    """Choose examples, the same each time, whose lengths are spread as those of all are."""
+    order = np.argsort(tokens.lengths, kind="stable")
+    chosen: Ints = np.sort(order[np.linspace(0, len(order) - 1, count).round().astype(np.int64)])
+    return chosen
+
+
+def write_some(tokens: Tokens, numbers: Ints, folder: Path) -> None:
+    """Write some examples as prepared tokens, of which a run takes that they are all."""
+    folder.mkdir()
+    firsts = np.cumsum([0, *(one["examples"] for one in tokens.facts["sources"])])
+    sources, shards = [], []
+    for place, source in enumerate(tokens.facts["sources"]):
+        mine = numbers[(numbers >= firsts[place]) & (numbers < firsts[place + 1])]
+        sources.append({**source, "examples": len(mine)})
+        ids, mask = tokens.gather(mine)
+        counts = tokens.sequences(mine)[0]
+        ends = np.searchsorted(np.cumsum(counts), np.cumsum(tokens.lengths[mine]))
+        pieces = np.diff(ends, prepend=-1)
+        shard = Shard(f"data-{place:05d}.arrow", len(mine))
+        write_shard(folder / shard.file, Examples(ids, mask, counts, pieces, tokens.rows[mine]))
+        shards.append(shard)
+    facts = {**tokens.facts, "examples": len(numbers), "sources": sources}
+    write_index(folder, shards, facts)
