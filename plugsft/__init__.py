@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .models import decoder_layers, weights_digest
     from .publish import damage
     from .rows import render_rows
+    from .shapes import Shapes, peak_flops, shapes_of
     from .tokenizer import Tokenizer, encode
     from .tokens import Tokens
 
@@ -56,6 +57,7 @@ __version__ = "0.1.0"
 LATE = {
     "Behind": "heads",
     "Positions": "heads",
+    "Shapes": "shapes",
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",
     "attend_per_document": "documents",
@@ -72,9 +74,11 @@ LATE = {
     "once": "claims",
     "opened": "answers",
     "pack": "documents",
+    "peak_flops": "shapes",
     "progress": "console",
     "render_rows": "rows",
     "say": "console",
+    "shapes_of": "shapes",
     "tokenizing": "answers",
     "weights_digest": "models",
 }
@@ -116,6 +120,7 @@ __all__ = [
     "Rendered",
     "Row",
     "Score",
+    "Shapes",
     "Shard",
     "Slice",
     "Tokenizer",
@@ -141,10 +146,12 @@ __all__ = [
     "once",
     "opened",
     "pack",
+    "peak_flops",
     "plugin",
     "progress",
     "render_rows",
     "say",
+    "shapes_of",
     "state",
     "tokenizing",
     "weights_digest",

@@ -1,5 +1,6 @@
 """Windows with their tensors, through the hook that may build them ahead."""
 
+import time
 from collections.abc import Callable, Generator
 
 from accelerate import Accelerator
@@ -26,7 +27,10 @@ class Feeder:
             try:
                 chosen = window(step)
                 parts = chosen.layout[self._rank]
-                return Fed(chosen, [self.batch(tokens, part) for part in parts])
+                made = [self.collate(tokens, part) for part in parts]
+                started = time.perf_counter()
+                batches = [self.copied(batch) for batch in made]
+                return Fed(chosen, batches, time.perf_counter() - started)
             except Exception as error:
                 error.add_note(f"as the batches of step {step} were made")
                 raise
@@ -36,7 +40,14 @@ class Feeder:
 
     def batch(self, tokens: Tokens, examples: Ints) -> Batch:
         """Return a micro-batch of some examples, on the device."""
-        batch = self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
+        return self.copied(self.collate(tokens, examples))
+
+    def collate(self, tokens: Tokens, examples: Ints) -> Batch:
+        """Return a micro-batch of some examples, where it is made."""
+        return self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
+
+    def copied(self, batch: Batch) -> Batch:
+        """Return a micro-batch on the device."""
         return {
             name: one.to(self._device, non_blocking=True) if isinstance(one, Tensor) else one
             for name, one in batch.items()

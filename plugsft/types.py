@@ -149,6 +149,8 @@ class Fed:
 
     window: Window
     batches: list[Batch]
+    copied: float = 0.0
+    """Seconds that copying them to the device kept the host."""
 
     @property
     def slots(self) -> int:

@@ -36,7 +36,7 @@ FLOORS = _words("""
     answers context schedule pretrained
     work
     keys
-    batches memory documents heads models answers_model parts spread precision ranks stop
+    batches memory documents heads models shapes answers_model parts spread precision ranks stop
     feeder prelude
     prepare report
     record checkpoint saved
@@ -55,10 +55,11 @@ FLOORS = _words("""
 EXPORTED = _words("""
     Batch Behind Build CheckpointError Data DataError DiskError Encoded Fed Feed Hooks Ints Kept
     LaunchError Layout Layouts Machine ModelLoad OnDemand PluginError PlugsftError Positions
-    Prelude Recipe RecipeError Rendered Row Score Shard Slice Tokenizer Tokens Train TrainError
-    Window Work __version__ attend_per_document cache_folder damage decoder_layers digest
-    documents_of encode ensure_apart fused_loss heard hookimpl lone_document look once opened
-    pack plugin progress render_rows say state tokenizing weights_digest
+    Prelude Recipe RecipeError Rendered Row Score Shapes Shard Slice Tokenizer Tokens Train
+    TrainError Window Work __version__ attend_per_document cache_folder damage decoder_layers
+    digest documents_of encode ensure_apart fused_loss heard hookimpl lone_document look once
+    opened pack peak_flops plugin progress render_rows say shapes_of state tokenizing
+    weights_digest
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500: this keeps the core from growing on the way there.

@@ -1,0 +1,322 @@
+"""profiler: time is told where it was spent; each rule speaks of its fault, and of no other."""
+
+import gzip
+import json
+import re
+
+import pytest
+import torch
+from conftest import chats, read_metrics, run_plugsft, run_ranks
+from making import activate, install
+from peft import LoraConfig, get_peft_model
+from test_launch import config, finish, launch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from plugsft.plugins.profiler import PARTS
+from plugsft.shapes import peak_flops, shapes_of
+
+# peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+# Sleeps where it is told to, so many milliseconds.
+SLEEPER = """
+    import os
+    import time
+
+    @plugin(after=["profiler"])
+    class Sleeper:
+        slow: dict[str, float] | None = None
+        rank: int = -1
+
+        def sleep(self, part):
+            if self.rank in (-1, int(os.environ.get("RANK", "0"))):
+                time.sleep((self.slow or {}).get(part, 0) / 1e3)
+
+        @hookimpl(wrapper=True)
+        def collate(self):
+            batch = yield
+            self.sleep("wait")
+            return batch
+
+        @hookimpl(wrapper=True)
+        def step(self):
+            loss = yield
+            self.sleep("forward")
+            if loss.requires_grad:
+                loss.register_hook(lambda _: self.sleep("backward"))
+            return loss
+
+        @hookimpl(wrapper=True)
+        def optimizer(self):
+            optimizer = yield
+            # Inside of the step, where its own hooks come before and after.
+            optimizer.register_step_pre_hook(lambda *_: self.sleep("optimizer"))
+            return optimizer
+
+        @hookimpl
+        def log(self):
+            self.sleep("logging")
+"""
+
+
+@pytest.fixture
+def sleeper(tmp_path, monkeypatch):
+    activate(install(tmp_path, sleeper=SLEEPER), monkeypatch)
+
+
+def profiled(recipe, run=run_plugsft, *words):
+    """Run a recipe; return what its profile says, and what the console did."""
+    done = run(recipe, *words)
+    assert done.returncode == 0, done.stderr
+    folder = re.search(r"model: (.*)/model\n", done.stdout)[1]
+    with open(f"{folder}/profile.json") as file:
+        return json.load(file), done.stdout
+
+
+def spent(profile, part, rank=0):
+    return profile["seconds_a_step"][rank][part]
+
+
+TRAIN = {"batch_size": 8, "micro_batch": 8, "steps": 10, "epochs": 9}
+
+
+def test_time_is_told_where_it_was_spent(tiny, tmp_path, sleeper):
+    planted = {"wait": 40.0, "forward": 60.0, "backward": 50.0, "optimizer": 30.0, "logging": 20.0}
+    recipe = tiny(train=TRAIN, plugins={"profiler": {}, "sleeper": {"slow": planted}})
+    profile, said = profiled(recipe)
+    for part, milliseconds in planted.items():
+        assert milliseconds / 1e3 <= spent(profile, part) <= milliseconds / 1e3 + 0.3, part
+    assert profile["steps"] == 8  # but for the first two
+    assert set(profile["shares"]) == set(PARTS)
+    assert sum(profile["shares"].values()) == pytest.approx(1, abs=0.002)
+    steps = [line["step_seconds"] for line in read_metrics(tmp_path / "run")][2:]
+    # The loop's own clock stops before it logs, and saves.
+    later = ("logging", "evaluation", "checkpoint")
+    inside = sum(spent(profile, part) for part in PARTS if part not in later)
+    assert inside == pytest.approx(sum(steps) / len(steps), rel=0.05)
+    assert re.search(
+        r"plugin profiler: [\d.]+ s a step: wait \d+%, .*MFU \d+% of [\d.]+ TFLOP", said
+    )
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["profile"]["shares"] == profile["shares"]
+
+
+def test_nothing_else_is_learned(tiny, tmp_path):
+    curves = []
+    for name, plugins in (("plain", {}), ("profiled", {"profiler": {}})):
+        recipe = tiny(train=TRAIN | {"micro_batch": 3}, eval={"every": 4}, plugins=plugins)
+        done = run_plugsft(recipe, f"output={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        curves.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)])
+    assert curves[0] == curves[1] and len(curves[0]) == 10
+
+
+def test_checkpoints_and_evaluations_are_told_from_logging(tiny, sleeper):
+    recipe = tiny(
+        train=TRAIN | {"steps": 6},
+        eval={"every": 2},
+        checkpoint={"every": 1},
+        plugins={"profiler": {}, "sleeper": {"slow": {"logging": 30.0}}},
+    )
+    profile, said = profiled(recipe)
+    assert spent(profile, "checkpoint") > 0.002 and spent(profile, "evaluation") > 0.002
+    assert spent(profile, "logging") >= 0.03
+    assert "raise checkpoint.every from 1" in said or "raise eval.every from 2" in said
+
+
+def findings(recipe, *words, run=run_plugsft):
+    return profiled(recipe, run, *words)[0]["findings"]
+
+
+def test_waiting_for_data(tiny, sleeper):
+    plugins = {"profiler": {}, "sleeper": {"slow": {"wait": 200.0}}}
+    found = findings(tiny(train=TRAIN, plugins=plugins))
+    told = r"waited \d\d% for data: add \[plugins.async_collate\]"
+    assert any(re.fullmatch(told, one) for one in found), found
+    plugins["async_collate"] = {}
+    found = findings(tiny(train=TRAIN, plugins=plugins), "--overwrite")
+    assert any("though [plugins.async_collate] is on" in one for one in found), found
+    plugins["sleeper"] = {}
+    assert not any(
+        "wait" in one for one in findings(tiny(train=TRAIN, plugins=plugins), "--overwrite")
+    )
+
+
+def long_and_short(count):
+    rows = chats(count)
+    for row in rows[::8]:
+        row["messages"][-1]["content"] *= 12
+    return rows
+
+
+def test_padding(tiny):
+    rows = long_and_short(80)
+    found = findings(tiny(rows=rows, train=TRAIN, plugins={"profiler": {}}))
+    assert any(
+        re.fullmatch(r"fill \d\d%, the rest is padding: add \[plugins.bfd_packing\]", one)
+        for one in found
+    )
+    packed = {"profiler": {}, "bfd_packing": {"capacity": 512}}
+    train = TRAIN | {"micro_batch": 1}
+    found = findings(tiny(rows=rows, train=train, plugins=packed), "--overwrite")
+    assert not any("fill" in one for one in found)
+
+
+def test_operators_too_small_for_their_calls(tiny):
+    often = TRAIN | {"micro_batch": 1, "steps": 40}
+    found = findings(tiny(train=often, plugins={"profiler": {}}))
+    assert any(
+        re.fullmatch(
+            r"launch-bound: \d{2,3} operators of [12]?\d us in a forward: "
+            r"raise train.micro_batch from 1 to 4",
+            one,
+        )
+        for one in found
+    ), found
+    packed = {"profiler": {}, "bfd_packing": {"capacity": 64, "overlong": "truncate"}}
+    found = findings(tiny(train=often, plugins=packed), "--overwrite")
+    assert any("raise plugins.bfd_packing.capacity from 64 to" in one for one in found), found
+
+
+def wide(folder):
+    """Make a model whose head is most of it, and its tokenizer."""
+    config = LlamaConfig(
+        vocab_size=30_000,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_head_that_takes_the_memory(tiny, tmp_path):
+    made = run_plugsft("prepare", tiny())
+    tokenizer = re.search(r"tokenizer: (/.*)\n", made.stdout)[1]
+    model = {"scratch": None, "path": str(wide(tmp_path / "wide")), "tokenizer": tokenizer}
+    rows = chats(96)
+    train = TRAIN | {"batch_size": 64, "micro_batch": 64, "steps": 4}
+    model = {name: value for name, value in model.items() if value is not None}
+    recipe = tiny(rows=rows, train=train, plugins={"profiler": {}})
+    text = recipe.read_text()
+    start, end = text.index("[model.scratch]"), text.index("[data]")
+    lines = "".join(f'{name} = "{value}"\n' for name, value in model.items())
+    recipe.write_text(f"{text[:start]}[model]\n{lines}\n{text[end:]}")
+    profile, _ = profiled(recipe, run_plugsft, "--overwrite")
+    [said] = [one for one in profile["findings"] if "loss head" in one]
+    share = int(re.fullmatch(r"loss head (\d\d)% of memory: add \[plugins.fused_loss\]", said)[1])
+    with_head = json.loads((tmp_path / "run/run.json").read_text())["memory"]["peak_gib"]
+    recipe.write_text(recipe.read_text() + "\n[plugins.fused_loss]\n")
+    assert not any("head" in one for one in findings(recipe, "--overwrite"))
+    without = json.loads((tmp_path / "run/run.json").read_text())["memory"]["peak_gib"]
+    assert share / 100 == pytest.approx(1 - without / with_head, rel=0.3)
+
+
+def test_the_slowest_rank(tiny, sleeper):
+    plugins = {"profiler": {}, "sleeper": {"slow": {"forward": 400.0}, "rank": 1}}
+    recipe = tiny(train=TRAIN | {"micro_batch": 4}, plugins=plugins)
+
+    def ranks(*words):
+        return run_ranks(2, *words)
+
+    profile, said = profiled(recipe, ranks)
+    assert len(profile["seconds_a_step"]) == 2
+    assert spent(profile, "forward", 1) > spent(profile, "forward", 0) + 0.3
+    assert any(
+        re.match(r"others wait \d\d% for rank 1, the slowest", one) for one in profile["findings"]
+    )
+    assert said.count("profile: others wait") == 1
+
+
+def test_a_healthy_run_is_told_nothing(tiny):
+    """Batches that fill, operators that compute, nothing saved: as a run should be."""
+    recipe = tiny(
+        rows=chats(120),
+        model={"scratch": {"hidden": 192, "layers": 2, "heads": 4, "vocab": 400, "context": 2048}},
+        data={"max_length": 2048},
+        train=TRAIN | {"batch_size": 60, "micro_batch": 1, "steps": 5},
+        checkpoint={"every": 0},
+        plugins={"profiler": {}, "async_collate": {}, "bfd_packing": {"capacity": 2048}},
+    )
+    profile, said = profiled(recipe)
+    assert profile["findings"] == [] and "profile:" not in said
+    assert 0.02 < profile["mfu"] < 2  # what else runs here slows the large product, too
+
+
+def test_a_trace_is_written_for_perfetto(tiny, tmp_path):
+    recipe = tiny(train=TRAIN | {"steps": 5}, plugins={"profiler": {"trace": [3, 5]}})
+    profile, _ = profiled(recipe)
+    assert profile["steps"] == 1, "what is traced does not count"
+    files = sorted((tmp_path / "run/profile").glob("*"))
+    assert [one.name for one in files] == [f"step-00000{n}-rank-0.json.gz" for n in (3, 5)]
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"forward", "aten::mm"} & names == {"forward", "aten::mm"}
+    assert any("Optimizer.step" in str(name) for name in names)
+
+
+def test_a_run_that_is_stopped_early_has_no_profile(tiny, tmp_path):
+    done = run_plugsft(tiny(train=TRAIN | {"steps": 2}, plugins={"profiler": {}}))
+    assert done.returncode == 0 and not (tmp_path / "run/profile.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu2", "fsdp2", "zero3"])
+def test_every_rank_of_every_kind(tiny, tmp_path, name):
+    recipe = tiny(train=TRAIN | {"micro_batch": 2, "steps": 6}, plugins={"profiler": {}})
+    code, _, err = finish(launch(*config(name), "-m", "plugsft", recipe))
+    assert code == 0, err
+    profile = json.loads((tmp_path / "run/profile.json").read_text())
+    assert len(profile["seconds_a_step"]) == 2
+    seen = ["forward", "backward", "optimizer"]
+    assert all(one[part] > 0 for one in profile["seconds_a_step"] for part in seen)
+    steps = [line["step_seconds"] for line in read_metrics(tmp_path / "run")][2:]
+    shares = profile["shares"]
+    inside = 1 - sum(shares[part] for part in ("logging", "evaluation", "checkpoint"))
+    whole = json.loads((tmp_path / "run/run.json").read_text())["plugins"][0]["verdict"]
+    seconds = float(re.match(r"([\d.e-]+) s a step", whole)[1])
+    assert inside * seconds == pytest.approx(sum(steps) / len(steps), rel=0.1)
+
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_work_is_what_is_computed(tied, lora):
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=tied, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    ids = torch.randint(64, (1, 40))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    # Plain attention computes those that are masked, too.
+    expected = shapes_of(model).flops(40, 40 * 40)
+    assert expected == pytest.approx(counter.get_total_flops(), rel=0.06 if lora else 0.01)
+
+
+def test_of_experts_those_count_that_are_chosen():
+    dense = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    config = MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2)
+    sparse = AutoModelForCausalLM.from_config(config)
+    three = 3 * 64 * 96 * 6
+    router = 8 * 64 * 6
+    assert shapes_of(sparse).trained == shapes_of(dense).trained + three + router
+
+
+def test_a_gpu_that_is_known_has_its_data_sheet_s_rate(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert peak_flops(torch.device("cuda"), half=True) == (989e12, "H200, from its data sheet")
+    rate, said = peak_flops(torch.device("cpu"), half=False)
+    assert 1e9 < rate < 1e14 and said == "what a large product reaches here"
