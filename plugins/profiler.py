@@ -284,9 +284,11 @@ class Profiler:
         if counted and not self.recipe.has("compile"):
             with Forward(self.shapes.vocabulary, places) as self.forward:
                 loss = yield
-        else:
+        elif self.tracer is not None:
             with record_function("forward"):
                 loss = yield
+        else:
+            loss = yield
         clock.mark("forward")
         if loss.requires_grad:
             hear: Any = loss.register_hook

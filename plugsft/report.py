@@ -13,7 +13,8 @@ Points = list[tuple[float, float | None]]
 SKELETON = Path(__file__).with_name("report.html")
 STYLE = Path(__file__).with_name("page.css")
 NOT_CURVES = {"step", "epoch", "eval_tokens"}
-NOT_FACTS = {"name", "status", "reason", "warnings", "plugins", "data", "eval", "final", "started"}
+NOT_FACTS = {"name", "status", "reason", "warnings", "plugins", "data", "eval", "final"}
+NOT_FACTS |= {"started", "profile"}
 STEADY = ("learning_rate", "memory_gib", "eval_")
 # A point takes at most some 20 bytes; with the limits on texts a page stays below 400 kB.
 MAX_POINTS, MAX_CURVES, MAX_ITEMS, MAX_TEXT = 13_000, 60, 30, 600
@@ -200,8 +201,22 @@ def _result(run: dict[str, Any], series: dict[str, Points]) -> str:
     return f"{said}, at {_show(rate)} tokens per second." if rate else f"{said}."
 
 
+def _profile(profile: dict[str, Any]) -> str:
+    """Draw where the time of a step went, and say what a profiler found."""
+    shares = [(name, number(share) or 0) for name, share in part_of(profile, "shares").items()]
+    bars = "".join(
+        f'<div class="part"><dt>{_show(name)}</dt><dd>{share:.0%}</dd><dd class="bar">'
+        f'<i style="width: {min(1, share):.1%}"></i></dd></div>\n'
+        for name, share in sorted(shares, key=lambda one: -one[1])
+        if share >= 0.005
+    )
+    found = "".join(f"<p>{_show(line)}</p>" for line in profile.get("findings") or ())
+    found = found and f'<div class="note">{found}</div>'
+    return f'<h2>Where the time went</h2>\n{found}<dl class="shares">{bars}</dl>\n' if bars else ""
+
+
 def _sections(run: dict[str, Any]) -> str:
-    page, plugins = "", dict[str, Any]()
+    page, plugins = _profile(part_of(run, "profile")), dict[str, Any]()
     for key, title in (("data", "Training data"), ("eval", "Evaluation data")):
         if data := {k: v for k, v in part_of(run, key).items() if k != "key_parts"}:
             pair = f'<div id="{key}"></div>{_facts(data)}'

@@ -100,6 +100,9 @@ def test_time_is_told_where_it_was_spent(tiny, tmp_path, sleeper):
     )
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["profile"]["shares"] == profile["shares"]
+    page = (tmp_path / "run/report.html").read_text()
+    share = f"{profile['shares']['backward']:.0%}"
+    assert f"<dt>backward</dt><dd>{share}</dd>" in page.partition("Where the time went")[2]
 
 
 def test_nothing_else_is_learned(tiny, tmp_path):
