@@ -323,3 +323,14 @@ def test_a_gpu_that_is_known_has_its_data_sheet_s_rate(monkeypatch):
     assert peak_flops(torch.device("cuda"), half=True) == (989e12, "H200, from its data sheet")
     rate, said = peak_flops(torch.device("cpu"), half=False)
     assert 1e9 < rate < 1e14 and said == "what a large product reaches here"
+
+
+def test_the_work_of_a_run_is_that_of_its_documents(tiny, tmp_path):
+    """Steps of one example: their length is known."""
+    train = {"batch_size": 1, "micro_batch": 1, "steps": 12}
+    profile, _ = profiled(tiny(train=train, plugins={"profiler": {}}))
+    shapes = shapes_of(AutoModelForCausalLM.from_pretrained(tmp_path / "run/model"))
+    lengths = [line["tokens"] for line in read_metrics(tmp_path / "run")][2:]
+    [parts] = profile["seconds_a_step"]
+    done = profile["flops_per_second"] * sum(parts.values()) * len(lengths)
+    assert done == pytest.approx(sum(shapes.flops(n, n * n / 2) for n in lengths), rel=1e-3)
