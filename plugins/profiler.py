@@ -6,11 +6,10 @@ import os
 import time
 from collections.abc import Generator, Iterator
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, distributed
 from torch.nn import Module
@@ -23,9 +22,11 @@ from plugsft import (
     Fed,
     Feed,
     Machine,
+    Measured,
     Recipe,
     Shapes,
     Tokens,
+    bottlenecks,
     hookimpl,
     peak_flops,
     plugin,
@@ -54,8 +55,6 @@ operators are counted."""
 NAME = "profile.json"
 BRIEF = 30e-6
 """Seconds. On a CPU, an operator that takes less mostly pays for being called."""
-Finding: TypeAlias = tuple[float, str]
-"""How bad it is, and how it is said."""
 
 
 class Mark(NamedTuple):
@@ -321,11 +320,12 @@ class Profiler:
         if run["status"] == "running" or not self.steps:
             return
         mine = np.mean(self.steps, 0)
-        ranks = np.stack([one.cpu().double().numpy() for one in self.ranks] or [mine])
+        ranks = [one.tolist() for one in self.ranks] or [mine.tolist()]
         shares = dict(zip(PARTS, mine / mine.sum(), strict=True))
         peak, whose = peak_flops(self.clock.device, "computed in bfloat16" in run["precision"])
         rate = self.flops / len(self.steps) / mine.sum()
-        found = Findings(self, run, shares, ranks).all()
+        each = [dict(zip(PARTS, one, strict=True)) for one in ranks]
+        found = bottlenecks(self.recipe, run, self._measured(shares, each))
         told = [f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005]
         self.said = (
             f"{mine.sum():.3g} s a step: {', '.join(told)}; "
@@ -341,129 +341,24 @@ class Profiler:
             "peak_flops_per_second": round(peak),
             "findings": found,
         }
-        each = [dict(zip(PARTS, one.tolist(), strict=True)) for one in ranks]
         facts, path = {**run["profile"], "seconds_a_step": each}, self.recipe.folder / NAME
         try:
             path.write_text(json.dumps(facts, indent=1) + "\n")
         except OSError as error:
             say(f"warning: {path}: {error.strerror}")
 
+    def _measured(self, shares: dict[str, float], ranks: list[dict[str, float]]) -> Measured:
+        steps, seen = len(self.steps), self.forward
+        if seen is None:
+            return Measured(shares, ranks, self.micro_steps / steps)
+        brief = self.brief / seen.operators
+        on_gpu = self.clock.on_gpu
+        small = self.idle >= 0.8 * self.clock.steps if on_gpu else brief <= BRIEF
+        # At the worst three of them are held, in float32.
+        head = 12 * seen.logits / seen.places * self.places
+        return Measured(shares, ranks, self.micro_steps / steps, small, seen.operators, brief, head)
+
     @hookimpl
     def verdict(self) -> str | None:
         """Say where the time went."""
         return self.said or None
-
-
-class Findings:
-    """The rules: what is wrong, with its share, and the line of the recipe that mends it."""
-
-    MOST = 3
-
-    def __init__(
-        self,
-        profiler: Profiler,
-        run: dict[str, Any],
-        shares: dict[str, float],
-        ranks: NDArray[np.float64],
-    ) -> None:
-        self._profiler, self._recipe, self._run = profiler, profiler.recipe, run
-        self._shares, self._ranks = shares, ranks
-
-    def all(self) -> list[str]:
-        """Return the worst."""
-        rules = (
-            self._waiting(),
-            self._padding(),
-            self._small(),
-            self._head(),
-            self._slowest(),
-            *self._rhythms(),
-        )
-        found = sorted((one for one in rules if one is not None), reverse=True)
-        return [text for _, text in found[: self.MOST]]
-
-    def _waiting(self) -> Finding | None:
-        share = self._shares["wait"] + self._shares["copy"]
-        if share < 0.05:
-            return None
-        cure = "add [plugins.async_collate]"
-        if self._recipe.has("async_collate"):
-            cure = (
-                "batches take longer to make than to train on, though [plugins.async_collate] is "
-                "on; raise its depth if only some do, or give the machine more cores"
-            )
-        return share, f"waited {share:.0%} for data: {cure}"
-
-    def _padding(self) -> Finding | None:
-        fill = self._run["feeding"]["fill"]
-        if fill > 0.75:
-            return None
-        cure = "add [plugins.bfd_packing]"
-        if self._recipe.has("bfd_packing"):
-            cure = f"raise plugins.bfd_packing.capacity from {self._capacity():,}"
-        return 1 - fill, f"fill {fill:.0%}, the rest is padding: {cure}"
-
-    def _capacity(self) -> int:
-        """Return the most tokens of a micro-batch."""
-        data = self._recipe.data.max_length
-        return int(self._recipe.plugins["bfd_packing"].get("capacity") or data)
-
-    def _small(self) -> Finding | None:
-        """Tell whether the calls of operators take longer than what they compute."""
-        mine, share = self._profiler, self._shares["forward"] + self._shares["backward"]
-        parts, seen = mine.micro_steps / len(mine.steps), mine.forward
-        if seen is None or share < 0.3 or parts < 2:
-            return None
-        brief = mine.brief / seen.operators
-        if mine.idle < 0.8 * mine.clock.steps if mine.clock.on_gpu else brief > BRIEF:
-            return None
-        times = 4 if parts >= 4 else 2
-        if self._recipe.has("bfd_packing"):
-            size, what, unit = self._capacity(), "plugins.bfd_packing.capacity", " tokens"
-        else:
-            size, what, unit = self._recipe.train.micro_batch, "train.micro_batch", ""
-        return share, (
-            f"launch-bound: {seen.operators:,} operators of {brief * 1e6:.0f} us in a forward: "
-            f"raise {what} from {size:,} to {times * size:,}{unit}"
-        )
-
-    def _head(self) -> Finding | None:
-        """Tell whether logits take much of the memory, three times as float32 at the worst."""
-        seen = self._profiler.forward
-        if seen is None or self._recipe.has("fused_loss"):
-            return None
-        held = 12 * seen.logits / seen.places * self._profiler.places
-        share = held / 2**30 / self._run["memory"]["peak_gib"]
-        if share < 0.25:
-            return None
-        return share, f"loss head {share:.0%} of memory: add [plugins.fused_loss]"
-
-    def _slowest(self) -> Finding | None:
-        """Tell whether ranks wait for one of them."""
-        names = ("wait", "copy", "forward", "backward")
-        busy = self._ranks[:, [PARTS.index(name) for name in names]].sum(1)
-        share = float((busy.max() - busy.mean()) / self._ranks.sum(1).max())
-        if share < 0.05:
-            return None
-        imbalance = self._run["feeding"]["imbalance"]
-        cure = "its machine, or what else runs there, is slower; no line of the recipe mends that"
-        if imbalance > 1.05 and not self._recipe.has("bfd_packing"):
-            cure = f"the busiest has {imbalance:.2f} times the mean: add [plugins.bfd_packing]"
-        return share, f"others wait {share:.0%} for rank {busy.argmax()}, the slowest: {cure}"
-
-    def _rhythms(self) -> Iterator[Finding]:
-        """Yield what is done too often, and what travels too much."""
-        every, steps = self._recipe.checkpoint, self._run["steps"]["total"]
-        cures = {
-            "checkpoint": (0.1, f"raise checkpoint.every from {every.interval(steps)}"),
-            "evaluation": (0.3, f"raise eval.every from {getattr(self._recipe.eval, 'every', 0)}"),
-            "logging": (0.05, "see which plugin hears `log`: `plugsft plugins RECIPE`"),
-            "exchange": (
-                0.25,
-                "gradients travel once a step: a larger train.batch_size, or [plugins.lora], "
-                "makes them fewer, and changes what is learned",
-            ),
-        }
-        for name, (limit, cure) in cures.items():
-            if self._shares[name] >= limit:
-                yield self._shares[name], f"{name} {self._shares[name]:.0%}: {cure}"

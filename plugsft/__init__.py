@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .models import decoder_layers, weights_digest
     from .publish import damage
     from .rows import render_rows
+    from .rules import Measured, bottlenecks
     from .shapes import Shapes, peak_flops, shapes_of
     from .tokenizer import Tokenizer, encode
     from .tokens import Tokens
@@ -56,11 +57,13 @@ __version__ = "0.1.0"
 
 LATE = {
     "Behind": "heads",
+    "Measured": "rules",
     "Positions": "heads",
     "Shapes": "shapes",
     "Tokenizer": "tokenizer",
     "Tokens": "tokens",
     "attend_per_document": "documents",
+    "bottlenecks": "rules",
     "cache_folder": "digests",
     "damage": "publish",
     "decoder_layers": "models",
@@ -109,6 +112,7 @@ __all__ = [
     "Layout",
     "Layouts",
     "Machine",
+    "Measured",
     "ModelLoad",
     "OnDemand",
     "PluginError",
@@ -131,6 +135,7 @@ __all__ = [
     "Work",
     "__version__",
     "attend_per_document",
+    "bottlenecks",
     "cache_folder",
     "damage",
     "decoder_layers",
