@@ -1,21 +1,21 @@
 """The command line: `plugsft RECIPE` trains; every other command is named."""
 
 import errno
-import importlib
 import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from . import __version__
+from .arguments import Overrides, RecipeFile, Without, late
 from .console import complain, say
 from .errors import PlugsftError, RecipeError, did_you_mean
+from .measuring import measuring
 from .stop import Stopped
 
 app = typer.Typer(
@@ -26,19 +26,6 @@ app = typer.Typer(
 )
 
 cache = typer.Typer(no_args_is_help=True, help="Look at, explain and clean the cache of tokens.")
-
-RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY.PATH=VALUE", help="Set keys for this run.", show_default=False),
-]
-Without = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Switch a plugin off for this run.", show_default=False),
-]
-
 
 CacheFolder = Annotated[
     Path | None,
@@ -62,11 +49,6 @@ def options(
     ] = False,
 ) -> None:
     """Fine-tune language models: SFT in one readable loop, every optimisation a plugin."""
-
-
-def late(module: str) -> ModuleType:
-    """Import a command's module when it is called: torch takes seconds, and --help must not."""
-    return importlib.import_module(f"plugsft.commands.{module}")
 
 
 @app.command()
@@ -285,6 +267,7 @@ def verify(
 
 
 app.add_typer(cache, name="cache")
+app.registered_commands += measuring.registered_commands
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -27,7 +27,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         key, sign, text = override.partition("=")
         if not sign or not key.strip():
             raise RecipeError(f"'{override}': an override is written key.path=value")
-        _put(raw, key.strip().split("."), _value(text), override)
+        _put(raw, key.strip().split("."), value_of(text), override)
     return raw
 
 
@@ -140,7 +140,7 @@ def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
     table[index] = value
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """Read a value as TOML; what is not TOML is a bare string, so that paths need no quotes."""
     try:
         parsed = tomllib.loads(f"value = {text}")

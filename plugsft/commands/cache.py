@@ -241,11 +241,11 @@ def _under_way(home: Path) -> set[str]:
     return {match[1] for match in matches if match}
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str = "--max-size") -> int:
     """Return the bytes of "20GiB", "1.5 TB" or "1000000"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in UNITS:
-        raise PlugsftError(f"--max-size: given '{text}'; write it as 20GiB, 500MB, or in bytes")
+        raise PlugsftError(f"{option}: given '{text}'; write it as 20GiB, 500MB, or in bytes")
     return round(float(match[1]) * UNITS[match[2]])
 
 

@@ -19,6 +19,7 @@ from ..errors import PlugsftError
 from ..finding import Found
 from ..hooks import hookimpl, plugin, state
 from ..machine import look
+from ..precision import on_cpu
 from ..registry import load
 from ..types import Feed
 
@@ -32,13 +33,18 @@ class Trial:
     """Ends the run before its last step."""
 
     last: int
+    limit: int = state(0)
+    """Bytes that it may take of a GPU."""
     before: int = state(0)
     """Bytes that the process held before the model was loaded."""
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Any:
-        """Look at what is held before."""
+        """Look at what is held before; of a GPU, take no more than the limit."""
         self.before = psutil.Process().memory_info().rss
+        if self.limit:
+            total = torch.cuda.get_device_properties().total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total))
         return (yield)
 
     @hookimpl(wrapper=True)
@@ -57,14 +63,15 @@ class Trial:
 def run(path: Path, limit: int) -> dict[str, Any]:
     """Train all steps of a recipe but the last; return what this rank held, and what went wrong."""
     recipe, active = load(path)
-    if limit:
-        # Of the process's own memory, not of files that it maps.
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     trial = Trial(last=recipe.train.steps or 0)
     active.plugins["trial"] = trial
     active.found = {**active.found, "trial": Found("trial", "bundled", __name__, "")}
     found: dict[str, Any] = {"error": ""}
     try:
+        if on_cpu(recipe):
+            confine(limit)
+        else:
+            trial.limit = limit
         with active.named():
             loop.train(recipe, active, look())
     except Over:
@@ -76,7 +83,17 @@ def run(path: Path, limit: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         found["device"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()
+        found["total"] = torch.cuda.get_device_properties().total_memory
     return found
+
+
+def confine(limit: int) -> None:
+    """Let this process hold no more bytes than the limit (0: as many as there are)."""
+    held = psutil.Process().memory_info()
+    if limit and sys.platform == "linux":
+        # Libraries set gigabytes aside that they never touch: these cost nothing.
+        most = max(0, limit + held.data - held.rss)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def main() -> None:

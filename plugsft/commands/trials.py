@@ -10,18 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tomli_w
 
 from .. import loop
 from ..answers import DataAnswers
 from ..hooks import DATA
 from ..machine import look
+from ..plan import shuffled
 from ..prepare import prepare
 from ..reading import anchored
 from ..recipe import Recipe
@@ -32,7 +34,7 @@ from ..types import Ints, Shard
 
 ELSEWHERE = ("tracker",)
 """Plugins that trials leave out: they tell others of every run."""
-MEMORY = ("out of memory", "allocate memory", "MemoryError", "Cannot allocate")
+MEMORY = ("out of memory", "allocate memory", "MemoryError", "Cannot allocate", "bad_alloc")
 """What is said where memory has run out."""
 
 
@@ -62,7 +64,7 @@ def trials(
     recipe: Recipe, active: Active, launch: str = "", examples: int = 0
 ) -> Iterator["Trials"]:
     """Prepare a recipe's data, as a run would; give what runs trials with some of it, or all."""
-    with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as made:
+    with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as made, sigterm_is_heard():
         folder = Path(made)
         inside = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
         active.answer(DataAnswers(inside.folder))
@@ -94,10 +96,16 @@ class Trials:
         else:
             self._tell(tokens.folder)
 
-    def use(self, numbers: Ints) -> None:
-        """Train on these examples from now on."""
+    def use(self, numbers: Ints, in_order: bool = False) -> None:
+        """Train on these examples from now on; where asked, in this order through an epoch."""
         folder = self.folder / f"tokens-{time.monotonic_ns()}"
-        write_some(self.tokens, numbers, folder)
+        if in_order:
+            # Of a single source it is known beforehand which example an epoch takes when.
+            for name in ("source", "sources", "split"):
+                self.tables["data"].pop(name, None)
+            order = shuffled([(len(numbers), 1.0)], self.tables["train"]["seed"], 0)
+            numbers = numbers[np.argsort(order)]
+        write_some(self.tokens, numbers, folder, together=in_order)
         self._tell(folder)
 
     def _tell(self, folder: Path) -> None:
@@ -147,21 +155,39 @@ class Trials:
         return trial
 
 
-def ended(words: Sequence[str], said: Path) -> tuple[int, float]:
+def ended(words: Sequence[str], said: Path, **environment: str) -> tuple[int, float]:
     """Run a command to its end; return its exit code and the seconds it took."""
     started = time.perf_counter()
     # A group of its own: it ends with us, and Ctrl-C does not make it save what nobody wants.
     with said.open("w") as output:
         process = subprocess.Popen(
-            words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | environment,
         )
-    try:
-        code = process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+        try:
+            code = process.wait()
+        except BaseException:
+            # Ranks that a launcher has started are in groups of their own.
+            whole = psutil.Process(process.pid)
+            for one in (*whole.children(recursive=True), whole):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
+            raise
     return code, time.perf_counter() - started
+
+
+@contextmanager
+def sigterm_is_heard() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does: with all that it has started."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def changed(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,14 +212,19 @@ def spread_out(tokens: Tokens, count: int) -> Ints:
     return chosen
 
 
-def write_some(tokens: Tokens, numbers: Ints, folder: Path) -> None:
-    """Write some examples as prepared tokens, of which a run takes that they are all."""
+def write_some(tokens: Tokens, numbers: Ints, folder: Path, together: bool = False) -> None:
+    """Write some examples as prepared tokens, of which a run takes that they are all.
+
+    They stay with their sources; or are, in their order, those of a single one.
+    """
     folder.mkdir()
-    firsts = np.cumsum([0, *(one["examples"] for one in tokens.facts["sources"])])
+    known = tokens.facts["sources"]
+    firsts = np.cumsum([0, *(one["examples"] for one in known)])
     sources, shards = [], []
-    for place, source in enumerate(tokens.facts["sources"]):
-        mine = numbers[(numbers >= firsts[place]) & (numbers < firsts[place + 1])]
-        sources.append({**source, "examples": len(mine)})
+    for place, source in enumerate(known[:1] if together else known):
+        inside = (numbers >= firsts[place]) & (numbers < firsts[place + 1]) | together
+        mine = numbers[inside]
+        sources.append({**source, "examples": len(mine)} | ({"weight": 1.0} if together else {}))
         ids, mask = tokens.gather(mine)
         counts = tokens.sequences(mine)[0]
         ends = np.searchsorted(np.cumsum(counts), np.cumsum(tokens.lengths[mine]))

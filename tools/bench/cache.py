@@ -13,6 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import shared
@@ -30,20 +31,19 @@ def main() -> None:
     if options.one:
         print(json.dumps(first_batch(options.one)))
         return
-    report = []
+    sizes = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shared.train_tokenizer(folder, write_rows(folder / "words.jsonl", 500), 2048)
         for rows in map(int, options.rows.split(",")):
             one = measure(folder, rows, options.rounds)
-            report.append(one)
+            sizes.append(one)
             warm, cold = statistics.median(one["warm"]), one["cold"]
             print(
-                f"{rows:>10,} rows: hit to first batch {warm:.3f} s "
-                f"({min(one['warm']):.3f} to {max(one['warm']):.3f}), "
+                f"{rows:>10,} rows: hit to first batch {shared.spread(one['warm'])} s, "
                 f"cold {cold:.1f} s: {cold / warm:,.0f} x"
             )
-    shared.keep(report, options.json)
+    shared.keep({"sizes": sizes}, options.json)
 
 
 def measure(folder: Path, rows: int, rounds: int) -> dict:
@@ -62,8 +62,8 @@ def measure(folder: Path, rows: int, rounds: int) -> dict:
     # The source must have settled: a file that has just been written is read again.
     time.sleep(2.5)
     words = (__file__, "--one", recipe)
-    cold, *warm = [shared.alone(*words, PLUGSFT_CACHE=cache) for _ in range(rounds + 1)]
-    return {"rows": rows, "cold": cold, "warm": warm}
+    once = partial(shared.alone, *words, PLUGSFT_CACHE=cache)
+    return {"rows": rows, "cold": once(), **shared.in_turn(rounds, {"warm": once})}
 
 
 def write_rows(path: Path, rows: int) -> Path:

@@ -24,7 +24,7 @@ class Nothing:
     """Answers that do nothing, so that only the calls themselves cost."""
 
     @hookimpl
-    def step(self, model, batch, total):
+    def step(self, model, batch, total, score):
         return 0
 
     @hookimpl
@@ -66,13 +66,13 @@ def per_call(number=20_000):
     def through_hooks():
         for _ in range(number):
             hook.collate(tokens=0, examples=0, pad=0)
-            hook.step(model=0, batch=0, total=0)
+            hook.step(model=0, batch=0, total=0, score=0)
             hook.log(step=0, metrics=0)
 
     def plain():
         for _ in range(number):
             core.collate(0, 0, 0)
-            core.step(0, 0, 0)
+            core.step(0, 0, 0, 0)
             core.log(0, 0)
 
     costs = []

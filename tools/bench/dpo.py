@@ -59,7 +59,8 @@ def main() -> None:
         work = Work(Path(folder), options)
         only = [name for name in options.only.split(",") if name]
         chosen = {name: run for name, run in work.contenders().items() if name in (only or [name])}
-        rounds = [{name: run() for name, run in chosen.items()} for _ in range(options.rounds)]
+        found = shared.in_turn(options.rounds, chosen)
+        rounds = [dict(zip(found, one, strict=True)) for one in zip(*found.values(), strict=True)]
     shared.keep({"lora": options.lora, "pairs": options.pairs, "rounds": rounds}, options.json)
     report(rounds)
 
@@ -71,14 +72,15 @@ def report(rounds: list[dict[str, Any]]) -> None:
         return statistics.median(one[name][what] for one in rounds)
 
     theirs = [name for name in rounds[0] if name.startswith("trl")]
-    best = min((middle(name, "step") for name in theirs), default=float("nan"))
+    best = min(theirs, key=lambda name: middle(name, "step"), default="")
     most = max((middle(name, "places") for name in theirs), default=float("nan"))
     for name in rounds[0]:
         steps = [one[name]["step"] * 1e3 for one in rounds]
+        beside = shared.beside(steps, [one[best or name]["step"] * 1e3 for one in rounds])
         passes = [one[name]["pass"] for one in rounds]
         print(
             f"{name:>14}: {shared.spread(steps, ',.0f')} ms a step, "
-            f"{best / middle(name, 'step'):.2f} x TRL's best; "
+            f"beside TRL's best {beside}; "
             f"{middle(name, 'places'):,.0f} places, 1/{most / middle(name, 'places'):.2f} of TRL's"
             + (f"; pass {shared.spread(passes, '.2f')} s" if passes[0] else "")
             + f"; {shared.spread([one[name]['whole'] for one in rounds], '.1f')} s in all"

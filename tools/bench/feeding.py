@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,20 +218,20 @@ def packing(work: Work, options: argparse.Namespace) -> dict:
         "trl padding free": lambda: work.trl(trl_free),
         "trl padded": lambda: work.trl(trl_padded),
     }
-    rounds = [{name: run() for name, run in contenders.items()} for _ in range(options.rounds)]
-    for one in rounds:
-        for name, made in one.items():
-            assert made["tokens"] == work.lengths.sum(), f"{name}: other tokens"
-    speeds = {name: [one[name]["speed"] for one in rounds] for name in contenders}
-    middle = {name: statistics.median(speed) for name, speed in speeds.items()}
-    best = max(speed for name, speed in middle.items() if name.startswith("trl p"))
+    made = shared.in_turn(options.rounds, contenders)
+    for name, runs in made.items():
+        assert all(run["tokens"] == work.lengths.sum() for run in runs), f"{name}: other tokens"
+    speeds = {name: [run["speed"] for run in runs] for name, runs in made.items()}
+    costs = {name: [1 / speed for speed in some] for name, some in speeds.items()}
+    notes = {name: runs[0]["notes"] for name, runs in made.items()}
+    best = min((name for name in made if name.startswith("trl p")), key=lambda n: sum(costs[n]))
     for name, speed in speeds.items():
         print(
-            f"{name:>17}: {shared.spread(speed, ',.0f')} tokens/s, {middle[name] / best:.2f} x "
-            f"TRL's fastest, {rounds[0][name]['notes']}"
+            f"{name:>17}: {shared.spread(speed, ',.0f')} tokens/s, beside TRL's fastest "
+            f"{shared.beside(costs[name], costs[best])}; {notes[name]}"
         )
-    print(f"packed is {middle['packed'] / middle['padded']:.2f} x as fast as padded")
-    return {"speeds": speeds, "notes": {name: rounds[0][name]["notes"] for name in contenders}}
+    print(f"packed beside padded: {shared.beside(costs['packed'], costs['padded'])}")
+    return {"speeds": speeds, "notes": notes}
 
 
 def ours(work: Work, **changes: dict) -> dict:
@@ -323,31 +324,31 @@ def ahead(work: Work, options: argparse.Namespace) -> dict:
         "cheap": cheap,
         "cheap ahead": cheap | {"async_collate": {}},
     }
-    runs: dict[str, list[list[dict]]] = {name: [] for name in kinds}
-    for _ in range(options.rounds):
-        for name, plugins in kinds.items():
-            runs[name].append(work.train(**plugins)["lines"])
+
+    def lines(plugins: dict[str, dict]) -> list[dict]:
+        return work.train(**plugins)["lines"]
+
+    runs = shared.in_turn(
+        options.rounds, {name: partial(lines, one) for name, one in kinds.items()}
+    )
+    whole = {name: [*map(seconds, some)] for name, some in runs.items()}
     # Before the first step there is nothing to build behind.
     waits = [share_waited(lines[1:]) for lines in runs["dear ahead"]]
-    faster = ratios(runs["dear"], runs["dear ahead"])
+    faster = shared.times_as_fast(whole["dear ahead"], whole["dear"])
     print(
         f"collating takes {share_waited(by_step(runs['dear'])):.1%} of the time in turn; ahead, "
         f"{shared.spread(waits, '.2%')} after the first step, and the run is "
-        f"{shared.spread(faster, '.2f')} x as fast"
+        f"{faster.said}"
     )
-    extra = [ratio - 1 for ratio in ratios(runs["cheap ahead"], runs["cheap"])]
+    extra = shared.times_as_fast(whole["cheap ahead"], whole["cheap"])
     middle = seconds(by_step(runs["cheap ahead"])) / seconds(by_step(runs["cheap"])) - 1
     print(
         f"where it takes {share_waited(by_step(runs['cheap'])):.2%} of the time, a thread beside "
         f"costs {middle:.2%} (each step's median of {options.rounds} rounds; round by round "
-        f"{shared.spread(extra, '.2%')})"
+        f"{extra.said})"
     )
-    return {"faster": faster, "waits": waits, "extra": extra, "middle": middle, "runs": runs}
-
-
-def ratios(runs: list[list[dict]], others: list[list[dict]]) -> list[float]:
-    """Return how many times as long runs took as others of the same round."""
-    return [seconds(one) / seconds(other) for one, other in zip(runs, others, strict=True)]
+    words = {"faster": faster.rounds, "extra": extra.rounds}
+    return {**words, "waits": waits, "middle": middle, "runs": runs}
 
 
 def seconds(lines: list[dict]) -> float:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,50 +70,49 @@ def report(options: argparse.Namespace) -> None:
     )
     words = [sys.executable, __file__, *sys.argv[1:]]
     names = options.contenders.split(",")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    worked: dict[str, list[float]] = {name: [] for name in names}
-    peaks: dict[str, float] = {}
-    found: dict[str, Any] = {}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = {
         name: subprocess.Popen([*words, "--contender", name], **pipes)  # type: ignore[call-overload]
         for name in names
     }
-    for number in range(options.rounds + 1):  # the first warms up, and is compared
-        for name, process in started.items():
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            said = json.loads(process.stdout.readline())
-            peaks[name] = said["peak"]
-            if number:
-                seconds[name].append(said["seconds"])
-                worked[name].append(said["worked"])
-            else:
-                found[name] = said
+    contenders = {name: partial(asked, process) for name, process in started.items()}
+    found = {name: ask() for name, ask in contenders.items()}  # they warm up, and are compared
+    said = shared.in_turn(options.rounds, contenders)
     for process in started.values():
         process.stdin.close()
         process.wait()
+    seconds, worked = (
+        {name: [one[what] for one in said[name]] for name in names}
+        for what in ("seconds", "worked")
+    )
+    peaks = {name: said[name][-1]["peak"] for name in names}
     differences = {name: compare(found["plain"], found[name]) for name in names[1:]}
-    middle = {name: float(np.median(took)) for name, took in seconds.items()}
     # Where others keep the machine busy, processor time tells more than the clock.
     work = {name: float(np.median(took)) for name, took in worked.items()}
     for name in names:
         off = f", off by {differences[name]:.1e}" if name in differences else ""
         print(
-            f"{name:>12} {shared.spread(seconds[name], '.2f')} s, "
-            f"{middle[name] / middle['plain']:.2f} of plain ({work[name]:.2f} of processor time, "
-            f"{work[name] / work['plain']:.2f}); {peaks[name] / GIB:.2f} GiB, "
-            f"{peaks[name] / peaks['plain']:.1%} of plain{off}"
+            f"{name:>12} {shared.spread(seconds[name], '.2f')} s, beside plain "
+            f"{shared.beside(seconds[name], seconds['plain'])} ({work[name]:.2f} of "
+            f"processor time, {work[name] / work['plain']:.2f} of plain); "
+            f"{peaks[name] / GIB:.2f} GiB, {peaks[name] / peaks['plain']:.1%} of plain{off}"
         )
     for name in names[1:-1]:
         print(
-            f"fused takes {middle['fused'] / middle[name]:.2f} of the time of {name} "
+            f"fused beside {name}: {shared.beside(seconds['fused'], seconds[name])} "
             f"({work['fused'] / work[name]:.2f} of its processor time)"
         )
     shared.keep(
         {"seconds": seconds, "worked": worked, "peaks": peaks, "differences": differences},
         options.json,
     )
+
+
+def asked(process: subprocess.Popen) -> dict[str, Any]:
+    """Let a contender run once; return what it says."""
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,19 @@ def main() -> None:
         for _ in range(3):
             for step in steps.values():
                 step()
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(options.rounds):
-            for name, step in steps.items():
-                seconds[name].append(-clock())
-                step()
-                seconds[name][-1] += clock()
+
+        def timed(step: Step) -> float:
+            started = clock()
+            step()
+            return clock() - started
+
+        contenders = {name: partial(timed, step) for name, step in steps.items()}
+        seconds = shared.in_turn(options.rounds, contenders)
     for name, taken in seconds.items():
         print(f"{name:>24}: {shared.spread([one * 1e3 for one in taken], '.0f')} ms")
     best = min((name for name in steps if name.startswith("TRL")), key=lambda n: sum(seconds[n]))
     for other in (best, "plugsft, peft's layers"):
-        ratios = [a / b for a, b in zip(seconds[other], seconds["plugsft"], strict=True)]
-        print(f"plugsft is {shared.spread(ratios, '.2f')} x as fast as {other}")
+        print(f"plugsft beside {other}: {shared.beside(seconds['plugsft'], seconds[other])}")
     shared.keep({"losses": losses, "seconds": seconds}, options.json)
 
 

@@ -107,9 +107,9 @@ def beside_trl(documents: int, rounds: int) -> dict:
         f"{documents:,} documents, {lengths.sum():,} tokens: {ours:,} rows, TRL's {theirs:,}, "
         f"no packing can have fewer than {least:,}"
     )
-    middle = statistics.median(seconds["trl"])
     for name, took in seconds.items():
-        print(f"{name:>12} {shared.spread(took)} s: {middle / statistics.median(took):.1f} x TRL")
+        beside = shared.beside(took, seconds["trl"])
+        print(f"{name:>12} {shared.spread(took)} s; beside TRL {beside}")
     return {"rows": {"plugsft": ours, "trl": theirs, "least": least}, "seconds": seconds}
 
 

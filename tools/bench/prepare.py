@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import chats
@@ -39,19 +40,21 @@ def main() -> None:
         contenders = ["trl", *(f"plugsft-{name}" for name in options.engines.split(","))]
         floor = measure("floor", options)
         equal = compare(options)
-        rounds = []
-        for _ in range(options.rounds):
-            rounds.append({name: measure(name, options)["seconds"] for name in contenders})
-            print(
-                "  ".join(f"{name} {took:.2f} s" for name, took in rounds[-1].items()), flush=True
-            )
+
+        def seconds(name: str) -> float:
+            took = measure(name, options)["seconds"]
+            print(f"{name} {took:.2f} s", flush=True)
+            return took
+
+        rounds = shared.in_turn(
+            options.rounds, {name: partial(seconds, name) for name in contenders}
+        )
         report = {
-            "machine": machine(),
             "rows": options.rows,
             "processes": options.processes,
             "bytes": data(options).stat().st_size,
             "equal": equal,
-            "seconds": {name: [one[name] for one in rounds] for name in contenders},
+            "seconds": rounds,
             "floor": floor,
         }
     show(report)
@@ -234,27 +237,17 @@ def run_floor(options: argparse.Namespace) -> dict:
     return seconds
 
 
-def machine() -> str:
-    """Name the machine by what matters here."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'a CPU'}"
-
-
 def show(report: dict) -> None:
     """Print what was measured, side by side."""
     size, rows, processes = report["bytes"] / 1e6, report["rows"], report["processes"]
-    print(f"{rows:,} chats, {size:.0f} MB, {processes} processes, {report['machine']}")
+    machine = shared.machine_line(shared.head()["machine"])
+    print(f"{rows:,} chats, {size:.0f} MB, {processes} processes, {machine}")
     print(f"ids and masks of all rows equal TRL's: {report['equal']['tokens']:,} tokens")
-    trl = statistics.median(report["seconds"]["trl"])
     for name, seconds in report["seconds"].items():
         middle = statistics.median(seconds)
         print(
-            f"{name:<22}{middle:8.2f} s  ({min(seconds):.2f} to {max(seconds):.2f})"
-            f"{rows / middle:12,.0f} rows/s  {trl / middle:6.1f} x TRL"
+            f"{name:<22}{shared.spread(seconds, '.2f')} s {rows / middle:12,.0f} rows/s; "
+            f"beside TRL {shared.beside(seconds, report['seconds']['trl'])}"
         )
     floor = sum(report["floor"].values())
     parts = ", ".join(f"{name} {value:.2f} s" for name, value in report["floor"].items())

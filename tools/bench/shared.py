@@ -3,22 +3,28 @@
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import tomli_w
 
+from plugsft.commands import measured
+from plugsft.commands.measured import head, machine_line, spread, times_as_fast
 from plugsft.tokens import Examples, Tokens, write_index, write_shard
 from plugsft.types import Ints, Shard
 
+# What `plugsft bench` measures with.
+__all__ = ["head", "machine_line", "spread", "times_as_fast"]
+
+T = TypeVar("T")
 MAX_LENGTH = 4096
 VOCAB = 32_000
 
@@ -30,10 +36,10 @@ def command_line(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def keep(report: object, path: Path | None) -> None:
-    """Write what was measured, if --json says where."""
+def keep(report: Mapping[str, Any], path: Path | None) -> None:
+    """Write what was measured, with the machine and versions, if --json says where."""
     if path:
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(measured.as_json({**head("trl"), **report}))
 
 
 def tables(output: Path, source: Path, **changes: dict) -> dict[str, Any]:
@@ -83,21 +89,26 @@ def run(*words: object, **environment: str) -> str:
     return done.stdout
 
 
+def in_turn(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+    """Run each contender once a round, in an order of its own; return what each gave."""
+    made = list(measured.in_rounds(rounds, contenders))
+    return {name: [one[name] for one in made] for name in contenders}
+
+
 def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list[float]]:
-    """Run each contender once a round, one after the other; return the seconds they took."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            started = time.perf_counter()
-            contender()
-            seconds[name].append(time.perf_counter() - started)
-    return seconds
+    """Run each contender once a round; return the seconds they took."""
+
+    def timed(contender: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        contender()
+        return time.perf_counter() - started
+
+    return in_turn(rounds, {name: partial(timed, one) for name, one in contenders.items()})
 
 
-def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Write a median with the least and the most."""
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:{form}} ({least:{form}} to {most:{form}})"
+def beside(one: Sequence[float], other: Sequence[float]) -> str:
+    """Say how many times as fast one was as another, of the seconds that each took in a round."""
+    return measured.times_as_fast(one, other).said
 
 
 def draw_lengths(count: int, mean: float, sigma: float, least: int, most: int) -> Ints:

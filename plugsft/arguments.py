@@ -1,0 +1,25 @@
+"""What commands are given, as the command line says it, and how their modules are found."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY.PATH=VALUE", help="Set keys for this run.", show_default=False),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Switch a plugin off for this run.", show_default=False),
+]
+
+
+def late(module: str) -> ModuleType:
+    """Import a command's module when it is called: torch takes seconds, and --help must not."""
+    return importlib.import_module(f"plugsft.commands.{module}")

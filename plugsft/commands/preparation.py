@@ -1,0 +1,42 @@
+"""A preparation of a recipe's data that is timed: python -m plugsft.commands.preparation RECIPE.
+
+A process of its own for each; its imports are done before the clock starts, and are nobody's.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import loop
+from ..answers import DataAnswers
+from ..digests import digest
+from ..errors import PlugsftError
+from ..hooks import DATA
+from ..machine import look
+from ..prepare import prepare
+from ..publish import MANIFEST
+from ..registry import load
+
+
+def run(path: Path) -> dict[str, Any]:
+    """Prepare; return how long it took, what came of it, and what went wrong."""
+    try:
+        recipe, active = load(path)
+        started = time.perf_counter()
+        active.answer(DataAnswers(recipe.folder))
+        with active.named():
+            loop.ensure_sound(recipe, active, look(), DATA)
+            tokens = prepare(recipe, active).tokens
+        seconds = time.perf_counter() - started
+    except (PlugsftError, MemoryError, RuntimeError) as error:
+        return {"error": str(error) or type(error).__name__}
+    files = json.loads((tokens.folder / MANIFEST).read_text())
+    made = digest({name: stamp for name, stamp in files.items() if name.endswith(".arrow")})
+    return {"seconds": seconds, "made": made, "error": ""}
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1])
+    given.with_name("prepared.json").write_text(json.dumps(run(given)))

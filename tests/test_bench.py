@@ -1,0 +1,568 @@
+"""plugsft bench: what plugins planted for it cost and bring, in words that are right."""
+
+import copy
+import importlib
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_tables, write_recipe
+from making import activate, install
+
+from plugsft.commands.bench_page import Scale, write_page
+from plugsft.commands.bench_words import brings, console_lines, markdown, ran
+from plugsft.commands.benched import Bench, costs, ensure_alike, worse
+from plugsft.commands.lineup import BOTH, LEARNS, READS, line_up
+from plugsft.commands.measured import (
+    FASTER,
+    NOISE,
+    SLOWER,
+    head,
+    in_rounds,
+    spread,
+    times_as_fast,
+    times_as_long,
+)
+from plugsft.errors import RecipeError
+from plugsft.registry import load
+
+NOTHING = """
+    @plugin()
+    class Nothing:
+        @hookimpl(wrapper=True)
+        def step(self):
+            return (yield)
+"""
+PLANTED = {
+    "nothing": NOTHING,
+    # Of each token the same, so that it is the same share of long steps and of short ones.
+    "sleeper": """
+        import time
+
+        @plugin()
+        class Sleeper:
+            seconds: float = 0.0
+
+            @hookimpl(wrapper=True)
+            def step(self, batch):
+                time.sleep(self.seconds * int(batch["attention_mask"].sum()))
+                return (yield)
+    """,
+    "louder": """
+        @plugin()
+        class Louder:
+            @hookimpl(wrapper=True)
+            def step(self):
+                return 1.01 * (yield)
+    """,
+    "broken": """
+        @plugin()
+        class Broken:
+            @hookimpl(wrapper=True)
+            def step(self):
+                yield
+                raise RuntimeError("it broke")
+    """,
+    "slow": """
+        import time
+
+        @plugin()
+        class Slow:
+            @hookimpl(wrapper=True)
+            def render(self, rows):
+                time.sleep(0.5)
+                return (yield)
+    """,
+    "both": """
+        @plugin()
+        class Both:
+            @hookimpl(wrapper=True)
+            def render(self):
+                return (yield)
+
+            @hookimpl(wrapper=True)
+            def step(self):
+                return (yield)
+    """,
+    "needy": NOTHING.replace("Nothing", "Needy").replace("()", '(requires=["nothing"])', 1),
+}
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Give a function that writes a tiny recipe with plugins, planted or not."""
+    activate(install(tmp_path, **PLANTED), monkeypatch)
+
+    def make(rows=None, **plugins):
+        tables = tiny_tables(tmp_path, rows) | {"plugins": plugins}
+        return write_recipe(tmp_path / "recipe.toml", tables)
+
+    return make
+
+
+def line_of(path, keep=(), only=()):
+    return line_up(load(path)[1], keep, only)
+
+
+def test_each_takes_part_alone_and_left_out(recipe):
+    line = line_of(recipe(nothing={}, louder={}, slow={}, tracker={"to": ["tensorboard"]}))
+    assert line.optional == line.measured == ["louder", "nothing", "slow"] and not line.kept
+    assert line.contenders == {
+        "baseline": [],
+        "all on": ["louder", "nothing", "slow"],
+        "louder alone": ["louder"],
+        "nothing alone": ["nothing"],
+        "slow alone": ["slow"],
+        "all but louder": ["nothing", "slow"],
+        "all but nothing": ["louder", "slow"],
+        "all but slow": ["louder", "nothing"],
+    }
+    # Two contenders that differ in what touches no step are one trial; the tokens know of `slow`.
+    assert line.trials_of(line.steppers) == {
+        "none": ["louder", "nothing"],
+        "louder nothing": [],
+        "louder": ["nothing"],
+        "nothing": ["louder"],
+    }
+    assert line.trials_of(line.preparers) == {"none": ["slow"], "slow": []}
+
+
+def test_what_a_recipe_needs_stays(recipe):
+    path = recipe(dpo={}, dpo_reference={}, nothing={}, needy={}, both={}, louder={})
+    line = line_of(path, keep=["needy"])
+    assert line.kept == {
+        "both": BOTH,
+        "dpo": READS,
+        "needy": "--keep",
+        "nothing": "needy requires it",
+    }
+    assert line.optional == ["louder", "dpo_reference"]
+    assert LEARNS not in line.kept.values()
+
+
+def test_a_plugin_goes_with_what_it_requires(recipe):
+    line = line_of(recipe(nothing={}, needy={}, louder={}), only=["nothing", "needy"])
+    assert line.measured == ["needy", "nothing"]
+    assert line.contenders["needy alone"] == ["needy", "nothing"]
+    assert line.contenders["all but nothing"] == ["louder"]
+    assert line.contenders["all but needy"] == ["louder", "nothing"]
+    assert "louder alone" not in line.contenders
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--keep", "nothin"], "--keep nothin: the recipe has no such plugin on; did you mean"),
+        (["--only", "slow"], "--only slow: the recipe has no such plugin on"),
+        (["--only", "both"], "--only both: it is always on"),
+        (["--keep", "nothing"], "plugins: there is none to measure; add a table"),
+        (["--instead", "nothing=8"], "--instead nothing=8: it is written PLUGIN:key.path=value"),
+        (["--instead", "both:train.micro_batch=8"], "key.path=value, of an optional plugin"),
+        (["--against", "gone.json"], "--against gone.json: cannot be read"),
+        (["--against", str(ROOT / "pyproject.toml")], "is no bench; give the bench.json of one"),
+    ],
+)
+def test_wrong_words_end_at_once(recipe, words, said):
+    done = run_plugsft("bench", recipe(nothing={}, both={}), *words)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+# What a token took in trials of one recipe, one after the other, on a machine of two cores that
+# others used too, beside the median: calm stretches, and some that were not.
+REAL: list[float] = []
+
+
+def rounds_of(dice, more):
+    """Draw five rounds of two contenders from real trials: neighbours, as a round has them."""
+    pairs = []
+    for _ in range(5):
+        at = dice.randrange(len(REAL) - 1)
+        one, other = REAL[at : at + 2] if dice.random() < 0.5 else REAL[at : at + 2][::-1]
+        pairs.append((one * more, other))
+    return zip(*pairs, strict=True)
+
+
+def share(word, more, count=2_000):
+    dice = random.Random(0)
+    found = [times_as_fast(*rounds_of(dice, more)).word for _ in range(count)]
+    return found.count(word) / count
+
+
+def test_nothing_is_within_noise_and_five_percent_is_not():
+    assert share(NOISE, 1.0) >= 0.98
+    assert share(SLOWER, 1.05) >= 0.9
+    assert share(FASTER, 1 / 1.05) >= 0.9
+
+
+@pytest.mark.parametrize("heavy", [1.5, 2, 4])
+@pytest.mark.parametrize("size", [0.003, 0.02, 0.2])
+def test_noise_of_any_size_is_taken_for_nothing_else(heavy, size):
+    dice = random.Random(1)
+
+    def trials():
+        # Student's t, of few degrees: most of it small, and some as large as can be.
+        spoils = [dice.gauss(0, 1) / math.sqrt(dice.gammavariate(heavy / 2, 2 / heavy))
+                  for _ in range(5)]  # fmt: skip
+        return [math.exp(min(max(size * one, -5), 5)) for one in spoils]
+
+    words = [times_as_fast(trials(), trials()).word for _ in range(2_000)]
+    assert words.count(NOISE) >= 0.985 * len(words)
+
+
+def test_a_round_alone_makes_nothing_faster_and_little_is_nothing():
+    assert times_as_fast([1.0], [3.0]).word == NOISE
+    assert times_as_fast([1.0, 1.0], [3.0, 3.0]).word == FASTER
+    assert times_as_fast([1.0] * 5, [1.015] * 5).word == NOISE
+    assert times_as_fast([1.03] * 5, [1.0] * 5).word == SLOWER
+    assert str(times_as_fast([1.0, 2.0], [2.0, 4.0])) == "2.00 x (2.00 to 2.00)"
+    assert times_as_fast([1.0] * 3, [250.0] * 3).said == "250 x (250 to 250) as fast, faster"
+    assert str(times_as_fast([8.0], [2.0])) == "0.25 x"
+    assert times_as_long([2.0, 2.1, 2.0], [1.0, 1.0, 1.1]) == pytest.approx(1.97, rel=0.01)
+    assert times_as_long([2.0, 9.0, 1.0], [1.0, 1.0, 1.1]) == times_as_long([2.0], [1.0]) == 1.0
+    assert spread([3.0]) == "3.000" and spread([3.0, 1.0, 2.0], ".0f") == "2 (1 to 3)"
+
+
+def test_rounds_let_each_take_part_once_and_in_other_orders():
+    ran = []
+    contenders = {name: lambda name=name: ran.append(name) or name * 2 for name in "abcd"}
+    assert list(in_rounds(6, contenders)) == [{name: name * 2 for name in "abcd"}] * 6
+    orders = ["".join(ran[at : at + 4]) for at in range(0, 24, 4)]
+    assert all(sorted(one) == list("abcd") for one in orders) and len({*orders}) > 3
+    assert {one[0] for one in orders} != {orders[0][0]}
+
+
+def figures(dice, cost=1.0, noise=0.005, off=0.0, **more):
+    """Make a trial: steps of very different lengths, a spell that disturbs some of them."""
+    tokens = [500, 120, 800, 300, 650, 150, 400, 700, 220, 900, 330, 480]
+    spoilt = dice.randrange(len(tokens))
+    seconds = [
+        count * 1e-4 * cost * math.exp(dice.gauss(0, noise)) * (5 if at == spoilt else 1)
+        for at, count in enumerate(tokens)
+    ]
+    return {
+        "error": "",
+        "whole": 5.0,
+        "seconds": seconds,
+        "tokens": tokens,
+        "trained": [count // 2 for count in tokens],
+        "loss": [3.0 * (1 + off), 2.9, 2.8] + [2.7] * 9,
+        "grad_norm": [1.0] * 12,
+        "exact": True,
+        "host": 500 * 2**20,
+        **more,
+    }
+
+
+def report(**trials):
+    """Make a report of five rounds, of plugins `a` and `b`: key of a trial -> what it gives."""
+    dice = random.Random(7)
+    contenders = {
+        "baseline": [],
+        "all on": ["a", "b"],
+        "a alone": ["a"],
+        "b alone": ["b"],
+        "all but a": ["b"],
+        "all but b": ["a"],
+    }
+    keys = {name: " ".join(on) or "none" for name, on in contenders.items()}
+    return {
+        **head(),
+        "status": "complete",
+        "name": "made",
+        "recipe": {"train": {"batch_size": 8}},
+        "settings": {"rounds": 5, "steps": 10, "warmup": 2, "launch": "", "instead": []},
+        "measured": ["a", "b"],
+        "kept": {"c": READS},
+        "steppers": ["a", "b"],
+        "preparers": [],
+        "contenders": {
+            name: {"on": on, "rounds": keys[name], "preparations": "none"}
+            for name, on in contenders.items()
+        },
+        "rounds": [
+            {key: figures(dice, **trials.get(key.replace(" ", "_"), {})) for key in keys.values()}
+            for _ in range(5)
+        ],
+        "preparations": [],
+    }
+
+
+def words_of(found):
+    return {row[0]: row[-1] for row in brings(Bench(found))[1:]}
+
+
+def test_words_of_a_bench():
+    fast, slow = {"cost": 0.8}, {"cost": 1.05, "host": 600 * 2**20}
+    found = report(a=fast, b=slow, a_b={"cost": 0.8 * 1.05})
+    assert words_of(found) == {"a": FASTER, "b": SLOWER}
+    one, other = Bench(found).lines()
+    assert one.alone.middle == pytest.approx(1.25, rel=0.02) == one.company.middle
+    assert one.host == 0 and other.host == 100 * 2**20 and not one.learned
+    # What it brings may be another thing in company.
+    assert words_of(report(a=fast, a_b={"cost": 1.0})) == {
+        "a": "faster; among the others within noise",
+        "b": "within noise; among the others slower",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"off": 5e-5}, NOISE),
+        ({"off": 2e-4}, f"{NOISE}; changes what is learned (loss off by 0.0002)"),
+        ({"off": 5e-3, "exact": False}, NOISE),
+        ({"off": 2e-2, "exact": False}, f"{NOISE}; changes what is learned (loss off by 0.02)"),
+        ({"grad_norm": [1.0, 1.0, 1.002] + [1.0] * 9},
+         f"{NOISE}; changes what is learned (gradient norm off by 0.002)"),
+        ({"grad_norm": [1.0] * 11 + [7.0]}, NOISE),  # by then rounding has made runs differ
+        ({"trained": [9] * 12}, f"{NOISE}; changes what is learned (other tokens in a step)"),
+    ],
+)  # fmt: skip
+def test_what_is_learned_is_compared(change, said):
+    assert words_of(report(a=change, a_b=change))["a"] == said
+
+
+def test_steps_are_compared_with_their_like():
+    dice = random.Random(3)
+    trials = [figures(dice, noise=0.0) for _ in range(5)]
+    assert costs(trials, 2) == pytest.approx([1e-4] * 5)
+    # Twice the tokens in a step, in twice the time: as fast.
+    double = {
+        "tokens": [2 * one for one in trials[0]["tokens"]],
+        "seconds": [2 * one for one in trials[0]["seconds"]],
+    }
+    assert costs([double], 2)[0] == pytest.approx(costs(trials[:1], 2)[0])
+
+
+def test_a_contender_that_fails_is_a_line(tmp_path):
+    found = report()
+    for number, one in enumerate(found["rounds"]):
+        one["a b"] = {"error": "x\nRuntimeError: <b>\nit broke", "whole": 1.0}
+        if number:
+            del one["a b"]
+        one["b"] |= {"error": "gone", "out_of_memory": True} if number == 2 else {}
+    bench = Bench(found)
+    assert words_of(found) == {
+        "a": "within noise; all but a failed",
+        "b": "within noise; b alone failed",
+    }
+    assert len(bench.figures("b alone")) == 4 and bench.error("b alone") == "out of memory"
+    assert ran(bench)[2][:2] == ["all on", "failed"]
+    text = markdown(bench)
+    assert "all on failed: it broke." in text and "b alone failed: out of memory." in text
+    assert "c is always on: it reads the rows." in text
+    write_page(tmp_path / "page.html", bench)
+    Nested().feed((tmp_path / "page.html").read_text())
+
+
+class Nested(HTMLParser):
+    """Fails where tags do not nest."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.styles = [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+        self.styles += [value for name, value in attributes if name == "style"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_draws_each_ratio_and_escapes_what_it_is_told(tmp_path):
+    found = report(a={"cost": 0.5}, a_b={"cost": 0.5}) | {"name": "<script>&"}
+    write_page(tmp_path / "page.html", Bench(found))
+    text = (tmp_path / "page.html").read_text()
+    page = Nested()
+    page.feed(text)
+    assert page.open == [] and "<script" not in text and "&lt;script&gt;&amp;" in text
+    assert "a: alone: 2.0" in text and text.count("<u class=") == 4
+    for style in page.styles:
+        left = float(style.partition("left:")[2].partition("%")[0])
+        assert 0 <= left <= 100
+
+
+def test_the_scale_has_ticks_on_both_sides_of_one_that_do_not_touch():
+    scale = Scale([0.4, 12.0])
+    assert scale.place(0.4) > 0 and scale.place(12.0) < 100
+    assert scale.place(2) - scale.place(1) == pytest.approx(scale.place(1) - scale.place(0.5))
+    places = sorted(map(scale.place, scale.ticks))
+    assert scale.ticks[0] == 1 and {0.5, 2, 5, 10} <= {*scale.ticks}
+    assert min(b - a for a, b in pairwise(places)) > 8
+
+
+def test_a_bench_is_compared_with_an_earlier_one():
+    earlier = report()
+    assert list(worse(Bench(report()), Bench(earlier), 0.05)) == []
+    now = report(none={"cost": 1.2}, a={"host": 600 * 2**20}, b={"off": 0.1})
+    now["rounds"][0]["a b"] |= {"error": "it broke"}
+    assert list(worse(Bench(now), Bench(earlier), 0.05)) == [
+        "baseline: a step takes 1.20 times as long",
+        "all on: failed: it broke",
+        "a alone: it holds 1.20 times the memory",
+        "b alone: changes what is learned: loss off by 0.1",
+        "all but a: changes what is learned: loss off by 0.1",
+        "all but b: it holds 1.20 times the memory",
+    ]
+    assert next(worse(Bench(now), Bench(earlier), 0.5)).startswith("all on: failed")
+    # On another machine all may be slower; what a plugin brings may not be less.
+    slow, larger = {"cost": 3.0}, {"cost": 3.0, "host": 900 * 2**20}
+    other = report(none=slow, a={"cost": 3.6}, b=larger, a_b=slow)
+    other["machine"]["cores"] += 1
+    assert list(worse(Bench(other), Bench(earlier), 0.05)) == [
+        "a alone: a step takes 1.20 times as long, beside the baseline",
+        "all but b: a step takes 1.20 times as long, beside the baseline",
+    ]
+
+
+def test_benches_of_other_work_are_not_compared():
+    earlier, now = report(), report()
+    now["recipe"]["plugins"] = {"a": {"x": 1}}
+    now["settings"]["rounds"] = 7
+    ensure_alike(Bench(now), Bench(earlier))
+    now["settings"]["steps"] = 20
+    with pytest.raises(RecipeError, match="that bench has --steps = 10, and this one 20"):
+        ensure_alike(Bench(now), Bench(earlier))
+    now = copy.deepcopy(earlier)
+    now["recipe"]["train"]["batch_size"] = 16
+    with pytest.raises(RecipeError, match=r"has train\.batch_size = 8, and this one 16"):
+        ensure_alike(Bench(now), Bench(earlier))
+
+
+@pytest.mark.slow
+def test_planted_plugins_come_out_as_they_are(recipe, tmp_path):
+    path = recipe(louder={}, slow={}, sleeper={"seconds": 1e-3}, broken={})
+    words = ["--rounds", 1, "--steps", 2, "--warmup", 1, "--keep", "sleeper"]
+    done = run_plugsft("bench", path, "--without", "broken", *words)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run-bench"
+    found = json.loads((folder / "bench.json").read_text())
+    assert found["status"] == "complete" and found["machine"]["cores"] and "cpu" in found["machine"]
+    assert "output" not in found["recipe"] and len(found["rounds"]) == 1
+    bench = Bench(found)
+    louder, slow = bench.lines()
+    assert louder.learned.startswith("loss off by 0.01, gradient norm off by 0.01")
+    assert not slow.steps and slow.alone is None and not slow.learned
+    assert slow.prepared.middle < 0.7 and slow.again.middle < 0.7
+    [one] = bench.figures("baseline")  # with a sleep of a millisecond for each token
+    assert found["kept"] == {"sleeper": "--keep"}
+    assert min(s / t for s, t in zip(one["seconds"], one["tokens"], strict=True)) >= 1e-3
+    assert one["host"] > 50e6
+    for name in ("bench.json", "bench.md", "bench.html"):
+        assert (folder / name).exists() and f"run-bench/{name}" in done.stdout
+    assert "| slow | touches no step |" in (folder / "bench.md").read_text()
+    assert not (tmp_path / "run").exists()
+    done = run_plugsft("bench", path, *words)
+    assert done.returncode == 2 and "holds a bench; add --overwrite" in done.stderr
+
+
+@pytest.mark.slow
+def test_one_that_breaks_is_told_and_the_others_go_on(recipe, tmp_path):
+    path = recipe(broken={})
+    words = ["--rounds", 2, "--steps", 1, "--warmup", 0, "--out", tmp_path / "made"]
+    done = run_plugsft("bench", path, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("failed: it broke") == 1  # it is not tried again
+    found = json.loads((tmp_path / "made/bench.json").read_text())
+    assert words_of(found) == {"broken": "broken alone failed"}
+    assert [sorted(one) for one in found["rounds"]] == [["broken", "none"], ["none"]]
+
+
+@pytest.mark.slow
+def test_a_baseline_that_does_not_run_names_the_cure(recipe):
+    done = run_plugsft("bench", recipe(nothing={}), "--instead", "nothing:train.micro_batch=0")
+    assert done.returncode == 2 and "train.micro_batch: given 0" in done.stderr
+    assert "the baseline, without nothing, does not run" in done.stderr
+    assert "--keep NAME" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_bench_that_is_stopped_keeps_whole_rounds_and_leaves_no_process(recipe, tmp_path, number):
+    path = recipe(nothing={})
+    running = start_plugsft("bench", path, "--rounds", 50, "--steps", 1, "--warmup", 0)
+    kept, end = tmp_path / "run-bench/bench.json", time.monotonic() + 120
+    while not kept.exists():
+        assert time.monotonic() < end and running.process.is_alive()
+        time.sleep(0.1)
+    time.sleep(1)
+    os.kill(running.pid, number)
+    done = running.wait(60)
+    assert done.returncode == 130 and "whole rounds of steps" in done.stderr
+    found = json.loads(kept.read_text())
+    assert found["status"] == "stopped" and found["rounds"]
+    mine = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert not [
+        one for one in mine.splitlines() if "commands.trial" in one and str(tmp_path) in one
+    ]
+
+
+TWENTY = 20
+
+
+@only_full
+@pytest.mark.timeout(7200)
+def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
+    """On a machine that nobody else uses."""
+    model = {"scratch": {"hidden": 128, "layers": 2, "heads": 4, "vocab": 400, "context": 256}}
+    tables = tiny_tables(tmp_path, chats(400)) | {"model": model}
+    tables["train"] |= {"batch_size": 32, "micro_batch": 16}
+    path = write_recipe(tmp_path / "recipe.toml", tables | {"plugins": {"nothing": {}}})
+    words = ["--steps", 30, "--prepare-rounds", 0]
+    first = run_plugsft("bench", path, *words, "--rounds", 3, "--out", tmp_path / "first")
+    assert first.returncode == 0, first.stderr
+    bench = Bench(json.loads((tmp_path / "first/bench.json").read_text()))
+    cost = statistics.median(costs(bench.figures("baseline"), bench.warmup))
+    plugins = {"nothing": {}, "sleeper": {"seconds": 0.05 * cost}}
+    write_recipe(path, tables | {"plugins": plugins})
+    found = []
+    for number in range(TWENTY):
+        done = run_plugsft("bench", path, *words, "--out", tmp_path / str(number), timeout=900)
+        assert done.returncode == 0, done.stderr
+        made = Bench(json.loads((tmp_path / str(number) / "bench.json").read_text()))
+        nothing, sleeper = made.lines()
+        found.append((nothing.alone.word, sleeper.alone.word))
+        print(number, nothing.alone, sleeper.alone, flush=True)
+    assert [one for one, _ in found].count(NOISE) >= TWENTY - 1
+    assert [one for _, one in found].count(SLOWER) >= TWENTY - 1
+
+
+def test_columns_stand_below_each_other():
+    lines = list(console_lines(Bench(report())))
+    assert len({line.index("within") for line in lines[1:]}) == 1 and len(lines) == 3
+    assert sys.maxsize and lines[0].startswith("plugin  alone")
+
+
+def test_the_readme_has_the_table_of_the_committed_figures(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools/bench"))
+    plugins = importlib.import_module("plugins")
+    readme = (ROOT / "README.md").read_text(encoding="utf8")
+    table = readme.partition(plugins.BEGIN)[2].partition(plugins.END)[0]
+    result = ROOT / "tools/bench/results/plugins.json"
+    made = plugins.table(json.loads(result.read_text())) if result.exists() else ""
+    assert plugins.END in readme and table == made
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_tools_measure_with_the_same(monkeypatch, tmp_path, rounds):
+    monkeypatch.syspath_prepend(str(ROOT / "tools/bench"))
+    shared = importlib.import_module("shared")
+    took = shared.in_rounds(rounds, short=lambda: time.sleep(0.002), long=lambda: time.sleep(0.02))
+    assert [len(one) for one in took.values()] == [rounds] * 2
+    said = shared.beside(took["short"], took["long"])
+    assert said.endswith("as fast, faster" if rounds > 1 else "as fast, within noise")
+    shared.keep({"seconds": took}, tmp_path / "kept.json")
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert kept["seconds"] == took and kept["machine"]["cores"] and kept["versions"]["trl"]
+    assert kept["machine"]["cpu"] and kept["date"] and len(kept["machine"]["system"]) > 4

@@ -1,0 +1,108 @@
+"""What each bundled plugin brings on a CPU: the table in README.md, by `plugsft bench`.
+
+    .venv/bin/python tools/bench/plugins.py [--rounds 5] [--steps 10] [--warmup 4] [--rows 2000]
+        [--tiny] [--json tools/bench/results/plugins.json] [--readme README.md]
+
+A decoder of some ten million weights, new, learns chats of many lengths. Plugins that cannot be
+used together are measured in a second bench; those that need a GPU, and those of preferences, in
+neither. Writes the figures, and the table between its marks in README.md.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import chats
+import shared
+import tomli_w
+
+from plugsft.commands.bench_words import as_markdown, brings
+from plugsft.commands.benched import Bench
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- tools/bench/plugins.py writes this -->\n", "<!-- to here -->\n"
+SCRATCH = {"hidden": 320, "layers": 4, "heads": 5, "vocab": 8192, "context": 1024}
+TINY = {"hidden": 32, "layers": 2, "heads": 2, "vocab": 512, "context": 1024}
+PADDED = {"train.micro_batch": 4}
+TOGETHER = (
+    "multiprocess_tokenize",
+    "fast_tokenizer",
+    "arrow_cache",
+    "bfd_packing",
+    "async_collate",
+    "fused_loss",
+    "flash_attention",
+    "gradient_checkpointing",
+    "compile",
+)
+APART = ("length_group", "lora")
+"""Not beside packing, or not where all others should learn the same."""
+
+
+def main() -> None:
+    """Measure both, write the figures, and put the table in its place."""
+    parser = shared.command_line(__doc__)
+    parser.set_defaults(json=ROOT / "tools/bench/results/plugins.json")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=2_000)
+    parser.add_argument("--tiny", action="store_true", help="a model to try this with")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    options = parser.parse_args()
+    counts = {name: getattr(options, name) for name in ("rounds", "steps", "warmup")}
+    words = [f"--{name}={count}" for name, count in counts.items()]
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        chats.main(options.rows, folder / "chats.jsonl")
+        scratch = TINY if options.tiny else SCRATCH
+        # Without packing the recipe's micro-batch counts: one that is full enough.
+        instead = [f"--instead=bfd_packing:{key}={value}" for key, value in PADDED.items()]
+        together = bench(folder, scratch, TOGETHER, {}, [*words, *instead])
+        train = {key.removeprefix("train."): value for key, value in PADDED.items()}
+        apart = bench(folder, scratch, APART, train, words)
+    report = {"benches": [together, apart]}
+    shared.keep(report, options.json)
+    readme = options.readme.read_text(encoding="utf8")
+    before, _, rest = readme.partition(BEGIN)
+    after = rest.partition(END)[2]
+    options.readme.write_text(before + BEGIN + table(report) + END + after, encoding="utf8")
+
+
+def bench(
+    folder: Path, scratch: dict, plugins: tuple[str, ...], train: dict, words: list[str]
+) -> dict[str, Any]:
+    """Run `plugsft bench` on a recipe with these plugins; return what it found."""
+    tables = {
+        "output": "run",
+        "device": "cpu",
+        "model": {"scratch": scratch},
+        "data": {"source": "chats.jsonl", "max_length": 1024},
+        "train": {"batch_size": 8, "learning_rate": 1e-4} | train,
+        "plugins": {name: {} for name in plugins},
+    }
+    (folder / "chats.toml").write_text(tomli_w.dumps(tables))
+    command = [sys.executable, "-m", "plugsft", "bench", "chats.toml", "--overwrite", *words]
+    subprocess.run(command, cwd=folder, check=True)
+    return json.loads((folder / "run-bench/bench.json").read_text())
+
+
+def table(report: dict[str, Any]) -> str:
+    """Write what each plugin brings, and where and how that was measured."""
+    benches = [Bench(one) for one in report["benches"]]
+    head, *rows = [row for one in benches for row in brings(one)]
+    rows = [row for row in rows if row != head]
+    settings = benches[0].report["settings"]
+    machine = shared.machine_line(benches[0].report["machine"])
+    said = (
+        f"{machine}, {benches[0].report['date'][:10]}: medians of {settings['rounds']} rounds, "
+        "with the least and the most."
+    )
+    return f"{as_markdown([head, *sorted(rows)])}\n\n{said}\n"
+
+
+if __name__ == "__main__":
+    main()
