@@ -1,0 +1,151 @@
+"""The search on simulated machines, beside a full sweep of them."""
+
+import math
+from random import Random
+
+import pytest
+
+from plugsft.commands.search import Probe, Search, Setting
+from plugsft.commands.tune import capacities, micro_batches, with_own
+
+START = 8.0
+"""Seconds that a probe takes besides its steps; these take as long, at the best speed."""
+
+
+class Simulated:
+    """A machine and a model, other ones for each seed, on which sizes differ in a known way."""
+
+    def __init__(self, kind, seed, noise=0.0, tight=False):
+        self.rng = random = Random(seed)
+        least = random.randint(200, 4000)
+        sizes = random.choice(
+            [
+                micro_batches(random.choice([32, 48, 64, 100, 128, 256])),
+                capacities(least, int(least * random.uniform(16, 64))),
+            ]
+        )
+        own = random.choice([sizes[0], *sizes, 1.1 * random.choice(sizes)])
+        self.sizes = with_own(sizes, int(own))
+        self.own = Setting(int(own), random.random() < 0.15)
+        self.noise, first, last = noise, self.sizes[0], self.sizes[-1]
+        self.launch = random.choice([0, 0.2, 1, 4, 16]) * first
+        self.crowd = random.choice([0.001, 0.01, 0.1]) / first if kind == "unimodal" else 0
+        self.padding = random.uniform(0.05, 0.5) if kind == "padded" else 0
+        self.cliff, self.drop = math.inf, 1
+        if kind == "flat":
+            self.launch = random.choice([0, 0.1]) * first
+        if kind == "cliff":
+            self.launch = random.choice([0, 0.1, 0.5]) * first
+            self.cliff, self.drop = random.choice(self.sizes[2:-1]), random.uniform(1.3, 2)
+        self.base, self.slope = 10_000, 20_000 / last
+        self.share, self.slower = random.uniform(0.15, 0.4), random.uniform(1.2, 1.4)
+        self.limit = self.base + self.slope * random.uniform(0.15, 1) * last if tight else math.inf
+
+    def peak(self, setting):
+        grows = self.slope * setting.size * (self.share if setting.again else 1)
+        return int(self.base + grows)
+
+    def speed(self, setting):
+        """Return the true speed; 0, where memory runs out."""
+        if self.peak(setting) > self.limit:
+            return 0.0
+        size, first = setting.size, self.sizes[0]
+        time = (1 + self.launch / size + self.crowd * size) * (size / first) ** self.padding
+        if size > self.cliff:
+            time *= self.drop * (size / self.cliff) ** 0.2
+        return 1 / time / (self.slower if setting.again else 1)
+
+    def probe(self, setting):
+        noise = math.exp(self.rng.gauss(0, self.noise))
+        return Probe(setting, self.speed(setting) * noise, self.peak(setting))
+
+    def seconds(self, setting, best):
+        speed = self.speed(setting)
+        return START + (START * best / speed if speed else 0)
+
+    def sweep(self):
+        """Return all settings that a sweep tries: each kind up to the first that does not fit."""
+        for again in (False, True):
+            for size in self.sizes:
+                yield Setting(size, again)
+                if not self.speed(Setting(size, again)):
+                    break
+
+    def search(self):
+        search = Search(self.sizes, self.own, self.limit, self.base)
+        while (setting := search.next()) is not None:
+            assert setting not in [one.setting for one in search.probes]
+            search.probes.append(self.probe(setting))
+        return search
+
+
+def compare(one):
+    """Return the chosen speed over the best of a sweep, and the time over that of the sweep."""
+    search, swept = one.search(), [*one.sweep()]
+    best = max(map(one.speed, swept))
+    took, sweep = (
+        sum(one.seconds(setting, best) for setting in settings)
+        for settings in ([probe.setting for probe in search.probes], swept)
+    )
+    chosen = search.best()
+    return one.speed(chosen.setting) / best, took / sweep
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("noise", [0.0, 0.02], ids=["exact", "noisy"])
+@pytest.mark.parametrize("kind", ["unimodal", "padded", "flat", "cliff"])
+def test_it_finds_what_a_full_sweep_finds_in_a_third_of_its_time(kind, noise, tight):
+    found = [compare(Simulated(kind, seed, noise, tight)) for seed in range(200)]
+    speeds, times = zip(*found, strict=True)
+    good = sum(speed >= 0.95 for speed in speeds) / len(found)
+    quick = sum(time <= 1 / 3 for time in times) / len(found)
+    mean = sum(times) / len(times)
+    print(
+        f"\n{good:.1%} within 5 %, the worst {min(speeds):.2f}; {quick:.1%} in a third, {mean:.2f}"
+    )
+    assert good >= 0.96 and quick >= 0.96 and mean <= 0.27
+
+
+def settings(search, fits):
+    """Return what a search probes where only some settings fit, all equally fast."""
+    tried = []
+    while (setting := search.next()) is not None:
+        assert setting not in tried
+        tried.append(setting)
+        search.probes.append(Probe(setting, float(fits(setting)), 1))
+    return tried
+
+
+def test_where_nothing_fits_it_ends_at_once():
+    search = Search([1, 2, 4, 8, 16], Setting(8))
+    assert settings(search, lambda one: False) == [Setting(8), Setting(1), Setting(1, True)]
+    assert search.best() is None
+
+
+def test_layers_are_computed_again_where_only_that_fits():
+    search = Search([1, 2, 4, 8, 16], Setting(8))
+    settings(search, lambda one: one.again and one.size < 4)
+    assert search.best().setting.again
+
+
+def test_layers_are_not_computed_again_where_they_cannot_be():
+    search = Search([1, 2, 4, 8, 16], Setting(8), may_again=False)
+    assert settings(search, lambda one: False) == [Setting(8), Setting(1)]
+
+
+def test_of_equal_speeds_that_with_the_least_memory_is_chosen():
+    search = Search([1, 2, 4], Setting(1))
+    for size, speed, peak in ((1, 90, 5), (2, 99.5, 6), (4, 100, 9)):
+        search.probes.append(Probe(Setting(size), speed, peak))
+    assert search.best().setting == Setting(2)
+
+
+def test_sizes_deal_a_step_out_evenly():
+    assert micro_batches(1) == [1]
+    assert micro_batches(8) == [1, 2, 3, 4, 8]
+    assert micro_batches(48) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+    assert capacities(500, 300) == [500]
+    assert capacities(500, 2000) == [500, 708, 1001, 1415, 2000]
+    assert with_own([1, 2, 4, 8], 3) == [1, 2, 3, 4, 8]
+    assert with_own([500, 708, 1001, 1415, 2000], 1024) == [500, 708, 1024, 1415, 2000]
+    assert with_own([1, 2, 4], 64) == [1, 2, 64]

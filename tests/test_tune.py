@@ -1,0 +1,345 @@
+"""plugsft tune: probes for real, under real limits of memory, and the recipe that is written."""
+
+import os
+import re
+import signal
+import sys
+import time
+import tomllib
+
+import numpy as np
+import psutil
+import pytest
+from conftest import (
+    ROOT,
+    chats,
+    only_full,
+    read_metrics,
+    run_plugsft,
+    start_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
+
+from plugsft.commands.rewritten import body, edited, ensure_free, rewrite
+from plugsft.commands.search import Setting
+from plugsft.commands.trials import trials
+from plugsft.commands.tune import Tuning, windows_of
+from plugsft.errors import RecipeError
+from plugsft.machine import look
+from plugsft.plan import shuffled
+from plugsft.registry import load
+from plugsft.tokens import Tokens
+
+RECIPE = """\
+# My recipe.
+output = "{folder}/run"          # here
+
+[model.scratch]
+hidden = 32
+layers = 24                      # much to keep for the backward pass
+heads = 2
+vocab = 400
+context = 1024
+
+[data]
+source = "{folder}/data.jsonl"
+max_length = 1024
+
+[train]
+batch_size = 8                   # never touched
+micro_batch = 1                  # as memory allows
+learning_rate = 3e-3
+"""
+
+
+def long_chats(count, words=300):
+    """Make chats of about equal length, that fill memory."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": "say"},
+                {"role": "assistant", "content": "the quick brown fox jumps " * (words // 5)},
+            ]
+        }
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Give a folder with a recipe whose memory is the micro-batch's."""
+    folder = tmp_path_factory.mktemp("tune")
+    write_jsonl(folder / "data.jsonl", long_chats(16) + long_chats(1, words=350))
+    (folder / "my.toml").write_text(RECIPE.format(folder=folder), encoding="utf8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def peaks(place):
+    """Measure what some settings take, as {(size, again): bytes}."""
+    found = {}
+    with trials(*load(place / "my.toml")) as made:
+        for size, again in ((1, False), (8, False), (1, True)):
+            changes = {"train.micro_batch": size}
+            changes |= {"plugins.gradient_checkpointing": {}} if again else {}
+            trial = made.run(changes, steps=1)
+            assert not trial.error
+            found[size, again] = trial.ranks[0]["host"]
+    print("\n", {key: f"{peak / 2**20:.0f} MiB" for key, peak in found.items()})
+    return found
+
+
+def lines_of(text):
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.slow
+def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, peaks):
+    room = int((peaks[1, False] + peaks[8, False]) / 2 / 0.95)
+    done = run_plugsft("tune", place / "my.toml", "--memory", room, "--steps", 3, cwd=place)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    probes = re.findall(r"probe \d+: (.*)", done.stdout)
+    assert len(probes) <= 6 and "train.micro_batch = 1 (yours)" in probes[0]
+    assert "B, " in probes[0]
+    target = place / "my.tuned.toml"
+    old, new = (path.read_text().splitlines() for path in (place / "my.toml", target))
+    added = [line for line in new if line not in old]
+    assert new[-len(old) :] != old and "batch_size = 8                   # never touched" in new
+    values = tomllib.loads(target.read_text())
+    size = values["train"]["micro_batch"]
+    assert 1 < size <= 8
+    assert f"micro_batch = {size}                  # as memory allows" in added
+    assert all(line.startswith("#") for line in added if "micro_batch = " not in line[:14]) or (
+        values["plugins"] == {"gradient_checkpointing": {}}
+    )
+    # It runs, and learns the same.
+    losses = []
+    for recipe in ("my.toml", "my.tuned.toml"):
+        run = run_plugsft(place / recipe, "train.steps=1", f"output={place / recipe}-run")
+        assert run.returncode == 0, run.stderr
+        losses.append(read_metrics(place / f"{recipe}-run")[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_are_computed_again_where_memory_forces_it(place, peaks):
+    assert peaks[1, False] - peaks[1, True] > 25e6
+    room = int((peaks[1, False] + peaks[1, True]) / 2 / 0.95)
+    target = place / "again.toml"
+    done = run_plugsft(
+        "tune", place / "my.toml", f"--memory={room}", "--steps=1", "--to", target, cwd=place
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert "train.micro_batch = 1 (yours): out of memory" in done.stdout
+    assert tomllib.loads(target.read_text())["plugins"] == {"gradient_checkpointing": {}}
+    assert target.read_text().rstrip().endswith("[plugins.gradient_checkpointing]")
+
+
+def test_nothing_fits(place):
+    done = run_plugsft("tune", place / "my.toml", "--memory=100MB", cwd=place)
+    assert done.returncode == 2
+    assert "nothing fits into 90.6 MiB a rank; tried: train.micro_batch = 1; " in done.stderr
+    assert "[plugins.gradient_checkpointing]" in done.stderr and "--memory" in done.stderr
+    assert not (place / "nothing.toml").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_what_was_best_so_far(place):
+    running = start_plugsft("tune", place / "my.toml", "--steps=2", "--to=stopped.toml", cwd=place)
+    deadline = time.monotonic() + 200
+    while "sizes:" not in running._out.read_text() if running._out.exists() else True:
+        assert time.monotonic() < deadline and running.process.is_alive()
+        time.sleep(0.2)
+    time.sleep(1)  # the second probe is under way
+    children = psutil.Process(running.pid).children(recursive=True)
+    os.kill(running.pid, signal.SIGINT)
+    done = running.wait()
+    assert done.returncode == 130
+    assert "best of 1 so far: train.micro_batch = 1: " in done.stderr
+    assert children and not any(child.is_running() for child in children)
+    assert not (place / "stopped.toml").exists()
+
+
+@pytest.mark.slow
+def test_ranks_are_launched_and_share_the_memory(place):
+    file = ROOT / "recipes/accelerate/cpu2.yaml"
+    launch = f"{sys.executable} -m accelerate.commands.launch --config_file {file}"
+    words = ("train.batch_size=4", "--steps=1", f"--launch={launch}", "--to=ranks.toml")
+    done = run_plugsft("tune", place / "my.toml", *words, cwd=place)
+    assert done.returncode == 0, done.stderr
+    sizes = re.search(r"sizes: (\d+), from 1 to (\d+); memory: ([\d.]+) GiB a rank", done.stdout)
+    assert sizes[1] == sizes[2] == "2"  # examples of a step for each rank
+    assert float(sizes[3]) == pytest.approx(look().memory / 2**31, abs=0.1)
+
+
+def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(place):
+    path = place / "my.toml"
+    foreign = place / "foreign.toml"
+    foreign.write_text("# mine\n")
+    packed = "plugins.bfd_packing."
+    for words, env, line in [
+        (["--to", path], {}, f"--to: {path} is the recipe itself; give another file"),
+        (["--to", foreign], {}, f"--to: {foreign} was not written by plugsft tune, or was changed"),
+        (["--to", place / "no/x.toml"], {}, f"--to: {place / 'no'}: no such folder; make it, or"),
+        (["--memory=much"], {}, "--memory: given 'much'; write it as 20GiB, 500MB, or in bytes"),
+        ([], {"RANK": "0"}, "tune starts ranks by itself: run it with --launch"),
+        (["data.source=gone.jsonl"], {}, "data.source: gone.jsonl: no such file or folder"),
+        ([f"{packed}scope=dataset"], {}, f'{packed}scope: with "dataset" a step is batch_size'),
+        ([f"{packed}capacity=99"], {}, f"{packed}capacity: 99 is less than the longest example"),
+    ]:
+        done = run_plugsft("tune", path, *words, cwd=place, env=env)
+        assert done.returncode == 2 and "probe" not in done.stdout
+        [said] = done.stderr.splitlines()
+        assert said.startswith(f"error: {line}")
+    assert foreign.read_text() == "# mine\n"
+
+
+def test_a_probe_that_goes_wrong_otherwise_ends_it(place):
+    done = run_plugsft("tune", place / "my.toml", "train.learning_rate=1e30", cwd=place)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: train.micro_batch = 1: step 2: loss ")
+
+
+WAYS = [
+    ("[train]\nmicro_batch = 1 # why\nsteps = 1\n", "[train]\nmicro_batch = 4 # why\nsteps = 1\n"),
+    ("train.micro_batch=1\n", "train.micro_batch=4\n"),
+    ("train = {steps = 1, micro_batch = 1}\n", "train = {steps = 1, micro_batch = 4}\n"),
+    ("train = { steps = 1 }\n", "train = {micro_batch = 4,  steps = 1 }\n"),
+    ("train = {}\n[x]\n", "train = {micro_batch = 4}\n[x]\n"),
+    ("[train] # all\n\nsteps = 1\n", "[train] # all\nmicro_batch = 4\n\nsteps = 1\n"),
+    ("[train]", "[train]\nmicro_batch = 4\n"),
+    ("[x]\nmicro_batch = 1\n[train]\n", "[x]\nmicro_batch = 1\n[train]\nmicro_batch = 4\n"),
+    ("# micro_batch = 1\n[x]\n", "# micro_batch = 1\n[x]\n\n[train]\nmicro_batch = 4\n"),
+    ('note = """\nmicro_batch = 1\n"""\n[train]\n', None),
+]
+
+
+@pytest.mark.parametrize(("text", "wanted"), WAYS)
+def test_a_key_is_set_and_the_text_stays(text, wanted):
+    new, kept = edited(text, {"train.micro_batch": 4})
+    assert kept and (wanted is None or new == wanted)
+    assert tomllib.loads(new)["train"]["micro_batch"] == 4
+
+
+def test_any_value_is_set():
+    text = '# why\noutput = "a#b" # there\n[data]\nsource = "x" # rows\n'
+    changes = {
+        "output": "c",
+        "data.columns": {"messages": "chat"},
+        "data.too_long": "drop",
+        "plugins.lora": {},
+        "plugins.lora.r": 8,
+    }
+    new, kept = edited(text, changes)
+    assert kept and {"# why", 'output = "c" # there', 'source = "x" # rows'} <= {*new.splitlines()}
+    assert tomllib.loads(new) == {
+        "output": "c",
+        "data": {"source": "x", "too_long": "drop", "columns": {"messages": "chat"}},
+        "plugins": {"lora": {"r": 8}},
+    }
+
+
+def test_where_no_line_can_be_edited_the_values_are_right_all_the_same():
+    text = "# lost\n[plugins]\n'bfd_packing'.'capacity' = 1\n"
+    new, kept = edited(text, {"plugins.bfd_packing.capacity": 4})
+    assert not kept and tomllib.loads(new) == {"plugins": {"bfd_packing": {"capacity": 4}}}
+
+
+def test_only_a_file_that_it_wrote_itself_is_replaced(tmp_path):
+    old, new = tmp_path / "my.toml", tmp_path / "my.tuned.toml"
+    old.write_text("[train]\nmicro_batch = 1\n")
+    assert ensure_free(old, None) == new
+    assert rewrite(old, new, {"train.micro_batch": 4}, ["why"])
+    assert ensure_free(old, new) == new and body(new) == "[train]\nmicro_batch = 4\n"
+    # Tuned again, it gets one comment, not two.
+    assert rewrite(new, tmp_path / "more.toml", {"train.micro_batch": 8}, ["because"])
+    assert (tmp_path / "more.toml").read_text().splitlines()[1:] == [
+        "# because",
+        "",
+        "[train]",
+        "micro_batch = 8",
+    ]
+    new.write_text(new.read_text().replace("4", "5"))
+    with pytest.raises(RecipeError, match="was changed since"):
+        ensure_free(old, None)
+
+
+def test_probes_take_steps_of_the_run_those_that_fill_memory_first(tmp_path):
+    tables = tiny_tables(tmp_path, chats(40))
+    other = write_jsonl(tmp_path / "other.jsonl", [*chats(20, seed=1), *long_chats(1)])
+    sources = [{"source": tables["data"].pop("source")}, {"source": str(other), "weight": 0.6}]
+    tables["data"]["sources"] = sources
+    tables["data"]["max_length"] = 1000
+    tables["model"]["scratch"]["context"] = 1000
+    recipe, active = load(write_recipe(tmp_path / "recipe.toml", tables))
+    with trials(recipe, active) as made:
+        lengths = made.tokens.lengths
+        windows = windows_of(recipe, made.tokens, lengths, 4)
+        made.use(windows.ravel(), in_order=True)
+        used = Tokens(next(made.folder.glob("tokens-*")))
+        order = shuffled([(used.facts["examples"], 1.0)], recipe.train.seed, 0)
+        assert [*used.rows[order]] == [*made.tokens.rows[windows.ravel()]]
+        assert [*used.lengths[order]] == [*lengths[windows.ravel()]]
+        trial = made.run({"train.micro_batch": 8}, steps=6)
+    assert not trial.error
+    assert trial.of("tokens") == lengths[windows].sum(1).tolist()
+    assert windows.shape == (6, 8) and lengths[windows[0, 0]] == lengths.max()
+    assert [*lengths[windows[2:]].sum(1)] == sorted(lengths[windows[2:]].sum(1))
+    assert all(len({*window}) == 8 for window in windows)
+
+
+def test_a_data_set_smaller_than_a_step_is_one_step(tmp_path):
+    recipe, active = load(write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path, chats(5))))
+    with trials(recipe, active) as made:
+        windows = windows_of(recipe, made.tokens, made.tokens.lengths, 4)
+    assert windows.shape == (1, 5)
+
+
+@only_full
+def test_a_full_sweep_finds_nothing_much_better_and_takes_three_times_as_long(tmp_path):
+    # One core: threads that wait for a busy one make times that mean nothing.
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        sweep_and_tune(tmp_path)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def sweep_and_tune(folder):
+    """Sweep all settings of a model that gains from large micro-batches, where memory is short."""
+    rng = np.random.default_rng(0)
+    words = rng.lognormal(3, 0.3, 400).astype(int)
+    rows = [long_chats(1, words=5 * max(1, int(count) // 5))[0] for count in words]
+    tables = tiny_tables(folder, rows)
+    tables["model"]["scratch"] |= {"hidden": 64, "layers": 12, "heads": 4, "context": 512}
+    tables["train"] |= {"batch_size": 64, "micro_batch": 1}
+    limit = 880_000_000
+    loaded = load(write_recipe(folder / "recipe.toml", tables))
+    recipe = loaded[0]
+    started = time.perf_counter()
+    tuning = Tuning(recipe, limit, 6)
+    with trials(*loaded) as made:
+        tuning.run(made)
+    took = time.perf_counter() - started
+    best, why = tuning.conclude()
+    print("\n".join(why))
+    started = time.perf_counter()
+    swept = {}
+    with trials(*load(folder / "recipe.toml")) as made:
+        made.use(windows_of(recipe, made.tokens, made.tokens.lengths, 6).ravel(), in_order=True)
+        for again in (False, True):
+            for size in tuning.sizes:
+                probe = tuning.probe(made, Setting(size, again))
+                swept[probe.setting] = probe.speed
+                if not probe.speed:
+                    break
+    sweep = time.perf_counter() - started
+    share, of_best = took / sweep, swept[best] / max(swept.values())
+    print(f"{len(swept)} settings swept in {sweep:.0f} s; tuned in {took:.0f} s, {share:.2f} of it")
+    print(f"chosen {best}: {of_best:.3f} of the best, {max(swept, key=swept.get)}")
+    assert share <= 1 / 3 and of_best >= 0.95
