@@ -162,8 +162,14 @@ def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:
 def make_model(scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """Make a small decoder with random weights that follow from the seed."""
     set_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return LlamaForCausalLM(scratch_config(scratch, len(tokenizer), **ends))
+
+
+def scratch_config(scratch: Scratch, vocabulary: int, **ends: Any) -> LlamaConfig:
+    """Return the configuration of a new model, for a tokenizer of so many entries."""
+    return LlamaConfig(
+        vocab_size=vocabulary,
         hidden_size=scratch.hidden,
         intermediate_size=scratch.mlp or 4 * scratch.hidden,
         num_hidden_layers=scratch.layers,
@@ -172,7 +178,5 @@ def make_model(scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int) 
         max_position_embeddings=scratch.context,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **ends,
     )
-    return LlamaForCausalLM(config)

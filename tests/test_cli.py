@@ -23,6 +23,8 @@ COMMANDS = [
         "chat",
         "export",
         "new-plugin",
+        "bench",
+        "tune",
     ]
 ]
 

@@ -36,7 +36,8 @@ FLOORS = _words("""
     answers context schedule pretrained
     work
     keys
-    batches memory documents heads models shapes answers_model parts spread precision ranks stop
+    batches memory documents heads models shapes rules answers_model
+    parts spread precision ranks stop
     feeder prelude
     prepare report
     record checkpoint saved
@@ -49,21 +50,26 @@ FLOORS = _words("""
     commands.chat commands.restored commands.export commands.skeleton commands.cache
     commands.compared commands.diff_page commands.diff
     commands.trial commands.trials
+    commands.measured commands.lineup commands.preparation commands.benched commands.bench_words
+    commands.bench_page commands.bench
+    commands.search commands.rewritten commands.tune
+    commands.moments commands.ghost commands.strategies commands.workload commands.chips
+    commands.foresight commands.forecast
     commands.__init__
-    __init__ cli __main__
+    __init__ arguments measuring cli __main__
 """)
 EXPORTED = _words("""
     Batch Behind Build CheckpointError Data DataError DiskError Encoded Fed Feed Hooks Ints Kept
-    LaunchError Layout Layouts Machine ModelLoad OnDemand PluginError PlugsftError Positions
-    Prelude Recipe RecipeError Rendered Row Score Shapes Shard Slice Tokenizer Tokens Train
-    TrainError Window Work __version__ attend_per_document cache_folder damage decoder_layers
-    digest documents_of encode ensure_apart fused_loss heard hookimpl lone_document look once
-    opened pack peak_flops plugin progress render_rows say shapes_of state tokenizing
-    weights_digest
+    LaunchError Layout Layouts Machine Measured ModelLoad OnDemand PluginError PlugsftError
+    Positions Prelude Recipe RecipeError Rendered Row Score Shapes Shard Slice Tokenizer Tokens
+    Train TrainError Window Work __version__ attend_per_document bottlenecks cache_folder damage
+    decoder_layers digest documents_of encode ensure_apart fused_loss heard hookimpl
+    lone_document look once opened pack peak_flops plugin progress render_rows say shapes_of
+    state tokenizing weights_digest
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500: this keeps the core from growing on the way there.
-TOTAL = 5_070
+TOTAL = 5_090
 
 
 def parse(path):

@@ -1,0 +1,199 @@
+"""What a rank holds at most, by parts, under each way to spread a model."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .ghost import Weights
+from .moments import HEAD, LAYERS, Trace
+
+MIB = 2**20
+LIBRARIES, GROUP = 48 * MIB, 48 * MIB
+"""On the host: code, threads and tables that the first steps bring along; and a process group."""
+WORKSPACE = 64 * MIB
+"""On a GPU: what its library for products of matrices keeps to itself."""
+BUCKET, PREFETCH, REUSE = 500_000_000, 50_000_000, 1_000_000_000
+"""Numbers that DeepSpeed gathers gradients in, fetches ahead, and keeps for another use: its own
+defaults, which recipes/accelerate/zero3.yaml leaves as they are."""
+
+
+class Parts(NamedTuple):
+    """Bytes of a rank at the moment when it holds most."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    """Logits and what the loss makes of them."""
+    buffers: float
+    """Gathered layers, buckets, workspaces."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to spread a model over ranks."""
+
+    name: str
+    file: str
+    """Of recipes/accelerate/, if there is one."""
+    mixed: bool = False
+    """Whether that file has float32 weights computed with in bfloat16."""
+
+
+ONE = Strategy("one process", "")
+DDP = Strategy("DDP", "gpu8.yaml", mixed=True)
+FSDP2 = Strategy("FSDP2", "fsdp2.yaml")
+ZERO2 = Strategy("ZeRO-2", "")
+ZERO3 = Strategy("ZeRO-3", "zero3.yaml")
+CPU_DDP = Strategy("DDP", "cpu2.yaml")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a model is spread."""
+
+    ranks: int
+    micro: int
+    """Micro-batches of a rank in a step, at most."""
+    gpu: bool
+    scale: float = 1.0
+    """What a probe has found activations to be, for one that is forecast."""
+
+
+def held(strategy: Strategy, weights: Weights, trace: Trace, at: Setting) -> Parts:
+    """Return what a rank holds when it holds most, in a step after the first."""
+    lasting = LASTING[strategy.name](weights, at)
+    done = trace.grads / max(1, weights.trained)
+    if at.micro > 1 or lasting.ready:
+        # Of several micro-batches, the first has made them all.
+        done = np.ones_like(done)
+    grads = lasting.gradients * done
+    layers, head = (trace.held[who] * at.scale for who in (LAYERS, HEAD))
+    moment = int((layers + head + grads).argmax())
+    peak = Parts(
+        lasting.weights,
+        float(grads[moment]),
+        lasting.optimizer,
+        float(layers[moment]),
+        float(head[moment]),
+        lasting.buffers + lasting.fetching + lasting.passing * bool(trace.grads[moment]),
+    )
+    # Or at the end of the backward pass, or in the optimizer's step.
+    late = Parts(
+        lasting.weights,
+        lasting.gradients,
+        lasting.optimizer,
+        float(layers[-1]),
+        float(head[-1]),
+        lasting.buffers + max(lasting.passing, lasting.emptying, lasting.updating),
+    )
+    return max(peak, late, key=lambda one: one.total)
+
+
+class _Lasting(NamedTuple):
+    """What does not depend on the moment."""
+
+    weights: float
+    gradients: float
+    """When all are there."""
+    optimizer: float
+    buffers: float
+    fetching: float = 0.0
+    """More while weights come in."""
+    passing: float = 0.0
+    """More while gradients travel, at any time of the backward pass."""
+    emptying: float = 0.0
+    """More at its end."""
+    updating: float = 0.0
+    """More while the optimizer steps."""
+    ready: bool = False
+    """Whether gradients have their memory before they are made."""
+
+
+def _own(at: Setting) -> int:
+    return WORKSPACE if at.gpu else LIBRARIES + GROUP * (at.ranks > 1)
+
+
+def _ddp(weights: Weights, at: Setting) -> _Lasting:
+    trained = weights.trained
+    # Gradients travel in buckets that have room for all of them.
+    buckets = trained if at.ranks > 1 else 0
+    return _Lasting(weights.whole, trained, 2 * trained, buckets + _own(at))
+
+
+def _fsdp2(weights: Weights, at: Setting) -> _Lasting:
+    share = 1 / at.ranks
+    layer = max((one.whole for one in weights.layers), default=0)
+    trained = max((one.trained for one in weights.layers), default=weights.trained)
+    # A layer as it is computed with, and as it arrives; a GPU fetches the next one meanwhile.
+    gathered = layer * (3 if at.gpu else 2) + weights.tail.whole
+    # Between micro-batches that do not exchange gradients, these stand whole.
+    grads = weights.trained * (1 if at.micro > 1 else share)
+    return _Lasting(
+        weights.whole * share,
+        grads,
+        2 * weights.trained * share,
+        gathered + _own(at),
+        passing=2 * max(trained, weights.tail.trained),
+    )
+
+
+def _masters(weights: Weights, ranks: int) -> float:
+    """Return the bytes of float32 copies of trained weights, which DeepSpeed updates."""
+    return 4 * weights.trained_count / ranks
+
+
+def _bucket(weights: Weights, at: Setting) -> float:
+    """Return the bytes of the bucket for gradients: a GPU sets it aside, a host fills it."""
+    each = weights.trained / max(1, weights.trained_count)
+    return each * (BUCKET if at.gpu else min(BUCKET, weights.trained_count))
+
+
+def _zero3(weights: Weights, at: Setting) -> _Lasting:
+    each = weights.whole / weights.count
+    small = weights.persistent
+    # Layers near the turn are kept for the way back, and the next ones fetched.
+    live = min(weights.count, REUSE / 2 + PREFETCH + weights.largest) * each
+    bucket = _bucket(weights, at)
+    own = (weights.whole - small) / at.ranks + small
+    return _Lasting(
+        own,
+        weights.trained / at.ranks,
+        3 * _masters(weights, at.ranks),
+        live + bucket + _own(at),
+        # What comes in, or goes out, is there a second time: sorted by ranks.
+        fetching=min(weights.count, PREFETCH) * each,
+        passing=bucket if weights.trained_count > BUCKET else 0.0,
+        emptying=min(bucket, weights.trained),
+        updating=_masters(weights, at.ranks) - live,
+        ready=True,
+    )
+
+
+def _zero2(weights: Weights, at: Setting) -> _Lasting:
+    bucket = _bucket(weights, at)
+    return _Lasting(
+        weights.whole,
+        weights.trained / at.ranks,
+        3 * _masters(weights, at.ranks),
+        bucket + _own(at),
+        passing=bucket if weights.trained_count > BUCKET else 0.0,
+        emptying=min(bucket, weights.trained),
+        updating=_masters(weights, at.ranks),
+    )
+
+
+LASTING = {
+    "one process": _ddp,
+    "DDP": _ddp,
+    "FSDP2": _fsdp2,
+    "ZeRO-2": _zero2,
+    "ZeRO-3": _zero3,
+}

@@ -1,0 +1,313 @@
+"""Forecasts against what real runs hold, and against what they say of themselves."""
+
+import re
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TEXT, only_full, run_plugsft, tiny_tables, write_recipe
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
+
+from plugsft import registry
+from plugsft.answers import DataAnswers
+from plugsft.answers_model import ModelAnswers
+from plugsft.commands.chips import Chip, Cluster
+from plugsft.commands.foresight import Scope
+from plugsft.commands.ghost import Ghost
+from plugsft.commands.strategies import CPU_DDP, DDP, FSDP2, ONE, ZERO3
+from plugsft.commands.trials import trials
+from plugsft.commands.workload import Rows, rows_of
+from plugsft.context import load_config
+from plugsft.errors import RecipeError
+from plugsft.models import load_of
+from plugsft.plan import shuffled
+from plugsft.pretrained import load_tokenizer
+from plugsft.reading import anchored
+from plugsft.tokens import Tokens
+
+WORDS = TEXT.split()
+KINDS = {"one": ONE, "cpu2": CPU_DDP, "fsdp2": FSDP2, "zero3": ZERO3}
+# So large that its tensors dwarf what else a process holds, and as few tokens as can be.
+SCRATCH = {"hidden": 768, "layers": 5, "heads": 8, "vocab": 400, "context": 512}
+HEADY = {"hidden": 256, "layers": 2, "heads": 4, "vocab": 12_000, "context": 2048}
+CHECKPOINTING, FUSED, LORA = {"gradient_checkpointing": {}}, {"fused_loss": {}}, {"lora": {"r": 8}}
+SLOW = Chip("CPU", 1e11, 1e11, 1e10, 1e10, 1e9, 1e9, gpu=False)
+
+
+def rows(count, words, bag=WORDS):
+    rng = np.random.default_rng(0)
+    return [{"text": " ".join(rng.choice(bag, words))} for _ in range(count)]
+
+
+def many_words():
+    """So many that a tokenizer finds thousands of entries."""
+    rng = np.random.default_rng(1)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    return ["".join(rng.choice(letters, rng.integers(3, 9))) for _ in range(6000)]
+
+
+def launcher(kind):
+    file = ROOT / f"recipes/accelerate/{kind}.yaml"
+    words = f"{sys.executable} -m accelerate.commands.launch --config_file {file} --num_processes 2"
+    return "" if kind == "one" else words
+
+
+def compared(folder, monkeypatch, kind, plugins, more):
+    """Return the bytes that ranks held at most, and those of the forecast."""
+    # What is freed goes back at once: only what is held counts.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
+    tables = tiny_tables(folder, more.pop("rows", None) or rows(24, 120))
+    model = {"scratch": more.pop("scratch", SCRATCH), **more.pop("model", {})}
+    tables |= {"model": model, "plugins": plugins}
+    tables["data"]["max_length"] = 512
+    tables["train"] |= {"batch_size": 4, "micro_batch": 2, **more}
+    recipe, active = registry.load(write_recipe(folder / "recipe.toml", tables))
+    ranks = 1 if kind == "one" else 2
+    with trials(recipe, active, launcher(kind)) as made:
+        # DDP's buckets are made anew in the second step, and whole in the third.
+        trial = made.run({}, steps=3 if kind == "cpu2" else 2)
+        assert not trial.error, trial.error
+        tokens = Tokens(made.tokens.folder)
+        order = shuffled([(len(tokens), 1.0)], recipe.train.seed, 0)
+        named, _ = registry.resolve(made.tables)
+        entries = len(load_tokenizer(named.model, folder))
+        known = Rows(tokens, np.arange(len(tokens)), order, entries, True)
+        scope = Scope(made.tables, known, gpu=False)
+        foreseen = scope.forecast({}, Cluster(SLOW, 1, ranks), 0)
+        [one] = [one for one in foreseen if one.strategy is KINDS[kind]]
+        assert scope.see({}, ranks)[1].weights.count == trial.run["model"]["parameters"]
+    measured = max(rank["host"] - rank["before"] for rank in trial.ranks)
+    parts = {name: round(size / 1e6) for name, size in one.parts._asdict().items()}
+    off = one.parts.total / measured - 1
+    print(
+        f"\n{kind:<6} {' '.join(plugins) or '-':<30} {more} measured {measured / 1e6:,.0f} MB, "
+        f"forecast {one.parts.total / 1e6:,.0f} MB ({off:+.1%}) {parts}"
+    )
+    return measured, one.parts.total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, plugins",
+    [("one", {}), ("one", CHECKPOINTING), ("fsdp2", {}), ("zero3", {})],
+    ids=["one", "checkpointing", "fsdp2", "zero3"],
+)
+def test_a_forecast_is_what_ranks_hold(tmp_path, monkeypatch, kind, plugins):
+    measured, forecast = compared(tmp_path, monkeypatch, kind, plugins, {})
+    assert forecast == pytest.approx(measured, rel=0.15)
+
+
+GRID = [
+    *(
+        (kind, plugins, {})
+        for kind in ("cpu2", "fsdp2", "zero3")
+        for plugins in ({}, CHECKPOINTING, LORA)
+    ),
+    *((kind, {}, {"batch_size": 8}) for kind in ("fsdp2", "zero3")),
+    ("one", {**LORA, **CHECKPOINTING}, {"micro_batch": 4}),
+    ("one", {"bfd_packing": {"capacity": 512}}, {"micro_batch": 1}),
+    *((kind, {}, {"model": {"dtype": "bfloat16"}}) for kind in ("one", "fsdp2", "zero3")),
+]
+
+
+@only_full
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, plugins, more", GRID)
+def test_forecasts_of_many_kinds(tmp_path, monkeypatch, kind, plugins, more):
+    measured, forecast = compared(tmp_path, monkeypatch, kind, plugins, dict(more))
+    assert forecast == pytest.approx(measured, rel=0.15)
+
+
+@only_full
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one", "fsdp2", "zero3"])
+@pytest.mark.parametrize("plugins", [{}, FUSED], ids=["logits", "fused"])
+def test_forecasts_of_large_vocabularies(tmp_path, monkeypatch, kind, plugins):
+    more = {
+        "rows": rows(32, 1000, many_words()),
+        "scratch": HEADY,
+        "micro_batch": 4,
+        "batch_size": 8,
+    }
+    measured, forecast = compared(tmp_path, monkeypatch, kind, plugins, more)
+    assert forecast == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("plugins", [{}, CHECKPOINTING, FUSED, LORA])
+def test_a_forecast_is_what_a_gpu_holds(tmp_path, plugins):
+    tables = tiny_tables(tmp_path, rows(16, 120)) | {"plugins": plugins}
+    tables["model"] = {"scratch": {**SCRATCH, "layers": 12}, "dtype": "bfloat16"}
+    tables["data"]["max_length"] = 512
+    done = run_plugsft("plan", write_recipe(tmp_path / "recipe.toml", tables), "--probe")
+    assert done.returncode == 0, done.stderr
+    off = int(re.search(r"forecast [\d.,]+ [GM]B \(([+-]\d+)%\)", done.stdout)[1])
+    assert abs(off) <= 15, done.stdout
+
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+FAMILIES = [
+    LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+    LlamaConfig(**SIZES, num_key_value_heads=4, tie_word_embeddings=False),
+    Qwen3Config(**SIZES, head_dim=32, num_key_value_heads=2, tie_word_embeddings=True),
+    MixtralConfig(**SIZES, num_local_experts=4, num_key_value_heads=2),
+]
+
+
+@pytest.mark.parametrize("plugins", [{}, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda one: one.model_type)
+def test_weights_are_counted_as_the_real_model_has_them(tmp_path, config, plugins):
+    """Tied heads, grouped keys, experts, adapters; with what a step computes beside them."""
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    made.save_pretrained(tmp_path / "base")
+    tables = tiny_tables(tmp_path) | {"plugins": plugins}
+    tables["model"] = {"path": str(tmp_path / "base"), "dtype": "bfloat16"}
+    recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
+    active.answer(DataAnswers(recipe.folder), ModelAnswers())
+    ghost = Ghost(recipe, active, load_config(recipe.model))
+    weights = ghost.weights()
+    real = active.hook.optimize_model(load=load_of(recipe.model, tmp_path))
+    sizes = [(one.numel(), one.nbytes, one.requires_grad) for one in real.parameters()]
+    assert weights.count == sum(size for size, _, _ in sizes)
+    assert weights.whole == sum(size for _, size, _ in sizes)
+    assert weights.trained == sum(size for _, size, trained in sizes if trained)
+    assert weights.trained_count == sum(size for size, _, trained in sizes if trained)
+    parts = [*weights.layers, weights.table, weights.tail]
+    assert sum(one.whole for one in parts) == weights.whole and len(weights.layers) == 3
+    batch = {name: torch.zeros(2, 40, dtype=torch.int64) for name in ("input_ids", "labels")}
+    trace = ghost.trace(batch, "cuda", flash=False, mixed=False)
+    assert trace.grads[-1] == weights.trained and (trace.held[:, -1] <= 1e6).all()
+    if config.model_type != "mixtral":
+        table = 0 if config.tie_word_embeddings else real.get_input_embeddings().weight.numel()
+        products = 2 * (weights.count - table) * 80  # norms are no products, and next to nothing
+        frozen = 2 if plugins else 3
+        assert trace.products == pytest.approx(frozen * products, rel=0.06)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    tables = tiny_tables(tmp_path, rows(64, 100))
+    tables["model"] = {"scratch": {**SCRATCH, "hidden": 256, "vocab": 400}}
+    tables["train"] |= {"batch_size": 16, "micro_batch": 8}
+    return write_recipe(tmp_path / "recipe.toml", tables)
+
+
+def held(line):
+    """Return the bytes of the column `in all`."""
+    sizes = re.findall(r"([\d.,]+) ([GM]B)", line)
+    number, unit = sizes[6]
+    return float(number.replace(",", "")) * {"MB": 1e6, "GB": 1e9}[unit]
+
+
+def test_every_strategy_has_its_line_and_the_best_its_launch(recipe, tmp_path):
+    done = run_plugsft("plan", recipe, "--gpus", "2x8", "--gpu", "H100")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split(" ")[0]: line for line in done.stdout.splitlines() if line}
+    assert {"DDP", "ZeRO-2", "ZeRO-3", "FSDP2"} <= {*lines}
+    assert held(lines["FSDP2"]) < held(lines["DDP"])
+    assert "assumed: 50% of" in done.stdout and "2 x 8 H100, 80.0 GB each" in done.stdout
+    assert "14 of 16 ranks never get an example" in done.stdout
+    [best] = re.findall(
+        r"best: .*config_file (\S+) --num_machines 2 --num_processes 16", done.stdout
+    )
+    assert (ROOT / best).exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_nothing_fits_a_line_that_fits_is_named_and_true(recipe):
+    words = ("plan", recipe, "--gpu", "A100", "--memory")
+    little = run_plugsft(*words, "1750MB")
+    assert little.returncode == 0, little.stderr
+    assert "nothing fits in 1.8 GB, of which 1.5 GB are not for tensors" in little.stdout
+    lines = little.stdout.splitlines()
+    lower = next(line.strip() for line in lines if line.startswith("  train.micro_batch = 4"))
+    change, _, came = lower.partition(": ")
+    assert "fits" in came, little.stdout
+    again = run_plugsft(*words, "1750MB", change.replace(" ", ""))
+    assert "best: one process" in again.stdout
+    assert came.split(" with ")[0] in again.stdout, "it holds what was said"
+    assert any("[plugins.gradient_checkpointing]" in line and "fits" in line for line in lines)
+    assert any("--gpus 1x2" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--gpus", "0x8"], "--gpus: given '0x8'; write it as 8 or, machines x GPUs, as 4x8"),
+        (["--gpus", "many"], "--gpus: given 'many'"),
+        (["--memory", "80"], "--memory: given '80', without a unit; write it as 80GB"),
+        (["--memory", "lots"], "--memory: given 'lots'"),
+        (["--gpu", "H1000"], "--gpu: unknown 'H1000'; did you mean 'H100'?"),
+        (["--gpu", "H100", "--probe"], "--probe: it measures this machine"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_cure(recipe, words, says):
+    if "--probe" in words and torch.cuda.is_available():
+        pytest.skip("on this machine it may be right")
+    done = run_plugsft("plan", recipe, *words)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_thousands_of_gpus_take_seconds(recipe):
+    started = time.perf_counter()
+    done = run_plugsft("plan", recipe, "--gpus", "512x8", "--gpu", "H100", "--memory", "80GB")
+    assert done.returncode == 0 and "512 x 8 H100" in done.stdout, done.stderr
+    assert time.perf_counter() - started < 60
+
+
+@pytest.mark.slow
+def test_a_probe_says_how_far_the_forecast_was_off_and_corrects_it(recipe):
+    done = run_plugsft("plan", recipe, "--probe")
+    assert done.returncode == 0, done.stderr
+    said = r"probe: ([\d.,]+) MB held, forecast .+ \([+-]\d+%\); ([\d.e+-]+) s a step, forecast"
+    measured, seconds = map(float, re.search(said, done.stdout).groups())
+    [line] = re.findall(r"^one process.*", done.stdout, re.M)
+    assert held(line) == pytest.approx(measured * 1e6, rel=0.05)
+    assert float(line.split("fits")[1].split()[0]) == pytest.approx(seconds, rel=0.15)
+    assert "times as fast as that, as the probe has shown" in done.stdout
+
+
+def test_a_model_that_shapes_do_not_tell_of_is_refused(tmp_path, recipe):
+    config = BloomConfig(hidden_size=64, n_layer=2, n_head=2)
+    scratch, active = registry.load(recipe)
+    active.answer(DataAnswers(scratch.folder), ModelAnswers())
+    ghost = Ghost(scratch, active, config)
+
+    def broken(*_, **__):
+        raise ValueError("no such shapes")
+
+    ghost.model.transformer.forward = broken
+    batch = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input_ids", "labels")}
+    with pytest.raises(RecipeError, match=r"of type 'bloom' .*no such shapes.*train.steps"):
+        ghost.trace(batch, "cpu", flash=False, mixed=False)
+
+
+def test_traffic_that_computing_cannot_hide_is_time(recipe, tmp_path):
+    """Of DDP: each gradient goes around twice, in a ring as fast as its slowest part."""
+    loaded, active = registry.load(recipe)
+    active.answer(DataAnswers(loaded.folder))
+    scope = Scope(anchored(loaded), rows_of(loaded, active, tmp_path), gpu=True)
+    _, seen = scope.see({}, 16)
+    chip = replace(CHIPS["H100"], network=1e6)  # eight of them send 8 MB/s
+    near, far = (
+        took(DDP, seen.weights, seen.traces[False], seen.load, Cluster(chip, *shape), half=True)
+        for shape in ((1, 16), (2, 8))
+    )
+    sent = 2 * seen.weights.trained * 15 / 16
+    assert far.traffic == pytest.approx(sent / (8e6 * LINKS), rel=0.01)
+    assert near.traffic < 1e-3 and far.computing == near.computing
