@@ -198,7 +198,7 @@ def share(word, more, count=2_000):
 
 
 def test_nothing_is_within_noise_and_five_percent_is_not():
-    assert share(NOISE, 1.0) >= 0.98
+    assert share(NOISE, 1.0) >= 0.97
     assert share(SLOWER, 1.05) >= 0.9
     assert share(FASTER, 1 / 1.05) >= 0.9
 
@@ -215,7 +215,7 @@ def test_noise_of_any_size_is_taken_for_nothing_else(heavy, size):
         return [math.exp(min(max(size * one, -5), 5)) for one in spoils]
 
     words = [times_as_fast(trials(), trials()).word for _ in range(2_000)]
-    assert words.count(NOISE) >= 0.985 * len(words)
+    assert words.count(NOISE) >= 0.975 * len(words)
 
 
 def test_a_round_alone_makes_nothing_faster_and_little_is_nothing():
@@ -554,14 +554,12 @@ def test_the_readme_has_the_table_of_the_committed_figures(monkeypatch):
     assert plugins.END in readme and table == made
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_the_tools_measure_with_the_same(monkeypatch, tmp_path, rounds):
+def test_the_tools_measure_with_the_same(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "tools/bench"))
     shared = importlib.import_module("shared")
-    took = shared.in_rounds(rounds, short=lambda: time.sleep(0.002), long=lambda: time.sleep(0.02))
-    assert [len(one) for one in took.values()] == [rounds] * 2
-    said = shared.beside(took["short"], took["long"])
-    assert said.endswith("as fast, faster" if rounds > 1 else "as fast, within noise")
+    took = shared.in_rounds(3, short=lambda: None, long=lambda: time.sleep(0.02))
+    assert [len(one) for one in took.values()] == [3, 3] and min(took["long"]) > 0.02
+    assert shared.beside([1.0] * 3, [2.0] * 3) == "2.00 x (2.00 to 2.00) as fast, faster"
     shared.keep({"seconds": took}, tmp_path / "kept.json")
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert kept["seconds"] == took and kept["machine"]["cores"] and kept["versions"]["trl"]

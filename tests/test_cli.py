@@ -25,6 +25,7 @@ COMMANDS = [
         "new-plugin",
         "bench",
         "tune",
+        "plan",
     ]
 ]
 

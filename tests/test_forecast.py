@@ -20,7 +20,7 @@ from transformers import (
 from plugsft import registry
 from plugsft.answers import DataAnswers
 from plugsft.answers_model import ModelAnswers
-from plugsft.commands.chips import Chip, Cluster
+from plugsft.commands.chips import CHIPS, LINKS, Chip, Cluster, took
 from plugsft.commands.foresight import Scope
 from plugsft.commands.ghost import Ghost
 from plugsft.commands.strategies import CPU_DDP, DDP, FSDP2, ONE, ZERO3

@@ -107,7 +107,7 @@ def notes(bench: Bench) -> Iterator[str]:
         f"process of its own{launched}, of {settings['steps']} steps after {settings['warmup']} to "
         "warm up. Alone: how many times as fast as with none. Among the others: all, beside all "
         "but this one. Once more: another run's preparing, with the same cache. Faster and slower "
-        "are sure to 99 %, and more than 2 %."
+        "are sure to 98 %, and more than 2 %."
     )
     for name, why in report["kept"].items():
         yield f"{name} is always on: {why}."

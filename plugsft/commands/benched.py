@@ -141,17 +141,17 @@ class Bench:
 def costs(trials: Sequence[Figures], warmup: int) -> list[float]:
     """Return the seconds that a token took a contender in each of its trials.
 
-    A step has the same examples in all of them, and is compared with its like: the median of how
-    many times as long as usual the steps of a trial took, times what they usually take together.
-    So neither steps of many lengths nor some that were disturbed widen what is found.
+    A step has the same examples in all of them, and is compared with its like: with how long it
+    usually took. Of a trial's steps that quarter tells which was least disturbed: what else a
+    machine does slows steps down, and as a rule not all of them.
     """
     seconds = [trial["seconds"][warmup:] for trial in trials]
     usual = [statistics.median(step) for step in zip(*seconds, strict=True)]
     level = sum(usual) / sum(trials[0]["tokens"][warmup:])
-    return [
-        level * statistics.median(took / most for took, most in zip(some, usual, strict=True))
-        for some in seconds
+    shares = [
+        sorted(took / most for took, most in zip(some, usual, strict=True)) for some in seconds
     ]
+    return [level * some[(len(some) - 1) // 4] for some in shares]
 
 
 def off(one: Figures, other: Figures) -> dict[str, float]:

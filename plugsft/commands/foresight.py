@@ -176,7 +176,7 @@ def _smaller(scope: Scope, recipe: Recipe, cluster: Cluster, room: float) -> dic
         size = packing.get("capacity") or recipe.data.max_length
     found: dict[str, Any] = {}
     while size > 1:
-        size //= 8
+        size //= 2
         one = _least(scope, {key: size}, cluster, room)
         if one is None:  # an example is longer
             break

@@ -23,8 +23,8 @@ T = TypeVar("T")
 FASTER, SLOWER, NOISE = "faster", "slower", "within noise"
 FLOOR = 0.02
 """What is less than this apart is the same, however sure."""
-SURE = (63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012)
-"""Student's t for 99 %, on both sides, by the number of rounds less one."""
+SURE = (31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764, 2.718, 2.681, 2.650)
+"""Student's t for 98 %, on both sides, by the number of rounds less one."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Ratio:
 
 
 def reach(*samples: Sequence[float]) -> float:
-    """Return how far a mean, or the difference of two, may be off: half of the 99 % interval."""
+    """Return how far a mean, or the difference of two, may be off: half of the 98 % interval."""
     error = math.sqrt(sum(statistics.variance(some) / len(some) for some in samples))
     return SURE[min(min(map(len, samples)) - 1, len(SURE)) - 1] * error
 
