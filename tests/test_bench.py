@@ -176,31 +176,48 @@ def test_wrong_words_end_at_once(recipe, words, said):
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
-# What a token took in trials of one recipe, one after the other, on a machine of two cores that
-# others used too, beside the median: calm stretches, and some that were not.
-REAL: list[float] = []
+# What a token took in trials of one recipe, one after the other, beside their median: measured on a
+# machine of two cores while others kept both of them busy.
+REAL = [
+    0.487,
+    0.729,
+    0.726,
+    0.687,
+    0.773,
+    1.038,
+    1.031,
+    1.09,
+    0.776,
+    1.16,
+    0.765,
+    1.273,
+    1.47,
+    1.13,
+]
 
 
-def rounds_of(dice, more):
-    """Draw five rounds of two contenders from real trials: neighbours, as a round has them."""
-    pairs = []
-    for _ in range(5):
-        at = dice.randrange(len(REAL) - 1)
-        one, other = REAL[at : at + 2] if dice.random() < 0.5 else REAL[at : at + 2][::-1]
-        pairs.append((one * more, other))
-    return zip(*pairs, strict=True)
+def share(word, more=1.0, quiet=1.0, count=4_000):
+    """Return how often a word is said of five rounds: neighbours, as the trials of a round are.
 
-
-def share(word, more, count=2_000):
-    dice = random.Random(0)
-    found = [times_as_fast(*rounds_of(dice, more)).word for _ in range(count)]
+    `quiet` is the part of the noise that is left where a machine is not as busy.
+    """
+    dice, found = random.Random(0), []
+    for _ in range(count):
+        pairs = []
+        for _ in range(5):
+            at = dice.randrange(len(REAL) - 1)
+            one, other = dice.sample([took**quiet for took in REAL[at : at + 2]], 2)
+            pairs.append((one * more, other))
+        found.append(times_as_fast(*zip(*pairs, strict=True)).word)
     return found.count(word) / count
 
 
 def test_nothing_is_within_noise_and_five_percent_is_not():
-    assert share(NOISE, 1.0) >= 0.97
-    assert share(SLOWER, 1.05) >= 0.9
-    assert share(FASTER, 1 / 1.05) >= 0.9
+    assert share(NOISE) >= 0.96 and share(NOISE, quiet=0.05) >= 0.96
+    assert share(SLOWER, 1.05, quiet=0.05) >= 0.95
+    assert share(FASTER, 1 / 1.05, quiet=0.05) >= 0.95
+    # Where it is noisy, nobody can tell, and nothing is said.
+    assert share(NOISE, 1.05) >= 0.95 and share(FASTER, 1.05) <= 0.02
 
 
 @pytest.mark.parametrize("heavy", [1.5, 2, 4])

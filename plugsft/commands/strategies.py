@@ -9,7 +9,7 @@ from .ghost import Weights
 from .moments import HEAD, LAYERS, Trace
 
 MIB = 2**20
-LIBRARIES, GROUP = 48 * MIB, 48 * MIB
+LIBRARIES, GROUP = 48 * MIB, 32 * MIB
 """On the host: code, threads and tables that the first steps bring along; and a process group."""
 WORKSPACE = 64 * MIB
 """On a GPU: what its library for products of matrices keeps to itself."""
