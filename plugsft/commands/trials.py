@@ -34,7 +34,14 @@ from ..types import Ints, Shard
 
 ELSEWHERE = ("tracker",)
 """Plugins that trials leave out: they tell others of every run."""
-MEMORY = ("out of memory", "allocate memory", "MemoryError", "Cannot allocate", "bad_alloc")
+MEMORY = (
+    "out of memory",
+    "allocate memory",
+    "MemoryError",
+    "Cannot allocate",
+    "bad_alloc",
+    "ALLOC_FAILED",
+)
 """What is said where memory has run out."""
 
 
