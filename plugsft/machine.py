@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import resource
 import shutil
 import sys
 from dataclasses import dataclass
@@ -58,6 +59,15 @@ def memory_limit() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def held_most() -> int:
+    """Return the most bytes of memory this process has held at once."""
+    # Linux starts a process with the ru_maxrss of its starter: the peak of another program.
+    if found := re.search(r"VmHWM:\s*(\d+)", _text("/proc/self/status")):
+        return int(found[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def free_disk(folder: Path) -> int:
     """Return the free bytes where a folder lies or would lie."""
     while not folder.exists():
@@ -78,7 +88,11 @@ def _first_version_quota() -> str:
 
 def _cgroup(name: str) -> str:
     # A container sees its own limits at the root.
+    return _text(f"/sys/fs/cgroup/{name}").strip()
+
+
+def _text(path: str) -> str:
     try:
-        return Path("/sys/fs/cgroup", name).read_text().strip()
+        return Path(path).read_text()
     except OSError:
         return ""

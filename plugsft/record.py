@@ -3,8 +3,6 @@
 import importlib.metadata
 import json
 import platform
-import resource
-import sys
 import time
 from datetime import UTC, datetime
 from typing import Any, Self, TextIO
@@ -15,7 +13,7 @@ import torch
 from . import report
 from .console import say
 from .hooks import hookimpl
-from .machine import Machine
+from .machine import Machine, held_most
 from .publish import discard, write_text, writing
 from .reading import resolved
 from .recipe import Recipe
@@ -232,8 +230,7 @@ def memory_gib() -> float:
     """Return the most memory this process has held: the GPU's where there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    return held_most() / 2**30
 
 
 def _versions() -> dict[str, str]:

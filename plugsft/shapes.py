@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "H20": 148, "A100": 312, "L40S": 362, "4090": 165}
+PEAKS = {
+    "B200": 2250,
+    "MI300X": 1307,
+    "H200": 989,
+    "H100": 989,
+    "H20": 148,
+    "L40S": 362,
+    "A100": 312,
+    "4090": 165,
+}
 """Dense bfloat16 TFLOP/s of GPUs, from their data sheets."""
 
 

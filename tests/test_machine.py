@@ -1,12 +1,15 @@
 """What the machine grants, as a container would limit it."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from plugsft import machine
-from plugsft.machine import free_disk, look, memory_limit, num_cores, slow_to_map
+from plugsft.machine import free_disk, held_most, look, memory_limit, num_cores, slow_to_map
 
 
 @pytest.fixture
@@ -43,6 +46,15 @@ def test_memory_is_the_container_s_if_that_is_less(container):
     container.clear()
     container["memory/memory.limit_in_bytes"] = "1000000"
     assert memory_limit() == 1_000_000
+
+
+def test_what_a_process_held_is_its_own_not_its_starter_s():
+    filler = np.ones(2**26)  # half a gigabyte, touched
+    code = (
+        "from plugsft.machine import held_most; import numpy; numpy.ones(2**24); print(held_most())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 2**27 < int(done.stdout) < filler.nbytes < held_most()
 
 
 def test_free_disk_of_a_folder_that_is_still_to_be_made(tmp_path, monkeypatch):

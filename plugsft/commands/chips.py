@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..machine import look
-from ..shapes import peak_flops
+from ..shapes import PEAKS, peak_flops
 from .ghost import Weights
 from .moments import Trace
 from .strategies import Strategy
@@ -46,25 +46,26 @@ class Chip:
     gpu: bool = True
 
 
-def _gpu(name: str, half: float, single: float, *others: float) -> Chip:
+def _gpu(name: str, single: float, *others: float) -> Chip:
+    half = PEAKS[name.split("-")[0]]
     memory, bandwidth, link, network = (one * GB for one in others)
     return Chip(name, half * 1e12, single * 1e12, memory, bandwidth, link, network)
 
 
-# TFLOP/s, GB, GB/s. From the data sheets of NVIDIA (H100 and A100 as SXM; NVLink's both directions
-# halved) and AMD; the network is that of DGX H100 and B200 (400 Gbit/s a GPU), DGX A100 (200), and
-# 100 Gbit/s a GPU where cards stand in servers of other makers.
+# TFLOP/s in float32, GB, GB/s. From the data sheets of NVIDIA (H100 and A100 as SXM; NVLink's both
+# directions halved) and AMD; the network is that of DGX H100 and B200 (400 Gbit/s a GPU), DGX A100
+# (200), and 100 Gbit/s a GPU where cards stand in servers of other makers.
 CHIPS = {
     one.name: one
     for one in (
-        _gpu("B200", 2250, 75, 180, 8000, 900, 50),
-        _gpu("H200", 989, 67, 141, 4800, 450, 50),
-        _gpu("H100", 989, 67, 80, 3350, 450, 50),
-        _gpu("A100", 312, 19.5, 80, 2039, 300, 25),
-        _gpu("A100-40GB", 312, 19.5, 40, 1555, 300, 25),
-        _gpu("MI300X", 1307, 163, 192, 5300, 448, 50),
-        _gpu("L40S", 362, 91.6, 48, 864, 32, 12.5),
-        _gpu("4090", 165, 82.6, 24, 1008, 16, 12.5),
+        _gpu("B200", 75, 180, 8000, 900, 50),
+        _gpu("H200", 67, 141, 4800, 450, 50),
+        _gpu("H100", 67, 80, 3350, 450, 50),
+        _gpu("A100", 19.5, 80, 2039, 300, 25),
+        _gpu("A100-40GB", 19.5, 40, 1555, 300, 25),
+        _gpu("MI300X", 163, 192, 5300, 448, 50),
+        _gpu("L40S", 91.6, 48, 864, 32, 12.5),
+        _gpu("4090", 82.6, 24, 1008, 16, 12.5),
     )
 }
 

@@ -18,7 +18,7 @@ from .. import loop
 from ..errors import PlugsftError
 from ..finding import Found
 from ..hooks import hookimpl, plugin, state
-from ..machine import look
+from ..machine import held_most, look
 from ..precision import on_cpu
 from ..registry import load
 from ..types import Feed
@@ -79,7 +79,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
     except (PlugsftError, MemoryError, RuntimeError) as error:
         found["error"] = str(error) or type(error).__name__
     found["before"] = trial.before
-    found["host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found["host"] = held_most()
     if torch.cuda.is_available():
         found["device"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()

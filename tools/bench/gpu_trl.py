@@ -1,7 +1,6 @@
 """TRL's runs of gpu.py: its own settings, and what is best for it."""
 
 import importlib.util
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from plugsft.machine import held_most
 from plugsft.plan import shuffled
 from plugsft.types import Ints
 
@@ -75,7 +75,7 @@ def train(given: dict) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     counts = [float(sum(parts)) for parts in seen[: given["steps"]]]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = held_most() / 2**30
     return {
         "loss": loss,
         "seconds": times,
