@@ -505,7 +505,7 @@ def test_a_baseline_that_does_not_run_names_the_cure(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=only_full)])
 def test_a_bench_that_is_stopped_keeps_whole_rounds_and_leaves_no_process(recipe, tmp_path, number):
     path = recipe(nothing={})
     running = start_plugsft("bench", path, "--rounds", 50, "--steps", 1, "--warmup", 0)

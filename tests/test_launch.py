@@ -166,7 +166,9 @@ def test_sharding_asked_for_without_ranks_is_caught(tiny, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu2", "fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    "name", ["cpu2", *(pytest.param(kind, marks=only_full) for kind in ("fsdp2", "zero3"))]
+)
 def test_a_killed_rank_ends_the_launch_and_the_rerun_goes_on(tiny, tmp_path, name):
     recipe = tiny(rows=chats(21), train=TRAIN | {"steps": 40}, checkpoint={"every": 2})
     alone = run_plugsft(recipe, f"output={tmp_path / 'alone'}", "checkpoint.every=0")
@@ -303,7 +305,7 @@ def slow(tmp_path, monkeypatch, tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=only_full)])
 def test_one_rank_prepares_for_longer_than_a_process_group_waits(slow, tmp_path, ranks):
     run = tmp_path / f"run-{ranks}"
     recipe = slow(seconds=9.0)

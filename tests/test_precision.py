@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import chats, read_metrics, run_plugsft
+from conftest import chats, only_full, read_metrics, run_plugsft
 from making import activate, install
 from safetensors import safe_open
 from test_launch import config, finish, launch
@@ -100,11 +100,12 @@ def test_one_line_of_truth(tiny, tmp_path, monkeypatch, dtype, launcher, says, c
             "bf16",
             "weights float32, computed in bfloat16, optimizer states float32",
         ),
-        (
+        pytest.param(
             "fsdp2",
             "bfloat16",
             "bf16",
             "weights bfloat16, computed in bfloat16, optimizer states bfloat16",
+            marks=only_full,
         ),
         (
             "zero3",

@@ -164,7 +164,7 @@ def test_ctrl_c_says_what_was_best_so_far(place):
     assert not (place / "stopped.toml").exists()
 
 
-@pytest.mark.slow
+@only_full
 def test_ranks_are_launched_and_share_the_memory(place):
     file = ROOT / "recipes/accelerate/cpu2.yaml"
     launch = f"{sys.executable} -m accelerate.commands.launch --config_file {file}"

@@ -693,8 +693,8 @@ WEIGH = """
     ("kind", "launcher", "layout"),
     [
         ("full", "fsdp2", "shared fused again"),
-        ("full", "zero3", "packed"),
         ("lora", "zero3", "shared fused again"),
+        pytest.param("full", "zero3", "packed", marks=only_full),
         pytest.param("full", "zero3", "shared fused again", marks=only_full),
         pytest.param("full", "fsdp2", "again", marks=only_full),
         pytest.param("lora", "fsdp2", "shared fused", marks=only_full),

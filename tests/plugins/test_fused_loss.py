@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, chats, read_metrics, run_plugsft, run_ranks
+from conftest import ROOT, chats, only_full, read_metrics, run_plugsft, run_ranks
 from making import activate, install
 from peft import LoraConfig, get_peft_model
 from test_launch import config, finish, launch
@@ -455,7 +455,7 @@ LOOKS = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=only_full)])
 def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monkeypatch):
     activate(install(tmp_path / "site", looks=LOOKS), monkeypatch)
     recipe = tiny(rows=chats(21), train=TRAIN, eval={"every": 5, "split": "train[:5]"})

@@ -356,7 +356,7 @@ ALL = ("bfd_packing.capacity=256", "fused_loss.chunk=7", "gradient_checkpointing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
 @pytest.mark.parametrize(
     "more, beside",
     [

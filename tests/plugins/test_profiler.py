@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import chats, read_metrics, run_plugsft, run_ranks
+from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
 from making import activate, install
 from peft import LoraConfig, get_peft_model
 from test_launch import config, finish, launch
@@ -267,7 +267,7 @@ def test_a_run_that_is_stopped_early_has_no_profile(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu2", "fsdp2", "zero3"])
+@pytest.mark.parametrize("name", [pytest.param("cpu2", marks=only_full), "fsdp2", "zero3"])
 def test_every_rank_of_every_kind(tiny, tmp_path, name):
     recipe = tiny(train=TRAIN | {"micro_batch": 2, "steps": 6}, plugins={"profiler": {}})
     code, _, err = finish(launch(*config(name), "-m", "plugsft", recipe))
