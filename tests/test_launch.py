@@ -44,7 +44,7 @@ def curve(run: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu2", "fsdp2", "zero3"])
+@pytest.mark.parametrize("name", [pytest.param("cpu2", marks=only_full), "fsdp2", "zero3"])
 def test_ranks_learn_what_one_process_learns(tiny, tmp_path, name):
     """Windows of varying micro-steps, packed, with clipping at work, and tied embeddings."""
     recipe = tiny(
@@ -326,7 +326,7 @@ def test_a_rank_that_prepares_longer_than_the_others_is_waited_for(slow, tmp_pat
     assert code == 0, err
 
 
-@pytest.mark.slow
+@only_full
 def test_a_builder_that_is_killed_is_taken_over_by_the_next_launch(slow, tmp_path):
     run = tmp_path / "killed"
     words = (*config("cpu2"), "-m", "plugsft", slow(seconds=5.0), f"output={run}")
