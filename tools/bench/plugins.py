@@ -4,8 +4,8 @@
         [--tiny] [--json tools/bench/results/plugins.json] [--readme README.md]
 
 A decoder of some ten million weights, new, learns chats of many lengths. Plugins that cannot be
-used together are measured in a second bench; those that need a GPU, and those of preferences, in
-neither. Writes the figures, and the table between its marks in README.md.
+used together are measured in benches of their own; those that need a GPU, and those of preferences,
+in none. Writes the figures, and the table between its marks in README.md.
 """
 
 import json
@@ -36,14 +36,15 @@ TOGETHER = (
     "fused_loss",
     "flash_attention",
     "gradient_checkpointing",
-    "compile",
 )
-APART = ("length_group", "lora")
+APART = ("length_group", "lora", "profiler")
 """Not beside packing, or not where all others should learn the same."""
+COMPILED = ("bfd_packing", "compile")
+"""Compiling takes minutes, too long beside all others; it gains where sizes stay the same."""
 
 
 def main() -> None:
-    """Measure both, write the figures, and put the table in its place."""
+    """Measure all, write the figures, and put the table in its place."""
     parser = shared.command_line(__doc__)
     parser.set_defaults(json=ROOT / "tools/bench/results/plugins.json")
     parser.add_argument("--rounds", type=int, default=5)
@@ -64,7 +65,9 @@ def main() -> None:
         together = bench(folder, scratch, TOGETHER, {}, [*words, *instead])
         train = {key.removeprefix("train."): value for key, value in PADDED.items()}
         apart = bench(folder, scratch, APART, train, words)
-    report = {"benches": [together, apart]}
+        kept = ["--keep=bfd_packing", "--prepare-rounds=0"]
+        compiled = bench(folder, scratch, COMPILED, {}, [*words, *kept])
+    report = {"benches": [together, apart, compiled]}
     shared.keep(report, options.json)
     readme = options.readme.read_text(encoding="utf8")
     before, _, rest = readme.partition(BEGIN)
