@@ -32,6 +32,11 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and not out.quiet
 
 
+def counted(number: int, word: str) -> str:
+    """Return a number with its thing: 1 round, 2,000 rows."""
+    return f"{number:,} {word}{'s' * (number != 1)}"
+
+
 def size_of(count: float) -> str:
     """Write bytes as a person reads them."""
     for unit in ("B", "KiB", "MiB", "GiB"):

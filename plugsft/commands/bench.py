@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from .. import registry
-from ..console import progress, say
+from ..console import counted, progress, say
 from ..errors import PlugsftError, RecipeError
 from ..publish import write_text
 from ..reading import value_of
@@ -157,7 +157,7 @@ class Running:
     def done(self) -> str:
         """How much of it is measured."""
         steps, prepared = len(self.report["rounds"]), len(self.report["preparations"])
-        return f"{steps} whole rounds of steps and {prepared} of preparing"
+        return f"{counted(steps, 'whole round')} of steps and {prepared} of preparing"
 
     def measure(self, made: Trials) -> None:
         """Run all rounds of steps, then those of preparing."""
@@ -165,14 +165,14 @@ class Running:
         steps = line.trials_of(line.steppers)
         if line.steppers:
             took = self.first(made, steps["none"])
-            count = options.rounds * len(steps)
-            say(f"steps: {count} trials in {options.rounds} rounds, {duration(count * took)}")
+            count, rounds = options.rounds * len(steps), counted(options.rounds, "round")
+            say(f"steps: {count} trials in {rounds}, {duration(count * took)}")
             self.in_turn("rounds", options.rounds, self.step_trials(made, steps))
         again = options.rounds if options.prepare_rounds is None else options.prepare_rounds
         prepared = line.trials_of(line.preparers)
         # Tokens that the recipe names are made already.
         if again and line.preparers and not self.recipe.data.tokens:
-            say(f"preparing: {2 * again * len(prepared)} times, in {again} rounds")
+            say(f"preparing: {2 * again * len(prepared)} times, in {counted(again, 'round')}")
             self.in_turn("preparations", again, preparations(made, prepared))
 
     def first(self, made: Trials, left_out: Sequence[str]) -> float:

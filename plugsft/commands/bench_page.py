@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from ..console import counted
 from ..report import STYLE
 from .bench_words import Table, brings, notes, prepared, ran, without_empty
 from .benched import Bench
@@ -35,13 +36,13 @@ def write_page(path: Path, bench: Bench) -> None:
 def _head(bench: Bench) -> str:
     status = str(bench.report["status"])
     date = str(bench.report["date"])[:16].replace("T", " ")
-    name, count = escape(str(bench.report["name"])), len(bench.measured)
-    rounds = len(bench.report["rounds"]) or len(bench.report["preparations"])
+    name, count = escape(str(bench.report["name"])), counted(len(bench.measured), "plugin")
+    rounds = counted(len(bench.report["rounds"]) or len(bench.report["preparations"]), "round")
     return f"""<p class="meta"><span class="status {STATES[status]}">{status}</span>
 <time>{date}</time></p>
 <h1>What the plugins of {name} bring</h1>
-<p class="result">{count} plugin{"s" * (count != 1)}, each alone and left out, in {rounds}
-round{"s" * (rounds != 1)} of fresh processes.</p>"""
+<p class="result">{count}, each alone and left out, in {rounds}
+of fresh processes.</p>"""
 
 
 def _sections(bench: Bench) -> str:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ..console import size_of
+from ..console import counted, size_of
 from .benched import LEARNS, Bench, Figures, Line, costs, off
 from .lineup import BASELINE
 from .measured import NOISE, machine_line, spread
@@ -101,10 +101,10 @@ def notes(bench: Bench) -> Iterator[str]:
     report, settings = bench.report, bench.report["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"{machine_line(report['machine'])}; {versions}; {report['date'][:10]}."
-    count = len(report["rounds"])
+    rounds = counted(len(report["rounds"]), "round")
     launched = f", launched by `{settings['launch']}`" if settings["launch"] else ""
     yield (
-        f"Medians of {count} round{'s' * (count != 1)}, with the least and the most; each run is a "
+        f"Medians of {rounds}, with the least and the most; each run is a "
         f"process of its own{launched}, of {settings['steps']} steps after {settings['warmup']} to "
         "warm up. Alone: how many times as fast as with none. Among the others: all, beside all "
         "but this one. Once more: another run's preparing, with the same cache. Faster and slower "
