@@ -162,7 +162,7 @@ def test_a_plugin_goes_with_what_it_requires(recipe):
     ("words", "said"),
     [
         (["--keep", "nothin"], "--keep nothin: the recipe has no such plugin on; did you mean"),
-        (["--only", "slow"], "--only slow: the recipe has no such plugin on"),
+        (["--only", "slow"], "--only slow: the recipe has no such plugin on; it has "),
         (["--only", "both"], "--only both: it is always on"),
         (["--keep", "nothing"], "plugins: there is none to measure; add a table"),
         (["--instead", "nothing=8"], "--instead nothing=8: it is written PLUGIN:key.path=value"),

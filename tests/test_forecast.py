@@ -221,11 +221,13 @@ def test_every_strategy_has_its_line_and_the_best_its_launch(recipe, tmp_path):
     assert {"DDP", "ZeRO-2", "ZeRO-3", "FSDP2"} <= {*lines}
     assert held(lines["FSDP2"]) < held(lines["DDP"])
     assert "assumed: 50% of" in done.stdout and "2 x 8 H100, 80.0 GB each" in done.stdout
-    assert "14 of 16 ranks never get an example" in done.stdout
+    assert "14 of 16 ranks never get an example; raise train.batch_size" in done.stdout
     [best] = re.findall(
         r"best: .*config_file (\S+) --num_machines 2 --num_processes 16", done.stdout
     )
     assert (ROOT / best).exists()
+    more = run_plugsft("plan", recipe, "--gpus=64x8", "--gpu=H100", "train.batch_size=512")
+    assert re.search(r"ranks never get an example; there are \d\d examples in all", more.stdout)
     assert not (tmp_path / "run").exists()
 
 
@@ -251,6 +253,10 @@ def test_where_nothing_fits_a_line_that_fits_is_named_and_true(recipe):
         (["--gpus", "0x8"], "--gpus: given '0x8'; write it as 8 or, machines x GPUs, as 4x8"),
         (["--gpus", "many"], "--gpus: given 'many'"),
         (["--memory", "80"], "--memory: given '80', without a unit; write it as 80GB"),
+        (
+            ["--gpu", "A100", "--memory", "1MB"],
+            "--memory: 1 MB is no more than the 1.5 GB that dri",
+        ),
         (["--memory", "lots"], "--memory: given 'lots'"),
         (["--gpu", "H1000"], "--gpu: unknown 'H1000'; did you mean 'H100'?"),
         (["--gpu", "H100", "--probe"], "--probe: it measures this machine"),

@@ -46,6 +46,10 @@ def plan(path: Path, overrides: Sequence[str], without: Sequence[str], options: 
     cluster = Cluster(chip, machines, each)
     # Ranks on a processor share its memory.
     room = given or chip.memory / (1 if chip.gpu else each)
+    spare = SPARE[chip.gpu]
+    if given and given <= spare:
+        less = f"{gb(given)} is no more than the {gb(spare)} that {besides(chip)} take"
+        raise PlugsftError(f"--memory: {less}")
     active.answer(DataAnswers(recipe.folder))
     with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.named():
         scope = Scope(anchored(recipe), rows_of(recipe, active, Path(folder)), chip.gpu)
@@ -68,7 +72,7 @@ def plan(path: Path, overrides: Sequence[str], without: Sequence[str], options: 
         best = best_of(outcomes)
         if best is None:
             say(
-                f"nothing fits in {gb(room)}, of which {gb(SPARE[chip.gpu])} are not for tensors. "
+                f"nothing fits in {gb(room)}, of which {gb(spare)} are not for tensors. "
                 "What other lines would come to:"
             )
             for words, one in cures(scope, recipe, cluster, room):
@@ -131,16 +135,18 @@ def introduce(recipe: Recipe, rows: Rows, seen: Seen, cluster: Cluster, room: fl
     )
     say(f"model: {weights.count:,} parameters, {trained} trained, in {recipe.model.dtype}")
     shape = " x ".join(f"{side:,}" for side in load.batch["input_ids"].shape)
+    micro = f"{load.micro:,} micro-batch{'es' * (load.micro != 1)}"
     known = "all lengths are known" if rows.known else "the first rows stand for the others"
     say(
-        f"data: {load.tokens:,.0f} tokens a step, at most {load.micro:,} micro-batches of a rank, "
+        f"data: {load.tokens:,.0f} tokens a step, at most {micro} of a rank, "
         f"the largest {shape}; {known}"
     )
     if load.idle:
-        say(
-            f"warning: {load.idle:,} of {cluster.ranks:,} ranks never get an example; raise "
-            f"train.batch_size (now {recipe.train.batch_size:,}), or take fewer"
-        )
+        size, examples = recipe.train.batch_size, len(rows.order)
+        cure = f"raise train.batch_size (now {size:,}), or take fewer"
+        if examples < cluster.ranks:
+            cure = f"there are {examples:,} examples in all: take fewer"
+        say(f"warning: {load.idle:,} of {cluster.ranks:,} ranks never get an example; {cure}")
     where = f"{cluster.machines:,} x {cluster.each:,} {chip.name}"
     say(f"{'GPUs' if chip.gpu else 'ranks'}: {where}, {gb(room)} each\n")
 
@@ -196,8 +202,7 @@ def notes(recipe: Recipe, cluster: Cluster, outcomes: Sequence[Outcome]) -> list
         f"assumed: {PRODUCTS:.0%} of {peak / 1e12:,.3g} TFLOP/s in matrix products, {STREAM:.0%} "
         f"of {chip.bandwidth / GB:,.0f} GB/s from memory, {LINKS:.0%} of {chip.link / GB:,.3g} "
         f"GB/s in a machine and {chip.network * cluster.each / GB:,.3g} GB/s between machines, "
-        f"hidden behind up to {HIDDEN:.0%} of computing; {gb(spare)} besides for "
-        + ("driver, NCCL and gaps" if chip.gpu else "Python and its libraries")
+        f"hidden behind up to {HIDDEN:.0%} of computing; {gb(spare)} besides for {besides(chip)}"
     ]
     if cluster.speed != 1:
         found[0] += f"; computing {cluster.speed:.2f} times as fast as that, as the probe has shown"
@@ -215,6 +220,11 @@ def notes(recipe: Recipe, cluster: Cluster, outcomes: Sequence[Outcome]) -> list
             "note: glibc keeps some of what is freed; MALLOC_MMAP_THRESHOLD_=262144 gives it back"
         )
     return found
+
+
+def besides(chip: Chip) -> str:
+    """Name what takes memory beside tensors."""
+    return "driver, NCCL and gaps" if chip.gpu else "Python and its libraries"
 
 
 def gb(size: float) -> str:

@@ -77,7 +77,9 @@ def line_up(active: Active, keep: Sequence[str], only: Sequence[str]) -> Lineup:
     for option, names in (("--keep", keep), ("--only", only)):
         for name in names:
             if name not in there:
-                hint = did_you_mean(name, there) or f"; it has {', '.join(there) or 'none'}"
+                hint = did_you_mean(name, there) or (
+                    f"; it has {', '.join(there) or 'none'}: add [plugins.{name}]"
+                )
                 raise RecipeError(f"{option} {name}: the recipe has no such plugin on{hint}")
     kept = {name: why for name in there if (why := _needed(active, name))}
     kept |= dict.fromkeys(keep, "--keep")
