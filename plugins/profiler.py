@@ -24,6 +24,7 @@ from plugsft import (
     Machine,
     Measured,
     Recipe,
+    RecipeError,
     Shapes,
     Tokens,
     bottlenecks,
@@ -316,7 +317,13 @@ class Profiler:
 
     @hookimpl
     def record(self, run: dict[str, Any]) -> None:
-        """At the end, say what came of it, and write it down."""
+        """Refuse steps that never come; at the end, say what came of it, and write it down."""
+        if run["status"] == "running":
+            steps = run["steps"]["total"]
+            if never := [step for step in self.trace if step > steps]:
+                raise RecipeError(
+                    f"plugins.profiler.trace: {never[0]} of {steps} steps never comes"
+                )
         if run["status"] == "running" or not self.steps:
             return
         mine = np.mean(self.steps, 0)

@@ -125,14 +125,7 @@ def tune(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a probe that are measured.")] = 8,
-    launch: Annotated[
-        str,
-        typer.Option(
-            metavar="COMMAND",
-            help='Starts ranks: "accelerate launch --config_file FILE"; one process unless said.',
-            show_default=False,
-        ),
-    ] = "",
+    launch: Launch = "",
     to: Annotated[
         Path | None,
         typer.Option(

@@ -1,5 +1,6 @@
 """What holds a run back, by rules: its share, and the line of the recipe that mends it."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -114,9 +115,13 @@ def slowest(recipe: Recipe, measured: Measured, imbalance: float) -> Finding | N
 
 def rhythms(recipe: Recipe, measured: Measured, steps: int) -> Iterator[Finding]:
     """Yield what is done too often, and what travels too much."""
+    rhythm = {
+        "checkpoint": recipe.checkpoint.interval(steps),
+        "evaluation": recipe.eval.every if recipe.eval else 0,
+    }
     cures = {
-        "checkpoint": (0.1, f"raise checkpoint.every from {recipe.checkpoint.interval(steps)}"),
-        "evaluation": (0.3, f"raise eval.every from {recipe.eval.every if recipe.eval else 0}"),
+        "checkpoint": (0.1, "raise checkpoint.every"),
+        "evaluation": (0.3, "raise eval.every"),
         "logging": (0.05, "see which plugin hears `log`: `plugsft plugins RECIPE`"),
         "exchange": (
             0.25,
@@ -126,4 +131,7 @@ def rhythms(recipe: Recipe, measured: Measured, steps: int) -> Iterator[Finding]
     }
     for name, (limit, cure) in cures.items():
         if (share := measured.shares[name]) >= limit:
+            if often := rhythm.get(name):
+                # Where it takes but half of what is allowed; the rest of a step stays as it is.
+                cure += f" from {often:,} to {math.ceil(often * share / (1 - share) * 2 / limit):,}"
             yield share, f"{name} {share:.0%}: {cure}"

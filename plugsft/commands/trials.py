@@ -97,6 +97,8 @@ class Trials:
         self.tables = anchored(recipe)
         self.tables.pop("eval", None)
         self.tables["checkpoint"] = {"every": 0}
+        # Of a run's steps, not of a trial's.
+        self.tables["plugins"].get("profiler", {}).pop("trace", None)
         self._tokenizer, self._count = tokenizer, 0
         if 0 < examples < len(tokens):
             self.use(spread_out(tokens, examples))

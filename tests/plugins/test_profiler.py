@@ -261,6 +261,13 @@ def test_a_trace_is_written_for_perfetto(tiny, tmp_path):
     assert any("Optimizer.step" in str(name) for name in names)
 
 
+def test_a_step_that_never_comes_is_not_waited_for(tiny, tmp_path):
+    recipe = tiny(train=TRAIN | {"steps": 5}, plugins={"profiler": {"trace": [3, 99]}})
+    done = run_plugsft(recipe)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert done.stderr == "error: plugins.profiler.trace: 99 of 5 steps never comes\n"
+
+
 def test_a_run_that_is_stopped_early_has_no_profile(tiny, tmp_path):
     done = run_plugsft(tiny(train=TRAIN | {"steps": 2}, plugins={"profiler": {}}))
     assert done.returncode == 0 and not (tmp_path / "run/profile.json").exists()
