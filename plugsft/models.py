@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,8 +46,9 @@ class Load:
     empty: bool = False
     """Whether weights stay in their files until the model is spread, and each rank reads its own;
     a plugin that needs to see them says False."""
-    _names: dict[int, str] = field(default_factory=dict, init=False)
-    """Of each parameter, by its id, the name in the files."""
+    _names: Any = field(default_factory=WeakTensorKeyDictionary, init=False)
+    """Parameter without weights -> its name in the files. An entry ends with its parameter: the
+    id of a freed one may come back as another's."""
     _files: dict[str, str] = field(default_factory=dict, init=False)
     """Of each name, the file that has it."""
 
@@ -64,7 +66,7 @@ class Load:
 
     def names_in(self, model: Module) -> dict[str, str]:
         """Return the names of tensors that have no weights yet, with those in the files."""
-        found = {name: self._names.get(id(one)) for name, one in model.named_parameters()}
+        found = {name: self._names.get(one) for name, one in model.named_parameters()}
         lost = [name for name, one in model.named_parameters() if one.is_meta and not found[name]]
         if lost:
             raise PluginError(
@@ -97,15 +99,18 @@ class Load:
             make: Any = AutoModelForCausalLM.from_config
             model: PreTrainedModel = make(config, **rest)
         model.tie_weights()
-        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._names = WeakTensorKeyDictionary({one: name for name, one in model.named_parameters()})
         self._files = files_of(self.path, self.kwargs.get("revision"))
         self.empty = self._can_be_read(model)
-        return model if self.empty else None
+        if not self.empty:
+            self._names = WeakTensorKeyDictionary()
+            return None
+        return model
 
     def _can_be_read(self, model: PreTrainedModel) -> bool:
         """Tell whether the files have each tensor as the model has it, and nothing else is kept."""
         shapes = {
-            self._names[id(one)]: list(getattr(one, "ds_shape", one.shape))
+            self._names[one]: list(getattr(one, "ds_shape", one.shape))
             for one in model.parameters()
         }
         lasting = {name for name, _ in model.named_buffers()} & {*model.state_dict()}

@@ -3,7 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from plugsft import RecipeError
 from plugsft.models import Load
@@ -71,3 +77,20 @@ def test_what_rows_do_not_reach_is_loaded_whole(folder, monkeypatch, more):
     model.save_pretrained(folder)
     model, load = loaded(folder)
     assert not load.empty and float(model.scale.data.max()) == 7.0
+
+
+EXPERTS = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=2),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=8),
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_model_that_is_loaded_whole_has_nothing_left_in_its_files(tmp_path, family):
+    """The ids of the model that was made first, and freed, come back as those of the second."""
+    AutoModelForCausalLM.from_config(EXPERTS[family]).save_pretrained(tmp_path)
+    for _ in range(12):
+        model, load = loaded(tmp_path)
+        names = load.names_in(model)
+        assert load.empty == bool(names)
+        assert all(name == stored for name, stored in names.items())
