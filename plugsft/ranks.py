@@ -20,6 +20,7 @@ from torch.nn import Module
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from .agree import host_group
 from .errors import LaunchError, TrainError
 from .machine import Machine
 from .precision import ensure_no_other, mixed, on_cpu
@@ -86,6 +87,8 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             f"{accelerator.num_processes} of {kind.value}. {CURE}"
         )
     _ensure_heard(accelerator)
+    if machine.world_size > 1:
+        host_group()
     if deepspeed:
         # DeepSpeed calls names of torch that torch wants called otherwise, at every step.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)

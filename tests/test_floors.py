@@ -36,6 +36,7 @@ FLOORS = _words("""
     answers context schedule pretrained
     work
     keys
+    agree
     batches memory documents heads models shapes rules answers_model
     parts spread precision ranks stop
     feeder prelude

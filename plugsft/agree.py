@@ -1,0 +1,117 @@
+"""Ranks agree on the host: an operation succeeded on every rank, or all of them end.
+
+A rank that raises between two collectives would leave the others waiting in the next one. So work
+that can fail is done inside `agreed`, and what must be equal on all ranks is compared by
+`ensure_alike`. Both cost one small all-reduce where all is well; text is exchanged on failure only.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from accelerate import Accelerator
+
+from .errors import LaunchError, PlugsftError, TrainError
+
+
+class PeerError(TrainError):
+    """Another rank failed; this one ends with that rank's reason."""
+
+
+@functools.cache
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group that carries agreements: the default one if that is gloo, or a second.
+
+    All ranks call it first at the same place, in `connect`, because making a group is a collective.
+    """
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+@contextmanager
+def agreed(accelerator: Accelerator, operation: str) -> Iterator[None]:
+    """Run a body on every rank; where it failed on one, raise on all of them.
+
+    The body holds no collectives. The rank that failed raises its own error, every other one a
+    PeerError (a TrainError) with that rank's number and reason.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    try:
+        if _equal(operation, failed=error is not None):
+            return
+        reports = _gathered((operation, None if error is None else reason_of(error)))
+    finally:
+        # Also where the others have ended already and cannot be told.
+        if error is not None:
+            raise error
+    for rank, (_, reason) in enumerate(reports):
+        if reason is not None:
+            raise PeerError(f"rank {rank} failed in {operation}: {reason}")
+    doing = [name for name, _ in reports]
+    raise TrainError(f"the ranks are at different operations: {_groups(doing)}")
+
+
+def ensure_alike(accelerator: Accelerator, facts: Mapping[str, str], cure: str) -> None:
+    """Refuse to go on where facts that must be equal on all ranks are not; name them."""
+    if accelerator.num_processes == 1:
+        return
+    if _equal(repr(sorted(facts.items())), failed=False):
+        return
+    reports = _gathered(dict(facts))
+    names = sorted({name for report in reports for name in report})
+    columns = {name: [report.get(name, "not set") for report in reports] for name in names}
+    differing = [
+        f"{name}: {_groups(values)}" for name, values in columns.items() if len({*values}) > 1
+    ]
+    raise LaunchError(f"the ranks differ in {'; '.join(differing)}. {cure}")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error in one line, as another rank repeats it."""
+    text = "; ".join(str(error).splitlines())
+    return text if isinstance(error, PlugsftError) else f"{type(error).__name__}: {text}"
+
+
+def _equal(text: str, failed: bool) -> bool:
+    """Tell whether all ranks hold the same text and none has failed, in one all-reduce."""
+    number = xxhash.xxh3_64_intdigest(text.encode()) >> 2  # it and its negative fit in 64 bits
+    largest = torch.tensor([number, -number, int(failed)])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, host_group())
+    return bool(largest[0] == -largest[1]) and not largest[2]
+
+
+def _gathered(value: Any) -> list[Any]:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, value, host_group())
+    return reports
+
+
+def _groups(values: list[str]) -> str:
+    """Say which ranks have which value: "ranks 0-3 have a, rank 4 has b"."""
+    said = []
+    for value in dict.fromkeys(values):
+        ranks = [rank for rank, other in enumerate(values) if other == value]
+        said.append(f"{_ranges(ranks)} {'have' if ranks[1:] else 'has'} {value}")
+    return ", ".join(said)
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Write rank numbers as a person would: "rank 3", "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
+    return f"rank{'s' if ranks[1:] else ''} {words}"

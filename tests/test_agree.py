@@ -1,0 +1,140 @@
+"""Ranks agree on the host: did an operation succeed on all of them, and are they alike?"""
+
+import os
+import socket
+import time
+from functools import partial
+
+import pytest
+from accelerate import Accelerator
+from conftest import FORKS
+
+from plugsft.agree import agreed, ensure_alike
+from plugsft.errors import DiskError, LaunchError, TrainError
+
+RANKS = 4
+
+
+def _fail(rank, failing, error):
+    if rank in failing:
+        raise error
+
+
+# Operations that four ranks enter one after another, as a run does: each with the body's error.
+FULL = DiskError("checkpoints: cannot be written: the disk is full", "free some")
+CASES = {
+    "fine": ("saving step 1", lambda rank: None),
+    "the main rank fails": ("saving step 2", lambda rank: _fail(rank, [0], FULL)),
+    "the last fails": ("loading", lambda rank: _fail(rank, [3], ValueError("two\nlines"))),
+    "two fail": ("saving step 3", lambda rank: _fail(rank, [1, 2], KeyError(f"weight {rank}"))),
+    "fine again": ("saving step 4", lambda rank: None),
+}
+
+
+def _rank(rank, port, answers):
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        OMP_NUM_THREADS="1",
+    )
+    accelerator = Accelerator(cpu=True)
+    said = {}
+
+    def note(name, enter, body=lambda rank: None):
+        try:
+            with enter():
+                body(rank)
+        except Exception as error:
+            said[name] = (type(error).__name__, str(error))
+
+    for name, (operation, body) in CASES.items():
+        note(name, partial(agreed, accelerator, operation), body)
+    note("elsewhere", partial(agreed, accelerator, "saving" if rank else "evaluating"))
+
+    try:
+        ensure_alike(accelerator, {"tokens": "a", "seed": "1"}, "Cure.")
+        ensure_alike(accelerator, {"tokens": "ab"[rank == 2], "seed": str(rank // 2)}, "Cure.")
+    except LaunchError as error:
+        said["alike"] = str(error)
+    started = time.perf_counter()
+    for _ in range(100):
+        with agreed(accelerator, "a step"):
+            pass
+    said["seconds"] = (time.perf_counter() - started) / 100
+    answers.put((rank, said))
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What each of four ranks was told."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = FORKS.Queue()
+    ranks = [FORKS.Process(target=_rank, args=(rank, port, answers)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    found = dict(answers.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    return [found[rank] for rank in range(RANKS)]
+
+
+def test_where_nothing_fails_nothing_is_said_and_it_is_cheap(said):
+    assert not any({"fine", "fine again"} & {*one} for one in said)
+    print(f"\nan agreement of {RANKS} ranks: {said[0]['seconds'] * 1e3:.2f} ms")
+    assert said[0]["seconds"] < 0.1
+
+
+@pytest.mark.parametrize(
+    "name, failing, own, others",
+    [
+        (
+            "the main rank fails",
+            [0],
+            ("DiskError", str(FULL)),
+            f"rank 0 failed in saving step 2: {FULL}",
+        ),
+        (
+            "the last fails",
+            [3],
+            ("ValueError", "two\nlines"),
+            "rank 3 failed in loading: ValueError: two; lines",
+        ),
+        (
+            "two fail",
+            [1, 2],
+            ("KeyError", "'weight {rank}'"),
+            "rank 1 failed in saving step 3: KeyError: 'weight 1'",
+        ),
+    ],
+)
+def test_a_rank_that_fails_ends_all_with_its_reason(said, name, failing, own, others):
+    for rank, one in enumerate(said):
+        kind, text = own
+        expected = (kind, text.format(rank=rank)) if rank in failing else ("PeerError", others)
+        assert one[name] == expected, rank
+
+
+def test_ranks_at_different_operations_are_told_of_both(said):
+    text = "the ranks are at different operations: rank 0 has evaluating, ranks 1-3 have saving"
+    assert {one["elsewhere"] for one in said} == {("TrainError", text)}
+
+
+def test_ranks_that_differ_are_told_in_what(said):
+    text = (
+        "the ranks differ in seed: ranks 0-1 have 0, ranks 2-3 have 1; "
+        "tokens: ranks 0-1, 3 have a, rank 2 has b. Cure."
+    )
+    assert {one["alike"] for one in said} == {text}
+
+
+def test_one_process_agrees_with_itself():
+    accelerator = Accelerator(cpu=True)
+    ensure_alike(accelerator, {"tokens": "a"}, "Cure.")
+    with pytest.raises(TrainError, match="mine"), agreed(accelerator, "saving"):
+        raise TrainError("mine")
