@@ -32,6 +32,19 @@ def check_context(recipe: Recipe) -> None:
         )
 
 
+def check_ids(recipe: Recipe, largest: int) -> None:
+    """Refuse token ids for which the model has no embedding, where its configuration tells."""
+    if recipe.model.scratch:
+        return
+    size = getattr(load_config(recipe.model).get_text_config(), "vocab_size", None)
+    if isinstance(size, int) and largest >= size:
+        raise RecipeError(
+            f"model: the tokenizer gives the token id {largest}, but the model knows only {size} "
+            "ids; use the model's own tokenizer (model.tokenizer), or a model whose embeddings "
+            "were resized for this one"
+        )
+
+
 def context_of(config: PretrainedConfig) -> int | None:
     """Return the longest sequence a model was made for, where its configuration says."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

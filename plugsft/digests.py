@@ -22,6 +22,21 @@ def digest(key: dict[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def sealed(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return facts with a checksum of them, for a JSON file that is read back."""
+    # As it will be read: JSON has no other keys than texts, and no tuples.
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain | {"checksum": digest(plain)}
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    """Return the facts of such a file; raise ValueError where they are not what was written."""
+    facts = json.loads(text)
+    if not isinstance(facts, dict) or facts.pop("checksum", None) != digest(facts):
+        raise ValueError("its content does not fit its checksum")
+    return facts
+
+
 def file_digest(path: Path) -> str:
     """Return a fast checksum of a file's bytes."""
     checksum = xxhash.xxh3_128()

@@ -9,9 +9,9 @@ from . import work as work_module
 from .digests import digest, file_digest
 from .reading import flatten
 from .registry import Active, contract_of, options_of
+from .shards import FORMAT
 from .sources import Source
 from .templates import training_template
-from .tokens import FORMAT
 from .work import Work
 
 MAKERS = ("render", "encode")

@@ -66,6 +66,7 @@ class Plan:
     def window(self, step: int) -> Window:
         """Return the window of a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
+        self.tokens.ensure_unchanged()
         layout = self._epoch(epoch)[number]
         ranks = [np.concatenate(parts) for parts in layout]
         shares = [int(self.tokens.lengths[chosen].sum()) for chosen in ranks]

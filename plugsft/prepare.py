@@ -11,16 +11,18 @@ from transformers import PreTrainedTokenizerBase
 from .answers import opened as mapped
 from .claims import once
 from .console import say
+from .context import check_ids
 from .digests import digest
 from .errors import DataError, PlugsftError, RecipeError
 from .keys import differences, key_of, makers, with_sources
 from .pretrained import Render, load_tokenizer, train_tokenizer
 from .recipe import Recipe, Source
 from .registry import Active
+from .shards import write_index
 from .sources import Source as Opened
 from .sources import ensure_columns, open_source, slices_of
 from .tokenizer import OWN, Tokenizer, lighten
-from .tokens import Tokens, write_index
+from .tokens import Tokens
 from .types import Rendered, Row, Shard
 from .work import Work, complain, joined, render
 
@@ -58,6 +60,8 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
     if recipe.eval is not None:
         job.work.sources = [eval_source(recipe)]
         held_out = _tokens(job.work, [open_source(job.work.sources[0])], active)
+    for some in (tokens, held_out):
+        check_ids(recipe, some.facts["largest_id"] if some else 0)
     return Prepared(job.tokenizer, job.tokenizer_folder, tokens, held_out)
 
 
@@ -201,6 +205,7 @@ def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, An
         "examples": whole.examples,
         "tokens": whole.tokens,
         "trained_tokens": whole.trained,
+        "largest_id": whole.largest,
         "bad_rows": {
             reason: {"count": len(rows), "rows": rows[:10]} for reason, rows in bad.items()
         },

@@ -104,6 +104,8 @@ class Shard:
     mask: str = ""
     engines: dict[str, int] = field(default_factory=dict)
     """How many texts each engine encoded."""
+    largest: int = 0
+    """The largest token id."""
     stamp: list[int | str] = field(default_factory=list)
     """The file's size and checksum."""
 

@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .answers import DataAnswers
-from .digests import file_digest
+from .digests import file_digest, sealed, unsealed
 from .errors import DataError
 from .hooks import Hooks
 from .jsonl import fault
 from .publish import write_text
 from .recipe import Data, Source
 from .registry import rebuild
+from .shards import Examples, sums_of, write_shard
 from .tokenizer import Tokenizer, size_of
-from .tokens import Examples, sums_of, write_shard
 from .types import Encoded, Ints, Rendered, Row, Shard, Slice, Span
 
 Marks = NDArray[np.bool_]
@@ -64,11 +64,12 @@ class Work:
         if shard.too_long and self.data.too_long == "error":
             raise DataError(complain(longer, self.where(part)) + CURE_LONG)
         shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
+        shard.largest = int(examples.ids.max(initial=0))
         path = self.folder / shard.file
         shard.trained = write_shard(path, examples)
         shard.stamp = [path.stat().st_size, file_digest(path)]
         # Written last: a shard that has it is whole, and need not be made again after a kill.
-        write_text(path.with_suffix(".json"), json.dumps(asdict(shard)))
+        write_text(path.with_suffix(".json"), json.dumps(sealed(asdict(shard))))
         return shard
 
     def where(self, part: Slice) -> str:
@@ -81,7 +82,7 @@ class Work:
         """Return the shard of a slice that a killed build left behind, if it is whole."""
         path = self.folder / f"data-{part.source:02d}-{part.start:012d}.arrow"
         try:
-            shard = Shard(**json.loads(path.with_suffix(".json").read_text()))
+            shard = Shard(**unsealed(path.with_suffix(".json").read_text()))
             whole = shard.stamp == [path.stat().st_size, file_digest(path)]
         except (OSError, ValueError, TypeError):
             return None
@@ -147,6 +148,7 @@ def joined(shards: Sequence[Shard]) -> Shard:
         whole.examples += shard.examples
         whole.tokens += shard.tokens
         whole.trained += shard.trained
+        whole.largest = max(whole.largest, shard.largest)
         whole.too_long += shard.too_long
         whole.truncated += shard.truncated
         for reason, rows in shard.bad.items():

@@ -19,7 +19,8 @@ from transformers import (
 from plugsft import RecipeError, TrainError, attend_per_document, documents_of, ensure_apart, pack
 from plugsft.batches import IGNORED
 from plugsft.documents import ATTENTION, attend
-from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.shards import Examples, write_index, write_shard
+from plugsft.tokens import Tokens
 from plugsft.types import Shard
 
 SMALL = {

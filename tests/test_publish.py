@@ -420,7 +420,7 @@ def fill_python(building):
 def fill_arrow(building):
     import numpy as np
 
-    from plugsft.tokens import Examples, write_shard
+    from plugsft.shards import Examples, write_shard
 
     many = np.ones(800_000, np.int32)
     counts = np.array([len(many)])

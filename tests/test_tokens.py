@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugsft import tokens as tokens_module
+from plugsft import shards as shards_module
 from plugsft.digests import digest
-from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.shards import Examples, write_index, write_shard
+from plugsft.tokens import Tokens
 from plugsft.types import Shard
 
 SEQUENCE = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=40)
@@ -58,12 +59,12 @@ def write(folder, shards):
 
 
 @settings(max_examples=60, deadline=None)
-@given(SHARDS, st.booleans(), st.sampled_from([7, tokens_module.MOST]))
+@given(SHARDS, st.booleans(), st.sampled_from([7, shards_module.MOST]))
 def test_what_is_read_is_what_was_written(tmp_path_factory, shards, in_memory, most):
     folder = tmp_path_factory.mktemp("tokens")
     with pytest.MonkeyPatch.context() as patch:
         # A shard of many tokens is written in several batches, whose offsets start anew.
-        patch.setattr(tokens_module, "MOST", most)
+        patch.setattr(shards_module, "MOST", most)
         everything = write(folder, shards)
     tokens = Tokens(folder, in_memory)
     assert len(tokens) == len(everything)
@@ -84,7 +85,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, shards, in_memory, m
 def test_datasets_opens_it_with_the_same_content(tmp_path_factory, shards):
     folder = tmp_path_factory.mktemp("tokens")
     everything = write(folder, shards)
-    data = datasets.load_from_disk(str(folder))
+    data, tokens = datasets.load_from_disk(str(folder)), Tokens(folder)
     assert data.to_list() == [
         {
             "input_ids": [token for part in example for token, _ in part],
@@ -93,6 +94,7 @@ def test_datasets_opens_it_with_the_same_content(tmp_path_factory, shards):
             "shared": alike(example),
             "trained": sum(yes for part in example for _, yes in part),
             "row": number,
+            "checksum": int(tokens._checksums.view(np.int64)[number]),
         }
         for number, example in enumerate(everything)
     ]

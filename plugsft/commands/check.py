@@ -14,14 +14,14 @@ from rich.text import Text
 from .. import registry
 from ..answers import DataAnswers
 from ..console import out, say, size_of
-from ..context import check_context
+from ..context import check_context, check_ids
 from ..contracts import mark_of
 from ..errors import DataError, PlugsftError, RecipeError
 from ..keys import MAKERS
 from ..machine import free_disk, look
 from ..plan import shuffled
 from ..prepare import describe, eval_source, job_of, named
-from ..recipe import Data, Recipe, Source, Train
+from ..recipe import Recipe, Source, Train
 from ..registry import Active
 from ..schedule import check_schedule
 from ..sources import Source as Opened
@@ -133,7 +133,7 @@ def _data(
         for number in range(len(rows)):
             if work is not None:
                 with findings.about("rows"):
-                    lengths[number] = _rows(findings, recipe.data, active, work, rows, number)
+                    lengths[number] = _rows(findings, recipe, active, work, rows, number)
                     tokens += lengths[number].sum()
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
@@ -142,7 +142,7 @@ def _data(
                     findings.warn("eval", "measures the loss on the very rows that are trained on")
                 elif (found := _open(findings, "eval", held_out)) is not None and work:
                     work.sources = [held_out]
-                    tokens += _rows(findings, recipe.data, active, work, [found], 0).sum()
+                    tokens += _rows(findings, recipe, active, work, [found], 0).sum()
     if not complete:
         return np.zeros(0, np.int64), tokens
     epoch = [
@@ -157,6 +157,7 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[st
     with findings.about("data"):
         if not wrong:
             tokens = named(recipe, job_of(recipe, active), active)
+            check_ids(recipe, tokens.facts["largest_id"])
             findings.ok("data", describe(tokens.facts, "prepared before").removeprefix("data: "))
             sources = [(one["examples"], one["weight"]) for one in tokens.facts["sources"]]
             return tokens.lengths[shuffled(sources, recipe.train.seed, 0)]
@@ -189,11 +190,16 @@ def _work(
 
 
 def _rows(
-    findings: Findings, data: Data, active: Active, work: Work, opened: list[Opened], number: int
+    findings: Findings,
+    recipe: Recipe,
+    active: Active,
+    work: Work,
+    opened: list[Opened],
+    number: int,
 ) -> Ints:
     """Judge the first rows of a source as preparing would; return the lengths of all, about."""
     sample, source = take(work, opened, number, 0, ROWS), work.sources[number].source
-    shard, problems = sample.shard, []
+    shard, data, problems = sample.shard, recipe.data, []
     where = f"{source}: of the first {len(sample.rows):,} rows,"
     if shard.examples:
         findings.ok(
@@ -220,6 +226,7 @@ def _rows(
         findings.warn("rows", f"{text}; they will be cut")
     for warning in judge_chats(sample, work, opened[number], active)[1]:
         findings.warn("rows", f"{source}: {warning}")
+    check_ids(recipe, shard.largest)
     if problems:
         raise DataError("\n".join(problems))
     return np.resize(sample.tokens.lengths, len(opened[number]))

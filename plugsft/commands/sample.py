@@ -11,9 +11,10 @@ from ..prepare import renderer
 from ..pretrained import load_tokenizer, train_tokenizer
 from ..recipe import Recipe
 from ..registry import Active
+from ..shards import write_index
 from ..sources import Source as Opened
 from ..tokenizer import lighten
-from ..tokens import Tokens, write_index
+from ..tokens import Tokens
 from ..types import Shard, Slice
 from ..work import Work, joined
 

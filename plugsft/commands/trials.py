@@ -29,7 +29,8 @@ from ..reading import anchored
 from ..recipe import Recipe
 from ..registry import Active
 from ..report import read_metrics
-from ..tokens import Examples, Tokens, write_index, write_shard
+from ..shards import Examples, write_index, write_shard
+from ..tokens import Tokens
 from ..types import Ints, Shard
 
 ELSEWHERE = ("tracker",)

@@ -13,8 +13,9 @@ from ..plan import shuffled
 from ..prepare import job_of, named
 from ..recipe import Recipe
 from ..registry import Active
+from ..shards import write_index
 from ..sources import ensure_columns, open_source
-from ..tokens import Tokens, write_index
+from ..tokens import Tokens
 from ..types import Batch, Ints, Slice
 from .sample import worker
 

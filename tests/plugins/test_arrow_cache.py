@@ -23,6 +23,7 @@ from making import activate, install
 
 from plugsft import RecipeError, answers, prepare, sources, testing
 from plugsft.answers import DataAnswers
+from plugsft.digests import sealed, unsealed
 from plugsft.machine import look
 from plugsft.publish import damage, is_published, publish
 from plugsft.registry import check, resolve
@@ -147,9 +148,9 @@ def flip(path, at=-1):
 
 
 def other_key(entry):
-    facts = json.loads((entry / "facts.json").read_text())
+    facts = unsealed((entry / "facts.json").read_text())
     facts["key_parts"]["options"]["max_length"] = 3
-    (entry / "facts.json").write_text(json.dumps(facts))
+    (entry / "facts.json").write_text(json.dumps(sealed(facts)))
     again = entry.with_name("again")
     with publish(again) as folder:
         for path in entry.glob("[!m]*"):

@@ -16,7 +16,8 @@ from plugsft.plan import Windows as Plain
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
 from plugsft.recipe import Train
 from plugsft.registry import check, resolve
-from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.shards import Examples, write_index, write_shard
+from plugsft.tokens import Tokens
 from plugsft.types import Shard
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=80)

@@ -18,7 +18,8 @@ import tomli_w
 
 from plugsft.commands import measured
 from plugsft.commands.measured import head, machine_line, spread, times_as_fast
-from plugsft.tokens import Examples, Tokens, write_index, write_shard
+from plugsft.shards import Examples, write_index, write_shard
+from plugsft.tokens import Tokens
 from plugsft.types import Ints, Shard
 
 # What `plugsft bench` measures with.
