@@ -50,14 +50,16 @@ class BfdPacking:
     scope: Literal["step", "dataset"] = "step"
     """What is packed together: the examples of one step, or of the whole epoch."""
     overlong: Literal["error", "truncate", "split"] = "error"
-    """What happens to examples of more tokens than a micro-batch may have. Each part of a split one
-    is an example of its own, so that steps hold others."""
+    """What happens to examples with more tokens than `capacity`. "split" makes each part an example
+    of its own, so steps hold other examples. Parts without a trained token are left out."""
 
     room: int = state(0)
     long: int = state(0)
     """Examples of more tokens than fit."""
     parts: int = state(0)
     """How many examples more there are for being split."""
+    untrained: int = state(0)
+    """Cut examples and parts that were left out because they have no target."""
     even: float = state(float(TYPICAL))
     """Length at which attention costs as much as everything else."""
     apart: str = state("")
@@ -81,6 +83,11 @@ class BfdPacking:
                 "what you have"
             )
         halves = [one.source for one in recipe.data.all_sources() if one.weight % 1]
+        if self.overlong != "error" and recipe.has("dpo"):
+            raise RecipeError(
+                f'overlong = "{self.overlong}" would cut one answer of a pair; remove it, and set '
+                f"capacity to the longest pair: {longest} holds every one"
+            )
         if self.scope == "dataset" and halves:
             raise RecipeError(
                 f'scope = "dataset" cannot take a part of {halves[0]} anew in each epoch, since '
@@ -144,7 +151,10 @@ class BfdPacking:
             said.append(f"{self.used / self.made / self.room:.0%} full on average")
         long = f"{self.long:,} longer examples cut" if self.long else ""
         if self.long and self.overlong == "split":
-            long = f"{self.long:,} longer examples split, of which {self.parts:,} more were made"
+            long = f"{self.long:,} longer examples split, which made {self.parts:,} more"
+        if self.untrained:
+            what = "parts" if self.overlong == "split" else "cut examples"
+            long += f"; {self.untrained:,} {what} left out, which have no trained token"
         return "; ".join(filter(None, [*said, self.rows, long, self.apart]))
 
     def cost(self, lengths: Ints) -> Any:
@@ -165,23 +175,43 @@ class BfdPacking:
         )
 
     def fitting(self, tokens: Tokens) -> Tokens:
-        """Return tokens of which none is longer than a micro-batch."""
+        """Return tokens whose examples all fit a micro-batch and have a target."""
         long = np.flatnonzero(tokens.lengths > self.room)
         self.long += len(long)
         if not len(long):
             return tokens
-        if self.overlong == "error":
+        if self.overlong == "error" or tokens.facts["pairs"]:
             raise DataError(self.too_long(tokens.lengths, tokens.rows[long]))
         if self.overlong == "truncate":
             numbers = np.arange(len(tokens))
-            return tokens.stretches(numbers, 0 * numbers, np.minimum(tokens.lengths, self.room))
-        parts = -(-tokens.lengths // self.room)
-        self.parts += int(parts.sum()) - len(parts)
-        numbers = np.repeat(np.arange(len(tokens)), parts)
-        skips = (np.arange(len(numbers)) - np.repeat(np.cumsum(parts) - parts, parts)) * self.room
-        return tokens.stretches(
-            numbers, skips, np.minimum(tokens.lengths[numbers] - skips, self.room)
-        )
+            skips, kind = 0 * numbers, "the first"
+        else:
+            parts, kind = -(-tokens.lengths // self.room), "a part of"
+            self.parts += int(parts.sum()) - len(parts)
+            numbers = np.repeat(np.arange(len(tokens)), parts)
+            firsts = np.repeat(np.cumsum(parts) - parts, parts)
+            skips = (np.arange(len(numbers)) - firsts) * self.room
+        lengths = np.minimum(tokens.lengths[numbers] - skips, self.room)
+        cut = tokens.stretches(numbers, skips, lengths)
+        reason = f"no trained token in {kind} {self.room:,} tokens of an example"
+        return self.with_targets(tokens, cut, (numbers, skips, lengths), reason)
+
+    def with_targets(
+        self, tokens: Tokens, cut: Tokens, stretches: tuple[Ints, Ints, Ints], reason: str
+    ) -> Tokens:
+        """Leave out the stretches that have no target; name their rows in the facts."""
+        trained = cut.trained > 0
+        if trained.all():
+            return cut
+        if not trained.any():
+            raise DataError(f"plugins.bfd_packing: {reason}, for every example; raise capacity")
+        numbers, skips, lengths = (one[trained] for one in stretches)
+        kept = tokens.stretches(numbers, skips, lengths, cut.trained[trained])
+        rows = cut.rows[~trained]
+        self.untrained += len(rows)
+        count = {"count": len(rows), "rows": np.unique(rows)[:10].tolist()}
+        kept.facts["bad_rows"] = {**tokens.facts.get("bad_rows", {}), reason: count}
+        return kept
 
 
 class Windows(OnDemand):

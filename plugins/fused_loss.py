@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -64,8 +65,8 @@ class FusedLoss:
     """Whose kernel it is, if not ours."""
     chosen: str = state("torch kernel")
     """Which kernel it is, and why."""
-    heads: dict[int, Behind] = state({})
-    """Of each model's head, by its id, what is behind it; the run's own comes first."""
+    heads: WeakKeyDictionary[Module, Behind] = state(WeakKeyDictionary())
+    """What each living model does to the logits of its head; the run's own head comes first."""
     exact: bool = state(True)
     """Whether the head computes in float32: only inside it all that is wrapped around it shows."""
     proved: str = state("")
@@ -121,9 +122,9 @@ class FusedLoss:
         """
         found: list[Tensor] = []
         head = head_of(causal_of(model))
-        if id(head) not in self.heads:
+        if head not in self.heads:
             self.prove(model)  # another model than the run's: a reference
-        behind = self.heads[id(head)]
+        behind = self.heads[head]
 
         def forward(hidden: Tensor) -> Tensor:
             losses = self.losses(head, behind, hidden, batch["labels"], summed)
@@ -180,7 +181,7 @@ class FusedLoss:
             probes = torch.tensor(Behind.PROBES, device=batch["labels"].device).view(1, 1, -1)
             with replaced(head, lambda hidden: probes):
                 called(model, batch)
-            self.heads[id(head)] = Behind.read(seen.pop())
+            self.heads[head] = Behind.read(seen.pop())
             ours = self.score(model, batch, summed=True)
             called(model, batch)
             predictions = seen.pop()[0, :-1].float()

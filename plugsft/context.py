@@ -21,9 +21,14 @@ def load_config(model: Model) -> PretrainedConfig:
 
 
 def check_context(recipe: Recipe) -> None:
-    """Refuse examples longer than the model was made for."""
+    """Refuse examples longer than the model was made for, and a loss that is not trained here."""
     scratch = recipe.model.scratch
-    context = scratch.context if scratch else context_of(load_config(recipe.model))
+    if scratch:
+        context: int | None = scratch.context
+    else:
+        config = load_config(recipe.model)
+        ensure_plain_loss(config, str(recipe.model.path))
+        context = context_of(config)
     if context is not None and recipe.data.max_length > context:
         raise RecipeError(
             f"data.max_length: given {recipe.data.max_length}, but the model reads {context} "
@@ -42,6 +47,29 @@ def check_ids(recipe: Recipe, largest: int) -> None:
             f"model: the tokenizer gives the token id {largest}, but the model knows only {size} "
             "ids; use the model's own tokenizer (model.tokenizer), or a model whose embeddings "
             "were resized for this one"
+        )
+
+
+def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
+    """Refuse a configuration whose own loss has a term besides the cross-entropy of tokens.
+
+    A load-balancing loss is a product of two means over the tokens of one forward pass, so its
+    gradient depends on how a step is split into micro-batches and ranks.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False):
+        raise RecipeError(
+            f"model.path: {path}/config.json has output_router_logits = true, which asks for a "
+            "load-balancing loss of the router. Its value depends on which tokens share a "
+            "micro-batch, so ranks and micro-batches would change what is learned; plugsft trains "
+            "the cross-entropy of tokens only. Set output_router_logits = false in a copy of the "
+            "model (router_aux_loss_coef alone does nothing)"
+        )
+    if weight := getattr(text, "z_loss_coefficient", 0):
+        raise RecipeError(
+            f"model.path: {path}/config.json has z_loss_coefficient = {weight:g}, a second loss "
+            "on the logits; plugsft trains the cross-entropy of tokens only. Set "
+            "z_loss_coefficient = 0 in a copy of the model"
         )
 
 

@@ -48,6 +48,11 @@ class Plan:
         self._sources = [
             (source["examples"], source["weight"]) for source in tokens.facts["sources"]
         ]
+        if empty := int(np.count_nonzero(tokens.units == 0)):
+            raise DataError(
+                f"{empty:,} of {len(tokens.units):,} examples have no trained token, and a step of "
+                "them no loss. The plugin that cuts or masks examples must leave them out"
+            )
         self._epochs: dict[int, Layouts] = {}
         self.per_epoch = len(self._epoch(0))
         if not self.per_epoch:

@@ -164,15 +164,21 @@ class Tokens:
             np.stack([firsts, lengths - firsts], 1).ravel(),
         )
 
-    def stretches(self, numbers: Ints, skips: Ints, lengths: Ints) -> "Tokens":
-        """Return tokens whose examples are stretches of these: of which, from where, how long."""
+    def stretches(
+        self, numbers: Ints, skips: Ints, lengths: Ints, trained: "Ints | None" = None
+    ) -> "Tokens":
+        """Return tokens whose examples are stretches of these: of which, from where, how long.
+
+        Their numbers of targets are counted, where they are not given.
+        """
         assert self._stretches is None, "stretches of stretches were never needed"
         assert not self.facts["pairs"], "a pair is whole"
         part = copy.copy(self)
         part._stretches = (numbers, skips)
         part.lengths, part.rows = lengths, self.rows[numbers]
-        part.trained = self.trained[numbers].copy()
-        for place in np.flatnonzero(lengths < self.lengths[numbers]).tolist():
+        part.trained = self.trained[numbers].copy() if trained is None else trained
+        cut = lengths < self.lengths[numbers]
+        for place in np.flatnonzero(cut).tolist() if trained is None else []:
             _, mask = part.example(place)
             # The first token has nothing before it any more from which to be learned.
             part.trained[place] = np.count_nonzero(mask[1:])

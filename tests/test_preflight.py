@@ -4,15 +4,17 @@ import re
 import resource
 import subprocess
 import sys
+import tomllib
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
 from making import LOUD, activate, install
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, BambaConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from plugsft.commands import check as preflight
 from plugsft.commands.room import parameters
+from plugsft.context import ensure_plain_loss
 from plugsft.errors import PlugsftError
 from plugsft.recipe import Scratch
 
@@ -280,3 +282,25 @@ def test_a_model_in_a_folder_is_looked_at_without_its_weights(tiny, tmp_path, ch
     (model / "config.json").write_text("{}")
     found = check(path)
     assert [line.split()[0] for line in found.fail] == ["model", "tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (MixtralConfig(output_router_logits=True), "output_router_logits = true"),
+        (BambaConfig(z_loss_coefficient=1e-4), "z_loss_coefficient = 0.0001"),
+    ],
+)
+def test_a_loss_besides_that_of_tokens_is_refused_by_check_and_train(
+    tiny, tmp_path, config, says, check
+):
+    config.save_pretrained(tmp_path / "model")
+    tables = {**tomllib.loads(tiny().read_text()), "model": {"path": str(tmp_path / "model")}}
+    recipe = write_recipe(tmp_path / "own.toml", tables)
+    assert any(says in problem for problem in check(recipe).problems)
+    done = run_plugsft(recipe)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_coefficient_that_transformers_does_not_use_is_no_error():
+    ensure_plain_loss(MixtralConfig(router_aux_loss_coef=0.5), "here")

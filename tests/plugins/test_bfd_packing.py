@@ -293,14 +293,16 @@ def test_truncated_examples_are_as_if_they_had_been_prepared_so(runs, tmp_path):
     assert "longer examples cut" in record["verdict"]
 
 
-def test_split_examples_lose_no_token_and_double_none(runs, tmp_path):
+def test_split_examples_lose_no_trained_part_and_double_none(runs, tmp_path):
     words = ("plugins.bfd_packing.capacity=25", 'plugins.bfd_packing.overlong="split"')
     lines = train(runs, tmp_path / "split", *words)
     whole = train(runs, tmp_path / "whole")
-    per_epoch = sum(line["tokens"] for line in whole if "fill" in line)
-    assert sum(line["tokens"] for line in lines if line.get("epoch", 9) <= 2) == per_epoch
-    [record] = json.loads((tmp_path / "split/run.json").read_text())["plugins"]
-    assert "longer examples split" in record["verdict"]
+    both_epochs = sum(line["tokens"] for line in whole if "fill" in line)
+    record = json.loads((tmp_path / "split/run.json").read_text())
+    assert "longer examples split" in record["plugins"][0]["verdict"]
+    left_out = sum(one["count"] for one in record["data"]["bad_rows"].values())
+    missing = both_epochs - sum(line["tokens"] for line in lines if line.get("epoch", 9) <= 2)
+    assert 2 * left_out <= missing <= 2 * 25 * left_out
 
 
 # Refusals.
@@ -313,6 +315,10 @@ def test_split_examples_lose_no_token_and_double_none(runs, tmp_path):
         (["plugins.length_group={}"], "cannot be used with 'bfd_packing'"),
         (["plugins.bfd_packing.capacity=1"], "plugins.bfd_packing.capacity"),
         (["plugins.bfd_packing.scope=epoch"], "allowed: 'step' or 'dataset'"),
+        (
+            ["plugins.dpo={}", "plugins.bfd_packing.overlong=split"],
+            'overlong = "split" would cut one answer of a pair',
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tiny, words, says):
@@ -376,27 +382,83 @@ def test_what_is_split_or_cut_is_whole_elsewhere(tmp_path_factory, masks, room, 
     shards = [Shard("data-0.arrow", examples=len(masks))]
     write_index(folder, shards, {"key": "", "sources": sources})
     tokens = Tokens(folder)
-    plugin = BfdPacking(overlong="split")
-    plugin.room = room
-    parts = plugin.fitting(tokens)
-    read = [parts.example(number) for number in range(len(parts))]
-    assert np.concatenate([some for some, _ in read]).tolist() == ids.tolist()
-    assert np.concatenate([some for _, some in read]).tolist() == mask.tolist()
-    assert max(len(some) for some, _ in read) <= room
-    # The first of each has nothing before it from which it could be foretold.
-    assert parts.trained.tolist() == [int(some[1:].sum()) for _, some in read]
-    for number, (some, _) in enumerate(read):
-        example = int(np.searchsorted(np.cumsum(counts), some[0], "right"))
-        assert parts.source_of(number) == (int(example >= second), example * 10)
-    plugin = BfdPacking(overlong="truncate")
-    plugin.room = room
-    cut = plugin.fitting(tokens)
+    # By hand: the first token of a part has nothing before it from which it could be predicted.
     starts = np.cumsum(counts) - counts
-    for number, start in enumerate(starts.tolist()):
-        stop = start + min(room, int(counts[number]))
-        some, trained = cut.example(number)
-        assert some.tolist() == ids[start:stop].tolist()
-        assert cut.trained[number] == mask[start + 1 : stop].sum() == trained.sum()
+    cuts = [
+        (start + skip, start + min(skip + room, count))
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
+        for skip in range(0, count, room)
+    ]
+    firsts = [
+        (start, start + min(room, count)) for start, count in zip(starts, counts, strict=True)
+    ]
+    for overlong, wanted in (("split", cuts), ("truncate", firsts)):
+        plugin = BfdPacking(overlong=overlong)
+        plugin.room = room
+        trained = [int(mask[start + 1 : stop].sum()) for start, stop in wanted]
+        some_long = counts.max() > room
+        kept = [place for place, n in zip(wanted, trained, strict=True) if n or not some_long]
+        if not kept:
+            with pytest.raises(DataError, match="for every example; raise capacity"):
+                plugin.fitting(tokens)
+            continue
+        fitted = plugin.fitting(tokens)
+        assert [fitted.example(n)[0].tolist() for n in range(len(fitted))] == [
+            ids[start:stop].tolist() for start, stop in kept
+        ]
+        assert fitted.lengths.tolist() == [stop - start for start, stop in kept]
+        assert fitted.trained.tolist() == [int(mask[a + 1 : b].sum()) for a, b in kept]
+        assert fitted.units.tolist() == fitted.trained.tolist()
+        assert len(fitted) == len(wanted if some_long else masks) - plugin.untrained
+        assert not some_long or fitted.trained.all()
+        left_out = sum(one["count"] for one in fitted.facts.get("bad_rows", {}).values())
+        assert left_out == plugin.untrained
+        for number, (start, _) in enumerate(kept):
+            example = int(np.searchsorted(np.cumsum(counts), start, "right"))
+            assert fitted.source_of(number) == (int(example >= second), example * 10)
+
+
+UNTRAINED = [
+    {"prompt": " ".join(["word"] * prompt), "completion": " ".join(["yes"] * answer)}
+    for prompt, answer in ((150, 3), (2, 4), (3, 150), (120, 2), (1, 3), (90, 5)) * 3
+]
+
+
+@pytest.mark.parametrize("overlong", ["split", "truncate"])
+def test_parts_without_a_target_are_left_out_and_counted(tiny, tmp_path, overlong):
+    recipe = tiny(
+        rows=UNTRAINED,
+        # A step is one example: one without a target would have no loss.
+        train={"batch_size": 1, "micro_batch": 1, "epochs": 2},
+        eval={"every": 20, "split": "train[:4]"},
+        plugins={"bfd_packing": {"capacity": 24, "overlong": overlong}},
+    )
+    lines = train(recipe, tmp_path / "one")
+    assert np.isfinite([line["loss"] for line in lines if "loss" in line]).all()
+    assert all(line["trained_tokens"] > 0 for line in lines if "fill" in line)
+    record = json.loads((tmp_path / "one/run.json").read_text())
+    [plugin] = record["plugins"]
+    said = "parts left out" if overlong == "split" else "cut examples left out"
+    assert said in plugin["verdict"] and ", which have no trained token" in plugin["verdict"]
+    [(reason, count)] = record["data"]["bad_rows"].items()
+    assert reason.startswith("no trained token in ") and count["count"] > 3
+    assert record["steps"]["per_epoch"] == record["data"]["examples"]
+    whole = train(recipe, tmp_path / "two", "train.batch_size=6")
+    run_ranks(2, recipe, f"output={tmp_path / 'ranks'}", "train.batch_size=6")
+    assert curve(read_metrics(tmp_path / "ranks")) == pytest.approx(curve(whole), rel=1e-5)
+
+
+def test_evaluation_data_without_a_target_is_refused_before_the_first_step(tiny):
+    recipe = tiny(
+        rows=UNTRAINED[:2],
+        train={"batch_size": 1, "micro_batch": 1},
+        eval={"every": 1, "split": "train[:1]"},
+        plugins={"bfd_packing": {"capacity": 24, "overlong": "truncate"}},
+    )
+    done = run_plugsft(recipe)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "no trained token in the first 24 tokens of an example, for every example" in done.stderr
+    assert "step 1/" not in done.stdout
 
 
 def test_check_counts_the_steps_of_packed_rows_and_finds_what_is_too_long(runs, tmp_path):

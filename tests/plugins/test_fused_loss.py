@@ -1,5 +1,6 @@
 """fused_loss: the same loss and gradients as the plain one's, and no logits of a micro-batch."""
 
+import gc
 import json
 import os
 import subprocess
@@ -322,6 +323,22 @@ def test_without_gradients_nothing_is_computed_for_them():
         plain = ModelAnswers().score(model, batch, summed=True)
     assert float(loss) == pytest.approx(float(plain), rel=1e-5)
     assert tuple(model.get_output_embeddings().weight.shape) not in widest.made
+
+
+def test_a_freed_model_says_nothing_about_the_next_one_at_its_address():
+    plugin = fused(make(MODELS["llama"]))
+    for number in range(8):
+        config = Gemma2Config(**HEADS, final_logit_softcapping=0.5 + number)
+        model, batch = make(config), padded()
+        with torch.no_grad():
+            loss = plugin.score(model, batch, summed=True)
+            plain = ModelAnswers().score(model, batch, summed=True)
+        assert float(loss) == pytest.approx(float(plain), rel=1e-5), number
+        del model
+        gc.collect()
+        assert len(plugin.heads) <= 1, (
+            "what is known about a freed model can be taken for another's"
+        )
 
 
 class Bent(LlamaForCausalLM):
