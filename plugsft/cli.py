@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="`plugsft RECIPE` trains. On several processes: accelerate launch -m plugsft RECIPE",
 )
+
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""What the operating system refuses: its own message is enough."""
 
 cache = typer.Typer(no_args_is_help=True, help="Look at, explain and clean the cache of tokens.")
 
@@ -278,10 +282,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except PlugsftError as error:
         _leave(error)
     except OSError as error:
-        # A full disk, a folder without permission: what the system says is the whole story.
-        if error.filename is None and error.errno != errno.ENOSPC:
+        # A full disk, a folder without permission: the system's message says all. An error with
+        # notes is a plugin's, or one of some rows: it needs its traceback.
+        if error.errno not in REFUSED or hasattr(error, "__notes__"):
             raise
-        _leave(PlugsftError(f"{error.filename or 'disk'}: {error.strerror}"))
+        refused = PlugsftError(f"{error.filename or 'disk'}: {error.strerror}")
+        refused.__cause__ = error
+        _leave(refused)
 
 
 def with_command(words: list[str]) -> list[str]:
@@ -305,12 +312,14 @@ def with_command(words: list[str]) -> list[str]:
 
 
 def _leave(error: PlugsftError) -> None:
+    if os.environ.get("PLUGSFT_DEBUG") == "1":
+        traceback.print_exception(error)
     if os.environ.get("RANK", "0") != "0":
         # Only the main process speaks. Most mistakes are everyone's, and it ends us all; if we
         # are still here after a while, this one was ours alone.
         time.sleep(5)
         if isinstance(error, Stopped):
             sys.exit(error.exit_code)  # it is everyone's, and the main process has said it
-    for line in str(error).splitlines():
+    for line in (*str(error).splitlines(), *getattr(error, "__notes__", ())):
         complain(f"error: {line}")
     sys.exit(error.exit_code)

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from .errors import RecipeError
+from .errors import PlugsftError, RecipeError, TrainError, out_of_memory
 from .recipe import Model, Recipe
 
 
@@ -79,8 +79,10 @@ def context_of(config: PretrainedConfig) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def not_loaded(path: str, error: Exception) -> RecipeError:
+def not_loaded(path: str, error: Exception) -> PlugsftError:
     """Say that a model cannot be loaded, and why."""
+    if out_of_memory(error):
+        return TrainError(f"model.path: out of memory while '{path}' was loaded")
     first = str(error).strip().partition("\n")[0]
     return RecipeError(
         f"model.path: no causal language model could be loaded from '{path}': "

@@ -63,6 +63,25 @@ class TrainError(PlugsftError):
     exit_code = 1
 
 
+MEMORY = (
+    "out of memory",
+    "allocate memory",
+    "Cannot allocate",
+    "not enough memory",
+    "bad_alloc",
+    "ALLOC_FAILED",
+)
+"""How torch, CUDA, C++ and the operating system say that memory ran out."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error, or the one that caused it, means that memory ran out."""
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in MEMORY):
+        return True
+    cause = error.__cause__ or error.__context__
+    return cause is not None and out_of_memory(cause)
+
+
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the nearest option, or nothing."""
     close = get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)

@@ -1,7 +1,7 @@
 """Windows with their tensors, through the hook that may build them ahead."""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -9,6 +9,18 @@ from torch import Tensor
 from .hooks import Hooks
 from .tokens import Tokens
 from .types import Batch, Fed, Ints, Window
+
+NAMED = 20
+"""The most rows that a message names."""
+
+
+def rows_of(tokens: Tokens, parts: Sequence[Ints]) -> str:
+    """Name the rows of some micro-batches: "chats.jsonl:3, chats.jsonl:17"."""
+    examples = [int(number) for part in parts for number in part]
+    rows = [tokens.source_of(number) for number in examples[:NAMED]]
+    named = [f"{tokens.facts['sources'][source]['name']}:{row}" for source, row in rows]
+    more = f" and {len(examples) - NAMED} more" if len(examples) > NAMED else ""
+    return (", ".join(named) or "no row") + more
 
 
 class Feeder:
@@ -24,15 +36,18 @@ class Feeder:
         """Iterate over windows, in order, with their batches on the device."""
 
         def build(step: int) -> Fed:
+            making: list[Ints] = []
             try:
-                chosen = window(step)
-                parts = chosen.layout[self._rank]
-                made = [self.collate(tokens, part) for part in parts]
-                started = time.perf_counter()
+                chosen, made = window(step), []
+                for part in chosen.layout[self._rank]:
+                    making = [part]
+                    made.append(self.collate(tokens, part))
+                started, making = time.perf_counter(), []
                 batches = [self.copied(batch) for batch in made]
                 return Fed(chosen, batches, time.perf_counter() - started)
             except Exception as error:
-                error.add_note(f"as the batches of step {step} were made")
+                note = f"as rank {self._rank} made the batches of step {step}"
+                error.add_note(f"{note}, from {rows_of(tokens, making)}" if making else note)
                 raise
 
         # Closing this closes what the hook gave, if that can be closed.

@@ -22,10 +22,10 @@ from .console import say
 from .context import check_context
 from .digests import digest
 from .errors import TrainError
-from .feeder import Feeder
+from .feeder import Feeder, rows_of
 from .hooks import Hooks
 from .machine import Machine
-from .memory import fitting
+from .memory import fitting, loading
 from .models import Load, load_of, make_model
 from .plan import Plan
 from .precision import truth
@@ -67,7 +67,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
     describe(record, recipe, accelerator, held, tokens, held_out, plan, checkpoints)
 
     windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))
-    with Stop() as stop, record, closing(windows), in_company(recipe):
+    with Stop() as stop, record, stop.raised(), closing(windows), in_company(recipe):
         clock = time.perf_counter()
         for fed in windows:
             window, waited = fed.window, time.perf_counter() - clock
@@ -121,13 +121,14 @@ def load(
     """Load the model and make its optimizer, over the ranks; return how it was loaded, too."""
     set_seed(recipe.train.seed)
     how = load_of(recipe.model, scratch, empty=is_sharded(accelerator))
-    model = hook.optimize_model(load=how)
-    model.train()
 
     def make(held: Module) -> Optimizer:
         return hook.optimizer(model=held, train=recipe.train)
 
-    return how, *spread(accelerator, how, model, make)
+    with loading(recipe, accelerator.process_index):
+        model = hook.optimize_model(load=how)
+        model.train()
+        return how, *spread(accelerator, how, model, make)
 
 
 def scratch_model(recipe: Recipe, data: Prepared) -> Path:
@@ -187,13 +188,10 @@ def ensure_finite(loss: float, norm: float, window: Window, tokens: Tokens) -> N
     """Stop before a broken gradient reaches the weights."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    examples = [int(number) for rank in window.layout for part in rank for number in part]
-    rows = [tokens.source_of(number) for number in examples[:20]]
-    named = ", ".join(f"{tokens.facts['sources'][source]['name']}:{row}" for source, row in rows)
-    more = f" and {len(examples) - 20} more" if len(examples) > 20 else ""
+    rows = rows_of(tokens, [part for rank in window.layout for part in rank])
     raise TrainError(
         f"step {window.step}: loss {loss}, gradient norm {norm}. Nothing of this step is saved, "
-        f"and earlier checkpoints stand. Rows of its window: {named}{more}. A lower learning "
+        f"and earlier checkpoints stand. Rows of its window: {rows}. A lower learning "
         "rate, a longer warm-up, or bfloat16 in place of float16 usually mends it"
     )
 

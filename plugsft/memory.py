@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
-import torch
-
-from .errors import TrainError
+from .errors import TrainError, out_of_memory
 from .recipe import Recipe
 from .tokens import Tokens
 from .types import Ints, Window
@@ -25,12 +23,30 @@ def fitting(
     """Name the micro-batch in which memory ran out: the one after those that are done."""
     try:
         yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
             raise
         where = f"{doing}step {window.step}, rank {rank}"
         what = _part(window.layout[rank], tokens, len(done))
         raise TrainError(f"{where}: out of memory in {what}. {_cures(recipe)}") from error
+
+
+@contextmanager
+def loading(recipe: Recipe, rank: int) -> Iterator[None]:
+    """Say that memory ran out while the model was loaded, and what would need less."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        name = recipe.model.path or "[model.scratch]"
+        cures = ["more ranks that share the model (recipes/accelerate/fsdp2.yaml)"]
+        if not recipe.has("lora"):
+            cures.append(f"[plugins.lora] ({SAVERS['lora']})")
+        raise TrainError(
+            f"model: out of memory while {name} was loaded on rank {rank}. It needs less with "
+            f"{'; '.join(cures)}; `plugsft plan` says what each rank holds"
+        ) from error
 
 
 def _part(parts: list[Ints], tokens: Tokens, done: int) -> str:

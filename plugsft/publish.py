@@ -36,6 +36,8 @@ def _here() -> str:
 HERE = _here()
 # How the writers of safetensors and tokenizers (in Rust) and of torch (in C++) say OSError.
 FOREIGN = ("(os error ", "inline_container", "iostream error")
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+"""What a write to an open file fails with: Python then names no file."""
 FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 Stands = Callable[[Path], bool]
@@ -80,12 +82,14 @@ def finish(building: Path, folder: Path, stands: Stands) -> None:
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """Turn a failure to write into one line that says where, and how much room there is."""
+    """Turn a failure to write there into one line with the reason and the free space.
+
+    Plugins may be called inside: their own errors, also with files elsewhere, pass unchanged.
+    """
     try:
         yield
     except Exception as error:
-        foreign = any(sign in str(error) for sign in FOREIGN)
-        if isinstance(error, PlugsftError) or not (foreign or isinstance(error, OSError)):
+        if isinstance(error, PlugsftError) or not _concerns(error, place):
             raise
         reason, cure = " ".join(str(error).split()), "give another folder (output=...)"
         # torch says no more than that it did not come as far as it wanted.
@@ -96,6 +100,16 @@ def writing(place: Path) -> Iterator[None]:
             reason = f"the disk is full ({shown} are free): {reason}"
             cure = f"free some, or {cure}"
         raise DiskError(f"{place}: cannot be written: {reason}", cure) from error
+
+
+def _concerns(error: Exception, place: Path) -> bool:
+    """Tell whether an error means that a place, or a folder above or beside it, is unwritable."""
+    if not isinstance(error, OSError):
+        return any(sign in str(error) for sign in FOREIGN)
+    if error.filename is None:
+        return error.errno in DISK
+    there, place = (Path(os.path.abspath(os.fsdecode(one))) for one in (error.filename, place))
+    return there.is_relative_to(place.parent) or place.is_relative_to(there)
 
 
 def is_published(folder: Path) -> bool:

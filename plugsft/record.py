@@ -12,6 +12,7 @@ import torch
 
 from . import report
 from .console import say
+from .errors import PlugsftError
 from .hooks import hookimpl
 from .machine import Machine, held_most
 from .publish import discard, write_text, writing
@@ -69,11 +70,19 @@ class Record:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        if error is None:
-            self.close("finished")
-        else:
-            stopped = isinstance(error, Stopped | KeyboardInterrupt)
-            self.close("stopped" if stopped else "failed", str(error) or type(error).__name__)
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        status = "finished" if error is None else "stopped" if stopped else "failed"
+        self.run.update(status=status, reason=_reason(error))
+        try:
+            self._close()
+        except Exception as another:
+            if error is None:
+                self.run.update(status="failed", reason=_reason(another))
+                raise
+            # How the run ended matters more than what failed as its record was closed.
+            error.add_note(f"and as the record was closed: {_reason(another)}")
+        finally:
+            self._draw()
 
     def open(self, steps: dict[str, Any], done: int) -> None:
         """Begin, in place of an earlier run's results, or go on after step `done`.
@@ -124,17 +133,16 @@ class Record:
                 f"left {self._left(total - step)}"
             )
 
-    def close(self, status: str, reason: str | None = None) -> None:
-        """End the record, and draw the report."""
+    def _close(self) -> None:
+        """Write how the run ended, tell the plugins, and hear what they say they did."""
         if self._metrics is not None:
             self._metrics.close()
-        self.run.update(status=status, reason=reason)
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
         if self._measured:
             self.run["throughput"], self.run["feeding"] = _means(self._measured)
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
         if self._metrics is not None:
-            self.write()  # whatever comes of it, this is how the run ended
+            self.write()  # a plugin that hangs or is killed changes nothing about this
             self._active.hook.record(run=self.run)
         before, now = self.run.get("plugins", []), self.plugins()
         for plugin in (one for one in now if one not in before):
@@ -146,13 +154,16 @@ class Record:
                 "in a micro-batch, {waited:.1%} of the time waited for data, the busiest rank has "
                 "{imbalance:.2f} times the mean".format(**self.run["feeding"])
             )
-        if self.writes and self._metrics is not None:
+
+    def _draw(self) -> None:
+        """Write run.json and the report; an error here must not hide how the run ended."""
+        if not self.writes or self._metrics is None:
+            return
+        try:
             self.write()
-            try:
-                report.write(self.folder)
-            except OSError as error:
-                # A page that cannot be written must not hide how the run itself ended.
-                say(f"warning: no report: {error}")
+            report.write(self.folder)
+        except (OSError, PlugsftError) as error:
+            say(f"warning: no report: {error}")
 
     def write(self) -> None:
         """Write run.json as it stands."""
@@ -238,6 +249,10 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def _reason(error: BaseException | None) -> str | None:
+    return None if error is None else str(error) or type(error).__name__
 
 
 def _number(value: Any) -> Any:

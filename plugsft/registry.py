@@ -18,7 +18,7 @@ from . import reading
 from .console import complain
 from .contracts import SPECS, inspect_hooks, is_stage, mark_of, must_answer, must_return
 from .digests import file_digest
-from .errors import PluginError, RecipeError, did_you_mean
+from .errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from .finding import CORE, Found, find, is_core, load_class
 from .formats import COLUMNS
 from .hooks import PLUGIN, Contract, Hooks
@@ -92,6 +92,8 @@ class Active:
         """Let an unforeseen error say in which plugin's hook it was raised."""
         try:
             yield
+        except PlugsftError:
+            raise
         except Exception as error:
             places = {
                 id(inspect.unwrap(impl.function).__code__): (impl.plugin_name, hook)
@@ -226,6 +228,9 @@ def _configure(name: str, options: Any, found: Mapping[str, Found], path: str) -
         cls = load_class(found[name])
         inspect_hooks(cls, name)
         return cls(**options)
+    except OSError as error:
+        error.add_note(f"raised by plugin '{name}', as it was made")
+        raise
     except PluginError as error:
         raise RecipeError(f"{where}: {error}") from error
     except ValidationError as error:

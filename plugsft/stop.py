@@ -46,6 +46,13 @@ class Stop:
         except Exception as error:
             self.error = self.error or error
 
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise at the end an error of the last step, after which no step stops the run."""
+        yield
+        if self.error is not None:
+            raise self.error
+
     def end(self, step: int, output: str) -> Exception:
         """Return what ends the run after a step."""
         return self.error or Stopped(self.name, step, output)
@@ -57,8 +64,6 @@ class Stop:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         for number, handler in zip(self.SIGNALS, self._before, strict=True):
             signal.signal(number, handler)
-        if error is None and self.error is not None:
-            raise self.error
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self.name:

@@ -72,6 +72,13 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
     """Look at everything, a line each; then raise all problems at once, or say ready."""
     recipe, active = registry.load(path, overrides, without)
     active.answer(DataAnswers(recipe.folder))
+    with active.named():
+        _check(recipe, active, path, ranks)
+    words = [str(path), *overrides, *(f"--without={name}" for name in without)]
+    say(f"ready: plugsft {shlex.join(words)}")
+
+
+def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
     machine = look()
     machine = replace(machine, world_size=ranks or machine.world_size)
     findings = Findings()
@@ -106,8 +113,6 @@ def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: i
         _disk(findings, recipe, active, tokens, steps)
     if findings.problems:
         raise RecipeError(findings.problems)
-    words = [str(path), *overrides, *(f"--without={name}" for name in without)]
-    say(f"ready: plugsft {shlex.join(words)}")
 
 
 def _data(

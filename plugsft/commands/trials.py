@@ -21,6 +21,7 @@ import tomli_w
 
 from .. import loop
 from ..answers import DataAnswers
+from ..errors import MEMORY
 from ..hooks import DATA
 from ..machine import look
 from ..plan import shuffled
@@ -35,15 +36,6 @@ from ..types import Ints, Shard
 
 ELSEWHERE = ("tracker",)
 """Plugins that trials leave out: they tell others of every run."""
-MEMORY = (
-    "out of memory",
-    "allocate memory",
-    "MemoryError",
-    "Cannot allocate",
-    "bad_alloc",
-    "ALLOC_FAILED",
-)
-"""What is said where memory has run out."""
 
 
 @dataclass
@@ -161,7 +153,9 @@ class Trials:
             trial.error = "\n".join(dict.fromkeys(errors)) or said[-2000:] or f"exit code {code}"
             # Nobody else kills a process without a word.
             killed = code == -signal.SIGKILL or "SIGKILL" in said or "Signal 9" in said
-            trial.out_of_memory = killed or any(sign in trial.error for sign in MEMORY)
+            trial.out_of_memory = killed or any(
+                sign in trial.error for sign in (*MEMORY, "MemoryError")
+            )
         return trial
 
 

@@ -1,0 +1,161 @@
+"""How a run says that something failed: in run.json, with plugin, rows and a traceback."""
+
+import json
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+from conftest import ROOT, only_full, run_plugsft
+from making import activate, install
+from transformers import LlamaConfig, LlamaForCausalLM
+
+FAILS = """
+    @plugin()
+    class Fails:
+        hook: str
+        call: int = 1
+        opens: bool = False
+        calls: int = state(0)
+
+        def fail(self, hook):
+            self.calls += hook == self.hook
+            if hook == self.hook and self.calls == self.call:
+                if self.opens:
+                    open("/nowhere/words.txt")
+                raise ValueError("a mistake of the plugin")
+
+        @hookimpl
+        def check(self, recipe):
+            self.fail("check")
+
+        @hookimpl(wrapper=True)
+        def render(self):
+            self.fail("render")
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def optimize_model(self):
+            self.fail("optimize_model")
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def collate(self):
+            batch = yield
+            self.fail("collate")
+            return batch
+
+        @hookimpl
+        def log(self, step, metrics):
+            self.fail("log")
+
+        @hookimpl
+        def record(self, run):
+            self.fail("record")
+
+        @hookimpl
+        def verdict(self):
+            self.fail("verdict")
+            return f"asked {self.calls} times"
+"""
+# The hook that fails, at which of its calls, whether over a file, and whether run.json is there.
+CASES = [
+    ("check", 1, True, False),
+    ("render", 1, True, False),
+    ("collate", 4, False, True),
+    ("log", 4, True, True),
+    ("record", 2, False, True),
+    ("verdict", 2, False, True),
+    *(
+        pytest.param(*case, marks=only_full)
+        for case in [
+            ("optimize_model", 1, True, False),
+            ("record", 1, False, False),
+            ("verdict", 1, True, False),
+            ("collate", 1, True, True),
+            ("log", 1, False, True),
+            ("log", 3, False, True),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("hook", "call", "opens", "recorded"), CASES)
+def test_a_plugin_that_fails_is_named_and_its_run_has_failed(
+    tiny, tmp_path, monkeypatch, hook, call, opens, recorded
+):
+    activate(install(tmp_path, fails=FAILS), monkeypatch)
+    options = {"hook": hook, "call": call, "opens": opens}
+    recipe = tiny(train={"steps": 3}, eval={"every": 3}, plugins={"fails": options})
+    done = run_plugsft(recipe)
+    says = "a mistake of the plugin"
+    if opens:
+        says = "[Errno 2] No such file or directory: '/nowhere/words.txt'"
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" in done.stderr and "in fail" in done.stderr and says in done.stderr
+    assert f"raised by plugin 'fails', in its hook '{hook}'" in done.stderr
+    run = tmp_path / "run"
+    assert (run / "run.json").exists() == recorded
+    if recorded:
+        facts = json.loads((run / "run.json").read_text())
+        assert (facts["status"], facts["reason"]) == ("failed", says)
+        assert says.partition("'")[0] in (run / "report.html").read_text()
+    if hook == "collate":
+        [said] = [line for line in done.stderr.splitlines() if line.startswith("as rank ")]
+        place = f"from {tmp_path / 'data.jsonl'}:"
+        assert said.startswith(
+            f"as rank 0 made the batches of step {2 if call == 4 else 1}, {place}"
+        )
+        assert said.count(place[5:]) == 4
+
+
+LOADS = """
+    import resource, sys
+    from pathlib import Path
+    import torch
+    from plugsft.errors import PlugsftError
+    from plugsft.models import Load
+    folder, spare = sys.argv[1], int(sys.argv[2])
+    Load(folder, {"dtype": torch.float32}).build()  # all is imported
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare, -1))
+    try:
+        Load(folder, {"dtype": torch.float64}).build()
+    except PlugsftError as error:
+        print(error.exit_code, error)
+"""
+
+
+@pytest.mark.parametrize("spare", [1 << 20, 24 << 20, 40 << 20])
+def test_memory_that_runs_out_as_a_model_is_loaded_is_called_so(tmp_path, spare):
+    """Wherever it happens: as a file is mapped, or as a tensor is made."""
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", dedent(LOADS), str(tmp_path), str(spare)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    said = f"1 model.path: out of memory while '{tmp_path}' was loaded"
+    assert done.stdout.strip() == said, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["check", "nowhere.toml"], 2, "RecipeError: nowhere.toml: cannot be read"),
+        (["train", "recipes/quickstart.toml", "train.step=3"], 2, "unknown key"),
+        (["qqq"], 2, "is neither a command nor a recipe"),
+        (["chat", "recipes"], 2, "PlugsftError: recipes: holds no model"),
+    ],
+)
+def test_every_error_has_a_traceback_where_it_is_asked_for(words, code, says):
+    plain = run_plugsft(*words)
+    assert plain.returncode == code and "Traceback" not in plain.stderr
+    done = run_plugsft(*words, env={"PLUGSFT_DEBUG": "1"})
+    assert done.returncode == code and "Traceback" in done.stderr and says in done.stderr
+    assert done.stderr.endswith(plain.stderr)
