@@ -317,6 +317,8 @@ def pair_of(row: Row) -> list[Row]:
         prompt = answers[0][: common(*answers)]
         if not prompt:
             raise ValueError("there is no prompt, and chosen and rejected do not begin alike")
+        # As in TRL: most tokenizers write the space before a word and the word as one token.
+        prompt = prompt[:-1] if prompt[-1] == " " else prompt
         answers = [one[len(prompt) :] for one in answers]
     elif isinstance(prompt, list) and all(one[: len(prompt)] == prompt for one in answers):
         answers = [one[len(prompt) :] for one in answers]

@@ -73,9 +73,7 @@ class Chat:
             answered = self._write(self.own, [ASK, ANSWER], self.given)[0]
         except BadRow:
             return ""
-        pairs = enumerate(zip(asked, answered, strict=False))
-        end = next((place for place, (a, b) in pairs if a != b), len(asked))
-        return asked[len(bare) : end] if asked.startswith(bare) else ""
+        return asked[len(bare) : _alike(asked, answered)] if asked.startswith(bare) else ""
 
     def render(self, talk: Talk) -> Text:
         """Return a conversation's text, and the spans of it that are trained."""
@@ -134,6 +132,8 @@ class Chat:
             self.used.add(BEGINNINGS)
             turns = self._compared(text, messages, given, needed)
         spans = [turns[place] for place in needed]
+        if talk.prompt and not everything:
+            spans = self._behind_prompt(text, spans, messages[: talk.prompt], given)
         return text, _between(spans, len(text)) if everything else spans
 
     def _trained(self, talk: Talk, places: list[int]) -> list[int]:
@@ -168,13 +168,33 @@ class Chat:
             except BadRow:
                 return "", []
             if same == text:
-                # Some of trl's mark the role as well, which nobody has to say.
-                size = len(self.header)
-                return VARIANT, [
-                    (start + size if size and text.startswith(self.header, start) else start, stop)
-                    for start, stop in marks
-                ]
+                return VARIANT, [(self._behind_header(text, start), stop) for start, stop in marks]
         return "", []
+
+    def _behind_header(self, text: str, start: int) -> int:
+        """Return where the assistant's role ends, where a span begins with it or inside it.
+
+        Some of trl's variants mark the role, or the newline after it, which the model never writes.
+        """
+        header = self.header
+        for written in range(len(header), -1, -1):
+            if text.endswith(header[:written], 0, start) and text.startswith(
+                header[written:], start
+            ):
+                return start + len(header) - written
+        return start
+
+    def _behind_prompt(
+        self, text: str, spans: list[Span], prompt: list[Row], given: dict[str, Any]
+    ) -> list[Span]:
+        """Take from spans what the template writes to ask for an answer."""
+        try:
+            asked = self._write(self.own, prompt, {**given, "add_generation_prompt": True})[0]
+        except BadRow:
+            return spans
+        end = _alike(asked, text)
+        starts = [max(end, self._behind_header(text, start)) for start, _ in spans]
+        return [(at, stop) for at, (_, stop) in zip(starts, spans, strict=True) if stop > at]
 
     def _compared(
         self, text: str, messages: list[Row], given: dict[str, Any], places: list[int]
@@ -251,6 +271,14 @@ def _compiled(source: str) -> Compiled:
         return compiled(source)
     except (TemplateError, RecursionError) as error:
         raise DataError(f"the chat template is no Jinja: {_line(error)}") from error
+
+
+def _alike(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    if other.startswith(one):
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _line(error: Exception) -> str:

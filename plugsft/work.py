@@ -165,6 +165,7 @@ def _cut(encoded: Encoded, rendered: Rendered, numbers: Ints, data: Data, shard:
     A row may have several texts, which follow each other; what becomes of one becomes of all.
     """
     mask = mask_of(encoded, rendered.texts, rendered.spans)
+    begin_alike(encoded, rendered, mask)
     rows, pieces = np.unique(np.array(rendered.rows, np.int64), return_counts=True)
     first = np.concatenate([[0], np.cumsum(pieces)])[:-1].astype(np.int64)
     counts = np.minimum(encoded.counts, data.max_length)
@@ -229,6 +230,31 @@ def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Mark
     mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
     mask[(limits - encoded.counts)[encoded.counts > 0]] = False
     return mask
+
+
+def begin_alike(encoded: Encoded, rendered: Rendered, mask: Marks) -> None:
+    """Train both answers to a prompt from the same token on: the first in which they may differ.
+
+    Only then are their log-probabilities given the same tokens. A tokenizer may join the end of a
+    prompt with one answer and not with the other, and a chat template may ask for an answer
+    without reasoning where one of the two has some.
+    """
+    ids, rows, stops = encoded.ids, rendered.rows, np.cumsum(encoded.counts)
+    for second in range(1, len(rows)):
+        pair = slice(second - 1, second + 1)
+        texts, spans = rendered.texts[pair], rendered.spans[pair]
+        if rows[second] != rows[second - 1] or not all(spans):
+            continue
+        begin = min(one[0][0] for one in spans)
+        if texts[0][:begin] != texts[1][:begin]:
+            continue  # they differ before the assistant's words
+        middle, stop = stops[pair].tolist()
+        first = middle - int(encoded.counts[second - 1])
+        most = min(middle - first, stop - middle)
+        a, b = slice(first, first + most), slice(middle, middle + most)
+        place = max(1, int(((ids[a] != ids[b]) | mask[a] | mask[b]).argmax()))
+        mask[first + place : first + int(mask[first:middle].argmax())] = True
+        mask[middle + place : middle + int(mask[middle:stop].argmax())] = True
 
 
 def _starts_with(kept: Ints, counts: Ints) -> Marks:

@@ -100,7 +100,8 @@ READ = [
         {"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, POOR, ASK, GOOD]},
         ([ASK], [GOOD, ASK, GOOD], [POOR, ASK, GOOD]),
     ),
-    ({"chosen": "who? owls", "rejected": "who? cats"}, ("who? ", "owls", "cats")),
+    # The last space of a common beginning belongs to the words behind it.
+    ({"chosen": "who? owls", "rejected": "who? cats"}, ("who?", " owls", " cats")),
     # An answer is never empty.
     ({"chosen": "owls", "rejected": "owls sing"}, ("owl", "s", "s sing")),
     # ShareGPT's turns.
@@ -133,7 +134,7 @@ def test_what_texts_begin_with_alike_is_their_prompt(prompt, chosen, rejected):
     assume(chosen != rejected)
     one, other = pair_of({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert one["prompt"] == other["prompt"] and one["completion"] and other["completion"]
-    assert len(one["prompt"]) >= len(prompt)
+    assert (one["prompt"] + " ").startswith(prompt)
     assert one["prompt"] + one["completion"] == prompt + chosen
     assert other["prompt"] + other["completion"] == prompt + rejected
 
@@ -308,11 +309,16 @@ LIKE_TRL = (
 class Run:
     """What a run is before its first step, on one window of all examples."""
 
-    def __init__(self, folder, **options):
-        tables = tiny_tables(folder, ROWS)
-        (folder / "like.jinja").write_text(LIKE_TRL)
-        tables["model"]["chat_template"] = str(folder / "like.jinja")
-        tables["train"] |= {"batch_size": 8, "micro_batch": 3}
+    def __init__(self, folder, rows=None, tokenizer=None, **options):
+        self.rows = rows or ROWS
+        tables = tiny_tables(folder, self.rows)
+        if tokenizer is None:
+            (folder / "like.jinja").write_text(LIKE_TRL)
+            tables["model"]["chat_template"] = str(folder / "like.jinja")
+        else:
+            tokenizer.save_pretrained(folder / "tokenizer")
+            tables["model"]["tokenizer"] = str(folder / "tokenizer")
+        tables["train"] |= {"batch_size": len(self.rows), "micro_batch": 3}
         tables["plugins"] = options.pop("plugins", {}) | {"dpo": options}
         recipe, active = resolve(tables)
         self.hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
@@ -332,7 +338,7 @@ class Run:
         parts = [loss_of(self.hook, self.model, one, self.window.total) for one in self.batches]
         for part in parts:
             part.backward()
-        measured = {name: float(one) / len(ROWS) for name, one in noted(self.hook).items()}
+        measured = {name: float(one) / len(self.rows) for name, one in noted(self.hook).items()}
         return sum(float(part.detach()) for part in parts), measured
 
 
@@ -378,18 +384,18 @@ def of_trl(folder, run, loss, beta, model, reference=None, peft=None):
         output_dir=str(folder),
         loss_type=[THEIRS.get(loss, loss)],
         beta=beta,
-        **TRL,
+        **(TRL | {"per_device_train_batch_size": len(run.rows)}),
     )
     trainer = DPOTrainer(
         model=model,
         ref_model=reference,
         args=config,
-        train_dataset=Dataset.from_list(ROWS),
+        train_dataset=Dataset.from_list(run.rows),
         processing_class=run.tokenizer,
         peft_config=peft,
     )
     batch = next(iter(trainer.get_train_dataloader()))
-    assert len(batch["input_ids"]) == 16
+    assert len(batch["input_ids"]) == 2 * len(run.rows)
     return trainer, batch
 
 

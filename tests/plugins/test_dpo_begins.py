@@ -1,0 +1,278 @@
+"""dpo: both answers of a pair are trained from the same token on, and no prompt is, as in TRL."""
+
+import logging
+import warnings
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from conftest import TEXT, only_full, tiny_tables
+from datasets import Dataset
+from peft import LoraConfig
+from test_dpo import Run, assert_trl_s, of_trl, say, shaken
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from plugsft import prepare
+from plugsft.answers import DataAnswers
+from plugsft.plugins.dpo import Dpo
+from plugsft.recipe import Data
+from plugsft.registry import resolve
+from plugsft.templates import CHATML
+from plugsft.tokenizer import encode, lighten
+from plugsft.work import begin_alike, mask_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from trl import DPOTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # trl's own
+
+END, BEGIN, UNKNOWN = "<|im_end|>", "<|endoftext|>", "<unk>"
+SPECIAL = [
+    *(BEGIN, "<|im_start|>", END, UNKNOWN),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+]
+CORPUS = [TEXT] * 5 + ["6 x 7 is 42", "6 x 7 is forty", "who? 🦉 owls 🦊", "a\n\nb\n c"] * 20
+PLAIN = [text for text in CORPUS if text.isascii()]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_level(across):
+    """A byte-level BPE; its tokens may go across spaces, as those of some newer models do."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not across)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    how = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(CORPUS, how)
+    return made
+
+
+def unigram():
+    """As SentencePiece makes them for T5 or XGLM."""
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    how = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=SPECIAL, unk_token=UNKNOWN, show_progress=False
+    )
+    made.train_from_iterator(CORPUS, how)
+    return made
+
+
+def byte_fallback():
+    """As Llama 2's: no pre-tokenizer, and bytes for unknown characters."""
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token=UNKNOWN))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    how = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL + BYTES, show_progress=False)
+    made.train_from_iterator(PLAIN, how)
+    return made
+
+
+MAKERS = {
+    "BPE": lambda: byte_level(across=False),
+    "BPE across spaces": lambda: byte_level(across=True),
+    "Unigram": unigram,
+    "byte fallback": byte_fallback,
+}
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = {path.stem: path.read_text("utf8") for path in sorted(FOLDER.glob("*.jinja"))}
+TEMPLATES["chatml"] = CHATML.read_text("utf8")
+backend_of = cache(lambda kind: MAKERS[kind]())
+
+
+def tokenizer_of(kind, template=None):
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend_of(kind), eos_token=END, bos_token=BEGIN, pad_token=BEGIN
+    )
+    made.chat_template = template and TEMPLATES[template]
+    return made
+
+
+def ask(words):
+    return say(words, "user")
+
+
+PROMPTS = ("6 x 7 is ", "6 x 7 is", "who?\n", "who? 🦉", "who? 🦉 ", "a\n\n", "wor")
+ANSWERS = (("42", "forty"), ("🦉", "🦊"), ("\nowls", "owls"), ("ds", "dim"), ("\n\nb", " c"))
+PAIRS = [(prompt, *answers) for prompt in PROMPTS for answers in ANSWERS]
+TEXTS = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in PAIRS]
+FORMATS = {
+    "prompts": TEXTS,
+    "common beginnings": [
+        {side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in TEXTS
+    ],
+    "chats": [
+        {name: [say(words, "user" if name == "prompt" else "assistant")]}
+        | {side: [say(row[side])] for side in ("chosen", "rejected")}
+        for row in TEXTS
+        for name, words in [("prompt", row["prompt"])]
+    ],
+}
+
+
+def of_trl_alone(tokenizer, rows):
+    """Return (ids, where the answer begins) of both answers of rows, as TRL prepares them."""
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    prepared = DPOTrainer._prepare_dataset(
+        SimpleNamespace(_tokenizer=tokenizer), Dataset.from_list(rows), tokenizer, args, "train"
+    )
+    sides = ("chosen_ids", "rejected_ids")
+    return [
+        [(row["prompt_ids"] + row[side], len(row["prompt_ids"])) for side in sides]
+        for row in prepared
+    ]
+
+
+def of_ours(tokenizer, rows, folder):
+    """Return (ids, mask) of both answers of rows, as plugsft prepares them."""
+    tables = tiny_tables(folder, rows)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    tables["model"]["tokenizer"] = str(folder / "tokenizer")
+    tables["data"]["max_length"] = 4096
+    recipe, active = resolve({**tables, "plugins": {"dpo": {}}})
+    active.answer(DataAnswers(recipe.folder))
+    tokens = prepare.prepare(recipe, active).tokens
+    assert len(tokens) == len(rows)
+    found = []
+    for number in range(len(rows)):
+        ids, mask = (some.tolist() for some in tokens.example(number))
+        first = int(tokens.sequences([number])[0][0])
+        found.append([(ids[:first], mask[:first]), (ids[first:], mask[first:])])
+    return found
+
+
+KINDS = [
+    *(("prompts", kind, None) for kind in MAKERS),
+    *(("common beginnings", kind, None) for kind in MAKERS),
+    *(("chats", "BPE", name) for name in ("chatml", "qwen2_5", "llama3", "gemma", "qwen3")),
+    *(("chats", "BPE across spaces", name) for name in ("chatml", "qwen2_5")),
+    *(("chats", "Unigram", name) for name in ("chatml", "llama3")),
+    *(("chats", "byte fallback", name) for name in ("chatml", "qwen2_5")),
+]
+
+
+@pytest.mark.parametrize(("form", "kind", "template"), KINDS)
+def test_ids_and_masks_are_trl_s(tmp_path, form, kind, template):
+    tokenizer, rows = tokenizer_of(kind, template), FORMATS[form]
+    theirs, ours = of_trl_alone(tokenizer, rows), of_ours(tokenizer, rows, tmp_path)
+    for row, expected, found in zip(rows, theirs, ours, strict=True):
+        for (their_ids, begin), (ids, mask) in zip(expected, found, strict=True):
+            assert ids == their_ids, row
+            # The first token is in no one's loss: nothing stands before it.
+            assert mask.index(True) == max(begin, 1), row
+            end = max(place for place, trained in enumerate(mask) if trained) + 1
+            assert sum(mask) == end - max(begin, 1), row
+            newline = "\n" if template == "chatml" else ""
+            assert tokenizer.decode(ids[end:]).strip(" ") == newline, row
+
+
+LOOK = {"name": "look_up", "arguments": {"word": "owl"}}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "abcdef123", "type": "function", "function": LOOK}],
+}
+RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "abcdef123", "content": "a bird"}
+WORD = {"word": {"type": "string", "description": "w"}}
+TOOL = {
+    "name": "look_up",
+    "description": "Look a word up.",
+    "parameters": {"type": "object", "properties": WORD, "required": ["word"]},
+}
+
+
+def think(words, thought):
+    return {**say(words), "reasoning_content": thought}
+
+
+def pair(prompt, chosen, rejected, **more):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
+
+
+TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
+WHO = [ask("who? ")]
+CHATS = {
+    "plain": pair(WHO, [say("42")], [say("forty")]),
+    "several turns": pair([say("brief", "system"), *WHO, say("a"), *WHO], [say("\na")], [say("a")]),
+    "both think": pair(WHO, [think("owls", "at night")], [think("elks", "by day")]),
+    "one thinks": pair(WHO, [think("owls", "at night")], [say("elks")]),
+    "longer": pair(WHO, [say("owls"), *WHO, say("so")], [say("elks")]),
+    "tools": pair(WHO, [CALL, RESULT, say("owls")], [say("elks")], **TOOLS),
+    "a result": pair([*WHO, CALL, RESULT], [say("owls")], [say("elks")], **TOOLS),
+    "own variables": pair(
+        WHO, [say("owls")], [say("elks")], chat_template_kwargs={"enable_thinking": False}
+    ),
+}  # fmt: skip
+OFTEN = ("chatml", "qwen2_5", "qwen2_5_training", "qwen3_5_nothink", "nemotron_3_nano", "llama3_1")
+# Those of models that see images take lists of parts, and drop the texts that TRL gives them.
+BLIND = ("idefics3", "llava_next", "smolvlm")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in OFTEN else only_full) for one in TEMPLATES]
+)
+def test_no_template_lets_a_prompt_be_trained(name):
+    """What the template writes to ask for the answer is not, nor does one answer begin later."""
+    tokenizer, tried = tokenizer_of("BPE", name), 0
+    light, data = lighten(tokenizer), Data(source="none")
+    for kind, row in CHATS.items():
+        rendered = Dpo().render([row], light, data)
+        if rendered.bad:
+            continue  # test_templates.py tells why
+        encoded = encode(rendered.texts, light, rendered.special_tokens)
+        mask = mask_of(encoded, rendered.texts, rendered.spans)
+        begin_alike(encoded, rendered, mask)
+        first = int(encoded.counts[0])
+        begins = mask[:first].argmax(), mask[first:].argmax()
+        assert begins[0] == begins[1], kind
+        tried += 1
+        if name.startswith(BLIND) or (name.startswith("diffusion_gemma") and kind == "a result"):
+            continue  # behind a result it asks for nothing, and writes the role all the same
+        [expected] = of_trl_alone(tokenizer, [row])
+        ids = encoded.ids.tolist()
+        assert [one for one, _ in expected] == [ids[:first], ids[first:]], kind
+        assert {begin for _, begin in expected} == {begins[0]}, kind
+    assert tried >= 3
+
+
+LOSSES = [
+    ("prompts", "BPE", None),
+    ("prompts", "Unigram", None),
+    ("common beginnings", "BPE across spaces", None),
+    ("common beginnings", "byte fallback", None),
+    ("chats", "BPE", "chatml"),
+    ("chats", "BPE", "qwen2_5"),
+    ("chats", "byte fallback", "llama3"),
+]
+
+
+@pytest.mark.parametrize(("form", "kind", "template"), LOSSES)
+def test_the_loss_and_its_gradients_are_trl_s(tmp_path, form, kind, template):
+    tokenizer, rows = tokenizer_of(kind, template), FORMATS[form][:5] + FORMATS[form][5::4]
+    run = Run(tmp_path / "run", rows, tokenizer, beta=0.3, plugins={"lora": {"r": 4, "alpha": 8}})
+    model = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32)
+    peft = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
+    trainer, batch = of_trl(tmp_path, run, "sigmoid", 0.3, model, peft=peft)
+    ours = shaken(run.model, 0.1).state_dict()
+    trainer.model.load_state_dict({name: ours[name] for name in trainer.model.state_dict()})
+    completion = batch["completion_mask"]
+    completion[:, 0] = 0  # nothing stands before it, so that it is in no loss
+    if template == "chatml":
+        last = batch["attention_mask"].sum(1) - 1
+        assert tokenizer.batch_decode(batch["input_ids"].gather(1, last[:, None])) == ["\n"] * len(
+            last
+        )
+        completion.scatter_(1, last[:, None], 0)
+    assert_trl_s(run, trainer, batch)
