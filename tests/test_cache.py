@@ -15,8 +15,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import xxhash
-from conftest import FORKS, FULL, ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import (
+    FORKS,
+    FULL,
+    ROOT,
+    chats,
+    read_metrics,
+    run_plugsft,
+    start_ranks,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
 from making import LOUD, activate, install
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft import DataError, PlugsftError, digests, keys, prepare
 from plugsft.answers import DataAnswers
@@ -562,3 +574,43 @@ def test_a_hit_costs_little_and_the_same_for_any_number_of_rows(tmp_path):
     print(f"\nopening: {opened}, to the first batch: {first}")
     assert first[1_000_000] <= 0.3
     assert opened[1_000_000] <= opened[10_000] + 0.02
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_flipped_bit_in_a_shard_ends_the_run_before_it_is_trained_on(recipe, tmp_path, ranks):
+    path = recipe()
+    folder = built(path)
+    shard = next(folder.glob("data-*"))
+    numbers = np.arange(len(Tokens(folder)))
+    ids = Tokens(folder, in_memory=True).gather(numbers)[0].tobytes()
+    # A low bit of a token in the middle: no id that the model does not know.
+    flip(shard, shard.read_bytes().index(ids) + len(ids) // 8 * 4)
+    named = [f"data.tokens={folder}", f"output={tmp_path / 'other'}"]
+    ended = [one.wait() for one in start_ranks(ranks, path, *named)]
+    said = [line for one in ended for line in one.stderr.splitlines() if "error: " in line]
+    assert all(one.returncode in (1, 2) for one in ended), ended
+    assert not any("Traceback" in one.stderr for one in ended), ended
+    damaged = [line for line in said if f"{shard}: damaged: its example" in line]
+    assert len(damaged) == 1 and f"Remove the folder {folder}" in damaged[0], said
+    assert len(read_metrics(tmp_path / "other")) < 3, "three steps are an epoch"
+    assert not (tmp_path / "other/model").exists()
+
+
+def test_ids_that_the_model_does_not_know_are_refused(recipe, tmp_path):
+    path = recipe()
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "small")
+    small = tmp_path / "small"
+    text = re.sub(r"(?ms)^\[model.scratch\]$.*?^$", "", path.read_text())
+    path.write_text(text.replace("[model]\n", f'[model]\npath = "{small}"\n'))
+    for command in (["check"], ["prepare"], []):
+        done = run_plugsft(*command, path)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done
+        assert re.search(r"the token id 3\d\d, but the model knows only 300 ids", done.stderr), done

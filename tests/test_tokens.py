@@ -1,13 +1,21 @@
 """Tokens on disk against plain lists, and against `datasets`."""
 
+import os
+
 import datasets
 import numpy as np
 import pytest
+from conftest import tiny_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugsft import DataError
 from plugsft import shards as shards_module
+from plugsft.answers import DataAnswers
 from plugsft.digests import digest
+from plugsft.plan import Plan
+from plugsft.recipe import Recipe
+from plugsft.registry import Active
 from plugsft.shards import Examples, write_index, write_shard
 from plugsft.tokens import Tokens
 from plugsft.types import Shard
@@ -126,3 +134,19 @@ def test_a_digest_names_content_not_order():
     assert digest({"a": 1, "b": [1, {"c": None}]}) == digest({"b": [1, {"c": None}], "a": 1})
     assert digest({"a": 1}) != digest({"a": "1"})
     assert len(digest({})) == 16
+
+
+@pytest.mark.parametrize("name", ["index.arrow", "data-0.arrow"])
+@pytest.mark.parametrize("size", [0, 100, 5_000, -1])
+def test_a_file_that_is_cut_short_under_a_run_is_named(tmp_path, name, size):
+    write(tmp_path, [[[[[(1, True)] * 40]] * 300]])
+    tokens = Tokens(tmp_path)
+    tables = tiny_tables(tmp_path / "recipe")
+    tokens.facts["sources"][0]["weight"] = 1.0
+    hook = Active({}, {}).answer(DataAnswers(tmp_path)).hook
+    plan = Plan(tokens, Recipe.model_validate(tables), 1, hook)
+    tokens.gather(plan.window(1).layout[0][0])
+    path = tmp_path / name
+    os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
+    with pytest.raises(DataError, match=rf"{name}: damaged: it was cut short.*Remove the folder"):
+        tokens.gather(plan.window(2).layout[0][0])
