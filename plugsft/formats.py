@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from .limits import json_of
 from .types import Row
 
 FORMATS = {
@@ -209,7 +210,7 @@ def _other_arguments(message: Row) -> Row:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = json_of(arguments)
             except ValueError:
                 return message
         elif arguments is not None:
@@ -240,9 +241,11 @@ def _with_reasoning(message: Row) -> Row:
 
 
 def _alpaca(row: Row) -> Iterator[Row]:
-    for pair in row.get("history") or ():
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRow("'history' is no list of pairs")
+    history = row.get("history") or []
+    pairs = isinstance(history, list) and all(isinstance(one, list) for one in history)
+    if not pairs or any(len(pair) != 2 for pair in history):
+        raise BadRow("'history' is no list of pairs")
+    for pair in history:
         yield {"role": "user", "content": pair[0]}
         yield {"role": "assistant", "content": pair[1]}
     asked = string_of(row, "instruction", empty=True)
@@ -267,8 +270,8 @@ def _parsed(given: Any, what: str) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return json.loads(given)
-    except (ValueError, RecursionError):
+        return json_of(given)
+    except ValueError:
         raise BadRow(f"{what} is no JSON") from None
 
 

@@ -4,14 +4,13 @@ Rows may differ in their fields, which Arrow's reader of JSON refuses; and a lin
 is one bad row with a number, not the end of the whole file.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json
 
+from .limits import json_of
 from .types import Ints, Row, Rows
 
 PIECE = 1 << 20
@@ -85,13 +84,9 @@ class Held:
 
 def _parse(line: bytes) -> Row | None:
     try:
-        row: Any = from_json(line, cache_strings="keys")
+        row = json_of(line)
     except ValueError:
-        # Half characters, byte order marks, depth: the standard library takes more.
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
+        return None
     return row if isinstance(row, dict) else None
 
 
@@ -99,10 +94,13 @@ def fault(rows: Rows, number: int) -> str:
     """Say why a row was read as None."""
     if isinstance(rows, JsonLines):
         start, stop = rows.starts[number], rows.stops[number]
+        line = np.fromfile(rows.path, np.uint8, stop - start, offset=start).tobytes()
         try:
-            np.fromfile(rows.path, np.uint8, stop - start, offset=start).tobytes().decode()
+            json_of(line.decode())
         except UnicodeDecodeError:
             return "not UTF-8"
+        except ValueError as error:
+            return str(error) if "nested" in str(error) else "no JSON object"
     return "no JSON object"
 
 

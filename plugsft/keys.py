@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import formats, jinja, jsonl, rows, sources, templates, tokenizer
+from . import formats, jinja, jsonl, limits, rows, sources, templates, tokenizer
 from . import work as work_module
 from .digests import digest, file_digest
 from .reading import flatten
@@ -16,7 +16,7 @@ from .work import Work
 
 MAKERS = ("render", "encode")
 """The hooks that say what the tokens are."""
-CORE = (jsonl, rows, sources, formats, rows, jinja, templates, tokenizer, work_module)
+CORE = (jsonl, limits, rows, sources, formats, rows, jinja, templates, tokenizer, work_module)
 """What makes tokens of rows, where no plugin does: other code may make others."""
 WORDS = {
     "format": "another version of the format",

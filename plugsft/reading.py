@@ -1,7 +1,6 @@
 """A recipe's file: read, overridden, checked, explained key by key, and written again."""
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -12,22 +11,27 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from .errors import RecipeError, did_you_mean
+from .limits import TABLES, shallow, text_of, toml_of
 from .recipe import TRL, Recipe, short
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file, and set `key.path=value` overrides in it."""
     try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf8"))
+        raw = toml_of(text_of(Path(path)))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:  # TOML's, UTF-8's, and int's limit of digits
+    except ValueError as error:  # TOML's, UTF-8's, ours, and int's limit of digits
         raise RecipeError(f"{path}: is not TOML: {error}") from error
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key.strip():
             raise RecipeError(f"'{override}': an override is written key.path=value")
         _put(raw, key.strip().split("."), value_of(text), override)
+    try:
+        shallow(raw, TABLES)
+    except ValueError as error:
+        raise RecipeError(f"an override: {error}") from error
     return raw
 
 
@@ -143,8 +147,8 @@ def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
 def value_of(text: str) -> Any:
     """Read a value as TOML; what is not TOML is a bare string, so that paths need no quotes."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+        parsed = toml_of(f"value = {text}")
+    except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

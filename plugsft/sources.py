@@ -1,11 +1,10 @@
 """Sources of rows: jsonl read as lines, everything else through `datasets`."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import datasets
 import numpy as np
@@ -15,8 +14,10 @@ from . import recipe as recipes
 from .digests import digest, remembered_digest
 from .errors import DataError, RecipeError, did_you_mean
 from .jsonl import Held, JsonLines, find_lines
+from .limits import json_of
 from .types import Ints, Row, Rows, Slice
 
+T = TypeVar("T", bound=Sized)
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
@@ -107,7 +108,10 @@ class File:
     @cached_property
     def _rows(self) -> JsonLines | Held:
         found = find_lines(self._path) if self._held is None else self._held
-        return found.pick(_select(self._split, len(found), self._path))
+        if not len(found):
+            raise DataError(f"source {self._path}: the file holds no row, only blank lines")
+        picked = found.pick(_select(self._split, len(found), self._path))
+        return _ensure_rows(picked, str(self._path), self._split)
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -138,13 +142,19 @@ def _array_in(path: Path) -> Held | None:
     """Return the rows of a .json file that is an array of them; else it may hold lines."""
     content = path.read_bytes()
     try:
-        rows = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        rows = json_of(content)
+    except ValueError as error:
         if content[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
             raise DataError(f"source {path}: is not JSON: {error}") from error
         return None
     rows = rows if isinstance(rows, list) else [rows]
     return Held(rows, len(content) // max(1, len(rows)))
+
+
+def _ensure_rows(rows: T, name: str, split: str) -> T:
+    if not len(rows):
+        raise DataError(f"source {name} (split '{split}'): holds no rows; give another split")
+    return rows
 
 
 class Stretch:
@@ -189,6 +199,7 @@ class Table(Stretch):
                 f"source {name} (split '{source.split}'): cannot be {what}: "
                 f"{type(error).__name__}: {first}"
             ) from error
+        _ensure_rows(self._data, name, source.split)
 
     @cached_property
     def identity(self) -> dict[str, str]:

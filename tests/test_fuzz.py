@@ -1,9 +1,10 @@
-"""Five hundred broken recipes: each is refused with its place named, or understood as written.
+"""Broken recipes, rows and files: each is refused with its place named, or read as written.
 
 PLUGSFT_FULL=1 (tools/test --full) tries them all; otherwise the first of the same row.
 """
 
 import copy
+import json
 import math
 import os
 import random
@@ -12,12 +13,20 @@ import tomllib
 
 import pytest
 import tomli_w
-from conftest import tiny_tables
+from conftest import chats, tiny_tables
 
+from plugsft import DataError
 from plugsft.cli import main
 from plugsft.errors import PlugsftError
+from plugsft.formats import COLUMNS
+from plugsft.jsonl import Held, fault, find_lines
+from plugsft.pretrained import train_tokenizer
 from plugsft.reading import resolved
+from plugsft.recipe import Data
 from plugsft.registry import load
+from plugsft.rows import render_rows
+from plugsft.tokenizer import encode as encode_texts
+from plugsft.tokenizer import lighten
 
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
 COUNT = 500 if FULL else 150
@@ -178,6 +187,127 @@ def test_what_is_accepted_trains(folder, capsys, monkeypatch):
         # 1 is a loss that is not finite: a learning rate of 1e308 is right, and of no use.
         assert code in (0, 1), f"mutant {number}: {capsys.readouterr().err}"
         trained += 1
+
+
+ROWS = [
+    *chats(2),
+    {"messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "reasoning_content": "r", "weight": 1, "train": True},
+        {"role": "assistant", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": "d"},
+        {"role": "assistant", "content": "e"}],
+     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": {"b": []}}}}],
+     "chat_template_kwargs": {"x": 1}},
+    {"conversations": [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+        {"from": "observation", "value": "b"}, {"from": "gpt", "value": "c"}], "tools": "[]"},
+    {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]], "system": "f"},
+    {"prompt": "a", "completion": "b"},
+    {"prompt": [{"role": "user", "content": "a"}],
+     "completion": [{"role": "assistant", "content": "b"}]},
+    {"text": "a"},
+]  # fmt: skip
+"""A row of each format."""
+
+
+def nested(levels, inner=1):
+    for _ in range(levels):
+        inner = {"a": [inner]}
+    return inner
+
+
+CELLS = [
+    None, True, False, 0, 5, -1, 0.5, math.nan, math.inf, 10**30, 1, "", " ", "x", "\0", "\ud800",
+    "[" * 100_000, '{"a":' * 100_000, "[" * 900 + "]" * 900, "{}", "[]", "null", "5", '"x"',
+    "{% raw %}", "x" * 100_000, [], [[]], [[[]]], [None], [5], ["x"], ["x", "y"], [{}], {},
+    {"x": 1}, {"role": "user"}, {"name": 3}, {"function": 3}, {"type": "image"},
+    {"function": {"name": "f", "arguments": [1]}}, {"role": [], "content": {}},
+    {"from": {}, "value": 1}, nested(90), nested(99, "x"), [nested(98)],
+]  # fmt: skip
+
+
+def within(value, path=()):
+    """Every place in nested lists and tables."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from within(inner, (*path, key))
+
+
+def altered(number):
+    """Return a row of which one to three places are something else, or gone."""
+    rng = random.Random(number)
+    row = copy.deepcopy(rng.choice(ROWS))
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        if not (all_places := list(within(row))):
+            break
+        *above, key = rng.choice(all_places)
+        place = row
+        for step in above:
+            place = place[step]
+        cell = copy.deepcopy(rng.choice(CELLS))
+        if rng.random() < 0.1:
+            del place[key]
+        elif isinstance(place, dict) and rng.random() < 0.2:
+            place[rng.choice([*COLUMNS, "role", "content", "train", "weight", "thinking"])] = cell
+        else:
+            place[key] = cell
+    return row
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    texts = [message["content"] for row in chats(5) for message in row["messages"]]
+    rows = Held([{"text": text} for text in texts])
+    data = Data.model_validate({"source": "x"})
+    made = train_tokenizer([rows], lambda some, _, plain: render_rows(some, plain, data), 300)
+    return lighten(made)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_any_row_is_rendered_or_bad_with_a_reason(tokenizer, tmp_path, train_on):
+    data = Data.model_validate({"source": "x", "train_on": train_on})
+    count, rendered, bad = 20_000 if FULL else 700, 0, 0
+    lines = [json.dumps(altered(number)) for number in range(count)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    read = find_lines(tmp_path / "rows.jsonl").read(0, count)
+    for number, row in enumerate(read):
+        if row is None:
+            assert fault(find_lines(tmp_path / "rows.jsonl"), number) == (
+                "nested deeper than 200 levels"
+            )
+            continue
+        try:
+            made = render_rows([row], tokenizer, data)
+        except DataError as error:
+            assert "preferences" in str(error), lines[number]
+            continue
+        except Exception as error:
+            raise AssertionError(lines[number][:2000]) from error
+        if made is not None:
+            assert len(made.texts) + len(made.bad) == 1, lines[number]
+            assert all(reason and "\n" not in reason for reason in made.bad.values())
+            encoded = encode_texts(made.texts, tokenizer, made.special_tokens)
+            assert len(encoded.counts) == len(made.texts)
+            rendered, bad = rendered + len(made.texts), bad + len(made.bad)
+    assert min(rendered, bad) > count // 10, (rendered, bad)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "\n \n\t\n", "null\n" * 3, "[]", "5", "[" * 10**6])
+@pytest.mark.parametrize("command", ["check", "train", "prepare", "inspect"])
+def test_files_without_a_row_are_refused_by_each_command(tiny, capsys, text, command):
+    path = tiny()
+    (path.parent / "data.jsonl").write_text(text)
+    with pytest.raises(SystemExit) as end:
+        main([command, str(path)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "Traceback" not in said
+    assert all(line.startswith("error: ") and "data.jsonl" in line for line in said.splitlines())
 
 
 def test_the_family_of_errors_is_what_the_command_line_catches():

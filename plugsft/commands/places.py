@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import shutil
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from ..console import say
 from ..errors import PlugsftError, RecipeError, did_you_mean
+from ..limits import text_of, toml_of
 from ..publish import is_published, writing
 from ..recipe import TRL, Recipe
 from ..report import read_metrics
@@ -129,7 +129,7 @@ def _maker(place: Path, recipe: Path) -> Path | None:
     """Return the recipe, of those beside this one, whose run leaves a model at a place."""
     for other in sorted(recipe.parent.glob("*.toml")):
         with suppress(OSError, ValueError):
-            output = tomllib.loads(other.read_text(encoding="utf8")).get("output")
+            output = toml_of(text_of(other)).get("output")
             if isinstance(output, str) and Path(output, "model") == place:
                 return other
     return None
