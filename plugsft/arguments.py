@@ -19,6 +19,11 @@ Without = Annotated[
     typer.Option(metavar="NAME", help="Switch a plugin off for this run.", show_default=False),
 ]
 
+Trusted = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that comes with the model."),
+]
+
 
 def late(module: str) -> ModuleType:
     """Import a command's module when it is called: torch takes seconds, and --help must not."""

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .arguments import Overrides, RecipeFile, Without, late
+from .arguments import Overrides, RecipeFile, Trusted, Without, late
 from .console import complain, say
 from .errors import PlugsftError, RecipeError, did_you_mean
 from .measuring import measuring
@@ -182,9 +182,10 @@ def chat(
     temperature: Annotated[
         float, typer.Option(min=0, help="0 always takes the likeliest token.")
     ] = 0.0,
+    trust_remote_code: Trusted = False,
 ) -> None:
     """Talk to a trained model."""
-    late("chat").chat(output, ask or [], max_tokens, temperature)
+    late("chat").chat(output, ask or [], max_tokens, temperature, trust_remote_code)
 
 
 @app.command()
@@ -205,9 +206,10 @@ def export(
         ),
     ] = None,
     without: Without = None,
+    trust_remote_code: Trusted = False,
 ) -> None:
     """Copy a trained model, verified, or make it of a checkpoint; or merge its adapters."""
-    late("export").export(output, merge, to, without or [])
+    late("export").export(output, merge, to, without or [], trust_remote_code)
 
 
 @app.command()

@@ -7,6 +7,9 @@ from transformers import AutoConfig, PretrainedConfig
 from .errors import PlugsftError, RecipeError, TrainError, out_of_memory
 from .recipe import Model, Recipe
 
+TRUST = "trust_remote_code"
+"""Every error of transformers about a model's own code says this."""
+
 
 def load_config(model: Model) -> PretrainedConfig:
     """Read the configuration of a model, without its weights."""
@@ -86,5 +89,15 @@ def not_loaded(path: str, error: Exception) -> PlugsftError:
     first = str(error).strip().partition("\n")[0]
     return RecipeError(
         f"model.path: no causal language model could be loaded from '{path}': "
-        f"{type(error).__name__}: {first}"
+        f"{type(error).__name__}: {first}{cure_of(error)}"
+    )
+
+
+def cure_of(error: Exception) -> str:
+    """Return the cure for a model or tokenizer whose own code may not run."""
+    if TRUST not in str(error):
+        return ""
+    return (
+        ". Python code that comes with a model runs only if you say so: model.trust_remote_code = "
+        "true in your recipe, or --trust-remote-code for chat and export"
     )

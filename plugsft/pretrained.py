@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .context import cure_of
 from .errors import RecipeError
 from .recipe import TRL, Model
 from .templates import CHATML, training_template
@@ -32,7 +33,7 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
         first = str(error).strip().partition("\n")[0]
         raise RecipeError(
             f"model.{'tokenizer' if model.tokenizer else 'path'}: no tokenizer could be loaded "
-            f"from '{where}': {type(error).__name__}: {first}"
+            f"from '{where}': {type(error).__name__}: {first}{cure_of(error)}"
         ) from error
     if not tokenizer.is_fast:
         raise RecipeError(

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..console import is_terminal, say
-from ..context import context_of
+from ..context import TRUST, context_of, cure_of
 from ..errors import PlugsftError
 from ..pretrained import pad_id
 from .places import ADAPTER, base_of, is_model, near
@@ -39,13 +39,15 @@ NOTHING = "(the model ended its answer before the first word)"
 Turns = list[dict[str, str]]
 
 
-def chat(output: Path, ask: Sequence[str], max_tokens: int, temperature: float) -> None:
+def chat(
+    output: Path, ask: Sequence[str], max_tokens: int, temperature: float, trusted: bool = False
+) -> None:
     """Answer the questions given, or what is typed until Ctrl-D."""
     if not all(question.strip() for question in ask):
         raise PlugsftError("--ask: an empty question has no answer")
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
-    speaker = Speaker(*load(model_folder(output)), max_tokens, temperature)
+    speaker = Speaker(*load(model_folder(output), trusted), max_tokens, temperature)
     for start in range(0, len(ask), AT_ONCE):
         talks = [speaker.opened(question) for question in ask[start : start + AT_ONCE]]
         for answer in speaker.answer(talks):
@@ -82,19 +84,22 @@ def model_folder(output: Path) -> Path:
     )
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, onto a GPU if there is one."""
-    options: dict[str, Any] = {"dtype": "auto"}
+def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, onto a GPU if there is one.
+
+    Code that comes with it runs only where the user trusts it.
+    """
+    options: dict[str, Any] = {"dtype": "auto", TRUST: trusted}
     if (folder / ADAPTER).is_file():
         # Of the model that adapters are for, which transformers does not look for itself.
         options["revision"] = base_of(folder)[1] or "main"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises whatever its readers raise
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
-            f"{folder}: no model could be loaded: {type(error).__name__}: {first}"
+            f"{folder}: no model could be loaded: {type(error).__name__}: {first}" + cure_of(error)
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from ..console import say
+from ..context import cure_of
 from ..digests import file_digest
 from ..errors import CheckpointError, PlugsftError
 from ..publish import MANIFEST, damage, is_published, publish
@@ -28,8 +29,17 @@ TOLERANCE = 1e-4
 """How far logits may move in float32, as a share of the largest."""
 
 
-def export(output: Path, merge: bool, to: Path | None, without: Sequence[str] = ()) -> None:
-    """Copy a run's model, or merge its adapters into a whole one; into a folder that is new."""
+def export(
+    output: Path,
+    merge: bool,
+    to: Path | None,
+    without: Sequence[str] = (),
+    trusted: bool = False,
+) -> None:
+    """Copy a run's model, or merge its adapters into a whole one; into a folder that is new.
+
+    A run may be someone else's: code of its model runs only where the user says `trusted`.
+    """
     if to is None and not merge:
         raise PlugsftError("--to: missing; name the folder to copy the model to")
     target = to or output / "merged"
@@ -39,15 +49,15 @@ def export(output: Path, merge: bool, to: Path | None, without: Sequence[str] = 
         folder = source_of(output)
         if target.resolve().is_relative_to(folder.resolve()) and not merge:
             raise PlugsftError(f"--to: {target} is inside the model's own folder; name another")
-        said = merge_into(folder, target) if merge else copy_to(folder, target)
+        said = merge_into(folder, target, trusted) if merge else copy_to(folder, target)
     elif checkpoint := checkpoint_of(output):
         said = f"model of {checkpoint.name}"
         if merge:
             with TemporaryDirectory(dir=target.parent, prefix=".export-") as place:
-                restore(checkpoint, Path(place, "model"), without)
-                said += f", {merge_into(Path(place, 'model'), target)}"
+                restore(checkpoint, Path(place, "model"), without, trusted)
+                said += f", {merge_into(Path(place, 'model'), target, trusted)}"
         else:
-            restore(checkpoint, target, without)
+            restore(checkpoint, target, without, trusted)
     else:
         model_folder(output)  # it says what is wrong
         return
@@ -79,11 +89,11 @@ def copy_to(folder: Path, target: Path) -> str:
     return f"model, copied and verified{base}"
 
 
-def merge_into(folder: Path, target: Path) -> str:
+def merge_into(folder: Path, target: Path, trusted: bool) -> str:
     """Merge adapters into the weights they are for, with proof; say how exact it is."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     quiet()
-    model, dtype = adapted(folder)
+    model, dtype = adapted(folder, trusted)
     wanted = logits(model)
     with model.disable_adapter():
         moved = apart(logits(model), wanted)
@@ -91,11 +101,13 @@ def merge_into(folder: Path, target: Path) -> str:
     off = ensure_close(logits(model), wanted, "merging")
     with publish(target) as building:
         cast(model, dtype).save_pretrained(building)
-        tokenizer_of(folder).save_pretrained(building)
+        tokenizer_of(folder, trusted).save_pretrained(building)
         # What was written is what was merged, rounded to the type of the weights.
         wanted = logits(cast(model, torch.float32))
         del model
-        written: Any = AutoModelForCausalLM.from_pretrained(building, dtype=torch.float32)
+        written: Any = AutoModelForCausalLM.from_pretrained(
+            building, dtype=torch.float32, trust_remote_code=trusted
+        )
         ensure_close(logits(written), wanted, "writing")
     return (
         f"merged model in {str(dtype).removeprefix('torch.')} (its logits are {off:.0e} off those "
@@ -103,7 +115,7 @@ def merge_into(folder: Path, target: Path) -> str:
     )
 
 
-def adapted(folder: Path) -> tuple[Any, torch.dtype]:
+def adapted(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
     """Load a model with adapters in float32; return the type of its own weights, too."""
     base, revision = "", None
     if (folder / ADAPTER).is_file():
@@ -115,7 +127,9 @@ def adapted(folder: Path) -> tuple[Any, torch.dtype]:
     except ImportError as error:
         raise PlugsftError("--merge needs the package 'peft': pip install peft") from error
     try:
-        plain: Any = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto")
+        plain: Any = AutoModelForCausalLM.from_pretrained(
+            base, revision=revision, dtype="auto", trust_remote_code=trusted
+        )
         dtype: torch.dtype = plain.dtype
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
@@ -124,7 +138,7 @@ def adapted(folder: Path) -> tuple[Any, torch.dtype]:
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
             f"{folder}: its adapters cannot be loaded onto {base}, which they are for: "
-            f"{type(error).__name__}: {first}"
+            f"{type(error).__name__}: {first}{cure_of(error)}"
         ) from error
     if not hasattr(model, "merge_and_unload"):
         raise PlugsftError(f"{folder}: adapters of the kind {model.peft_type} cannot be merged")
@@ -138,13 +152,13 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def tokenizer_of(folder: Path) -> Any:
+def tokenizer_of(folder: Path, trusted: bool) -> Any:
     """Load the tokenizer that lies with adapters, or that of the model they are for."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except Exception:  # transformers raises whatever its readers raise
         base, revision = base_of(folder)
-        return AutoTokenizer.from_pretrained(base, revision=revision)
+        return AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=trusted)
 
 
 @torch.no_grad()

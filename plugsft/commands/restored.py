@@ -1,5 +1,6 @@
 """A model from a checkpoint: that of a run that was stopped, or of one of its earlier steps."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,15 @@ def checkpoint_of(output: Path) -> Path | None:
     return found[-1]
 
 
-def restore(path: Path, target: Path, without: Sequence[str]) -> None:
-    """Write the model of a checkpoint as its run would have, at its end."""
+def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> None:
+    """Write the model of a checkpoint as its run would have, at its end.
+
+    The recipe beside it may be someone else's: it cannot have the code of its model run.
+    """
     quiet()
     output = path.parent.parent
-    recipe, active = load(output / "recipe.toml", [f"output={output}"], without)
+    ours = [f"output={json.dumps(str(output))}", f"model.trust_remote_code={str(trusted).lower()}"]
+    recipe, active = load(output / "recipe.toml", ours, without)
     hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
     with active.named():
         check(active, recipe, look())
