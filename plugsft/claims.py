@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .publish import HERE, PARTS, Stands, finish, is_whole, remove, runs, sweep, writing
+from .publish import HERE, PARTS, Stands, discard, finish, is_whole, remove, runs, sweep, writing
 
 HEARTBEAT = 1.0
 PATIENCE = 30.0
@@ -98,6 +98,8 @@ def _build(folder: Path, build: Callable[[Path], None], mine: Claim, stands: Sta
             sweep(folder.parent)
             _take_over(parts_of(folder), building)
             build(building)
+            if folder.exists() and not stands(folder):
+                discard(folder, sized=False)  # a file of ours that was cut short is no user's
             finish(building, folder, stands)
     except Exception:
         # Not after ctrl-C or a signal: the next builder goes on from what is there.

@@ -1,8 +1,10 @@
 """Folders that appear whole or not at all, and are built by exactly one of many processes."""
 
 import errno
+import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -10,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -142,13 +145,59 @@ def damage(folder: Path, quick: bool = False) -> str | None:
     return None
 
 
-def discard(folder: Path) -> None:
-    """Remove a folder so that nobody ever sees half of it."""
+def listing(folder: Path) -> dict[str, int] | None:
+    """Return the files that a manifest lists, with their sizes; None where plugsft wrote none."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
+        return {str(name): _size_in(entry) for name, entry in manifest.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def foreign(folder: Path, sized: bool = False) -> list[Path]:
+    """Return the files of a folder that plugsft did not write; if `sized`, also those changed."""
+    if not folder.is_dir():
+        return [folder] if folder.exists() else []
+    files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    known = listing(folder)
+    if known is None:
+        return files
+    sizes = {folder / name: size for name, size in known.items()}
+    return [
+        path
+        for path in files
+        if path != folder / MANIFEST
+        and (path not in sizes or (sized and path.stat().st_size != sizes[path]))
+    ]
+
+
+def discard(folder: Path, sized: bool = True) -> Path | None:
+    """Remove a folder that plugsft wrote so that nobody ever sees half of it.
+
+    Where it holds files that are not ours, these stay in a folder beside it, which is returned;
+    if `sized`, a file that has another size than we wrote is not ours.
+    """
+    if not folder.is_symlink() and foreign(folder, sized):
+        return _leave_foreign(folder, sized)
     mine = f"{uuid.uuid4().hex[:8]}.{HERE}-{os.getpid()}"
     doomed = folder.with_name(f".{folder.name}.{mine}.tmp")
     with suppress(FileNotFoundError):
         folder.rename(doomed)
     remove(doomed)
+    return None
+
+
+def _leave_foreign(folder: Path, sized: bool) -> Path:
+    """Move a folder aside, and remove what we wrote in it."""
+    numbers = (folder.with_name(f"{folder.name}.not-ours-{n}") for n in itertools.count(1))
+    aside = next(path for path in numbers if not path.exists())
+    folder.rename(aside)
+    if (known := listing(aside)) is not None:
+        theirs = foreign(aside, sized)
+        for path in (*(aside / name for name in known), aside / MANIFEST):
+            if path not in theirs:
+                path.unlink(missing_ok=True)
+    return aside
 
 
 def sweep(parent: Path) -> None:
@@ -195,6 +244,14 @@ def runs(pid: int) -> bool:
 
 def _stamp(path: Path) -> list[int | str]:
     return [path.stat().st_size, file_digest(path)]
+
+
+def _size_in(entry: Any) -> int:
+    """Return the size in an entry of a manifest; raise ValueError where it is none of ours."""
+    match entry:
+        case [int(size), str(checksum)] if re.fullmatch("[0-9a-f]{32}", checksum):
+            return size
+    raise ValueError("not an entry of a manifest of plugsft")
 
 
 def _sync(path: Path) -> None:

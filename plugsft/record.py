@@ -3,8 +3,10 @@
 import importlib.metadata
 import json
 import platform
+import re
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Self, TextIO
 
 import numpy as np
@@ -15,7 +17,7 @@ from .console import say
 from .errors import PlugsftError
 from .hooks import hookimpl
 from .machine import Machine, held_most
-from .publish import discard, write_text, writing
+from .publish import discard, is_published, write_text, writing
 from .reading import resolved
 from .recipe import Recipe
 from .registry import Active, options_of
@@ -95,8 +97,8 @@ class Record:
         self._active.hook.record(run=self.run)  # first: who refuses leaves all as it was
         self.folder.mkdir(parents=True, exist_ok=True)
         self.write()  # it tells that what else lies here is a run's
-        for name in () if done else ("checkpoints", "model"):
-            discard(self.folder / name)
+        if not done:
+            clear(self.folder)
         (self.folder / "report.html").unlink(missing_ok=True)
         write_text(self.folder / "recipe.toml", resolved(self._recipe))
         path = self.folder / "metrics.jsonl"
@@ -188,6 +190,15 @@ class Record:
         minutes, seconds = divmod(round(steps * sum(recent) / len(recent)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def clear(folder: Path) -> None:
+    """Remove the checkpoints and the model of an earlier run, and nothing that a user put there."""
+    steps = sorted((folder / "checkpoints").glob("step-*"))
+    own = [path for path in steps if re.fullmatch(r"step-\d+", path.name)]
+    for path in (*own, folder / "model"):
+        if is_published(path) and (rest := discard(path)):
+            say(f"warning: {path} held files that plugsft did not write; they are in {rest}")
 
 
 def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, float]]:

@@ -106,7 +106,7 @@ def test_what_a_run_would_remove_is_no_input_of_it(finished, tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    "name", ["model/config.json", "checkpoints/notes/a.txt", *places.FILES, "checkpoints"]
+    "name", ["model/config.json", "checkpoints/step-000003/a.txt", *places.FILES, "checkpoints"]
 )
 def test_what_plugsft_did_not_write_is_never_replaced(tiny, tmp_path, name):
     mine = tmp_path / "run" / name
@@ -116,9 +116,21 @@ def test_what_plugsft_did_not_write_is_never_replaced(tiny, tmp_path, name):
     for words in ([recipe], [recipe, "--overwrite"], [recipe, "--resume"], ["check", recipe]):
         done = run_plugsft(*words)
         assert done.returncode == 2, done.stdout
-        shown = mine.parent if mine.parent.parent != tmp_path else mine
-        assert f"output: {shown} was not written by plugsft" in done.stderr
+        assert f"output: {mine} was not written by plugsft" in done.stderr
         assert mine.read_text() == "{}"
+
+
+@pytest.mark.parametrize("output", ["base", "base/run", "."])
+def test_the_folder_of_the_model_is_no_output(tmp_path, monkeypatch, output):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    tables = tiny_tables(tmp_path) | {"model": {"path": "base"}, "output": output}
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+    for recipe in (load(path)[0], load(path, [f"model.path={tmp_path}/base"])[0]):
+        [said] = places.wrong_inputs(recipe, path).values()
+        assert f"and output = {output} are one folder, or one is inside the other" in said
+    assert not places.wrong_inputs(load(path, ["output=based"])[0], path)
 
 
 def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path):

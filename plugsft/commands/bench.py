@@ -19,11 +19,11 @@ from ..publish import write_text
 from ..reading import value_of
 from ..recipe import Recipe
 from .bench_page import write_page
-from .bench_words import console_lines, duration, markdown
+from .bench_words import TITLE, console_lines, duration, markdown
 from .benched import Bench, Figures, ensure_alike, read_report, worse
 from .lineup import Lineup, key, line_up
 from .measured import as_json, head, in_rounds
-from .places import ensure_inputs
+from .places import ensure_inputs, ensure_page
 from .trials import Trial, Trials, changed, ended, trials
 
 JSON, MARKDOWN, PAGE = "bench.json", "bench.md", "bench.html"
@@ -82,6 +82,7 @@ def bench(path: Path, overrides: Sequence[str], without: Sequence[str], options:
         ensure_alike(Bench(running.report), earlier)
     if (folder / JSON).exists() and not options.overwrite:
         raise RecipeError(f"--out: {folder} holds a bench; add --overwrite, or give another folder")
+    ensure_bench(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, why in line.kept.items():
         say(f"always on: {name}: {why}")
@@ -98,6 +99,18 @@ def bench(path: Path, overrides: Sequence[str], without: Sequence[str], options:
     say(f"figures: {folder / JSON}\ntable: {folder / MARKDOWN}\npage: {folder / PAGE}")
     if earlier and (problems := worse(found, earlier, options.tolerance)):
         raise Worse("\n".join(f"beside {options.against}: {text}" for text in problems))
+
+
+def ensure_bench(folder: Path) -> None:
+    """Refuse to replace files that no bench wrote."""
+    for name, sign in {JSON: '"contenders": {', MARKDOWN: TITLE}.items():
+        path = folder / name
+        if path.exists() and sign not in path.read_text(encoding="utf8", errors="replace"):
+            raise RecipeError(
+                f"--out: {path} was not written by plugsft bench; give another folder"
+            )
+    if folder.is_dir():
+        ensure_page(folder / PAGE, "--out")
 
 
 def report_of(path: Path, recipe: Recipe, line: Lineup, options: Options) -> dict[str, Any]:

@@ -96,6 +96,9 @@ def without_empty(table: Table) -> Table:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+TITLE = "# What the plugins of "
+
+
 def notes(bench: Bench) -> Iterator[str]:
     """Say what one must know to read the tables."""
     report, settings = bench.report, bench.report["settings"]
@@ -123,7 +126,7 @@ def notes(bench: Bench) -> Iterator[str]:
 
 def markdown(bench: Bench) -> str:
     """Write a bench as Markdown."""
-    parts = [f"# What the plugins of {bench.report['name']} bring", as_markdown(brings(bench))]
+    parts = [f"{TITLE}{bench.report['name']} bring", as_markdown(brings(bench))]
     parts += [as_markdown(one) for one in (ran(bench), prepared(bench)) if len(one) > 1]
     return "\n\n".join([*parts, *notes(bench)]) + "\n"
 

@@ -149,7 +149,7 @@ def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_r
         if not dry_run:
             if _used(last.folder) != last.used:
                 continue  # somebody has just found it
-            discard(last.folder)
+            discard(last.folder, sized=False)
         say(f"{verb}  {last.folder.name}  {size_of(last.size)}  {reason}, from {last.sources}")
         gone, freed = gone + 1, freed + last.size
     for name, size in _clear(home, dry_run):
@@ -168,7 +168,7 @@ def verify(folder: Path | None, remove: bool) -> None:
         say(f"{one.folder.name}  {f'damaged: {harm}' if harm else 'whole'}")
         damaged += harm is not None
         if harm and remove:
-            discard(one.folder)
+            discard(one.folder, sized=False)
     if damaged:
         raise PlugsftError(
             f"{home}: {damaged} of {_count(found)} damaged; "

@@ -8,6 +8,7 @@ from ..console import out, say
 from ..errors import PlugsftError
 from .compared import Row, Section, compare, read_run
 from .diff_page import write_page
+from .places import ensure_page
 
 NARROW, WIDE = 12, 36
 """Characters that a column has at least and at most; a longer value has a line of its own."""
@@ -18,6 +19,8 @@ def diff(first: Path, second: Path, html: Path | None) -> None:
     a, b = read_run("A", first), read_run("B", second)
     if first.samefile(second):
         raise PlugsftError(f"{second}: is the same run again; name another run's output folder")
+    if html is not None:
+        ensure_page(html, "--html")
     sections = compare(a, b)
     for run in (a, b):
         out.print(Text.assemble((run.name, "bold"), f"  {run.folder}: {run.state}"))

@@ -10,13 +10,14 @@ from rich.text import Text
 from .. import registry
 from ..answers import DataAnswers
 from ..console import is_terminal, out, say
-from ..errors import DataError, PlugsftError, RecipeError
+from ..errors import DataError, RecipeError
 from ..hooks import DATA
 from ..machine import look
 from ..sources import Source, ensure_columns, open_source
 from ..work import Work
 from .audit import Audit, audit, histogram
 from .inspection_page import write_page
+from .places import ensure_page
 from .sample import take, worker
 from .views import View, views
 
@@ -41,8 +42,8 @@ def inspect(
         raise RecipeError(
             f"data.tokens: {recipe.data.tokens} holds no rows to inspect; give data.source too"
         )
-    if page and not page.parent.is_dir():
-        raise PlugsftError(f"--html: {page.parent}: no such folder")
+    if page:
+        ensure_page(page, "--html")
     active.answer(DataAnswers(recipe.folder))
     shown, audits = list[View](), list[Audit]()
     with active.named(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:

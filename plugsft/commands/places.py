@@ -3,17 +3,20 @@
 import fcntl
 import json
 import os
+import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import permutations
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from ..console import say
 from ..errors import PlugsftError, RecipeError, did_you_mean
 from ..limits import text_of, toml_of
-from ..publish import is_published, writing
+from ..publish import foreign, is_published, writing
 from ..recipe import TRL, Recipe
 from ..report import read_metrics
 
@@ -21,6 +24,10 @@ FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
 """What a run writes, besides checkpoints/ and model/."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
 """By these a name is known to be a file's, not one on the hub."""
+STEP = re.compile(r"step-\d+")
+"""The name of a checkpoint."""
+PAGES = ('name="generator" content="plugsft"', "The page asks nothing of any network")
+"""Signs of a page that plugsft wrote; the second in those of earlier versions."""
 LOCK = ".lock"
 ADAPTER = "adapter_config.json"
 """By this peft and transformers know a folder of adapters, which are for a model elsewhere."""
@@ -38,10 +45,17 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
     wrong = {}
     for key, name in _inputs(recipe):
         place = Path(name)
+        apart = {recipe.folder.resolve(), place.resolve()}
+        nested = any(one.is_relative_to(other) for one, other in permutations(apart, 2))
         if any(place.resolve().is_relative_to(result) for result in results):
             wrong[name] = (
                 f"{key}: {name} is a result in this recipe's own output, which a new run removes; "
                 "give another output"
+            )
+        elif key == "model.path" and place.is_dir() and (nested or len(apart) == 1):
+            wrong[name] = (
+                f"{key}: {name} and output = {recipe.output} are one folder, or one is inside the "
+                "other; a run would write among the model's files: give another output"
             )
         elif (place / "run.json").is_file() and is_model(place / "model"):
             if key in ("model.path", "model.tokenizer"):
@@ -157,7 +171,8 @@ def alone(recipe: Recipe) -> Iterator[None]:
         finally:
             if os.listdir(recipe.folder) == [LOCK]:
                 # The recipe was refused: nothing stays behind.
-                shutil.rmtree(recipe.folder)
+                (recipe.folder / LOCK).unlink()
+                recipe.folder.rmdir()
 
 
 def is_held(folder: Path) -> bool:
@@ -174,18 +189,68 @@ def is_held(folder: Path) -> bool:
 
 def ensure_ours(folder: Path) -> None:
     """Refuse an output where something else stands in the places of a run's results."""
-    kept = folder / "checkpoints"
-    listed = [path for path in kept.glob("*") if not path.name.startswith(".")]
-    whole = [path for path in (folder / "model", *listed) if is_published(path)]
-    others = [path for path in (folder / "model", *listed) if path.exists() and path not in whole]
-    others += [kept] if kept.is_file() else []
-    if not whole and "format" not in read_run(folder):
-        others += [folder / name for name in FILES if (folder / name).exists()]
+    steps = folder / "checkpoints"
+    others = foreign(folder / "model", sized=True)
+    others += [steps] if steps.is_file() else []
+    # A damaged checkpoint is ours, too: --resume goes on from the one before.
+    others += [file for path in sorted(steps.glob("step-*")) for file in strange_files(path)]
+    others += [folder / name for name in FILES if not is_result(folder / name)]
     if others:
+        more = f" and {len(others) - 5:,} more" if others[5:] else ""
         raise RecipeError(
-            f"output: {', '.join(map(str, others))} {'were' if others[1:] else 'was'} not written "
-            "by plugsft, and a run would replace it; move it away, or give another folder "
-            "(output=...)"
+            f"output: {', '.join(map(str, others[:5]))}{more} {'were' if others[1:] else 'was'} "
+            "not written by plugsft, or changed since, and a run would replace it; move it away, "
+            "or give another folder (output=...)"
+        )
+
+
+def strange_files(path: Path) -> list[Path]:
+    """Return the files in the place of a checkpoint that are not of one."""
+    # Any other name is a user's own copy, which no run touches.
+    return foreign(path) if STEP.fullmatch(path.name) else []
+
+
+def is_result(path: Path) -> bool:
+    """Tell whether a run may replace a file: it is not there, or a run wrote it."""
+    if not path.exists():
+        return True
+    begin = beginning(path)
+    if path.name == "run.json":
+        return "format" in read_run(path.parent)
+    if path.name == "metrics.jsonl":
+        return not begin or begin.startswith('{"step": ')
+    if path.name == "report.html":
+        return is_page(begin)
+    # A run writes its recipe beside its record, in a form that a person hardly writes.
+    try:
+        text = text_of(path)
+        canonical = tomli_w.dumps(toml_of(text)) == text
+    except (OSError, ValueError):
+        return False
+    return canonical and "format" in read_run(path.parent)
+
+
+def beginning(path: Path) -> str:
+    """Return the first characters of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(2000).decode("utf8", errors="replace")
+    except OSError:
+        return "?"
+
+
+def is_page(text: str) -> bool:
+    """Tell whether a page's beginning says that plugsft wrote it."""
+    return any(sign in text for sign in PAGES)
+
+
+def ensure_page(path: Path, option: str) -> None:
+    """Refuse to write a page in place of a file that plugsft did not write."""
+    if not path.parent.is_dir():
+        raise PlugsftError(f"{option}: {path.parent}: no such folder")
+    if path.exists() and not is_page(beginning(path)):
+        raise PlugsftError(
+            f"{option}: {path} exists and was not written by plugsft; give another name"
         )
 
 
