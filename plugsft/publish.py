@@ -71,7 +71,7 @@ def finish(building: Path, folder: Path, stands: Stands) -> None:
     write_text(building / MANIFEST, json.dumps(manifest, indent=1))
     for path in [*building.rglob("*"), building]:
         _sync(path)
-    if not stands(folder):
+    if folder.exists() and not stands(folder):
         discard(folder)
     try:
         building.rename(folder)
