@@ -36,7 +36,7 @@ from .ranks import connect, exchange, in_company, name_of, quiet, seed_step
 from .recipe import Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
-from .saved import save_model
+from .saved import ensure_saveable, save_model
 from .schedule import Schedule, check_schedule
 from .spread import Held, held_by, is_sharded, spread
 from .stop import Stop
@@ -127,6 +127,7 @@ def load(
 
     with loading(recipe, accelerator.process_index):
         model = hook.optimize_model(load=how)
+        ensure_saveable(model)
         model.train()
         return how, *spread(accelerator, how, model, make)
 

@@ -1,15 +1,14 @@
 """The model: loaded from a folder or the hub, or made new from a few numbers."""
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -24,16 +23,13 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from .context import not_loaded
 from .digests import digest, remembered_digest
-from .errors import PluginError, RecipeError
+from .errors import PluginError, RecipeError, TrainError
+from .parts import Part, local_part
 from .recipe import Model, Scratch
-
-Rows = Callable[[str, int, int], Tensor]
-"""The name of a tensor in the files, its first row and the one after its last -> these rows."""
+from .weights import Weights, files_of, skeleton
 
 
 @dataclass
@@ -44,54 +40,69 @@ class Load:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
     empty: bool = False
-    """Whether weights stay in their files until the model is spread, and each rank reads its own;
+    """Whether weights stay in their files until the model is sharded, and each rank reads its own;
     a plugin that needs to see them says False."""
     _names: Any = field(default_factory=WeakTensorKeyDictionary, init=False)
-    """Parameter without weights -> its name in the files. An entry ends with its parameter: the
+    """Parameter without weights -> its name in `_weights`. An entry ends with its parameter: the
     id of a freed one may come back as another's."""
-    _files: dict[str, str] = field(default_factory=dict, init=False)
-    """Of each name, the file that has it."""
+    _weights: Weights | None = field(default=None, init=False)
+    """The weights that are still in their files."""
 
     def build(self) -> PreTrainedModel:
         """Load it."""
         try:
-            if self.empty:
-                return self._without_weights() or self.build()
-            model = AutoModelForCausalLM.from_pretrained(self.path, **self.kwargs)
+            if self.empty and (without := self._without_weights()) is not None:
+                return without
+            self.empty = False
+            # Never a pickle: whoever made it could run code here.
+            safe = {"use_safetensors": True} | self.kwargs
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.path, **safe)
         except RecipeError:
             raise
         except Exception as error:  # transformers raises whatever its readers and the hub raise
             raise not_loaded(self.path, error) from error
+        self._ensure_as_in_files(model)
         return model
 
     def names_in(self, model: Module) -> dict[str, str]:
-        """Return the names of tensors that have no weights yet, with those in the files."""
-        found = {name: self._names.get(one) for name, one in model.named_parameters()}
-        lost = [name for name, one in model.named_parameters() if one.is_meta and not found[name]]
+        """Return the parameters that have no weights yet, with their names in the files."""
+        names = {name: self._names.get(one) for name, one in model.named_parameters()}
+        lost = [name for name, one in model.named_parameters() if one.is_meta and not names[name]]
         if lost:
             raise PluginError(
                 f"a plugin made {lost[0]} of weights that are not loaded yet; in its "
                 "optimize_model it should set load.empty = False before the yield"
             )
-        return {name: stored for name, stored in found.items() if stored}
+        return {name: stored for name, stored in names.items() if stored}
 
     @contextmanager
-    def files(self) -> Iterator[Rows]:
-        """Open the files of the weights, to be read by rows."""
-        with self._opened() as opened:
-            yield lambda name, start, stop: opened[self._files[name]].get_slice(name)[start:stop]
+    def weights(self) -> Iterator[Weights]:
+        """Open the files of a model whose weights are still there."""
+        assert self._weights is not None
+        with self._weights as opened:
+            yield opened
 
-    @contextmanager
-    def _opened(self) -> Iterator[dict[str, Any]]:
-        with ExitStack() as stack:
-            paths = sorted({*self._files.values()})
-            yield {path: stack.enter_context(safe_open(path, "pt")) for path in paths}
+    def ensure_same(self, parts: Mapping[str, Part], rank: int) -> None:
+        """Compare a sample of what a rank read with the files; `parts` has their names there."""
+        with self.weights() as weights:
+            if wrong := weights.differing(parts, self.kwargs.get("dtype"), rank):
+                raise _strange(self.path, wrong)
+
+    def _ensure_as_in_files(self, model: PreTrainedModel) -> None:
+        files = files_of(self.path, self.kwargs.get("revision"))
+        if not files or getattr(model, "hf_quantizer", None) is not None:
+            return
+        weights = Weights(skeleton(model), files)
+        parts = {name: local_part(one) for name, one in tensors_of(model).items()}
+        with weights:
+            if wrong := weights.differing(parts, self.kwargs.get("dtype")):
+                raise _strange(self.path, wrong)
 
     def _without_weights(self) -> PreTrainedModel | None:
-        """Make the model without its weights, if its files name them as it does."""
+        """Make the model without its weights, if its files hold all of them."""
         known = ("revision", "trust_remote_code")
-        found = {name: self.kwargs[name] for name in known if name in self.kwargs}
-        config = AutoConfig.from_pretrained(self.path, **found)
+        options = {name: self.kwargs[name] for name in known if name in self.kwargs}
+        config = AutoConfig.from_pretrained(self.path, **options)
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
         # DeepSpeed takes each tensor apart as it is made; else it is made without memory.
         zero3: Any = is_deepspeed_zero3_enabled
@@ -99,29 +110,58 @@ class Load:
             make: Any = AutoModelForCausalLM.from_config
             model: PreTrainedModel = make(config, **rest)
         model.tie_weights()
-        self._names = WeakTensorKeyDictionary({one: name for name, one in model.named_parameters()})
-        self._files = files_of(self.path, self.kwargs.get("revision"))
-        self.empty = self._can_be_read(model)
-        if not self.empty:
-            self._names = WeakTensorKeyDictionary()
+        twin = skeleton(model)
+        weights = Weights(twin, files_of(self.path, self.kwargs.get("revision")))
+        if model._get_dtype_plan(config.dtype) or not complete(model, weights):
             return None
+        with torch.no_grad(), weights:
+            for name, buffer in lasting_buffers(model).items():
+                buffer.copy_(weights.rows(name, 0, sys.maxsize))
+        names = {one: name for name, one in model.named_parameters()}
+        self._names, self._weights = WeakTensorKeyDictionary(names), weights
+        model._weight_conversions = twin._weight_conversions
         return model
 
-    def _can_be_read(self, model: PreTrainedModel) -> bool:
-        """Tell whether the files have each tensor as the model has it, and nothing else is kept."""
-        shapes = {
-            self._names[one]: list(getattr(one, "ds_shape", one.shape))
-            for one in model.parameters()
-        }
-        lasting = {name for name, _ in model.named_buffers()} & {*model.state_dict()}
-        # A tensor without rows is not read by rows.
-        if lasting or not {*shapes} <= {*self._files} or [] in shapes.values():
-            return False
-        with self._opened() as opened:
-            return all(
-                opened[self._files[name]].get_slice(name).get_shape() == shape
-                for name, shape in shapes.items()
-            )
+
+def complete(model: PreTrainedModel, weights: Weights) -> bool:
+    """Tell whether the files hold each tensor of a model in its shape, and by rows."""
+    shapes = {
+        name: list(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()
+    } | {name: list(one.shape) for name, one in lasting_buffers(model).items()}
+    if any(weights.shapes.get(name) != shape for name, shape in shapes.items()):
+        return False
+    # A tensor without rows is not read by rows.
+    if [] in shapes.values():
+        return False
+    # Tied tensors that both stand in the files and differ are not tied by transformers.
+    tied: dict[Tensor, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        if name in weights.shapes:
+            tied.setdefault(one, []).append(name)
+    with weights:
+        return all(
+            torch.equal(*(weights.rows(name, 0, sys.maxsize) for name in (names[0], other)))
+            for names in tied.values()
+            for other in names[1:]
+        )
+
+
+def lasting_buffers(model: Any) -> dict[str, Tensor]:
+    """Return the buffers that are saved with a model."""
+    saved = {*model.state_dict()}
+    return {name: one for name, one in model.named_buffers() if name in saved}
+
+
+def tensors_of(model: Module) -> dict[str, Tensor]:
+    """Return all that is saved of a model: parameters under each of their names, and buffers."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **lasting_buffers(model)}
+
+
+def _strange(path: str, wrong: str) -> TrainError:
+    return TrainError(
+        f"model.path: '{path}' was not loaded as it is: {wrong}. Try again; if it comes back, the "
+        "disk, the memory or the loader of this model is at fault: nothing was trained"
+    )
 
 
 def decoder_layers(model: Any, that: str) -> list[Any]:
@@ -130,19 +170,6 @@ def decoder_layers(model: Any, that: str) -> list[Any]:
     if not layers:
         raise RecipeError(f"a model of type '{model.config.model_type}' has no layers that {that}")
     return layers
-
-
-def files_of(path: str, revision: str | None) -> dict[str, str]:
-    """Return the tensors of a pretrained model, each with its file; none without safetensors."""
-    have = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    if index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **have):
-        names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        paths = {name: str(cached_file(path, name, **have)) for name in {*names.values()}}
-        return {name: paths[file] for name, file in names.items()}
-    if single := cached_file(path, SAFE_WEIGHTS_NAME, **have):
-        with safe_open(single, "pt") as file:
-            return {name: str(single) for name in file.keys()}  # noqa: SIM118  # no dict
-    return {}
 
 
 def weights_digest(path: str, revision: str | None) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -50,6 +51,16 @@ def part_of(tensor: Tensor) -> Part:
     rows = min(mesh.get_local_rank() * -(-shape[0] // mesh.size()), shape[0])
     local: Any = tensor.detach()
     return Part(local.to_local().view(-1), rows * math.prod(shape[1:]), shape)
+
+
+def local_part(tensor: Any) -> Part:
+    """Return what this rank holds of a tensor, also of one that ZeRO-3 has taken apart."""
+    mine = getattr(tensor, "ds_tensor", None)
+    if mine is None:
+        return part_of(tensor)
+    start = dist.get_rank() * mine.ds_numel
+    size = max(0, min(mine.numel(), tensor.ds_numel - start))
+    return Part(mine.detach().view(-1)[:size], start, tuple(tensor.ds_shape))
 
 
 def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> None:

@@ -4,20 +4,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
-from .errors import CheckpointError
-from .parts import Part
+from .errors import CheckpointError, RecipeError
+from .models import lasting_buffers
+from .parts import Part, part_of
 from .publish import publish
 from .recipe import Recipe
 from .spread import Held
+from .weights import Weights, files_of, shapes_made, skeleton
 
 SAMPLE = 64
-"""Numbers of each tensor that are compared with those that this rank trained."""
+"""Numbers of each adapter's tensor that are compared with those that this rank trained."""
+
+
+def ensure_saveable(model: Any) -> None:
+    """Refuse a model that transformers could not read back from what it writes.
+
+    Nothing is written: names and shapes go through transformers' own renaming, there and back.
+    """
+    if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
+        return
+    twin = skeleton(model)
+    state = {**dict(twin.named_parameters()), **lasting_buffers(twin)}
+    wanted = {name: list(one.shape) for name, one in saved_of(twin, state).items()}
+    try:
+        written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
+        made = shapes_made(twin, {name: [*one.shape] for name, one in written.items()})
+    except Exception as error:  # transformers raises whatever its conversions raise
+        raise _unsaveable(f"{type(error).__name__}: {error}") from error
+    lost = [name for name, shape in wanted.items() if name not in made or made[name][0] != shape]
+    if lost:
+        raise _unsaveable(f"it would not find {lost[0]} again, nor {len(lost) - 1} more tensors")
+
+
+def saved_of(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors that transformers saves of a model."""
+    ignored = model._keys_to_ignore_on_save or ()
+    return {name: one for name, one in state.items() if name not in ignored}
 
 
 def save_model(
@@ -40,31 +70,39 @@ def save_model(
             mine[name] = held.part(one)
             weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
     if accelerator.is_main_process:
-        lasting = set() if adapter else {*plain.state_dict()}
-        kept = {name: one for name, one in plain.named_buffers() if name in lasting}
+        buffers = {} if adapter else lasting_buffers(plain)
+        mine |= {name: part_of(one) for name, one in buffers.items()}
         with publish(recipe.folder / "model", replace=True) as folder:
-            plain.save_pretrained(folder, state_dict=weights | kept)
+            plain.save_pretrained(folder, state_dict=weights | buffers)
             tokenizer.save_pretrained(folder)
-            ensure_written(folder, weights, mine)
+            if adapter:
+                ensure_adapters(folder, weights, mine)
+            else:
+                ensure_written(folder, plain, saved_of(plain, mine), dtype)
     accelerator.wait_for_everyone()
 
 
-def ensure_written(folder: Path, weights: dict[str, Tensor], mine: dict[str, Part]) -> None:
-    """Read a model's folder back: each tensor is there, in its shape, and begins as it should."""
+def ensure_written(folder: Path, model: Any, mine: dict[str, Part], dtype: torch.dtype) -> None:
+    """Read a model's folder back as transformers would, and compare it with what was trained."""
+    with Weights(skeleton(model), files_of(str(folder), None)) as weights:
+        if missing := sorted({*mine} - {*weights.shapes}):
+            raise _broken(folder, f"{missing[0]} is missing, as are {len(missing) - 1} more")
+        if wrong := weights.differing(mine, dtype):
+            raise _broken(folder, wrong)
+
+
+def ensure_adapters(folder: Path, weights: dict[str, Tensor], mine: dict[str, Part]) -> None:
+    """Read adapters back: each tensor is there, in its shape, and begins as it should."""
     names = {_in_file(name): name for name in weights}
-    missing, size = {*names}, 0
+    missing = {*names}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for there in file.keys():  # noqa: SIM118  # no dict
-                tensor = file.get_tensor(there)
-                size += tensor.numel()
-                if there in names:
-                    missing.remove(there)
-                    name = names[there]
-                    if wrong := _differs(tensor, weights[name].shape, mine[name]):
-                        raise _broken(folder, f"{there} {wrong}")
-    # transformers writes the experts of some models under other names, cut otherwise.
-    if missing and size != sum(one.numel() for one in weights.values()):
+            for there in missing & {*file.keys()}:
+                missing.remove(there)
+                name = names[there]
+                if wrong := _differs(file.get_tensor(there), weights[name].shape, mine[name]):
+                    raise _broken(folder, f"{there} {wrong}")
+    if missing:
         raise _broken(folder, f"{min(missing)} is missing, as are {len(missing) - 1} more")
 
 
@@ -86,4 +124,12 @@ def _broken(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{folder.parent}: the trained model was not written as it is: {what}. The last checkpoint "
         "holds all that was trained: --resume goes on from it"
+    )
+
+
+def _unsaveable(why: str) -> RecipeError:
+    return RecipeError(
+        "model.path: transformers "
+        f"{transformers.__version__} could not read this model back from what it writes: {why}. "
+        "Nothing is trained; take another version of transformers, or adapters ([plugins.lora])"
     )

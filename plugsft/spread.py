@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from .agree import agreed
 from .models import Load
-from .parts import Part, Stored, part_of
+from .parts import Part, Stored, local_part, part_of
 
 WEIGHTS, STATES = "model", "optimizer"
 
@@ -34,13 +35,13 @@ def spread(
     """Spread a model over the ranks; make its optimizer, of what each then holds."""
     names = load.names_in(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _hand_out(model, accelerator.is_main_process, names, load)
+        _hand_out(model, accelerator, names, load)
         engine, zero = accelerator.prepare(model, make(model))
         return engine, zero
     if accelerator.is_fsdp2:
         fsdp2_prepare_model(accelerator, model)
         if names:
-            _fetch(model, accelerator.device, names, load)
+            _fetch(model, accelerator, names, load)
         return model, make(model)
     model = accelerator.prepare_model(model)
     return model, make(accelerator.unwrap_model(model))
@@ -51,7 +52,7 @@ def spread_frozen(accelerator: Accelerator, load: Load, model: Any) -> Module:
     names = load.names_in(model)
     model.requires_grad_(False).eval()
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _hand_out(model, accelerator.is_main_process, names, load)
+        _hand_out(model, accelerator, names, load)
         deepspeed: Any = importlib.import_module("deepspeed")
         config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
         engine: Module = deepspeed.initialize(model=model, config=config)[0]
@@ -59,37 +60,45 @@ def spread_frozen(accelerator: Accelerator, load: Load, model: Any) -> Module:
     if accelerator.is_fsdp2:
         fsdp2_prepare_model(accelerator, model)
         if names:
-            _fetch(model, accelerator.device, names, load)
+            _fetch(model, accelerator, names, load)
         return model  # type: ignore[no-any-return]
     return accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
 
 
-def _fetch(model: Any, device: torch.device, names: dict[str, str], load: Load) -> None:
+def _fetch(model: Any, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
     """Give a model that has no weights yet its own rows of each, from the files."""
-    kept = {name: one.detach() for name, one in _tensors(model).items() if not one.is_meta}
-    model.to_empty(device=device)
+    present = {name: one.detach() for name, one in _tensors(model).items() if not one.is_meta}
+    model.to_empty(device=accelerator.device)
     model.tie_weights()
     tensors = _tensors(model)
-    with torch.no_grad(), load.files() as rows:
-        for name, tensor in kept.items():
+    with torch.no_grad(), load.weights() as weights:
+        for name, tensor in present.items():
             tensors[name].copy_(tensor)
         for name, stored in names.items():
             part = part_of(tensors[name])
             row = tensors[name][:1].numel()
             start, stop = part.start // row, (part.start + part.values.numel()) // row
-            part.values.copy_(rows(stored, start, stop).reshape(-1))
+            part.values.copy_(weights.rows(stored, start, stop).reshape(-1))
+    parts = {stored: part_of(tensors[name]) for name, stored in names.items()}
+    with agreed(accelerator, "comparing the model with its files"):
+        load.ensure_same(parts, accelerator.process_index)
 
 
-def _hand_out(model: Module, main: bool, names: dict[str, str], load: Load) -> None:
+def _hand_out(model: Module, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
     """Read each tensor on one rank, and let DeepSpeed give every other its stretch of it."""
+    if not names:
+        return
     deepspeed: Any = importlib.import_module("deepspeed")
     tensors = dict(model.named_parameters())
-    with torch.no_grad(), load.files() as rows:
+    with torch.no_grad(), load.weights() as weights:
         for name, stored in names.items():
             one: Any = tensors[name]
             with deepspeed.zero.GatheredParameters([one], modifier_rank=0):
-                if main:
-                    one.copy_(rows(stored, 0, one.ds_shape[0]))
+                if accelerator.is_main_process:
+                    one.copy_(weights.rows(stored, 0, one.ds_shape[0]))
+    parts = {stored: local_part(tensors[name]) for name, stored in names.items()}
+    with agreed(accelerator, "comparing the model with its files"):
+        load.ensure_same(parts, accelerator.process_index)
 
 
 def _tensors(model: Module) -> dict[str, Tensor]:

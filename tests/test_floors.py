@@ -37,8 +37,8 @@ FLOORS = _words("""
     work
     keys
     agree
-    batches memory documents heads models shapes rules answers_model
-    parts spread precision ranks stop
+    batches memory documents heads parts weights models shapes rules answers_model
+    spread precision ranks stop
     feeder prelude
     prepare report
     record checkpoint saved

@@ -1,0 +1,115 @@
+"""Every decoder family of transformers, as a tiny model from a shrunken configuration."""
+
+import re
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+VOCABULARY, CONTEXT, MOST = 512, 128, 3_000_000
+# The name of a number in a configuration -> what it is at most.
+SIZES = {
+    r"(^|_)vocab_size|n_token|num_vocab|vocab_size_per_layer_input": VOCABULARY,
+    r"position_embeddings|n_positions|n_ctx|max_sequence_length|max_(target|source)_positions"
+    r"|context_length|max_seq_len|seq_length|model_max_length": CONTEXT,
+    r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads)$": 4,
+    r"(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|n_kv_heads)$": 2,
+    r"(num_experts_per_tok|moe_topk|moe_top_k|moe_k|top_k_experts|experts_top_k|moe_router_topk"
+    r"|num_selected_experts|experts_per_token)$|^(top_k|index_topk)$": 2,
+    r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)$": 4,
+    r"^(n_group|num_expert_group|topk_group|expert_n_group)$|first_k_dense_replace": 1,
+    r"rotary_dim$": 8,
+    r"(q_lora_rank|kv_lora_rank)$": 16,
+    r"(hidden_size|d_model|n_embd|^dim|emb_dim|word_embed_proj_dim|embedding_size|lru_width)$": 32,
+    r"(head_dim|attention_head_size|d_kv|dim_head|d_head|kv_channels|global_head_dim)$": 8,
+    r"(moe_intermediate_size|expert_ffn_hidden_size|moe_ffn_hidden_size)$": 16,
+    r"(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|inner_hidden_size"
+    r"|dim_feedforward|dim_ff)$": 48,
+    r"(state_size|d_state|mamba_d_state|ssm_state_size)$": 8,
+}
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+PER_LAYER = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers)$")
+
+
+def shrunk(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's table with small numbers, and two layers or one of each kind."""
+    count = next((table[name] for name in LAYERS if isinstance(table.get(name), int)), 0)
+    kinds = next((one for one in lists_of(table, count)), None) or list(range(count))[:2]
+    picked = sorted({str(kind): place for place, kind in reversed([*enumerate(kinds)])}.values())
+    if len(picked) < 2:
+        picked = [*range(min(2, count))]
+    small: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            value = {
+                new: shrunk(value[key]) if isinstance(value[key], dict) else value[key]
+                for new, place in enumerate(picked)
+                for key in (place, str(place))
+                if key in value
+            }
+        elif isinstance(value, dict):
+            value = shrunk(value)
+        elif isinstance(value, list | tuple) and count and len(value) == count:
+            value = [value[place] for place in picked]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            if PER_LAYER.search(name):
+                value = min(value, len(picked) or 2)
+            elif name.endswith("token_id"):
+                value = min(value, 1)
+            else:
+                most = next((most for key, most in SIZES.items() if re.search(key, name)), value)
+                value = min(value, most)
+        small[name] = value
+    if {"qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"} <= {*small}:
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    if "kv_lora_rank" in small and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    return small
+
+
+def lists_of(table: dict[str, Any], count: int) -> list[list[Any]]:
+    """Return the lists that have an entry for each layer, those of kinds first."""
+    found = [one for one in table.values() if isinstance(one, list) and len(one) == count > 0]
+    return sorted(found, key=lambda one: not isinstance(one[0], str))
+
+
+HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
+# What follows from other numbers, or has no default.
+MORE: dict[str, dict[str, Any]] = {
+    "bamba": HEADS,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "falcon_h1": HEADS | {"mamba_d_ssm": 64},
+    "granitemoehybrid": HEADS,
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8},
+    # Its router adds noise in training.
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "reformer": {"is_decoder": True},
+}
+
+
+def config_of(family: str) -> PretrainedConfig:
+    """Return a tiny configuration of a family."""
+    made = CONFIG_MAPPING[family]
+    table = shrunk(made().to_dict())
+    return made.from_dict({**table, **MORE.get(family, {})})
+
+
+def build(family: str) -> Any:
+    """Make a tiny model of a family, with random weights."""
+    config = config_of(family)
+    with torch.device("meta"):
+        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST:
+        raise ValueError(f"{size:,} parameters")
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
