@@ -1,6 +1,7 @@
 """The whole tokenizer: loaded by transformers, or trained on the recipe's data."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,32 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(candidate) for candidate in candidates if candidate is not None)
+
+
+def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every token that ends an answer: the model's, the tokenizer's, the template's."""
+    stops: list[int] = []
+    for place in (model.generation_config, model.config, tokenizer):
+        ends = getattr(place, "eos_token_id", None)
+        stops += ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if tokenizer.chat_template:
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!answer!"}]
+        with suppress(Exception):  # a template may demand what this talk has not
+            written = str(tokenizer.apply_chat_template(talk, tokenize=False))
+            ids = tokenizer(written.rpartition("!answer!")[2], add_special_tokens=False).input_ids
+            stops += [token for token in ids if token in tokenizer.added_tokens_decoder][:1]
+    return [*dict.fromkeys(stops)]
+
+
+def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let `generate` stop where `plugsft chat` does: at the template's end of a turn, too.
+
+    A model without a chat template keeps the end of its own.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is not None and tokenizer.chat_template:
+        stops = stop_ids(model, tokenizer)
+        config.eos_token_id = stops if len(stops) != 1 else stops[0]
 
 
 def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreTrainedTokenizerFast:

@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from .errors import CheckpointError, RecipeError
 from .models import lasting_buffers
 from .parts import Part, part_of
+from .pretrained import end_generation
 from .publish import publish
 from .recipe import Recipe
 from .spread import Held
@@ -72,6 +73,7 @@ def save_model(
     if accelerator.is_main_process:
         buffers = {} if adapter else lasting_buffers(plain)
         mine |= {name: part_of(one) for name, one in buffers.items()}
+        end_generation(plain, tokenizer)
         with publish(recipe.folder / "model", replace=True) as folder:
             plain.save_pretrained(folder, state_dict=weights | buffers)
             tokenizer.save_pretrained(folder)

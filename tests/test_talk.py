@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from plugsft.commands import chat as talk
 from plugsft.errors import PlugsftError
+from plugsft.pretrained import stop_ids
 
 ANSWERS = {
     "What is red?": "Blood and roses.",
@@ -84,7 +85,7 @@ def test_answers_stop_where_the_template_ends_a_turn(run, speaker):
         assert other.stops == [tokenizer.pad_token_id, end]
         assert other.answer([other.opened("Who?")]) == ["Me."]
         tokenizer.chat_template = None
-        assert talk.stop_ids(speaker.model, tokenizer) == [tokenizer.pad_token_id]
+        assert stop_ids(speaker.model, tokenizer) == [tokenizer.pad_token_id]
     finally:
         for config in (speaker.model.config, speaker.model.generation_config):
             config.eos_token_id = end

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from ..console import is_terminal, say
 from ..context import TRUST, context_of, cure_of
 from ..errors import PlugsftError
-from ..pretrained import pad_id
+from ..pretrained import pad_id, stop_ids
 from .places import ADAPTER, base_of, is_model, near
 
 with suppress(ImportError):  # Windows has none
@@ -211,18 +211,3 @@ def converse(speaker: Speaker) -> None:
         talk.append({"role": "assistant", "content": answer})
     if watched:
         say("")
-
-
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every token that ends an answer: the model's, the tokenizer's, the template's."""
-    stops: set[int] = set()
-    places = (model.generation_config, model.config, tokenizer)
-    for found in (getattr(place, "eos_token_id", None) for place in places):
-        stops |= set(found if isinstance(found, list) else [] if found is None else [found])
-    if tokenizer.chat_template:
-        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!answer!"}]
-        with suppress(Exception):  # a template may demand what this talk has not
-            written = str(tokenizer.apply_chat_template(talk, tokenize=False))
-            ids = tokenizer(written.rpartition("!answer!")[2], add_special_tokens=False).input_ids
-            stops |= set([token for token in ids if token in tokenizer.added_tokens_decoder][:1])
-    return sorted(stops)

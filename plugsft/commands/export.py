@@ -17,6 +17,7 @@ from ..console import say
 from ..context import cure_of
 from ..digests import file_digest
 from ..errors import CheckpointError, PlugsftError
+from ..pretrained import end_generation
 from ..publish import MANIFEST, damage, is_published, publish
 from ..ranks import quiet
 from .chat import model_folder
@@ -99,9 +100,11 @@ def merge_into(folder: Path, target: Path, trusted: bool) -> str:
         moved = apart(logits(model), wanted)
     model = model.merge_and_unload()
     off = ensure_close(logits(model), wanted, "merging")
+    tokenizer = tokenizer_of(folder, trusted)
+    end_generation(model, tokenizer)
     with publish(target) as building:
         cast(model, dtype).save_pretrained(building)
-        tokenizer_of(folder, trusted).save_pretrained(building)
+        tokenizer.save_pretrained(building)
         # What was written is what was merged, rounded to the type of the weights.
         wanted = logits(cast(model, torch.float32))
         del model

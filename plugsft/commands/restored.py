@@ -14,7 +14,7 @@ from ..errors import CheckpointError, PlugsftError
 from ..machine import look
 from ..models import load_of
 from ..parts import Stored
-from ..pretrained import load_tokenizer
+from ..pretrained import end_generation, load_tokenizer
 from ..publish import damage, publish
 from ..ranks import quiet
 from ..registry import check, load
@@ -55,6 +55,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
     with torch.no_grad(), Stored(path) as stored:
         ensure_same(stored, trained)
         fill_weights(stored, trained)
+    end_generation(model, tokenizer)
     with publish(target) as building:
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
