@@ -36,12 +36,8 @@ from plugsft import (
 SIDES = ("chosen", "rejected")
 MORE = ("tools", "chat_template_kwargs")
 """Columns that say something about both conversations of a row."""
-MEASURES = (
-    "accuracy",
-    "margin",
-    *(f"reward_{side}" for side in SIDES),
-    *(f"logp_{side}" for side in SIDES),
-)
+OF_SIDES = [f"{name}_{side}" for name in ("reward", "logp") for side in SIDES]
+MEASURES = ("accuracy", "margin", *OF_SIDES)
 BEGINS = {True: 1e-3, False: 5e-2}
 """How far the first loss may be off where policy and reference are one, as a share of it; in
 float32, or not."""
@@ -142,6 +138,8 @@ class Dpo:
             bad,
             rendered.special_tokens,
             f"of two answers: {rendered.mask}",
+            {it: [owners[half // 2] for half in some] for it, some in rendered.warnings.items()},
+            {*SIDES, "prompt", "system", *MORE},
         )
 
     @hookimpl(wrapper=True)

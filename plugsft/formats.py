@@ -1,9 +1,9 @@
 """A row of any known format as a conversation: messages with roles, tools, and what is trained."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from .limits import json_of
@@ -23,6 +23,44 @@ COLUMNS = [*chain(*FORMATS.values()), "input", "system", "history", "tools", "ch
 """All columns that are read."""
 TEXTS = ("text", "completion")
 """Formats that are no conversations."""
+_OF_CHATS = ("tools", "chat_template_kwargs")
+READ = {
+    "messages": {"messages", *_OF_CHATS},
+    "conversations": {"conversations", "system", *_OF_CHATS},
+    "conversation": {"conversation", "system", *_OF_CHATS},
+    "completion": {"prompt", "completion"},
+    "chat completion": {"prompt", "completion", *_OF_CHATS},
+    "alpaca": {"instruction", "input", "output", "history", "system", *_OF_CHATS},
+    "text": {"text"},
+}
+"""The columns that are read of each format."""
+REFUSED = {
+    "label": "tells good answers from bad ones",
+    **dict.fromkeys(("chosen", "rejected"), "is one of two answers to compare ([plugins.dpo])"),
+    **dict.fromkeys(("weight", "weights", "sample_weight"), "says how much a row counts"),
+    **dict.fromkeys(("image", "images", "pixel_values"), "holds images"),
+    **dict.fromkeys(("video", "videos"), "holds videos"),
+    **dict.fromkeys(("audio", "audios"), "holds sounds"),
+    "input_ids": "holds tokens that were made elsewhere",
+    "labels": "holds targets that were made elsewhere",
+    **dict.fromkeys(
+        ("loss_mask", "completion_mask", "assistant_masks"), "says which tokens are trained"
+    ),
+}
+"""Columns without which a row means something else, and what they say."""
+WARNED = {
+    **dict.fromkeys(("score", "scores", "reward", "rewards", "rating"), "says how good a row is"),
+    "margin": "says how much better one answer is",
+    **dict.fromkeys(
+        ("ref_chosen_logps", "ref_rejected_logps"), "holds what a reference made of an answer"
+    ),
+    "system": "holds a system prompt",
+    "tools": "holds tools",
+    "chat_template_kwargs": "holds variables of the chat template",
+    "history": "holds earlier turns",
+}
+"""Columns that say something, but without which a row means the same, or about the same."""
+_TELLING = REFUSED.keys() | WARNED.keys()
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 SPEAKERS = {
     "human": "user",
@@ -41,7 +79,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages carry their reasoning; templates read the first, or the second."""
 
 
-class BadRow(Exception):
+class BadRow(ValueError):
     """A row that cannot be used, and why."""
 
 
@@ -73,6 +111,41 @@ def kind_of(rows: list[Row]) -> str | None:
     if kind == "completion" and any(isinstance(row.get(kind), list) for row in rows):
         return "chat completion"
     return kind
+
+
+def ensure_read(row: Row, read: Collection[str]) -> list[str]:
+    """Refuse a row with a column that changes what it means and is not read; warn of others.
+
+    `read` are the columns that are read. A column that is null or empty says nothing.
+    """
+    unread = [
+        name
+        for name in _TELLING.intersection(row)
+        if name not in read and _says_something(row[name])
+    ]
+    if not unread:
+        return unread
+    for name in REFUSED:
+        if name in unread:
+            raise BadRow(
+                f"'{name}' {REFUSED[name]}, and no active plugin reads it; "
+                f'data.ignore = ["{name}"] trains without it'
+            )
+    return [f"'{name}' {WARNED[name]}, and nothing reads it" for name in sorted(unread)]
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and value != [] and value != ""
+
+
+def odd_turns(messages: list[Row]) -> list[str]:
+    """Say what is unusual about the order of a conversation's turns."""
+    roles = [message["role"] for message in messages]
+    twice = {a for a, b in pairwise(roles) if a == b and a in ("user", "assistant")}
+    odd = [f"two turns of the {role} in a row" for role in sorted(twice)]
+    if roles[-1] != "assistant":
+        odd.append(f"the conversation ends with a turn of the {roles[-1]}")
+    return odd
 
 
 def talk_of(kind: str, row: Row) -> Talk:

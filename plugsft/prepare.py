@@ -24,7 +24,7 @@ from .sources import ensure_columns, open_source, slices_of
 from .tokenizer import OWN, Tokenizer, lighten
 from .tokens import Tokens
 from .types import Rendered, Row, Shard
-from .work import Work, complain, joined, render
+from .work import Work, complain, joined, render, warnings_of
 
 
 @dataclass
@@ -92,7 +92,9 @@ def _tokenizer_folder(recipe: Recipe, opened: Sequence[Opened], active: Active) 
     key = {
         "data": [rows.identity for rows in opened],
         "vocab": scratch.vocab,
-        "options": recipe.data.model_dump(include={"columns", "train_on", "template_kwargs"}),
+        "options": recipe.data.model_dump(
+            include={"columns", "ignore", "train_on", "template_kwargs"}
+        ),
         "plugins": with_sources(active, ("render",)),
     }
 
@@ -144,7 +146,7 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
     def build(folder: Path) -> None:
         built.append(time.perf_counter())
         if work.sources == work.data.all_sources():
-            ensure_columns(work.data.columns, opened)  # what is evaluated on may lack some
+            ensure_columns(work.data, opened)  # what is evaluated on may lack some
         work.folder = folder
         slices = slices_of(opened)
         # A build that was killed left its finished shards.
@@ -169,6 +171,8 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
     tokens = _known(kept, work)
     took = f"in {time.perf_counter() - built[0]:.1f} s" if built else "from cache"
     say(describe(tokens.facts, took))
+    for warning in warnings_of(tokens.facts["warnings"]):
+        say(f"warning: data: {warning}")
     return tokens
 
 
@@ -210,6 +214,7 @@ def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, An
             reason: {"count": len(rows), "rows": rows[:10]} for reason, rows in bad.items()
         },
         "truncated": {"count": len(whole.truncated), "rows": whole.truncated[:10]},
+        "warnings": whole.warnings,
         "mask": whole.mask,
         "engines": dict(sorted(whole.engines.items())),
         "sources": [

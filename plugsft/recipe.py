@@ -138,6 +138,9 @@ class Data(Table):
     """A folder that `plugsft prepare` gave; beside it, `source` may be left out, or far away."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Names that plugsft knows -> your columns: {messages = "dialogue"}."""
+    ignore: list[str] = Field(default_factory=list)
+    """Columns to train without: rows are read as if they had none of these. Needed for columns
+    that change what a row means (label, weight, images, ...) and that no plugin reads."""
     max_length: int = Field(4096, ge=2, lt=2**31)
     """Longest example, in tokens."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
@@ -157,6 +160,8 @@ class Data(Table):
             raise ValueError("give source, [[data.sources]], or tokens")
         if self.sources and self.split != "train":
             raise ValueError("split belongs into each of [[data.sources]]")
+        if both := sorted({*self.ignore} & {*self.columns.values()}):
+            raise ValueError(f"ignore and columns both name '{both[0]}'")
         return self
 
     def all_sources(self) -> list[Source]:

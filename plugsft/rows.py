@@ -1,18 +1,18 @@
 """Rows as text, with the characters that are trained on: the core's answer to `render`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import starmap
 from operator import lt
 
 from .errors import DataError
-from .formats import TEXTS, BadRow, kind_of, string_of, talk_of
+from .formats import READ, TEXTS, BadRow, ensure_read, kind_of, odd_turns, string_of, talk_of
 from .recipe import Data
 from .templates import Chat, Text
 from .tokenizer import Tokenizer
 from .types import Rendered, Row
 
-Way = tuple[Callable[[Row], Text], Callable[[], str]]
-"""What renders a row, and what says where its spans come from."""
+Way = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
+"""What renders a row, with warnings, and what says where its spans come from."""
 
 
 def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
@@ -24,11 +24,11 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
         return None
     if kind == "preference":
         raise DataError(_refuse_preferences(rows))
-    result = Rendered(special_tokens=kind in TEXTS)
+    result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
     one, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
     for number, row in enumerate(rows):
         try:
-            text, spans = one(row)
+            (text, spans), odd = one(row)
             if not text.isascii():
                 text.encode("utf-16-le")  # the fastest that minds half characters
             if not any(starmap(lt, spans)):
@@ -41,27 +41,63 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
             result.texts.append(text)
             result.spans.append(spans)
             result.rows.append(number)
+            for warning in odd:
+                result.warnings.setdefault(warning, []).append(number)
     result.mask = describe()
     return result
 
 
 def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Way:
     chat = Chat(tokenizer, data)
-    return lambda row: chat.render(talk_of(kind, row)), chat.describe
+
+    def text_of(row: Row) -> tuple[Text, list[str]]:
+        talk = talk_of(kind, row)
+        return chat.render(talk), odd_turns(talk.messages)
+
+    return text_of, chat.describe
 
 
 def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Way:
     whole, end = kind == "text", tokenizer.eos_token
 
-    def text_of(row: Row) -> Text:
+    def text_of(row: Row) -> tuple[Text, list[str]]:
         prompt = "" if whole else string_of(row, "prompt", empty=True)
         text = prompt + string_of(row, kind)
         text = text if text.endswith(end) else text + end
-        return text, [(0 if data.train_on == "all" else len(prompt), len(text))]
+        return (text, [(0 if data.train_on == "all" else len(prompt), len(text))]), []
 
     every = whole or data.train_on == "all"
     mask = "every token of the text" if every else "the completion's end of the text"
     return text_of, lambda: mask
+
+
+def without(row: Row, columns: Collection[str]) -> Row:
+    """Return a row without some of its columns."""
+    return {name: value for name, value in row.items() if name not in columns}
+
+
+def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
+    """Take out rows with columns that change what they mean and were not read; warn of others."""
+    read, refused = rendered.read, set[int]()
+    if read is None:
+        return
+    if data.columns:
+        rows = [renamed(row, data.columns) for row in rows]
+    rendered.unread = sorted({column for row in rows for column in row}.difference(read))
+    for number, row in enumerate(rows):
+        if number in rendered.bad:
+            continue
+        try:
+            for warning in ensure_read(row, read):
+                rendered.warnings.setdefault(warning, []).append(number)
+        except BadRow as error:
+            rendered.bad[number] = str(error)
+            refused.add(number)
+    if refused:
+        kept = [place for place, row in enumerate(rendered.rows) if row not in refused]
+        rendered.texts = [rendered.texts[place] for place in kept]
+        rendered.spans = [rendered.spans[place] for place in kept]
+        rendered.rows = [rendered.rows[place] for place in kept]
 
 
 def renamed(row: Row, columns: dict[str, str]) -> Row:
@@ -76,6 +112,7 @@ def _refuse_preferences(rows: list[Row]) -> str:
     column = ("completion" if "prompt" in row else "text") if answers else "messages"
     return (
         "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
-        f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen"; to '
+        f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen" and '
+        'data.ignore = ["rejected"]; to '
         "learn which answer is preferred, add [plugins.dpo]"
     )

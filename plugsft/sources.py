@@ -67,16 +67,21 @@ def open_source(source: recipes.Source) -> Source:
     return Table(source)
 
 
-def ensure_columns(columns: dict[str, str], opened: Sequence[Source]) -> None:
+def ensure_columns(data: recipes.Data, opened: Sequence[Source]) -> None:
     """Refuse names of columns that not one row of any source has: nobody would miss them."""
     there, start = set[str](), 0
-    while not there.issuperset(columns.values()):
+    while not there.issuperset([*data.columns.values(), *data.ignore]):
         if start >= max(map(len, opened), default=0):
             known = ", ".join(sorted(there)) or "none"
             lines = [
                 f"data.columns: no row has the column '{yours}' (for {ours}); there are {known}"
-                for ours, yours in columns.items()
+                for ours, yours in data.columns.items()
                 if yours not in there
+            ]
+            lines += [
+                f"data.ignore: no row has the column '{name}'; there are {known}"
+                for name in data.ignore
+                if name not in there
             ]
             raise RecipeError(lines)
         there.update(*(row for one in opened for row in one.read(start, start + LOOK) if row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
@@ -19,6 +19,9 @@ Batch: TypeAlias = dict[str, Any]
 
 Row: TypeAlias = dict[str, Any]
 """One row of a source, as JSON would give it."""
+
+Counted: TypeAlias = dict[str, Any]
+"""Some of many rows: their "count", and the "rows" with which they begin."""
 
 Span: TypeAlias = tuple[int, int]
 """A trained stretch of a text: its first character, and the one after its last."""
@@ -42,6 +45,13 @@ class Rendered:
     """Whether the tokenizer adds its own first and last tokens (a chat template writes them)."""
     mask: str = "every token of the text"
     """Where the spans come from, in words for the record."""
+    warnings: dict[str, list[int]] = field(default_factory=dict)
+    """What may not be meant, and is trained on all the same -> numbers in the batch."""
+    read: Collection[str] | None = None
+    """Columns that were read. A row with another one that changes what it means (label, weight,
+    images, ...) is refused; None answers for all columns."""
+    unread: list[str] = field(default_factory=list)
+    """The others, as the core finds them."""
 
 
 @dataclass
@@ -101,6 +111,9 @@ class Shard:
     too_long: list[int] = field(default_factory=list)
     """Rows left out because of their length."""
     truncated: list[int] = field(default_factory=list)
+    warnings: dict[str, Counted] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    """Columns that are not read."""
     mask: str = ""
     engines: dict[str, int] = field(default_factory=dict)
     """How many texts each engine encoded."""

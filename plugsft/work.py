@@ -18,9 +18,10 @@ from .jsonl import fault
 from .publish import write_text
 from .recipe import Data, Source
 from .registry import rebuild
+from .rows import judge_columns, without
 from .shards import Examples, sums_of, write_shard
 from .tokenizer import Tokenizer, size_of
-from .types import Encoded, Ints, Rendered, Row, Shard, Slice, Span
+from .types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Span
 
 Marks = NDArray[np.bool_]
 """Yes or no for each of some tokens, texts or rows."""
@@ -100,6 +101,10 @@ class Work:
         shard.mask = rendered.mask
         for number, reason in rendered.bad.items():
             shard.bad.setdefault(reason, []).append(numbers[number])
+        for warning, places in rendered.warnings.items():
+            found = sorted({numbers[place] for place in places if place not in rendered.bad})
+            shard.warnings |= {warning: _first_of(found)} if found else {}
+        shard.unread = rendered.unread
         encoded = self.hook.encode(
             texts=rendered.texts,
             tokenizer=self.tokenizer,
@@ -113,16 +118,21 @@ def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tok
     """Render rows, or say which columns nobody knows."""
     if not rows:
         return Rendered()
+    if data.ignore:
+        rows = [without(row, data.ignore) for row in rows]
     rendered = hook.render(rows=rows, tokenizer=tokenizer, data=data)
     if rendered is None:
         columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
         named = "".join(f', {ours} = "{yours}"' for ours, yours in data.columns.items())
         columns += named and f" (with [data.columns] {named[2:]})"
+        if any("input_ids" in row for row in rows):
+            columns += ". Rows of tokens (input_ids) cannot be trained on yet"
         raise DataError(
             f"{source}: no format has these columns: {columns}. Known are messages; "
             "prompt and completion; instruction and output; conversations; text. Name yours in "
             '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
         )
+    judge_columns(rows, rendered, data)
     return rendered
 
 
@@ -134,10 +144,20 @@ def complain(bad: dict[str, list[int]], where: str) -> str:
     return f"{where}: {count:,} bad: {reasons}"
 
 
-def listed(rows: list[int]) -> str:
-    """Name some rows: "3 (rows 1, 5, 7)"."""
-    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
-    return f"{len(rows):,} ({'row' if len(rows) == 1 else 'rows'} {shown})"
+def listed(rows: list[int], count: int | None = None) -> str:
+    """Name some rows, which may be the first of more: "3 (rows 1, 5, 7)"."""
+    count = len(rows) if count is None else count
+    shown = ", ".join(map(str, rows[:5])) + (", ..." if count > 5 else "")
+    return f"{count:,} ({'row' if count == 1 else 'rows'} {shown})"
+
+
+def _first_of(rows: list[int]) -> Counted:
+    return {"count": len(rows), "rows": rows[:10]}
+
+
+def warnings_of(warnings: Mapping[str, Counted]) -> list[str]:
+    """Say how many rows each warning is about, and which."""
+    return [f"{listed(it['rows'], it['count'])}: {one}" for one, it in sorted(warnings.items())]
 
 
 def joined(shards: Sequence[Shard]) -> Shard:
@@ -153,6 +173,11 @@ def joined(shards: Sequence[Shard]) -> Shard:
         whole.truncated += shard.truncated
         for reason, rows in shard.bad.items():
             whole.bad.setdefault(reason, []).extend(rows)
+        for warning, some in shard.warnings.items():
+            there = whole.warnings.get(warning, {"count": 0, "rows": []})
+            rows = (there["rows"] + some["rows"])[:10]
+            whole.warnings[warning] = {"count": there["count"] + some["count"], "rows": rows}
+        whole.unread = sorted({*whole.unread, *shard.unread})
         for name, count in shard.engines.items():
             whole.engines[name] = whole.engines.get(name, 0) + count
     whole.mask = "; ".join(sorted({shard.mask for shard in shards if shard.examples}))
@@ -241,18 +266,21 @@ def begin_alike(encoded: Encoded, rendered: Rendered, mask: Marks) -> None:
     """
     ids, rows, stops = encoded.ids, rendered.rows, np.cumsum(encoded.counts)
     for second in range(1, len(rows)):
+        if rows[second] != rows[second - 1]:
+            continue
         pair = slice(second - 1, second + 1)
         texts, spans = rendered.texts[pair], rendered.spans[pair]
-        if rows[second] != rows[second - 1] or not all(spans):
-            continue
-        begin = min(one[0][0] for one in spans)
+        begin = min((start for one in spans for start, _ in one), default=0)
         if texts[0][:begin] != texts[1][:begin]:
             continue  # they differ before the assistant's words
         middle, stop = stops[pair].tolist()
         first = middle - int(encoded.counts[second - 1])
         most = min(middle - first, stop - middle)
         a, b = slice(first, first + most), slice(middle, middle + most)
-        place = max(1, int(((ids[a] != ids[b]) | mask[a] | mask[b]).argmax()))
+        differs = (ids[a] != ids[b]) | mask[a] | mask[b]
+        if not (differs.any() and mask[first:middle].any() and mask[middle:stop].any()):
+            continue  # one of them trains nothing, and the pair is left out
+        place = max(1, int(differs.argmax()))
         mask[first + place : first + int(mask[first:middle].argmax())] = True
         mask[middle + place : middle + int(mask[middle:stop].argmax())] = True
 

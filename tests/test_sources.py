@@ -7,7 +7,7 @@ import pytest
 from conftest import chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 
 from plugsft import DataError, RecipeError, sources
-from plugsft.recipe import Source
+from plugsft.recipe import Data, Source
 from plugsft.sources import ensure_columns, open_source
 
 ROWS = chats(20)
@@ -87,13 +87,15 @@ def test_a_column_is_missed_only_where_no_row_of_any_source_has_it(tmp_path, mon
     one, two = write_jsonl(tmp_path / "one.jsonl", [3, *late]), write(tmp_path, "parquet")
     opened = [open_source(Source(source=str(path))) for path in (two, one)]
     for columns in ({}, {"messages": "dialog"}, {"messages": "dialog", "tools": "functions"}):
-        ensure_columns(columns, opened)
+        ensure_columns(Data(source="x", columns=columns, ignore=["id"]), opened)
+    columns = {"messages": "dialog", "tools": "nope", "system": "no"}
     with pytest.raises(RecipeError) as caught:
-        ensure_columns({"messages": "dialog", "tools": "nope", "system": "no"}, opened)
+        ensure_columns(Data(source="x", columns=columns, ignore=["di", "id"]), opened)
     there = "there are dialog, functions, id, messages"
     assert caught.value.problems == [
         f"data.columns: no row has the column 'nope' (for tools); {there}",
         f"data.columns: no row has the column 'no' (for system); {there}",
+        f"data.ignore: no row has the column 'di'; {there}",
     ]
 
 

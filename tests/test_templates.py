@@ -152,9 +152,11 @@ def test_other_formats_of_chats(tokenizer):
 )
 def test_preferences_are_refused_with_a_cure_that_works(tokenizer, row, column):
     with pytest.raises(
-        DataError, match=rf'set \[data.columns\] {column} = "chosen"; .* \[plugins.dpo\]'
-    ):
+        DataError, match=rf'set \[data.columns\] {column} = "chosen" and .*; .* \[plugins.dpo\]'
+    ) as refused:
         rendered(tokenizer, row)
+    assert 'data.ignore = ["rejected"]' in str(refused.value)
+    del row["rejected"]
     assert trained(tokenizer, row, columns={column: "chosen"})[1][-1].endswith("owls<|im_end|>")
 
 

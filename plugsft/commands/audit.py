@@ -14,12 +14,12 @@ from ..errors import DataError
 from ..formats import TEXTS, BadRow, kind_of, talk_of
 from ..recipe import Data
 from ..registry import Active
-from ..rows import renamed
+from ..rows import renamed, without
 from ..sources import Source as Opened
 from ..templates import Chat
 from ..tokens import Tokens
 from ..types import Ints, Row
-from ..work import CURE_BAD, CURE_LONG, Work, listed
+from ..work import CURE_BAD, CURE_LONG, Work, listed, warnings_of
 from .sample import Sample, make
 
 SAMPLE, STRETCHES = 1_000, 20
@@ -70,6 +70,8 @@ def audit(
     if sample.shard.examples:
         _measure(found)
         _judge_tokens(found, work)
+    found.facts += [("not read", ", ".join(sample.shard.unread) or "no column")]
+    found.warnings += warnings_of(sample.shard.warnings)
     stable, warnings = judge_chats(sample, work, opened[source], active)
     found.facts += [("template", stable)] if stable else []
     found.warnings += warnings
@@ -219,7 +221,11 @@ def judge_chats(
     special = re.compile("|".join(re.escape(one.content) for one in added if one.special) or "$^")
     for stretch in sample.stretches:
         read = zip(stretch, opened.read(stretch.start, stretch.stop), strict=True)
-        rows = {n: renamed(row, work.data.columns) for n, row in read if row is not None}
+        rows = {
+            number: renamed(without(row, work.data.ignore), work.data.columns)
+            for number, row in read
+            if row is not None
+        }
         kind = kind_of([*rows.values()])
         if kind is None or kind in TEXTS:
             continue

@@ -27,7 +27,7 @@ from ..schedule import check_schedule
 from ..sources import Source as Opened
 from ..sources import ensure_columns, open_source
 from ..types import Ints
-from ..work import CURE_BAD, CURE_LONG, Work, listed
+from ..work import CURE_BAD, CURE_LONG, Work, listed, warnings_of
 from .audit import judge_chats
 from .batch_sense import sense
 from .places import ensure_ours, leftovers, wrong_inputs
@@ -133,7 +133,7 @@ def _data(
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
         if complete:
             with findings.about("data"):
-                ensure_columns(recipe.data.columns, rows)
+                ensure_columns(recipe.data, rows)
                 work = _work(findings, recipe, active, rows, Path(folder)) if known else None
         for number in range(len(rows)):
             if work is not None:
@@ -229,6 +229,10 @@ def _rows(
     if shard.truncated:
         text = f"{where} {listed(shard.truncated)}: longer than {data.max_length} tokens"
         findings.warn("rows", f"{text}; they will be cut")
+    for warning in warnings_of(shard.warnings):
+        findings.warn("rows", f"{where} {warning}")
+    if shard.unread:
+        findings.ok("rows", f"{source}: columns that are not read: {', '.join(shard.unread)}")
     for warning in judge_chats(sample, work, opened[number], active)[1]:
         findings.warn("rows", f"{source}: {warning}")
     check_ids(recipe, shard.largest)

@@ -50,7 +50,7 @@ def inspect(
         # A kernel that this machine cannot run is nothing to whoever looks at data.
         registry.check(active, recipe, look(), DATA)
         opened = [open_source(source) for source in recipe.data.all_sources()]
-        ensure_columns(recipe.data.columns, opened)
+        ensure_columns(recipe.data, opened)
         work = worker(recipe, active, opened, Path(folder))
         if rows:
             how = "are green" if is_terminal() else "stand in [[ ]], and a · ends each token"

@@ -72,7 +72,7 @@ def rows_of(recipe: Recipe, active: Active, folder: Path) -> Rows:
         return Rows(_fitting(recipe, tokens), numbers, order, len(job.tokenizer), True)
     sources = recipe.data.all_sources()
     opened = [open_source(one) for one in sources]
-    ensure_columns(recipe.data.columns, opened)
+    ensure_columns(recipe.data, opened)
     work = worker(recipe, active, opened, folder, ROWS)
     work.folder = folder / "sample"
     work.folder.mkdir()

@@ -1,0 +1,246 @@
+"""Columns that nothing reads: those that change what a row means are refused, others are named."""
+
+import os
+
+import pytest
+from conftest import chats, run_plugsft, tiny_tables, write_jsonl
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from making import activate, install
+
+from plugsft import DataError, PlugsftError, RecipeError, prepare, sources
+from plugsft.answers import DataAnswers
+from plugsft.commands.check import check
+from plugsft.commands.inspection import inspect
+from plugsft.formats import READ, REFUSED, WARNED
+from plugsft.jsonl import Held
+from plugsft.pretrained import train_tokenizer
+from plugsft.recipe import Data
+from plugsft.registry import resolve
+from plugsft.rows import render_rows
+from plugsft.tokenizer import lighten
+from plugsft.work import render
+
+ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
+POOR = {"role": "assistant", "content": "elks"}
+ROWS = {
+    "messages": {"messages": [ASK, TELL]},
+    "conversations": {"conversations": [ASK, TELL]},
+    "conversation": {"conversation": [ASK, TELL]},
+    "completion": {"prompt": "who? ", "completion": "owls"},
+    "chat completion": {"prompt": [ASK], "completion": [TELL]},
+    "alpaca": {"instruction": "who?", "output": "owls"},
+    "text": {"text": "owls"},
+    "preference": {"prompt": [ASK], "chosen": [TELL], "rejected": [POOR]},
+}
+# PLUGSFT_FULL=1 (tools/test --full) makes this many.
+COUNT = 1_000 if os.environ.get("PLUGSFT_FULL") == "1" else 60
+PAIRED = {"prompt", "chosen", "rejected", "system", "tools", "chat_template_kwargs"}
+TELLING = [*REFUSED, *WARNED]
+NOTHING = [None, [], ""]
+VALUES = [*NOTHING, False, True, 0, 1, 0.5, "x", ["x"], [0], {"bytes": "x"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    def texts(batch, source, wrapped):
+        return render_rows(batch, wrapped, Data(source="none"))
+
+    return lighten(train_tokenizer([Held(chats(40))], texts, 500))
+
+
+@pytest.fixture(scope="module")
+def hooks(tmp_path_factory):
+    """Give, for rows of a kind, the hooks of a run that reads them."""
+    tables = tiny_tables(tmp_path_factory.mktemp("hooks"))
+
+    def of(kind):
+        plugins = {"dpo": {}} if kind == "preference" else {}
+        recipe, active = resolve({**tables, "plugins": plugins})
+        return active.answer(DataAnswers(recipe.folder)).hook
+
+    made = {kind: of(kind) for kind in ROWS}
+    return made.__getitem__
+
+
+def rendered(hook, rows, tokenizer, **data):
+    return render(hook, Data(source="none", **data), "rows.jsonl", rows, tokenizer)
+
+
+def test_every_format_is_here():
+    assert READ.keys() | {"preference"} == ROWS.keys()
+
+
+@settings(max_examples=COUNT, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from([*ROWS]),
+    st.lists(
+        st.dictionaries(st.sampled_from([*TELLING, "id", "url"]), st.sampled_from(VALUES)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_a_row_that_means_something_else_is_never_learned(tokenizer, hooks, kind, extras, renamed):
+    """Whatever the format, the column and its neighbours; and ignored, it changes nothing."""
+    read = READ.get(kind, PAIRED)
+    extras = [{k: v for k, v in extra.items() if k not in read} for extra in extras]
+    # Text with both answers is taken for preferences, and refused as a whole.
+    assume(kind != "text" or not {"chosen", "rejected"} <= {name for one in extras for name in one})
+    telling = [{k for k, v in extra.items() if v not in NOTHING} for extra in extras]
+    rows = [ROWS[kind] | extra for extra in extras]
+    columns = {}
+    if renamed:
+        ours = next(iter(ROWS[kind]))
+        columns = {ours: f"our {ours}"}
+        rows = [{columns.get(k, k): v for k, v in row.items()} for row in rows]
+    plain = rendered(hooks(kind), [ROWS[kind]], tokenizer)
+    found = rendered(hooks(kind), rows, tokenizer, columns=columns)
+    wrong = {number for number, names in enumerate(telling) if names & REFUSED.keys()}
+    assert found.bad.keys() == wrong
+    for number in wrong:
+        [name] = [name for name in REFUSED if found.bad[number].startswith(f"'{name}' ")]
+        assert name in telling[number]
+        assert f'data.ignore = ["{name}"] trains without it' in found.bad[number]
+    good = [number for number in range(len(rows)) if number not in wrong]
+    sequences = len(plain.texts)
+    assert found.texts == plain.texts * len(good) and found.spans == plain.spans * len(good)
+    assert found.rows == [number for number in good for _ in range(sequences)]
+    for name in WARNED:
+        about = [where for said, where in found.warnings.items() if said.startswith(f"'{name}' ")]
+        wanted = [number for number in good if name in telling[number]]
+        assert about == ([wanted] if wanted else [])
+    others = {name for extra in extras for name in extra}
+    if len(wrong) < len(rows) or kind != "preference":
+        assert {*found.unread} == others
+    cured = rendered(hooks(kind), rows, tokenizer, columns=columns, ignore=[*others])
+    assert cured.texts == plain.texts * len(rows) and cured.spans == plain.spans * len(rows)
+    assert not cured.bad and not cured.warnings and not cured.unread
+
+
+def run_of(folder, rows, plugins=None, **data):
+    tables = tiny_tables(folder, rows)
+    tables["data"] |= data
+    recipe, active = resolve({**tables, "plugins": plugins or {}})
+    active.answer(DataAnswers(recipe.folder))
+    return prepare.prepare(recipe, active).tokens
+
+
+def test_the_last_of_many_rows_is_seen_too(tmp_path, monkeypatch):
+    """Whatever a sample says: each row is looked at when it is prepared."""
+    monkeypatch.setattr(sources, "MOST", 100)
+    rows = [ROWS["completion"]] * 1_999 + [ROWS["completion"] | {"label": False}]
+    with pytest.raises(DataError, match=r"'label' tells good answers .*: 1 \(row 1999\)"):
+        run_of(tmp_path, rows)
+    tokens = run_of(tmp_path, rows, on_bad_row="drop")
+    assert len(tokens) == 1_999 and tokens.rows[-1] == 1_998
+    assert len(run_of(tmp_path, rows, ignore=["label"])) == 2_000
+
+
+def test_answers_to_compare_are_not_taken_for_plain_chats(tmp_path):
+    """As in data sets that hold the chosen chat as `messages`, too."""
+    row = {"messages": [ASK, TELL], "chosen": [ASK, TELL], "rejected": [ASK, POOR]}
+    with pytest.raises(DataError, match=r"'chosen' is one of two answers to compare \(\[plugins.d"):
+        run_of(tmp_path, [row] * 3)
+    assert len(run_of(tmp_path, [row] * 3, ignore=["chosen", "rejected"])) == 3
+    assert run_of(tmp_path, [row] * 3, plugins={"dpo": {}}).facts["pairs"] == 3
+
+
+def test_rows_of_tokens_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"Rows of tokens \(input_ids\) cannot be trained on yet"):
+        run_of(tmp_path, [{"input_ids": [1, 2], "labels": [1, 2]}])
+
+
+READS = """
+    @plugin()
+    class Reads:
+        "Leave out the rows whose label is false."
+
+        @hookimpl(wrapper=True)
+        def render(self, rows):
+            rows[:] = [row for row in rows if row["label"]]
+            rendered = yield
+            rendered.read = {*rendered.read, "label"}
+            return rendered
+"""
+
+
+def test_a_plugin_says_what_it_reads(tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", reads=READS), monkeypatch)
+    rows = [ROWS["completion"] | {"label": good, "images": None} for good in (True, False)] * 3
+    assert len(run_of(tmp_path, rows, plugins={"reads": {}})) == 3
+    rows[2]["images"] = ["x"]
+    with pytest.raises(DataError, match="'images' holds images"):
+        run_of(tmp_path, rows, plugins={"reads": {}})
+
+
+def test_what_is_ignored_must_be_there(tmp_path):
+    rows = [ROWS["text"] | {"label": 1}] * 3
+    with pytest.raises(
+        RecipeError, match=r"data\.ignore: no row has the column 'lable'; there are "
+    ):
+        run_of(tmp_path, rows, ignore=["lable"])
+    with pytest.raises(RecipeError, match="ignore and columns both name 'label'"):
+        run_of(tmp_path, rows, ignore=["label"], columns={"text": "label"})
+
+
+def odd(count, *turns):
+    return [{"messages": [*turns]}] * count
+
+
+def test_unusual_turns_are_counted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sources, "MOST", 5)
+    rows = [
+        *odd(7, ASK, TELL),
+        *odd(12, ASK, ASK, TELL),
+        *odd(1, ASK, TELL, TELL),
+        *odd(1, ASK, TELL, ASK),
+        {"messages": [ASK, {**TELL, "weight": 0}, ASK, ASK, TELL], "score": 3},
+    ]
+    warnings = run_of(tmp_path, rows).facts["warnings"]
+    assert warnings == {
+        "two turns of the user in a row": {"count": 13, "rows": [*range(7, 17)]},
+        "two turns of the assistant in a row": {"count": 1, "rows": [19]},
+        "the conversation ends with a turn of the user": {"count": 1, "rows": [20]},
+        "'score' says how good a row is, and nothing reads it": {"count": 1, "rows": [21]},
+    }
+    shown = capsys.readouterr().out
+    assert "warning: data: 13 (rows 7, 8, 9, 10, 11, ...): two turns of the user in a r" in shown
+    run_of(tmp_path, rows)
+    assert "two turns of the user in a row" in capsys.readouterr().out, "from cache, too"
+
+
+def test_unusual_turns_of_pairs_are_counted_once(tmp_path):
+    row = {"prompt": [ASK, ASK], "chosen": [TELL], "rejected": [POOR, POOR]}
+    facts = run_of(tmp_path, [row] * 2, plugins={"dpo": {}}).facts
+    assert facts["warnings"] == {
+        "two turns of the user in a row": {"count": 2, "rows": [0, 1]},
+        "two turns of the assistant in a row": {"count": 2, "rows": [0, 1]},
+    }
+
+
+LABELS = "20 (rows 0, 1, 2, 3, 4, ...)", "20 rows (0, 1, 2, 3, 4, ...)"
+
+
+def test_check_and_inspect_name_them(tiny, tmp_path, capsys):
+    rows = [ROWS["completion"] | {"label": n % 2 == 0, "source": "x"} for n in range(20)]
+    recipe = tiny(rows=rows)
+    for command in (lambda: check(recipe, [], [], None), lambda: inspect(recipe, [], [])):
+        with pytest.raises(PlugsftError) as refused:
+            command()
+        said = str(refused.value)
+        assert any(f"{count}: 'label' tells good answers" in said for count in LABELS)
+        assert 'data.ignore = ["label"] trains without it' in said
+    done = run_plugsft(recipe)
+    assert done.returncode == 2 and "'label' tells good answers" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    rows = [ROWS["chat completion"] | {"label": None, "score": n, "url": "x"} for n in range(9)]
+    rows[5]["prompt"] = [ASK, ASK]
+    write_jsonl(tmp_path / "data.jsonl", rows)
+    for command in (check, inspect):
+        capsys.readouterr()
+        command(recipe, [], [], *([None] if command is check else []))
+        said = " ".join(capsys.readouterr().out.split())
+        assert "1 (row 5): two turns of the user in a row" in said
+        assert "9 (rows 0, 1, 2, 3, 4, ...): 'score' says how good a row is" in said
+        assert "not read: label, score, url" in said or "not read label, score, url" in said
