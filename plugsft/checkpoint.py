@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from .agree import ensure_alike
 from .console import say
 from .errors import CheckpointError
 from .parts import Stored, write
@@ -86,6 +87,9 @@ class Checkpoints:
 
     def restore(self, path: Path | None) -> None:
         """Load a checkpoint, if there is one to go on from, into model and optimizer."""
+        # Each rank has looked for itself.
+        chosen = {"the checkpoint to go on from": path.name if path else "none"}
+        ensure_alike(self._accelerator, chosen, "All nodes must see one output folder")
         if path is None:
             return
         facts = compare(path, self._recipe, self._active, self._data_key)

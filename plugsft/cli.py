@@ -26,6 +26,8 @@ app = typer.Typer(
     epilog="`plugsft RECIPE` trains. On several processes: accelerate launch -m plugsft RECIPE",
 )
 
+AUTO = "--resume-auto"
+"""What `--resume auto` is inside."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 """What the operating system refuses: its own message is enough."""
 
@@ -61,8 +63,13 @@ def train(
     overrides: Overrides = None,
     without: Without = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the latest checkpoint.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the latest checkpoint; --resume auto also starts where there is none.",
+        ),
     ] = False,
+    resume_auto: Annotated[bool, typer.Option(AUTO, hidden=True)] = False,
     resume_from: Annotated[
         Path | None, typer.Option(help="Go on from this checkpoint.", show_default=False)
     ] = None,
@@ -71,7 +78,9 @@ def train(
     ] = False,
 ) -> None:
     """Train. The same as `plugsft RECIPE`."""
-    late("train").train(recipe, overrides or [], without or [], resume, resume_from, overwrite)
+    late("train").train(
+        recipe, overrides or [], without or [], resume, resume_from, overwrite, resume_auto
+    )
 
 
 @app.command()
@@ -280,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; mistakes end with one line each and exit code 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(with_command(words), prog_name="plugsft")
+        app(with_auto(with_command(words)), prog_name="plugsft")
     except PlugsftError as error:
         _leave(error)
     except OSError as error:
@@ -311,6 +320,19 @@ def with_command(words: list[str]) -> list[str]:
     if Path(first).is_dir():
         hint = f" but a folder; try: plugsft show {shlex.quote(first)}"
     raise RecipeError(f"'{first}' is neither a command nor a recipe{hint}")
+
+
+def with_auto(words: list[str]) -> list[str]:
+    """Write `--resume auto` as one word: an option is a flag or takes a value, never both."""
+    if words[:1] != ["train"]:
+        return words
+    joined: list[str] = []
+    for word in words:
+        if word == "--resume=auto" or (word == "auto" and joined[-1] == "--resume"):
+            joined = [*joined[: -1 if word == "auto" else None], AUTO]
+        else:
+            joined.append(word)
+    return joined
 
 
 def _leave(error: PlugsftError) -> None:

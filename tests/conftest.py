@@ -139,8 +139,16 @@ def run_plugsft(
     return start_plugsft(*arguments, env=env, cwd=cwd).wait(timeout)
 
 
-def start_ranks(count: int, *arguments: object, env: dict[str, str] | None = None) -> list[Running]:
-    """Start `plugsft ...` on several ranks, with the environment that torchrun gives them."""
+def start_ranks(
+    count: int,
+    *arguments: object,
+    env: dict[str, str] | None = None,
+    words: list[tuple[object, ...]] | None = None,
+) -> list[Running]:
+    """Start `plugsft ...` on several ranks, with the environment that torchrun gives them.
+
+    `words` are the arguments of each rank, where these differ.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -152,7 +160,8 @@ def start_ranks(count: int, *arguments: object, env: dict[str, str] | None = Non
         **(env or {}),
     }
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(count)]
-    return [start_plugsft(*arguments, env=one) for one in ranks]
+    asked = words or [arguments] * count
+    return [start_plugsft(*asked[rank], env=one) for rank, one in enumerate(ranks)]
 
 
 def run_ranks(

@@ -1,19 +1,23 @@
 """The commands that do a recipe's work: train and prepare."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from .. import loop
 from .. import prepare as preparation
 from ..answers import DataAnswers
-from ..checkpoint import find
+from ..checkpoint import find, listed
 from ..console import say
-from ..errors import RecipeError
+from ..errors import CheckpointError, RecipeError
 from ..hooks import DATA
+from ..limits import text_of
 from ..machine import look
+from ..reading import resolved
+from ..recipe import Recipe
 from ..registry import load
-from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers
+from ..report import read_metrics
+from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers, read_run
 from .room import ensure_room
 
 
@@ -24,16 +28,27 @@ def train(
     resume: bool,
     given: Path | None,
     overwrite: bool,
+    auto: bool = False,
 ) -> None:
-    """Train a recipe, in a folder that holds no other run."""
+    """Train a recipe, in a folder that holds no other run.
+
+    `auto` resumes where a run left a checkpoint, and starts where none has.
+    """
     recipe, active = load(path, overrides, without)
     machine, folder = look(), recipe.folder
-    if (resume or given) and overwrite:
+    if (resume or given or auto) and overwrite:
         raise RecipeError("--resume keeps what --overwrite removes; give one of them")
+    if auto and given:
+        raise RecipeError("--resume auto takes the latest checkpoint; leave out --resume-from")
     ensure_inputs(recipe, path)
     with alone(recipe) if machine.is_main else nullcontext():
         ensure_ours(folder)
-        goes_on = resume or (given and given.resolve().is_relative_to(folder.resolve()))
+        if auto:
+            if left := finished_alone(recipe):
+                say(f"nothing to resume: {recipe.output} holds {left}")
+                return
+            resume = begun(recipe)
+        goes_on = auto or resume or (given and given.resolve().is_relative_to(folder.resolve()))
         if not (overwrite or goes_on) and (left := leftovers(folder)):
             raise RecipeError(f"output: {recipe.output} holds {left}")
         ensure_room(recipe, active, overwrite)
@@ -45,6 +60,38 @@ def train(
             loop.train(recipe, active, machine, checkpoint)
     say(f"model: {folder / 'model'}")
     say(f"report: {folder / 'report.html'}")
+
+
+def begun(recipe: Recipe) -> bool:
+    """Tell whether there is a checkpoint; raise where there must have been one."""
+    folder = recipe.folder
+    if listed(folder / "checkpoints"):
+        return True
+    done = max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
+    total = (read_run(folder).get("steps") or {}).get("total") or 0
+    # The step after a checkpoint's is logged once that checkpoint is published.
+    if done > recipe.checkpoint.interval(total) > 0:
+        raise CheckpointError(
+            f"--resume auto: the run in {folder} reached step {done:,}, and its checkpoints are "
+            "gone; bring them back, or start again with --overwrite in place of --resume auto"
+        )
+    if done:
+        say(f"no checkpoint yet: a run ended after step {done:,}; starting again from step 1")
+    return False
+
+
+def finished_alone(recipe: Recipe) -> str:
+    """Say what a finished run left whose checkpoints were removed; nothing where there is none."""
+    folder = recipe.folder
+    if listed(folder / "checkpoints") or read_run(folder).get("status") != "finished":
+        return ""
+    left = leftovers(folder)
+    with suppress(OSError, ValueError):
+        if left and text_of(folder / "recipe.toml") == resolved(recipe):
+            return left
+    if left:
+        raise RecipeError(f"--resume auto: {recipe.output} holds another recipe's run: {left}")
+    return ""
 
 
 def prepare(path: Path, overrides: Sequence[str], without: Sequence[str]) -> None:
