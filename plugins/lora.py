@@ -58,6 +58,7 @@ class Lora:
     """How adapters begin. Each leaves the model, at first, what it was."""
 
     seed: int = state(0)
+    dtype: str = state("float32")
     fused: bool = state(False)
     said: str = state("")
 
@@ -65,6 +66,9 @@ class Lora:
     def check(self, recipe: Recipe) -> None:
         """Refuse what cannot be, and names that are nothing in the model."""
         self.seed, self.fused = recipe.train.seed, recipe.has("fused_loss")
+        self.dtype = recipe.model.dtype
+        if recipe.model.weights != "float32":
+            raise RecipeError("adapters are always trained in float32; remove model.weights")
         if self.init == "orthogonal" and self.r % 2:
             raise RecipeError(f'init = "orthogonal" needs an even r; it is {self.r}')
         if (model := without_weights(recipe)) is not None:
@@ -75,6 +79,7 @@ class Lora:
         """Freeze the model, and put adapters beside its layers."""
         if self.dora or self.modules_to_save:
             load.empty = False  # these begin with what the weights are
+        load.kwargs["dtype"] = getattr(torch, self.dtype)  # frozen weights are only computed with
         model = yield
         targets, saved = self.choose(model)
         here = Path(load.path)

@@ -25,6 +25,7 @@ FREE = (
     "output",
     "device",
     "train.micro_batch",
+    "train.keep_whole_gradients",
     "train.log_every",
     "checkpoint.",
     "eval.",

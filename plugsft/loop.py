@@ -33,7 +33,7 @@ from .prelude import Prelude
 from .prepare import Prepared, prepare
 from .pretrained import pad_id
 from .ranks import connect, exchange, in_company, name_of, quiet, seed_step
-from .recipe import Recipe
+from .recipe import LOSSY, Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .saved import ensure_saveable, save_model
@@ -76,8 +76,8 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
             rate = schedule.set(window.step)
             with fitting(recipe, window, held.rank, tokens, parts):
                 for number, batch in enumerate(fed.batches, start=1):
-                    # Gradients travel between ranks once per step, with the last micro-batch.
-                    with exchange(accelerator, model, last=number == len(fed.batches)):
+                    last, whole = number == len(fed.batches), recipe.train.keep_whole_gradients
+                    with exchange(accelerator, model, last, whole):
                         part = loss_of(hook, model, batch, window.total)
                         # The total counts every rank, but ranks average their gradients: undo that.
                         accelerator.backward(part * accelerator.num_processes)
@@ -88,7 +88,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
             ensure_finite(loss, norm, window, tokens)
             with fitting(recipe, window, held.rank, tokens, parts):
                 optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()  # an optimizer would zero those of its own weights only
             metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
             stopping = sums.pop("asked") > 0
             metrics |= measure(window, plan, sums, time.perf_counter() - clock)
@@ -295,6 +295,8 @@ def describe(
         f"{name_of(accelerator)}" + (f" of {ranks}" if ranks > 1 else "")
     )
     say(f"precision: {record.run['precision']}")
+    if recipe.model.weights == "bfloat16":
+        say(f"warning: {LOSSY}")
     for plugin in record.run["plugins"]:
         say(f"plugin {plugin['name']}: {plugin['verdict']}")
     say(

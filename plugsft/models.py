@@ -183,7 +183,7 @@ def weights_digest(path: str, revision: str | None) -> str:
 def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:
     """Return how a recipe's model is loaded, before any plugin."""
     kwargs: dict[str, Any] = {
-        "dtype": getattr(torch, model.dtype),
+        "dtype": getattr(torch, model.weights),
         "trust_remote_code": model.trust_remote_code,
     }
     if model.revision:

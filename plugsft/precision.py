@@ -1,4 +1,9 @@
-"""In what numbers a run computes, and where: the recipe and the launcher made to agree."""
+"""Which numbers a run computes in and stores: the recipe and the launcher made to agree.
+
+With `model.dtype = "bfloat16"` weights are stored in float32 and computed with in bfloat16: by
+autocast in one process and under DDP, by FSDP2's and DeepSpeed's own copies of the weights.
+Gradients are summed over micro-batches and ranks in float32.
+"""
 
 import os
 from typing import Any
@@ -6,9 +11,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .errors import LaunchError
-from .recipe import Recipe
+from .recipe import Model, Recipe
 from .spread import Held
 
 
@@ -24,19 +30,37 @@ def on_cpu(recipe: Recipe) -> bool:
     return False
 
 
-def mixed(dtype: str, deepspeed: bool) -> str:
-    """Return the mixed precision that accelerate gets, for weights of a type."""
+def mixed(model: Model, deepspeed: bool) -> str:
+    """Return the mixed precision that accelerate gets."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if asked not in ("no", "bf16"):
         raise LaunchError(
             f"the launcher asks for mixed_precision {asked}, and plugsft computes in float32 or "
             "bfloat16; set mixed_precision: bf16 (or no) in its file"
         )
-    if dtype == "bfloat16":
-        # Weights of this type are computed with as they are. But DeepSpeed, told of no mixed
-        # precision, makes float32 of them, and FSDP2, told of it, does as well.
-        return "bf16" if deepspeed else "no"
-    return asked
+    if model.weights == "bfloat16":
+        if deepspeed:
+            raise LaunchError(
+                'model.weights = "bfloat16": ZeRO-3 stores and updates weights in float32; remove '
+                "it, or launch with recipes/accelerate/fsdp2.yaml"
+            )
+        return "no"  # weights of this type are computed with as they are
+    return "bf16" if model.dtype == "bfloat16" else asked
+
+
+def reduce_in_float32(accelerator: Accelerator) -> None:
+    """Have FSDP2 and DeepSpeed add up gradients in float32, where they compute in bfloat16."""
+    if accelerator.mixed_precision != "bf16":
+        return
+    state: Any = accelerator.state
+    if accelerator.distributed_type == DistributedType.FSDP:
+        state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = state.deepspeed_plugin.deepspeed_config
+        config["data_types"] = {**config.get("data_types", {}), "grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
 
 
 def ensure_no_other(config: dict[str, Any], mixed: str) -> None:
@@ -49,29 +73,43 @@ def ensure_no_other(config: dict[str, Any], mixed: str) -> None:
                 f"model.dtype with the launcher's mixed_precision wants {str(wanted).lower()}; "
                 'leave it out, or set it to "auto"'
             )
+    half = config.get("bf16", {})
+    sums = {
+        "data_types.grad_accum_dtype": config.get("data_types", {}).get("grad_accum_dtype"),
+        "communication_data_type": config.get("communication_data_type"),
+        **{f"bf16.{name}": half.get(name) for name in half if name.startswith("bf16_")},
+    }
+    for name, given in sums.items():
+        if given not in (None, False, "fp32"):
+            raise LaunchError(
+                f"the DeepSpeed file sets {name} = {str(given).lower()}, and plugsft adds up "
+                "gradients and updates weights in float32; leave it out"
+            )
 
 
 def truth(accelerator: Accelerator, held: Held) -> str:
-    """Say in one line what the run really computes with, read from what was loaded."""
-    sizes: dict[bool, dict[str, int]] = {True: {}, False: {}}
+    """Say in one line what the run really computes with and stores, read from what was loaded."""
+    types: dict[bool, set[str]] = {True: set(), False: set()}
     for one in held.parameters(trained=False).values():
-        kinds = sizes[one.requires_grad]
-        kind = str(one.dtype).removeprefix("torch.")
-        kinds[kind] = kinds.get(kind, 0) + getattr(one, "ds_numel", one.numel())
-    trained, frozen = (" and ".join(sorted(sizes[kind])) for kind in (True, False))
-    said = [f"weights {trained}"]
-    if frozen:
-        said = [f"frozen weights {frozen}, trained ones {trained}"]
+        types[one.requires_grad].add(_name(one.dtype))
+    trained, frozen = (" and ".join(sorted(types[kind])) for kind in (True, False))
+    state: Any = accelerator.state
+    sums = trained
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        master = held.optimizer.optimizer.fp32_partitioned_groups_flat[0].dtype
-        states = str(master).removeprefix("torch.")
-        said[0] += f", updated in {states}" if states != trained else ""
-    else:
-        states = trained
+        zero = held.optimizer.optimizer
+        trained = _name(zero.fp32_partitioned_groups_flat[0].dtype)
+        sums = _name(zero.gradient_accumulation_dtype)
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        policy = state.fsdp_plugin.mixed_precision_policy
+        sums = _name(policy.reduce_dtype) if policy and policy.reduce_dtype else trained
+    said = [f"frozen weights {frozen}, trained ones {trained}" if frozen else f"weights {trained}"]
     computed = "bfloat16" if accelerator.mixed_precision == "bf16" else frozen or trained
     where = accelerator.device.type
     if where == "cuda":
         where = torch.cuda.get_device_name(accelerator.device)
-    return ", ".join(
-        [*said, f"computed in {computed}", f"optimizer states {states}", f"on {where}"]
-    )
+    said += [f"computed in {computed}", f"gradients summed in {sums}"]
+    return ", ".join([*said, f"optimizer states {trained}", f"on {where}"])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -51,6 +51,8 @@ class Prelude:
     def frozen(self, path: str = "", revision: str | None = None) -> Module:
         """Load a model as the run's was, that one again or another; it is never trained."""
         kwargs = dict(self.load.kwargs)
+        if self._accelerator.mixed_precision == "bf16":
+            kwargs["dtype"] = torch.bfloat16  # it is only computed with
         if path:
             kwargs = {name: one for name, one in kwargs.items() if name != "revision"}
             kwargs |= {"revision": revision} if revision else {}

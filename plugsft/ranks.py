@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from .agree import host_group
 from .errors import LaunchError, TrainError
 from .machine import Machine
-from .precision import ensure_no_other, mixed, on_cpu
+from .precision import ensure_no_other, mixed, on_cpu, reduce_in_float32
 from .recipe import Recipe
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
@@ -73,7 +73,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         _prepare_cpu(fsdp, deepspeed)
     # Each rank reads its own rows. Told this, transformers would leave all ranks but one empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    numbers = mixed(recipe.model.dtype, deepspeed)
+    numbers = mixed(recipe.model, deepspeed)
     # Without cpu=True, ranks on a machine without GPU come up as strangers to each other.
     accelerator = Accelerator(cpu=cpu and not (fsdp or deepspeed), mixed_precision=numbers)
     kind = accelerator.distributed_type
@@ -87,6 +87,11 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             f"{accelerator.num_processes} of {kind.value}. {CURE}"
         )
     _ensure_heard(accelerator)
+    if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
+        raise LaunchError(
+            f"train.keep_whole_gradients is for FSDP2, and this is {name_of(accelerator)}; "
+            "remove it"
+        )
     if machine.world_size > 1:
         host_group()
     if deepspeed:
@@ -98,6 +103,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         config["gradient_clipping"] = recipe.train.max_grad_norm
         config["gradient_accumulation_steps"] = 1
         config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
+    reduce_in_float32(accelerator)
     return accelerator
 
 
@@ -156,11 +162,18 @@ def in_company(recipe: Recipe) -> Iterator[None]:
 
 
 @contextmanager
-def exchange(accelerator: Accelerator, model: Module, last: bool) -> Iterator[None]:
-    """Let gradients travel between ranks with the last micro-batch of a window only."""
+def exchange(
+    accelerator: Accelerator, model: Module, last: bool, whole: bool = False
+) -> Iterator[None]:
+    """Reduce gradients over the ranks: under DDP with the last micro-batch of a step only.
+
+    FSDP2 shards gradients as it reduces them, and so does it with every micro-batch, unless whole
+    gradients may be stored until the last one.
+    """
     # DeepSpeed takes its step inside backward, and looks here for when.
     accelerator.sync_gradients = last
-    with nullcontext() if last else accelerator.no_sync(model):
+    waits = not last and (whole or not accelerator.is_fsdp2)
+    with accelerator.no_sync(model) if waits else nullcontext():
         yield
 
 

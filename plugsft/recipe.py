@@ -45,6 +45,11 @@ Place = Annotated[str, AfterValidator(_usable)]
 """A path, with ~ for the home folder, or a name on the hub."""
 TRL = "trl"
 """In model.chat_template: trl's training variant of the model's own."""
+LOSSY = (
+    'model.weights = "bfloat16": trained weights and optimizer states are stored in bfloat16, '
+    "which rounds away most of a step at a learning rate of 1e-5; remove it where memory allows "
+    "(16 bytes a weight in place of 8)"
+)
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -103,7 +108,10 @@ class Model(Table):
     """A Jinja file that replaces the tokenizer's chat template; or "trl": trl's training variant
     of it, which writes every turn alike and marks the assistant's. Saved with the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights."""
+    """Type to compute in, of frozen weights, and of the model that the run writes."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Type of trained weights, their gradients and AdamW's moments: 16 bytes a weight in float32,
+    8 in bfloat16, where most of a step at a learning rate of 1e-5 is rounded away."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -111,6 +119,14 @@ class Model(Table):
     def _one_model(self) -> Self:
         if (self.path is None) == (self.scratch is None):
             raise ValueError("give either path (a hub name or a folder) or [model.scratch]")
+        return self
+
+    @model_validator(mode="after")
+    def _computes_in_its_weights(self) -> Self:
+        if self.weights == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError(
+                'weights = "bfloat16" needs dtype = "bfloat16"; set it, or remove weights'
+            )
         return self
 
 
@@ -211,6 +227,9 @@ class Train(Table):
     """AdamW's term against division by zero."""
     max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Clip gradients to this norm; 0 does not clip."""
+    keep_whole_gradients: bool = False
+    """FSDP2 only: reduce gradients once a step, not with every micro-batch. Less traffic between
+    ranks, but each stores whole gradients meanwhile: 4 bytes a trained weight."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Everything random follows from it."""
     log_every: Count = 10

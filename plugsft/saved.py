@@ -76,6 +76,10 @@ def save_model(
         end_generation(plain, tokenizer)
         with publish(recipe.folder / "model", replace=True) as folder:
             plain.save_pretrained(folder, state_dict=weights | buffers)
+            if not adapter:
+                # transformers writes the type of the weights in memory.
+                plain.config.dtype = dtype
+                plain.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             if adapter:
                 ensure_adapters(folder, weights, mine)

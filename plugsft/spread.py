@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .agree import agreed
+from .errors import PluginError
 from .models import Load
 from .parts import Part, Stored, local_part, part_of
 
@@ -32,19 +33,40 @@ def is_sharded(accelerator: Accelerator) -> bool:
 def spread(
     accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
-    """Spread a model over the ranks; make its optimizer, of what each then holds."""
+    """Shard or copy a model over the ranks; make the optimizer of the weights of this one."""
     names = load.names_in(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _hand_out(model, accelerator, names, load)
-        engine, zero = accelerator.prepare(model, make(model))
+        engine, zero = accelerator.prepare(model, _checked(model, make(model)))
         return engine, zero
     if accelerator.is_fsdp2:
         fsdp2_prepare_model(accelerator, model)
         if names:
             _fetch(model, accelerator, names, load)
-        return model, make(model)
+        return model, _checked(model, make(model))
     model = accelerator.prepare_model(model)
-    return model, make(accelerator.unwrap_model(model))
+    plain = accelerator.unwrap_model(model)
+    return model, _checked(plain, make(plain))
+
+
+def _checked(model: Module, optimizer: Optimizer) -> Optimizer:
+    """Refuse an optimizer that would not update every trainable weight, and nothing else."""
+    updated = [one for group in optimizer.param_groups for one in group["params"]]
+    trained = {one: name for name, one in model.named_parameters() if one.requires_grad}
+    known = {*updated}
+    if left := [name for one, name in trained.items() if one not in known]:
+        raise PluginError(
+            f"the plugin that makes the optimizer leaves out {len(left)} trainable weights "
+            f"({left[0]} first); give them to a parameter group, or freeze them in optimize_model "
+            "(requires_grad_(False))"
+        )
+    if foreign := [one for one in updated if one not in trained]:
+        raise PluginError(
+            f"the plugin that makes the optimizer gives it {len(foreign)} tensors that are no "
+            f"trainable weights of the model (of shape {list(foreign[0].shape)} first), which no "
+            "checkpoint would hold; take them out of its parameter groups"
+        )
+    return optimizer
 
 
 def spread_frozen(accelerator: Accelerator, load: Load, model: Any) -> Module:

@@ -12,6 +12,7 @@ from test_launch import config, finish, launch
 from plugsft import LaunchError
 from plugsft.precision import ensure_no_other, mixed, on_cpu
 from plugsft.reading import read, validate
+from plugsft.recipe import Model
 
 SEES = """
     import torch
@@ -21,6 +22,8 @@ SEES = """
         '''Note the types that really meet.'''
 
         seen: list = state([])
+        states: list = state([])
+        made: object = state()
 
         @hookimpl(wrapper=True)
         def step(self, model):
@@ -32,10 +35,30 @@ SEES = """
             handle.remove()
             return loss
 
+        @hookimpl(wrapper=True)
+        def optimizer(self):
+            self.made = yield
+            self.made.register_step_post_hook(self.look)
+            return self.made
+
+        def look(self, *_):
+            states = [one for each in self.made.state.values() for one in each.values()]
+            states = [one for one in states if one.dim()]
+            states += [one.grad for group in self.made.param_groups for one in group["params"]]
+            self.states = sorted({str(one.dtype) for one in states})
+
         @hookimpl
         def verdict(self):
-            return "head: " + ", ".join(self.seen)
+            return "head: " + ", ".join(self.seen) + "; " + ", ".join(self.states)
 """
+
+
+def told_of(weights, computes):
+    """What the line `precision:` says."""
+    return (
+        f"weights {weights}, computed in {computes}, gradients summed in {weights}, "
+        f"optimizer states {weights}, on cpu"
+    )
 
 
 def verdict(run):
@@ -49,85 +72,111 @@ def dtype_of(run):
 
 
 @pytest.mark.parametrize(
-    "dtype, launcher, says, computes",
+    "dtype, launcher, weights, computes",
     [
-        (
-            "float32",
-            "no",
-            "weights float32, computed in float32, optimizer states float32",
-            "float32",
-        ),
-        (
-            "float32",
-            "bf16",
-            "weights float32, computed in bfloat16, optimizer states float32",
-            "bfloat16",
-        ),
-        (
-            "bfloat16",
-            "no",
-            "weights bfloat16, computed in bfloat16, optimizer states bfloat16",
-            "bfloat16",
-        ),
-        (
-            "bfloat16",
-            "bf16",
-            "weights bfloat16, computed in bfloat16, optimizer states bfloat16",
-            "bfloat16",
-        ),
+        ("float32", "no", "float32", "float32"),
+        ("float32", "bf16", "float32", "bfloat16"),
+        ("bfloat16", "no", "float32", "bfloat16"),
+        ("bfloat16", "no", "bfloat16", "bfloat16"),
     ],
 )
-def test_one_line_of_truth(tiny, tmp_path, monkeypatch, dtype, launcher, says, computes):
+def test_one_line_of_truth(tiny, tmp_path, monkeypatch, dtype, launcher, weights, computes):
     activate(install(tmp_path / "site", sees=SEES), monkeypatch)
-    recipe = tiny(train={"steps": 2}, plugins={"sees": {}})
+    recipe = tiny(train={"steps": 2}, plugins={"sees": {}}, checkpoint={"every": 0})
     env = {"ACCELERATE_MIXED_PRECISION": launcher}
-    done = run_plugsft(recipe, f"model.dtype={dtype}", env=env)
+    done = run_plugsft(recipe, f"model.dtype={dtype}", f"model.weights={weights}", env=env)
     assert done.returncode == 0, done.stderr
-    assert f"precision: {says}, on cpu" in done.stdout
+    says = told_of(weights, computes)
+    assert f"precision: {says}" in done.stdout
+    assert ("rounds away most of a step" in done.stdout) == (weights == "bfloat16")
     told, seen = verdict(tmp_path / "run")
-    assert told == f"{says}, on cpu"
-    assert f"torch.{computes}" in seen
+    assert told == says
+    computed, states = seen.split("; ")
+    assert f"torch.{computes}" in computed
+    assert {*states.split(", ")} == {f"torch.{weights}"}, "gradients and optimizer states"
     assert dtype_of(tmp_path / "run") == {getattr(torch, dtype)}
+    written = json.loads((tmp_path / "run/model/config.json").read_text())
+    assert written["dtype"] == dtype
+    [parts] = (tmp_path / "run/checkpoints").glob("step-*/rank-*.safetensors")
+    with safe_open(parts, "pt") as file:
+        stored = {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118  # no dict
+    assert stored <= {getattr(torch, weights), torch.float32}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, dtype, launcher, says",
+    "kind, dtype, launcher, weights",
     [
-        (
-            "fsdp2",
-            "float32",
-            "bf16",
-            "weights float32, computed in bfloat16, optimizer states float32",
-        ),
-        pytest.param(
-            "fsdp2",
-            "bfloat16",
-            "bf16",
-            "weights bfloat16, computed in bfloat16, optimizer states bfloat16",
-            marks=only_full,
-        ),
-        (
-            "zero3",
-            "bfloat16",
-            "no",
-            "weights bfloat16, updated in float32, computed in bfloat16, optimizer states float32",
-        ),
+        pytest.param("fsdp2", "float32", "bf16", "float32", marks=only_full),
+        ("fsdp2", "bfloat16", "no", "float32"),
+        pytest.param("fsdp2", "bfloat16", "bf16", "bfloat16", marks=only_full),
+        ("zero3", "bfloat16", "no", "float32"),
     ],
 )
-def test_sharded_runs_tell_the_truth_too(tiny, tmp_path, kind, dtype, launcher, says):
+def test_sharded_runs_tell_the_truth_too(
+    tiny, tmp_path, monkeypatch, kind, dtype, launcher, weights
+):
+    activate(install(tmp_path / "site", grads=GRADS), monkeypatch)
     train = {"steps": 4, "max_grad_norm": 0.5, "micro_batch": 1}
     # The probe of packing leaves some weights whole under FSDP2, in the type of computing.
     recipe = tiny(rows=chats(21), train=train, plugins={"bfd_packing": {}})
     assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
-    words = ("--mixed_precision", launcher, "-m", "plugsft", recipe, f"model.dtype={dtype}")
-    code, out, err = finish(launch(*config(kind), *words))
+    recipe = tiny(rows=chats(21), train=train, plugins={"bfd_packing": {}, "grads": {}})
+    more = (f"model.dtype={dtype}", f"model.weights={weights}")
+    code, out, err = finish(
+        launch(*config(kind), "--mixed_precision", launcher, "-m", "plugsft", recipe, *more)
+    )
     assert code == 0, err
-    assert f"precision: {says}, on cpu" in out
+    assert f"precision: {told_of(weights, 'bfloat16')}" in out
     curves = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in ("run", "alone")]
     assert curves[0] == pytest.approx(curves[1], rel=2e-2)
     assert curves[0] != curves[1], "computed in less than float32"
     assert dtype_of(tmp_path / "run") == {getattr(torch, dtype)}
+    if kind == "fsdp2":
+        ensure_sharded(tmp_path / "run")
+
+
+GRADS = """
+    from torch.distributed.fsdp import FSDPModule
+
+    def tensors(module):
+        for one in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            whole = getattr(one, "_unsharded_param", None)
+            yield one.unsharded_accumulated_grad
+            yield None if whole is None else whole.grad
+            yield None if one.sharded_param.grad is None else one.sharded_param.grad.to_local()
+
+    @plugin(after=["bfd_packing"])
+    class Grads:
+        '''Measure the gradients that this rank stores between two micro-batches of a step.'''
+
+        most: int = state(0)
+        own: int = state(0)
+
+        @hookimpl(wrapper=True)
+        def step(self, model):
+            units = [one for one in model.modules() if isinstance(one, FSDPModule)]
+            found = [one for unit in units for one in tensors(unit) if one is not None]
+            self.most = max(self.most, sum(one.nbytes for one in found))
+            self.own = sum(
+                one.to_local().numel() for one in model.parameters() if hasattr(one, "to_local")
+            )
+            return (yield)
+
+        @hookimpl
+        def verdict(self):
+            return f"{self.most} {self.own}"
+"""
+
+
+def ensure_sharded(run, whole=False):
+    """Judge the gradients of a rank by the weights that it stores: 4 bytes of each of its own."""
+    plugins = json.loads((run / "run.json").read_text())["plugins"]
+    [said] = [one["verdict"] for one in plugins if one["name"] == "grads"]
+    most, own = map(int, said.split())
+    print(f"{most:,} bytes of gradients for {own:,} weights of this rank")
+    assert most > 0
+    assert (most > 4 * own) == whole
 
 
 @pytest.mark.parametrize("asked", ["fp16", "fp8"])
@@ -151,6 +200,14 @@ def test_a_deepspeed_file_that_wants_other_numbers_is_refused():
     ):
         with pytest.raises(LaunchError, match=r"enabled = .* wants"):
             ensure_no_other(config_, numbers)
+    ensure_no_other({"communication_data_type": "fp32", "data_types": {}}, "bf16")
+    for lossy in (
+        {"communication_data_type": "bf16"},
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    ):
+        with pytest.raises(LaunchError, match="updates weights in float32; leave it out"):
+            ensure_no_other(lossy, "bf16")
 
 
 def test_a_gpu_is_not_left_idle_unless_the_recipe_says_so(tiny, monkeypatch):
@@ -166,7 +223,32 @@ def test_a_gpu_is_not_left_idle_unless_the_recipe_says_so(tiny, monkeypatch):
         on_cpu(recipe)
 
 
-def test_deepspeed_is_told_of_bfloat16_and_the_others_are_not(monkeypatch):
+def test_the_recipe_or_the_launcher_may_ask_for_bfloat16(monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    assert mixed("bfloat16", deepspeed=True) == "bf16"
-    assert mixed("bfloat16", deepspeed=False) == mixed("float32", deepspeed=True) == "no"
+    half, whole = (Model(path="m", dtype=dtype) for dtype in ("bfloat16", "float32"))
+    pure = Model(path="m", dtype="bfloat16", weights="bfloat16")
+    assert mixed(half, deepspeed=True) == mixed(half, deepspeed=False) == "bf16"
+    assert mixed(whole, deepspeed=True) == mixed(pure, deepspeed=False) == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert mixed(whole, deepspeed=False) == "bf16" and mixed(pure, deepspeed=False) == "no"
+    with pytest.raises(LaunchError, match="ZeRO-3 stores and updates weights in float32"):
+        mixed(pure, deepspeed=True)
+
+
+def test_weights_of_bfloat16_need_to_be_computed_with_as_they_are(tiny):
+    done = run_plugsft("check", tiny(), "model.weights=bfloat16")
+    assert done.returncode == 2 and 'needs dtype = "bfloat16"' in done.stderr
+    done = run_plugsft("check", tiny(model={"dtype": "bfloat16", "weights": "bfloat16"}))
+    assert done.returncode == 0 and "rounds away most of a step" in done.stdout
+
+
+@pytest.mark.slow
+def test_whole_gradients_are_stored_under_fsdp2_only_where_asked_for(tiny, tmp_path, monkeypatch):
+    alone = run_plugsft(tiny(), "train.keep_whole_gradients=true")
+    assert alone.returncode == 2 and "is for FSDP2, and this is single process" in alone.stderr
+    activate(install(tmp_path / "site", grads=GRADS), monkeypatch)
+    recipe = tiny(train={"steps": 3, "micro_batch": 1}, plugins={"grads": {}})
+    words = ("-m", "plugsft", recipe)
+    code, _, err = finish(launch(*config("fsdp2"), *words, "train.keep_whole_gradients=true"))
+    assert code == 0, err
+    ensure_sharded(tmp_path / "run", whole=True)

@@ -21,7 +21,7 @@ from ..keys import MAKERS
 from ..machine import free_disk, look
 from ..plan import shuffled
 from ..prepare import describe, eval_source, job_of, named
-from ..recipe import Recipe, Source, Train
+from ..recipe import LOSSY, Recipe, Source, Train
 from ..registry import Active
 from ..schedule import check_schedule
 from ..sources import Source as Opened
@@ -95,6 +95,8 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         with findings.about("model"):
             check_context(recipe)
             findings.ok("model", _describe(recipe))
+    if recipe.model.weights == "bfloat16":
+        findings.warn("model", LOSSY)
     with findings.about("schedule"):
         check_schedule(recipe.train)
         findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")

@@ -45,6 +45,7 @@ def base(tmp_path):
 def adapt(folder, dtype=torch.float32, empty=False, **options):
     """Load a model as a run does."""
     plugin, load = Lora(**options), Load(str(folder), {"dtype": dtype}, empty)
+    plugin.dtype = str(dtype).removeprefix("torch.")
     wrapper = plugin.optimize_model(load)
     next(wrapper)
     with pytest.raises(StopIteration) as ended:

@@ -130,6 +130,7 @@ def documents(folder: Path, vocab: int) -> Any:
 def ours(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = False) -> Step:
     """Return a step of plugsft's loop, on a batch that is made already."""
     plugin, core = Lora(r=R, alpha=ALPHA), ModelAnswers()
+    plugin.dtype = str(dtype).removeprefix("torch.")
     load = Load(str(folder / "model"), {"dtype": dtype})
     load.kwargs["attn_implementation"] = attend_per_document()
     wrapper = plugin.optimize_model(load)
