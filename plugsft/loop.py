@@ -275,6 +275,7 @@ def describe(
         "parameters": sum(size for size, _ in sizes),
         "trained_parameters": sum(size for size, trained in sizes if trained),
         "dtype": recipe.model.dtype,
+        "weights": recipe.model.weights,
     }
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     record.run["machine"] |= {

@@ -6,16 +6,22 @@ Gradients are summed over micro-batches and ranks in float32.
 """
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .errors import LaunchError
 from .recipe import Model, Recipe
 from .spread import Held
+
+AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+LIBRARIES: list[Any] = []
 
 
 def on_cpu(recipe: Recipe) -> bool:
@@ -48,10 +54,29 @@ def mixed(model: Model, deepspeed: bool) -> str:
     return "bf16" if model.dtype == "bfloat16" else asked
 
 
-def reduce_in_float32(accelerator: Accelerator) -> None:
-    """Have FSDP2 and DeepSpeed add up gradients in float32, where they compute in bfloat16."""
+@cache
+def autocast_experts() -> None:
+    """Let autocast cast the grouped products of experts, which torch leaves in float32."""
+    make: Any = torch.library.Library  # untyped upstream
+    library = make("aten", "IMPL")
+    LIBRARIES.append(library)  # what it registers goes with it
+
+    def grouped(left: Tensor, right: Tensor, *others: Any, **more: Any) -> Tensor:
+        kind = left.device.type
+        dtype = torch.get_autocast_dtype(kind)
+        with _ExcludeDispatchKeyGuard(DispatchKeySet(AUTOCAST[kind])):
+            product: Tensor = torch._grouped_mm(left.to(dtype), right.to(dtype), *others, **more)
+        return product
+
+    for key in AUTOCAST.values():
+        library.impl("_grouped_mm", grouped, key.name)
+
+
+def in_float32(accelerator: Accelerator) -> None:
+    """Have gradients added up in float32 where a run computes in bfloat16."""
     if accelerator.mixed_precision != "bf16":
         return
+    autocast_experts()
     state: Any = accelerator.state
     if accelerator.distributed_type == DistributedType.FSDP:
         state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from .agree import host_group
 from .errors import LaunchError, TrainError
 from .machine import Machine
-from .precision import ensure_no_other, mixed, on_cpu, reduce_in_float32
+from .precision import ensure_no_other, in_float32, mixed, on_cpu
 from .recipe import Recipe
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
@@ -103,7 +103,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         config["gradient_clipping"] = recipe.train.max_grad_norm
         config["gradient_accumulation_steps"] = 1
         config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
-    reduce_in_float32(accelerator)
+    in_float32(accelerator)
     return accelerator
 
 

@@ -23,7 +23,7 @@ from plugsft.answers_model import ModelAnswers
 from plugsft.commands.chips import CHIPS, LINKS, Chip, Cluster, took
 from plugsft.commands.foresight import Scope
 from plugsft.commands.ghost import Ghost
-from plugsft.commands.strategies import CPU_DDP, DDP, FSDP2, ONE, ZERO3
+from plugsft.commands.strategies import CPU_DDP, DDP, FSDP2, ONE, ZERO3, Setting
 from plugsft.commands.trials import trials
 from plugsft.commands.workload import Rows, rows_of
 from plugsft.context import load_config
@@ -40,6 +40,7 @@ KINDS = {"one": ONE, "cpu2": CPU_DDP, "fsdp2": FSDP2, "zero3": ZERO3}
 SCRATCH = {"hidden": 768, "layers": 5, "heads": 8, "vocab": 400, "context": 512}
 HEADY = {"hidden": 256, "layers": 2, "heads": 4, "vocab": 12_000, "context": 2048}
 CHECKPOINTING, FUSED, LORA = {"gradient_checkpointing": {}}, {"fused_loss": {}}, {"lora": {"r": 8}}
+AT = Setting(16, 1, gpu=True, computed=2)
 SLOW = Chip("CPU", 1e11, 1e11, 1e10, 1e10, 1e9, 1e9, gpu=False)
 
 
@@ -190,7 +191,7 @@ def test_weights_are_counted_as_the_real_model_has_them(tmp_path, config, plugin
     parts = [*weights.layers, weights.table, weights.tail]
     assert sum(one.whole for one in parts) == weights.whole and len(weights.layers) == 3
     batch = {name: torch.zeros(2, 40, dtype=torch.int64) for name in ("input_ids", "labels")}
-    trace = ghost.trace(batch, "cuda", flash=False, mixed=False)
+    trace = ghost.trace(batch, "cuda", flash=False)
     assert trace.grads[-1] == weights.trained and (trace.held[:, -1] <= 1e6).all()
     if config.model_type != "mixtral":
         table = 0 if config.tie_word_embeddings else real.get_input_embeddings().weight.numel()
@@ -300,7 +301,7 @@ def test_a_model_that_shapes_do_not_tell_of_is_refused(tmp_path, recipe):
     ghost.model.transformer.forward = broken
     batch = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input_ids", "labels")}
     with pytest.raises(RecipeError, match=r"of type 'bloom' .*no such shapes.*train.steps"):
-        ghost.trace(batch, "cpu", flash=False, mixed=False)
+        ghost.trace(batch, "cpu", flash=False)
 
 
 def test_traffic_that_computing_cannot_hide_is_time(recipe, tmp_path):
@@ -311,7 +312,7 @@ def test_traffic_that_computing_cannot_hide_is_time(recipe, tmp_path):
     _, seen = scope.see({}, 16)
     chip = replace(CHIPS["H100"], network=1e6)  # eight of them send 8 MB/s
     near, far = (
-        took(DDP, seen.weights, seen.traces[False], seen.load, Cluster(chip, *shape), half=True)
+        took(DDP, seen.weights, seen.traces[False], seen.load, Cluster(chip, *shape), AT)
         for shape in ((1, 16), (2, 8))
     )
     sent = 2 * seen.weights.trained * 15 / 16

@@ -8,9 +8,11 @@ from conftest import chats, only_full, read_metrics, run_plugsft
 from making import activate, install
 from safetensors import safe_open
 from test_launch import config, finish, launch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft import LaunchError
-from plugsft.precision import ensure_no_other, mixed, on_cpu
+from plugsft.precision import autocast_experts, ensure_no_other, mixed, on_cpu
 from plugsft.reading import read, validate
 from plugsft.recipe import Model
 
@@ -119,9 +121,10 @@ def test_sharded_runs_tell_the_truth_too(
     activate(install(tmp_path / "site", grads=GRADS), monkeypatch)
     train = {"steps": 4, "max_grad_norm": 0.5, "micro_batch": 1}
     # The probe of packing leaves some weights whole under FSDP2, in the type of computing.
-    recipe = tiny(rows=chats(21), train=train, plugins={"bfd_packing": {}})
+    packed = {"bfd_packing": {"capacity": 60, "overlong": "truncate"}}
+    recipe = tiny(rows=chats(21), train=train, plugins=packed)
     assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
-    recipe = tiny(rows=chats(21), train=train, plugins={"bfd_packing": {}, "grads": {}})
+    recipe = tiny(rows=chats(21), train=train, plugins=packed | {"grads": {}})
     more = (f"model.dtype={dtype}", f"model.weights={weights}")
     code, out, err = finish(
         launch(*config(kind), "--mixed_precision", launcher, "-m", "plugsft", recipe, *more)
@@ -139,8 +142,8 @@ def test_sharded_runs_tell_the_truth_too(
 GRADS = """
     from torch.distributed.fsdp import FSDPModule
 
-    def tensors(module):
-        for one in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+    def tensors(group):
+        for one in group.fsdp_params:
             whole = getattr(one, "_unsharded_param", None)
             yield one.unsharded_accumulated_grad
             yield None if whole is None else whole.grad
@@ -156,7 +159,8 @@ GRADS = """
         @hookimpl(wrapper=True)
         def step(self, model):
             units = [one for one in model.modules() if isinstance(one, FSDPModule)]
-            found = [one for unit in units for one in tensors(unit) if one is not None]
+            groups = {one._get_fsdp_state()._fsdp_param_group for one in units} - {None}
+            found = [one for group in groups for one in tensors(group) if one is not None]
             self.most = max(self.most, sum(one.nbytes for one in found))
             self.own = sum(
                 one.to_local().numel() for one in model.parameters() if hasattr(one, "to_local")
@@ -252,3 +256,44 @@ def test_whole_gradients_are_stored_under_fsdp2_only_where_asked_for(tiny, tmp_p
     code, _, err = finish(launch(*config("fsdp2"), *words, "train.keep_whole_gradients=true"))
     assert code == 0, err
     ensure_sharded(tmp_path / "run", whole=True)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+def test_experts_compute_in_bfloat16_under_autocast(experts):
+    autocast_experts()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 60}
+    config = MixtralConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    config._experts_implementation = experts
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(60, (2, 30))
+    exact = model(ids, labels=ids, use_cache=False).loss
+    [module] = [one for one in model.modules() if type(one).__name__ == "MixtralExperts"]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-2) and loss != exact
+    products = Products()
+    with products, torch.autocast("cpu", torch.bfloat16):
+        module(torch.randn(8, 32), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1))
+    assert products.types == {torch.bfloat16}, "of what is multiplied"
+    assert {one.grad.dtype for one in model.parameters()} == {torch.float32}
+
+
+class Products(TorchDispatchMode):
+    """Note the types of matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mm" in str(func):
+            self.types |= {
+                one.dtype
+                for one in args
+                if isinstance(one, torch.Tensor) and one.is_floating_point()
+            }
+        return func(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ from ..machine import look
 from ..shapes import PEAKS, peak_flops
 from .ghost import Weights
 from .moments import Trace
-from .strategies import Strategy
+from .strategies import Setting, Strategy
 from .workload import Workload
 
 PRODUCTS, STREAM, LINKS, HIDDEN = 0.5, 0.6, 0.8, 0.8
@@ -139,13 +139,13 @@ def took(
     trace: Trace,
     load: Workload,
     cluster: Cluster,
-    half: bool,
+    at: Setting,
 ) -> Took:
     """Return how long a step takes: as long as its busiest rank."""
     chip = cluster.chip
     # Ranks on a processor share it.
     share = 1 if chip.gpu else cluster.each
-    rate = (chip.half if half else chip.single) * PRODUCTS / share
+    rate = (chip.half if at.computed == 2 else chip.single) * PRODUCTS / share
     flow = chip.bandwidth * STREAM / share
     places, squares = load.slots / load.seen[0], load.squares / load.seen[1]
     busy = (trace.products / rate + trace.moved / flow) * places + trace.attention / rate * squares
@@ -153,7 +153,7 @@ def took(
         busy = busy.clip(min=LAUNCH * trace.calls * load.parts[:, None])
     computing = float(busy.max(1).mean()) / cluster.speed
     parts = float(load.parts.mean())
-    traffic, window = _traffic(strategy, weights, cluster, parts, computing)
+    traffic, window = _traffic(strategy, weights, cluster, parts, computing, at)
     shards = cluster.ranks if strategy.name in ("FSDP2", "ZeRO-2", "ZeRO-3") else 1
     # Weights and two states are read and written, gradients read, and their norm taken before.
     optimizer = 8 * weights.trained / shards / flow
@@ -161,24 +161,31 @@ def took(
 
 
 def _traffic(
-    strategy: Strategy, weights: Weights, cluster: Cluster, parts: float, computing: float
+    strategy: Strategy,
+    weights: Weights,
+    cluster: Cluster,
+    parts: float,
+    computing: float,
+    at: Setting,
 ) -> tuple[float, float]:
     """Return the seconds of a step's traffic, and those of computing that it may hide behind."""
     if cluster.ranks == 1:
         return 0.0, 0.0
-    whole, trained = weights.whole, weights.trained
+    # Weights are gathered in the type of computing, gradients reduced in that of the weights.
+    whole, trained = weights.count * at.computed, weights.trained
     units = len(weights.layers) + 2
     # The gradients' way begins with the last micro-batch's backward pass.
     last = computing / parts * 2 / 3
     if strategy.name == "FSDP2":
-        calls, sent = units * (2 * parts + 1), 2 * parts * whole + trained
+        reduced = 1 if at.whole else parts
+        calls, sent = units * (2 * parts + reduced), 2 * parts * whole + reduced * trained
         return _sending(sent, calls, cluster), computing
     if strategy.name == "ZeRO-3":
         calls, sent = units * 3 * parts, parts * (2 * whole + trained)
         return _sending(sent, calls, cluster), computing
     if strategy.name == "ZeRO-2":
         # Updated weights are gathered when nothing is left to hide behind.
-        gathering = _sending(trained, units, cluster)
+        gathering = _sending(weights.trained_count * at.computed, units, cluster)
         return _sending(parts * trained, units * parts, cluster) + gathering, last
     return _sending(2 * trained, trained / BUCKET, cluster), last
 

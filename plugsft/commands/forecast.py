@@ -208,10 +208,10 @@ def notes(recipe: Recipe, cluster: Cluster, outcomes: Sequence[Outcome]) -> list
         found[0] += f"; computing {cluster.speed:.2f} times as fast as that, as the probe has shown"
     if any(one.strategy is ZERO2 for one in outcomes):
         found.append("ZeRO-2 stands here to compare with: plugsft does not launch it")
-    if chip.gpu and recipe.model.dtype == "float32" and cluster.ranks > 1:
+    if chip.gpu and recipe.model.dtype == "float32":
         found.append(
-            "note: float32 is computed with as it is, but under DDP, whose file says bfloat16: far "
-            'faster, by --mixed_precision bf16, or under ZeRO-3 model.dtype = "bfloat16"'
+            'note: computing in float32; model.dtype = "bfloat16" is far faster, and weights, '
+            "gradients and optimizer states stay float32"
         )
     if recipe.has("liger") or recipe.has("compile"):
         found.append("note: what liger and compile keep out of memory is not taken off")

@@ -19,6 +19,7 @@ from ..models import scratch_config
 from ..plan import shuffled
 from ..pretrained import load_tokenizer
 from ..recipe import Recipe
+from ..rules import capacity
 from ..tokens import Tokens
 from .chips import GB, Cluster, Took, took
 from .ghost import Ghost, Weights
@@ -58,7 +59,7 @@ class Seen(NamedTuple):
     weights: Weights
     load: Workload
     traces: dict[bool, Trace]
-    """Computed as the recipe says, and with float32 weights in bfloat16."""
+    """With weights as they are stored (False), and as FSDP2 and DeepSpeed cast them (True)."""
 
 
 class Found(NamedTuple):
@@ -76,7 +77,7 @@ class Scope:
 
     def __init__(self, tables: dict[str, Any], rows: Rows, gpu: bool) -> None:
         self.tables, self.rows, self._gpu = tables, rows, gpu
-        self._ghosts: dict[str, Ghost] = {}
+        self._ghosts: dict[str, dict[bool, Ghost]] = {}
         self._traces: dict[str, Trace] = {}
         self.scale = 1.0
         """What a probe has found activations to be, for one byte that is forecast."""
@@ -91,29 +92,40 @@ class Scope:
         load = workload(recipe, active, self.rows, ranks)
         key = repr(sorted(changes.items()))
         if key not in self._ghosts:
-            self._ghosts[key] = Ghost(recipe, active, self._config(recipe))
-        ghost, traces = self._ghosts[key], dict[bool, Trace]()
+            cast = recipe.model.dtype != recipe.model.weights and ranks > 1
+            self._ghosts[key] = {
+                sharded: Ghost(recipe, active, self._config(recipe), sharded)
+                for sharded in ([False, True] if cast else [False])
+            }
+        ghosts, traces = self._ghosts[key], dict[bool, Trace]()
         shape = {name: getattr(one, "shape", one) for name, one in load.batch.items()}
-        for mixed in {False, self._gpu and recipe.model.dtype == "float32"}:
-            known = f"{key} {shape} {mixed}"
-            if known not in self._traces:
-                half = mixed or recipe.model.dtype != "float32"
-                flash = recipe.has("flash_attention") and self._gpu and half
-                device = "cuda" if self._gpu else "cpu"
-                self._traces[known] = ghost.trace(load.batch, device, flash, mixed)
-            traces[mixed] = self._traces[known]
-        return recipe, Seen(ghost.weights(), load, traces)
+        half, device = recipe.model.dtype != "float32", "cuda" if self._gpu else "cpu"
+        flash = recipe.has("flash_attention") and self._gpu and half
+        for sharded in (False, True):
+            ghost = ghosts.get(sharded, ghosts[False])
+            traced = f"{key} {shape} {ghost is ghosts[False]}"
+            if traced not in self._traces:
+                self._traces[traced] = ghost.trace(load.batch, device, flash)
+            traces[sharded] = self._traces[traced]
+        return recipe, Seen(ghosts[False].weights(), load, traces)
 
     def forecast(self, changes: Mapping[str, Any], cluster: Cluster, room: float) -> list[Outcome]:
         """Return what each strategy would hold and take."""
         recipe, seen = self.see(changes, cluster.ranks)
-        at = Setting(cluster.ranks, seen.load.micro, cluster.chip.gpu, self.scale)
+        half = recipe.model.dtype != "float32"
+        at = Setting(
+            cluster.ranks,
+            seen.load.micro,
+            cluster.chip.gpu,
+            self.scale,
+            2 if half else 4,
+            recipe.train.keep_whole_gradients,
+        )
         found = []
-        for one in strategies(cluster):
-            mixed = one.mixed and True in seen.traces
-            half = mixed or recipe.model.dtype != "float32"
-            parts = held(one, seen.weights, seen.traces[mixed], at)
-            seconds = took(one, seen.weights, seen.traces[mixed], seen.load, cluster, half)
+        for one in strategies(cluster, recipe):
+            trace = seen.traces[one.sharded]
+            parts = held(one, seen.weights, trace, at)
+            seconds = took(one, seen.weights, trace, seen.load, cluster, at)
             fits = parts.total + SPARE[cluster.chip.gpu] <= room
             found.append(Outcome(one, parts, seconds, fits, seen.load.tokens))
         return found
@@ -124,10 +136,12 @@ class Scope:
         return load_config(recipe.model)
 
 
-def strategies(cluster: Cluster) -> list[Strategy]:
+def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
     """Return the ways to spread a model over these."""
     if cluster.ranks == 1:
         return [ONE]
+    if recipe.model.weights == "bfloat16":  # DeepSpeed stores float32
+        return [DDP, FSDP2] if cluster.chip.gpu else [CPU_DDP, FSDP2]
     return [DDP, ZERO2, ZERO3, FSDP2] if cluster.chip.gpu else [CPU_DDP, ZERO3, FSDP2]
 
 
@@ -171,9 +185,7 @@ def _smaller(scope: Scope, recipe: Recipe, cluster: Cluster, room: float) -> dic
     """Return the largest smaller micro-batch that fits, or the smallest there is."""
     packing = recipe.plugins.get("bfd_packing")
     key = "plugins.bfd_packing.capacity" if packing is not None else "train.micro_batch"
-    size = recipe.train.micro_batch
-    if packing is not None:
-        size = packing.get("capacity") or recipe.data.max_length
+    size = capacity(recipe) if packing is not None else recipe.train.micro_batch
     found: dict[str, Any] = {}
     while size > 1:
         size //= 2

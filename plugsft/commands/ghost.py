@@ -1,12 +1,13 @@
 """A recipe's model without its weights: shapes, counts, and a micro-batch's way through it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Module, Parameter
@@ -18,6 +19,7 @@ from ..batches import IGNORED, heard
 from ..errors import PlugsftError, RecipeError
 from ..heads import Behind, Positions, fused_loss
 from ..models import Load, decoder_layers, load_of
+from ..precision import autocast_experts
 from ..recipe import Recipe
 from ..registry import Active
 from ..types import Batch
@@ -49,6 +51,7 @@ class Unit:
     """A part of the model, as sharding gathers and frees it."""
 
     count: int = 0
+    trained_count: int = 0
     whole: int = 0
     """Bytes of its weights."""
     trained: int = 0
@@ -66,7 +69,7 @@ class Weights:
     largest: int
     """Numbers of the largest tensor."""
     persistent: int
-    """Bytes of tensors so small that ZeRO-3 leaves them whole."""
+    """Numbers of tensors so small that ZeRO-3 leaves them whole."""
     layers: list[Unit]
     table: Unit
     """Embeddings by themselves, where the head has other weights."""
@@ -75,13 +78,21 @@ class Weights:
 
 
 class Ghost:
-    """A model that has shapes and no memory."""
+    """A model that has shapes and no memory.
 
-    def __init__(self, recipe: Recipe, active: Active, config: PretrainedConfig) -> None:
+    In bfloat16 it computes under autocast, as one process and DDP do; or, sharded, with weights
+    that FSDP2 and DeepSpeed have cast before.
+    """
+
+    def __init__(
+        self, recipe: Recipe, active: Active, config: PretrainedConfig, sharded: bool = False
+    ) -> None:
         self.recipe = recipe
         self._mode = FakeTensorMode()
         AttentionInterface.register(FLASH, _attend)
         how = load_of(recipe.model, recipe.folder)
+        if sharded:
+            how.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
         # The plugins know models whose weights are still in their files: of FSDP2.
         with torch.device("meta"), active.named():
             load = Bare(how.path, dict(how.kwargs), config=config)
@@ -89,6 +100,11 @@ class Ghost:
         with self._mode:
             _place(self.model)
         self.model.train()
+        if recipe.model.dtype != recipe.model.weights and not sharded:
+            # As a run does.
+            autocast_experts()
+            computed = torch.autocast("cpu", torch.bfloat16)(self.model.forward)
+            self.model.forward = convert_outputs_to_fp32(computed)
         try:
             self.layers = decoder_layers(self.model, "")
         except RecipeError:
@@ -108,17 +124,17 @@ class Ghost:
         whole = _unit(sizes)
         return Weights(
             count=whole.count,
-            trained_count=sum(one.numel() for one in sizes if one.requires_grad),
+            trained_count=whole.trained_count,
             whole=whole.whole,
             trained=whole.trained,
             largest=max(one.numel() for one in sizes),
-            persistent=_unit([one for one in sizes if one.numel() <= persistent]).whole,
+            persistent=_unit([one for one in sizes if one.numel() <= persistent]).count,
             layers=[_unit(list(layer.parameters())) for layer in self.layers],
             table=_unit([one for one in sizes if id(one) in tabled]),
             tail=_unit(rest),
         )
 
-    def trace(self, batch: Batch, device: str, flash: bool, mixed: bool) -> Trace:
+    def trace(self, batch: Batch, device: str, flash: bool) -> Trace:
         """Send a micro-batch through, there and back."""
         batch = merged(batch)
         masked = "attention_mask" in batch and not bool(batch["attention_mask"].all())
@@ -131,10 +147,7 @@ class Ghost:
                     name: self._mode.from_tensor(one) if isinstance(one, Tensor) else one
                     for name, one in batch.items()
                 }
-                with torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext():
-                    return through(
-                        self.model, self.layers, lambda: self._loss(fake, positions, device)
-                    )
+                return through(self.model, self.layers, lambda: self._loss(fake, positions, device))
         except PlugsftError:
             raise
         except Exception as error:  # whatever a model's own code raises of tensors without values
@@ -213,6 +226,7 @@ def _place(model: Module) -> None:
 def _unit(sizes: list[Parameter]) -> Unit:
     return Unit(
         sum(one.numel() for one in sizes),
+        sum(one.numel() for one in sizes if one.requires_grad),
         sum(one.numel() * one.element_size() for one in sizes),
         sum(one.numel() * one.element_size() for one in sizes if one.requires_grad),
     )

@@ -29,9 +29,11 @@ def ensure_room(recipe: Recipe, active: Active, overwrite: bool) -> None:
 
 def needed(recipe: Recipe, checkpoints: int) -> int | None:
     """Return the bytes of a run's model and checkpoints, if the model's size is known."""
-    weights = _weights(recipe.model)
-    # AdamW's two moments stand beside the weights.
-    return weights and weights + checkpoints * 3 * weights
+    model = recipe.model
+    written = _weights(model)
+    # Checkpoints have AdamW's two moments beside the weights.
+    stored = 3 * BYTES[model.weights] / BYTES[model.dtype]
+    return written and written + round(checkpoints * stored * written)
 
 
 def taken(recipe: Recipe) -> int:

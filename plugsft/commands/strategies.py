@@ -13,6 +13,8 @@ LIBRARIES, GROUP = 48 * MIB, 32 * MIB
 """On the host: code, threads and tables that the first steps bring along; and a process group."""
 WORKSPACE = 64 * MIB
 """On a GPU: what its library for products of matrices keeps to itself."""
+SUMMED = 4
+"""Bytes of a gradient as DeepSpeed reduces it and adds it up: precision.py asks for float32."""
 BUCKET, PREFETCH, REUSE = 500_000_000, 50_000_000, 1_000_000_000
 """Numbers that DeepSpeed gathers gradients in, fetches ahead, and keeps for another use: its own
 defaults, which recipes/accelerate/zero3.yaml leaves as they are."""
@@ -43,15 +45,15 @@ class Strategy:
     name: str
     file: str
     """Of recipes/accelerate/, if there is one."""
-    mixed: bool = False
-    """Whether that file has float32 weights computed with in bfloat16."""
+    sharded: bool = False
+    """Whether FSDP2 or DeepSpeed cast the weights, and not autocast."""
 
 
 ONE = Strategy("one process", "")
-DDP = Strategy("DDP", "gpu8.yaml", mixed=True)
-FSDP2 = Strategy("FSDP2", "fsdp2.yaml")
-ZERO2 = Strategy("ZeRO-2", "")
-ZERO3 = Strategy("ZeRO-3", "zero3.yaml")
+DDP = Strategy("DDP", "gpu8.yaml")
+FSDP2 = Strategy("FSDP2", "fsdp2.yaml", sharded=True)
+ZERO2 = Strategy("ZeRO-2", "", sharded=True)
+ZERO3 = Strategy("ZeRO-3", "zero3.yaml", sharded=True)
 CPU_DDP = Strategy("DDP", "cpu2.yaml")
 
 
@@ -65,25 +67,30 @@ class Setting:
     gpu: bool
     scale: float = 1.0
     """What a probe has found activations to be, for one that is forecast."""
+    computed: int = 4
+    """Bytes of a weight as it is computed with."""
+    whole: bool = False
+    """Whether FSDP2 stores whole gradients (train.keep_whole_gradients)."""
 
 
 def held(strategy: Strategy, weights: Weights, trace: Trace, at: Setting) -> Parts:
     """Return what a rank holds when it holds most, in a step after the first."""
     lasting = LASTING[strategy.name](weights, at)
-    done = trace.grads / max(1, weights.trained)
+    done = trace.grads / max(1, trace.grads[-1])
     if at.micro > 1 or lasting.ready:
         # Of several micro-batches, the first has made them all.
         done = np.ones_like(done)
     grads = lasting.gradients * done
     layers, head = (trace.held[who] * at.scale for who in (LAYERS, HEAD))
-    moment = int((layers + head + grads).argmax())
+    passing = lasting.passing * (trace.grads > 0)
+    moment = int((layers + head + grads + passing).argmax())
     peak = Parts(
         lasting.weights,
         float(grads[moment]),
         lasting.optimizer,
         float(layers[moment]),
         float(head[moment]),
-        lasting.buffers + lasting.fetching + lasting.passing * bool(trace.grads[moment]),
+        lasting.buffers + lasting.fetching + float(passing[moment]),
     )
     # Or at the end of the backward pass, or in the optimizer's step.
     late = Parts(
@@ -130,19 +137,27 @@ def _ddp(weights: Weights, at: Setting) -> _Lasting:
 
 def _fsdp2(weights: Weights, at: Setting) -> _Lasting:
     share = 1 / at.ranks
-    layer = max((one.whole for one in weights.layers), default=0)
-    trained = max((one.trained for one in weights.layers), default=weights.trained)
+    layer = max((one.count for one in weights.layers), default=0)
+    trained = max((one.trained_count for one in weights.layers), default=weights.trained_count)
     # A layer as it is computed with, and as it arrives; a GPU fetches the next one meanwhile.
-    gathered = layer * (3 if at.gpu else 2) + weights.tail.whole
-    # Between micro-batches that do not exchange gradients, these stand whole.
-    grads = weights.trained * (1 if at.micro > 1 else share)
+    gathered = at.computed * (layer * (3 if at.gpu else 2) + weights.tail.count)
+    # A gradient as it was computed, and as it is reduced.
+    passing = at.computed + _stored(weights)
+    tail = weights.tail.trained_count
     return _Lasting(
         weights.whole * share,
-        grads,
+        weights.trained * (1 if at.whole and at.micro > 1 else share),
         2 * weights.trained * share,
         gathered + _own(at),
-        passing=2 * max(trained, weights.tail.trained),
+        # The gradient of embeddings is there at the end, and so is that of a head that is tied.
+        passing=passing * max(trained, tail if weights.table.count else 0),
+        emptying=passing * max(trained, tail, weights.table.trained_count),
     )
+
+
+def _stored(weights: Weights) -> float:
+    """Return the bytes of a trained weight, and of its gradient."""
+    return weights.trained / max(1, weights.trained_count)
 
 
 def _masters(weights: Weights, ranks: int) -> float:
@@ -152,26 +167,25 @@ def _masters(weights: Weights, ranks: int) -> float:
 
 def _bucket(weights: Weights, at: Setting) -> float:
     """Return the bytes of the bucket for gradients: a GPU sets it aside, a host fills it."""
-    each = weights.trained / max(1, weights.trained_count)
-    return each * (BUCKET if at.gpu else min(BUCKET, weights.trained_count))
+    return SUMMED * (BUCKET if at.gpu else min(BUCKET, weights.trained_count))
 
 
 def _zero3(weights: Weights, at: Setting) -> _Lasting:
-    each = weights.whole / weights.count
-    small = weights.persistent
+    each = at.computed
+    small = weights.persistent * each
     # Layers near the turn are kept for the way back, and the next ones fetched.
     live = min(weights.count, REUSE / 2 + PREFETCH + weights.largest) * each
     bucket = _bucket(weights, at)
-    own = (weights.whole - small) / at.ranks + small
+    own = (weights.count * each - small) / at.ranks + small
     return _Lasting(
         own,
-        weights.trained / at.ranks,
+        SUMMED * weights.trained_count / at.ranks,
         3 * _masters(weights, at.ranks),
         live + bucket + _own(at),
         # What comes in, or goes out, is there a second time: sorted by ranks.
         fetching=min(weights.count, PREFETCH) * each,
         passing=bucket if weights.trained_count > BUCKET else 0.0,
-        emptying=min(bucket, weights.trained),
+        emptying=min(bucket, SUMMED * weights.trained_count),
         updating=_masters(weights, at.ranks) - live,
         ready=True,
     )
@@ -180,12 +194,12 @@ def _zero3(weights: Weights, at: Setting) -> _Lasting:
 def _zero2(weights: Weights, at: Setting) -> _Lasting:
     bucket = _bucket(weights, at)
     return _Lasting(
-        weights.whole,
-        weights.trained / at.ranks,
+        weights.count * at.computed,
+        SUMMED * weights.trained_count / at.ranks,
         3 * _masters(weights, at.ranks),
         bucket + _own(at),
         passing=bucket if weights.trained_count > BUCKET else 0.0,
-        emptying=min(bucket, weights.trained),
+        emptying=min(bucket, SUMMED * weights.trained_count),
         updating=_masters(weights, at.ranks),
     )
 

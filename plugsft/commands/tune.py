@@ -19,12 +19,14 @@ from ..precision import on_cpu
 from ..reading import flatten, read
 from ..recipe import Recipe
 from ..registry import load
+from ..rules import capacity
 from ..tokens import Tokens
 from ..types import Ints
 from .cache import parse_size
 from .measured import machine_facts, machine_line
 from .places import ensure_inputs
 from .rewritten import ensure_free, rewrite
+from .room import BYTES
 from .search import FLAT, Probe, Search, Setting
 from .trials import Trial, Trials, trials
 
@@ -96,7 +98,7 @@ class Tuning:
         size, self.key = recipe.train.micro_batch, PADDED
         if packing is not None:
             self.key = PACKED
-            size = packing.get("capacity") or recipe.data.max_length * (1 + recipe.has("dpo"))
+            size = capacity(recipe)
             if packing["scope"] == "dataset":
                 raise RecipeError(
                     'plugins.bfd_packing.scope: with "dataset" a step is batch_size rows of '
@@ -314,7 +316,9 @@ def held_by_model(trial: Trial) -> int:
     if "model" not in trial.run:
         return 0
     model, machine = trial.run["model"], trial.run["machine"]
-    weights = model["parameters"] + 3 * model["trained_parameters"]
+    trained = model["trained_parameters"]
+    frozen = (model["parameters"] - trained) * BYTES[model["dtype"]]
+    weights = frozen + 4 * trained * BYTES[model["weights"]]  # with gradients and two moments
     spread = machine["ranks"] if machine["launcher"] in ("FSDP2", "ZeRO-3") else 1
     before = 0 if trial.ranks[0].get("device") else int(trial.ranks[0]["before"])
-    return before + int(weights) * (2 if model["dtype"] == "bfloat16" else 4) // spread
+    return before + int(weights) // spread

@@ -13,6 +13,7 @@ from ..plan import shuffled
 from ..prepare import job_of, named
 from ..recipe import Recipe
 from ..registry import Active
+from ..rules import capacity
 from ..shards import write_index
 from ..sources import ensure_columns, open_source
 from ..tokens import Tokens
@@ -117,7 +118,7 @@ def workload(recipe: Recipe, active: Active, rows: Rows, ranks: int) -> Workload
     )
     packs = recipe.has("bfd_packing")
     filled = recipe.plugins.get("bfd_packing", {}).get("scope") == "dataset"
-    room = recipe.plugins.get("bfd_packing", {}).get("capacity") or recipe.data.max_length
+    room = capacity(recipe) if packs else 0
     count = max(2, min(SEEN, SHARES // ranks))
     chosen = np.unique(np.linspace(0, len(layouts) - 1, count).astype(np.int64)).tolist()
     slots, squares = (np.zeros((len(chosen), ranks), np.int64) for _ in range(2))

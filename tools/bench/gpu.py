@@ -217,7 +217,9 @@ class Bench:
         tables = {
             "output": str(self.folder / name),
             "device": "cpu" if self.cpu else "auto",
-            "model": {"path": str(self.folder / "model"), "dtype": case.dtype},
+            "model": {"path": str(self.folder / "model"), "dtype": case.dtype}
+            # TRL stores and updates all of its weights in this type; adapters are float32 in both.
+            | ({} if case.lora else {"weights": case.dtype}),
             "data": data | {"max_length": case.longest},
             # It is killed long before.
             "train": train | {"steps": 1_000_000, "log_every": 1},
