@@ -38,7 +38,7 @@ from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .saved import ensure_saveable, save_model
 from .schedule import Schedule, check_schedule
-from .spread import Held, held_by, is_sharded, spread
+from .spread import Held, casts, held_by, is_sharded, spread
 from .stop import Stop
 from .tokens import Tokens
 from .types import Batch, Window
@@ -121,6 +121,8 @@ def load(
     """Load the model and make its optimizer, over the ranks; return how it was loaded, too."""
     set_seed(recipe.train.seed)
     how = load_of(recipe.model, scratch, empty=is_sharded(accelerator))
+    if casts(accelerator):
+        how.kwargs["dtype"] = torch.bfloat16
 
     def make(held: Module) -> Optimizer:
         return hook.optimizer(model=held, train=recipe.train)

@@ -5,6 +5,7 @@ Nobody asks elsewhere which of them it is: to the loop they are all one model an
 
 import copy
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,13 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
+def casts(accelerator: Accelerator) -> bool:
+    """Tell whether weights are loaded in bfloat16, beside which DeepSpeed stores float32 ones."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return False
+    return bool(accelerator.mixed_precision == "bf16")
+
+
 def spread(
     accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
@@ -38,6 +46,8 @@ def spread(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _hand_out(model, accelerator, names, load)
         engine, zero = accelerator.prepare(model, _checked(model, make(model)))
+        if casts(accelerator):
+            _fill_float32(model, names, load)
         return engine, zero
     if accelerator.is_fsdp2:
         fsdp2_prepare_model(accelerator, model)
@@ -121,6 +131,28 @@ def _hand_out(model: Module, accelerator: Accelerator, names: dict[str, str], lo
     parts = {stored: local_part(tensors[name]) for name, stored in names.items()}
     with agreed(accelerator, "comparing the model with its files"):
         load.ensure_same(parts, accelerator.process_index)
+
+
+def _fill_float32(model: Module, names: dict[str, str], load: Load) -> None:
+    """Copy float32 files into DeepSpeed's float32 weights, which it made of rounded ones."""
+    access: Any = importlib.import_module("deepspeed").utils
+    tensors: dict[str, Any] = {
+        name: one for name, one in model.named_parameters() if name in names and one.requires_grad
+    }
+    if not tensors:
+        return
+    with torch.no_grad(), load.weights() as weights:
+        for name, one in tensors.items():
+            part, row = local_part(one), math.prod(one.ds_shape[1:])
+            if not part.values.numel():
+                continue
+            first, stop = part.start // row, part.start + part.values.numel()
+            rows = weights.rows(names[name], first, -(-stop // row))
+            if rows.dtype == torch.float32:
+                values = torch.zeros_like(one.ds_tensor, dtype=torch.float32)
+                mine = rows.reshape(-1)[part.start - first * row : stop - first * row]
+                values.view(-1)[: len(mine)].copy_(mine)
+                access.safe_set_local_fp32_param(one, values)
 
 
 def _tensors(model: Module) -> dict[str, Tensor]:
