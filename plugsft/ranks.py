@@ -86,12 +86,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             f"{next((name for name, on in wanted.items() if on), 'DDP')}, and what came up is "
             f"{accelerator.num_processes} of {kind.value}. {CURE}"
         )
-    _ensure_heard(accelerator)
-    if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
-        raise LaunchError(
-            f"train.keep_whole_gradients is for FSDP2, and this is {name_of(accelerator)}; "
-            "remove it"
-        )
+    _ensure_heard(accelerator, recipe)
     if machine.world_size > 1:
         host_group()
     if deepspeed:
@@ -107,8 +102,13 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     return accelerator
 
 
-def _ensure_heard(accelerator: Accelerator) -> None:
-    """Refuse what the launcher's file asks for and would not get."""
+def _ensure_heard(accelerator: Accelerator, recipe: Recipe) -> None:
+    """Refuse what the recipe or the launcher's file asks for and would not get."""
+    if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
+        raise LaunchError(
+            f"train.keep_whole_gradients is for FSDP2, and this is {name_of(accelerator)}; "
+            "remove it"
+        )
     state: Any = accelerator.state
     wrong = []
     if state.dynamo_plugin.backend.value != "NO":
