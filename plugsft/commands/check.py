@@ -252,11 +252,9 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
     size, micro = train.batch_size, train.micro_batch
     steps, idle = -(-size // (ranks * micro)), ranks + (-size // micro)
     if idle > 0:
-        cure = (
-            f"set train.micro_batch = {size // ranks}"
-            if size >= ranks
-            else f"raise train.batch_size to {ranks}, or launch fewer ranks"
-        )
+        cure = f"raise train.batch_size to {ranks}, or launch fewer ranks"
+        if size >= ranks:
+            cure = f"set train.micro_batch = {size // ranks}"
         findings.warn(
             "ranks",
             f"{idle} of {ranks} never get an example: train.batch_size = {size} is dealt out "
