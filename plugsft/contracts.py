@@ -10,6 +10,29 @@ from .hooks import PASSES, Hooks
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 
+METRICS = frozenset(
+    [
+        "step",
+        "epoch",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "trained_tokens",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "wait_seconds",
+        "fill",
+        "documents",
+        "imbalance",
+        "memory_gib",
+        "asked",
+        "slots",
+        "waited",
+    ]
+)
+"""Names of the metrics that the core logs, and of the sums that it adds up beside those."""
+
 
 def inspect_hooks(cls: type[Any], name: str) -> None:
     """Find the slips that pluggy would pass over: misspelt hooks, forgotten marks, wrong names."""
@@ -101,5 +124,35 @@ def must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[
                 ) from None
             return end.value
         raise PluginError(f"{where} yields twice")
+
+    return checked
+
+
+def must_be_apart(
+    function: Callable[..., Any], plugin: str, owners: dict[str, str]
+) -> Callable[..., Any]:
+    """Make a `measure` that refuses the name of a metric of the core or of another plugin.
+
+    `owners` has each known metric's plugin; of two with one name, one would hide the other.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Any) -> Any:
+        measured = function(*args)
+        for metric in measured or ():
+            where = f"plugin '{plugin}': its metric '{metric}'"
+            if metric in METRICS:
+                raise PluginError(f"{where} has the name of one of plugsft itself; rename it")
+            if metric.startswith("eval_"):
+                raise PluginError(
+                    f"{where}: names with 'eval_' are those of evaluation, which puts it before "
+                    "every metric; rename it"
+                )
+            if owners.setdefault(metric, plugin) != plugin:
+                raise PluginError(
+                    f"{where} has the name of one of plugin '{owners[metric]}'; rename it, or "
+                    "switch one of them off with --without"
+                )
+        return measured
 
     return checked

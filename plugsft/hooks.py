@@ -231,7 +231,8 @@ class Hooks(Protocol):
     def measure(self) -> dict[str, Tensor]:
         """Return sums over the micro-batches since last asked, on every rank the same names.
 
-        The core adds up the ranks', divides by the window's total, and logs them with the metrics.
+        The core adds up the ranks', divides by the window's total, and logs them with the metrics;
+        those of evaluation as `eval_NAME`. A name that the core or another plugin has is refused.
         """
 
     @notice

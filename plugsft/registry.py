@@ -16,7 +16,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from . import reading
 from .console import complain
-from .contracts import SPECS, inspect_hooks, is_stage, mark_of, must_answer, must_return
+from .contracts import (
+    SPECS,
+    inspect_hooks,
+    is_stage,
+    mark_of,
+    must_answer,
+    must_be_apart,
+    must_return,
+)
 from .digests import file_digest
 from .errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from .finding import CORE, Found, find, is_core, load_class
@@ -45,13 +53,18 @@ class Active:
             self._manager.register(core, f"{CORE}{number or ''}")
         for name, plugin in self.plugins.items():
             self._manager.register(plugin, name)
+        metrics: dict[str, str] = {}
         for hook in SPECS:
             for impl in self._impls(hook):
-                if is_stage(hook) and not is_core(impl.plugin_name):
+                if is_core(impl.plugin_name) or not (is_stage(hook) or hook == "measure"):
+                    continue
+                if hook == "measure":
+                    checked = must_be_apart(impl.function, impl.plugin_name, metrics)
+                else:
                     guard = must_return if impl.wrapper else must_answer
                     checked = guard(impl.function, impl.plugin_name, hook)
-                    # pluggy has no seam of its own around a single implementation.
-                    object.__setattr__(impl, "function", checked)
+                # pluggy has no seam of its own around a single implementation.
+                object.__setattr__(impl, "function", checked)
         return self
 
     def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
