@@ -76,6 +76,16 @@ def ensure_alike(accelerator: Accelerator, facts: Mapping[str, str], cure: str) 
     raise LaunchError(f"the ranks differ in {'; '.join(differing)}. {cure}")
 
 
+def are_alike(accelerator: Accelerator, text: str) -> bool:
+    """Tell whether a text is the same on all ranks."""
+    return accelerator.num_processes == 1 or _equal(text, failed=False)
+
+
+def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
+    """Return each rank's value, to all of them."""
+    return [value] if accelerator.num_processes == 1 else _gathered(value)
+
+
 def reason_of(error: BaseException) -> str:
     """Return an error in one line, as another rank repeats it."""
     text = "; ".join(str(error).splitlines())

@@ -1,24 +1,29 @@
 """Checkpoints: published whole or not at all, without pickled code, tied to their recipe."""
 
 import json
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
-from .agree import ensure_alike
+from .agree import agreed, are_alike, ensure_alike, gathered
 from .console import say
 from .errors import CheckpointError
+from .held import Held
+from .optimizer_state import CURE
 from .parts import Stored, write
-from .publish import damage, discard, is_published, publish, sweep
+from .publish import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
 from .reading import anchored, flatten
 from .recipe import Recipe
 from .registry import Active
-from .spread import Held
+from .step_folders import folder_of, listed, step_of
 from .tokens import Tokens
 
+FORMAT = 2
+"""Of the files of a checkpoint: 1 had tensors alone, and no values of parameter groups."""
+STATE = "state.json"
 # What may differ between a checkpoint's recipe and the one that goes on from it: where things lie,
 # how they are laid out and shown, and plugins, which change nothing or are compared by themselves.
 FREE = (
@@ -61,79 +66,151 @@ class Checkpoints:
         """Publish a checkpoint of a finished step, and remove the oldest."""
         if self.saved == step:
             return
-        main = self._accelerator.is_main_process
-        if main:
-            sweep(self.folder)
-        target = self.folder / f"step-{step:06d}"
-        parts = self._held.parts()
-        with publish(target, replace=True) if main else nullcontext() as mine:
-            # Every rank writes what it holds, all into the one folder.
-            [folder] = broadcast_object_list([mine])
-            write(folder, self._held.rank, parts)
-            self._accelerator.wait_for_everyone()
-            if main:
-                facts = {
-                    "step": step,
-                    "data": self._data_key,
-                    "recipe": _identity(self._recipe, self._active),
-                    "plugins": self._recipe.plugins,
-                }
-                (folder / "state.json").write_text(json.dumps(facts, indent=1))
-        if main:
-            for old in listed(self.folder)[: -self._recipe.checkpoint.keep]:
-                discard(old)
-        # A rank that went on, and out, alone would have the launcher end the one that writes.
-        self._accelerator.wait_for_everyone()
+        accelerator, doing = self._accelerator, f"saving step {step}"
+        target, stamps = folder_of(self.folder, step), dict[str, Stamp]()
+        with ExitStack() as stack:
+            building = None
+            with agreed(accelerator, doing):
+                if accelerator.is_main_process:
+                    sweep(self.folder)
+                    building = stack.enter_context(publish(target, True, stamps))
+            # Every rank writes its part, all into one folder.
+            folder = gathered(accelerator, building)[0]
+            facts = {
+                "format": FORMAT,
+                "step": step,
+                "data": self._data_key,
+                "recipe": _identity(self._recipe, self._active),
+                "plugins": self._recipe.plugins,
+                "sharding": self._held.sharding(),
+            }
+            with agreed(accelerator, doing):
+                described, parts = self._held.describe()
+            facts["alike"] = are_alike(accelerator, json.dumps(described))
+            with agreed(accelerator, doing), writing(target):
+                if not facts["alike"]:
+                    described, parts = self._held.describe(own=True)
+                written = write(folder, self._held.rank, parts)
+                if not facts["alike"]:
+                    name = own_name(self._held.rank)
+                    written[name] = _write_json(folder / name, described)
+                elif accelerator.is_main_process:
+                    facts |= described
+            for one in gathered(accelerator, written):
+                stamps |= one
+            with agreed(accelerator, doing):
+                if accelerator.is_main_process:
+                    stamps[STATE] = _write_json(folder / STATE, facts)
+                stack.close()
+        # A rank that went on, and out, alone would have the launcher end the one that removes.
+        with agreed(accelerator, doing):
+            if accelerator.is_main_process:
+                self._remove_oldest(step)
         self.saved = step
 
-    def restore(self, path: Path | None) -> None:
-        """Load a checkpoint, if there is one to go on from, into model and optimizer."""
+    def _remove_oldest(self, step: int) -> None:
+        """Remove all but the newest checkpoints; where one cannot be removed, say so."""
+        # Where an earlier checkpoint was gone on from, later ones are there: they stay.
+        found = [path for path in listed(self.folder) if (step_of(path) or 0) <= step]
+        for old in found[: -self._recipe.checkpoint.keep]:
+            try:
+                left, reason = discard(old), "its files are in use or not ours"
+            except OSError as error:
+                left, reason = old, error.strerror or str(error)
+            if left:
+                say(f"warning: {left} could not be removed ({reason}); it takes room on the disk")
+
+    def restore(self, found: Sequence[Path]) -> None:
+        """Load the first whole checkpoint, if there are any, into model and optimizer."""
         # Each rank has looked for itself.
-        chosen = {"the checkpoint to go on from": path.name if path else "none"}
-        ensure_alike(self._accelerator, chosen, "All nodes must see one output folder")
+        seen = {"the checkpoints to go on from": ", ".join(one.name for one in found) or "none"}
+        ensure_alike(self._accelerator, seen, "All nodes must see one output folder")
+        path = sound(self._accelerator, found)
         if path is None:
             return
-        facts = compare(path, self._recipe, self._active, self._data_key)
-        with Stored(path) as stored:
-            self._held.restore(stored)
+        held = self._held
+        with Stored(path, held.rank, held.ranks) as stored:
+            with agreed(self._accelerator, f"reading {path.name}"):
+                facts = compare(path, self._recipe, self._active, self._data_key)
+                held.restore(stored, *described_in(path, facts, held))
+            held.hand_out(stored)
         self.saved = int(facts["step"])
 
 
-def find(recipe: Recipe, active: Active, resume: bool, given: Path | None) -> Path | None:
-    """Return a checkpoint to go on from, checked against its manifest and the recipe."""
-    path = _choose(recipe, resume, given)
-    if path is not None:
-        compare(path, recipe, active)
-    return path
+def own_name(rank: int) -> str:
+    """Return the file that describes the state of one rank, where ranks differ."""
+    return f"rank-{rank:05d}.json"
 
 
-def _choose(recipe: Recipe, resume: bool, given: Path | None) -> Path | None:
+def described_in(
+    path: Path, facts: dict[str, Any], held: Held
+) -> tuple[dict[str, Any] | None, bool, bool]:
+    """Return a checkpoint's description for this rank, and what `Held.restore` asks beside it."""
+    if facts["format"] == 1:
+        return None, False, False
+    then, now = facts["sharding"], held.sharding()
+    if facts["alike"]:
+        same = then == now or then["kind"] == now["kind"] == "whole"
+        return facts, same, False
+    if then != now:
+        raise CheckpointError(
+            f"{path}: each of {then['ranks']} ranks had an optimizer state of its own, which "
+            f"cannot be divided among {now['ranks']} exactly: {CURE}"
+        )
+    return _read_json(path / own_name(held.rank)), True, True
+
+
+def _write_json(path: Path, facts: dict[str, Any]) -> Stamp:
+    path.write_text(json.dumps(facts, indent=1), encoding="utf8")
+    sync(path)
+    return stamp(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); name another one") from error
+
+
+def find(recipe: Recipe, active: Active, resume: bool, given: Path | None) -> list[Path]:
+    """Return checkpoints to go on from, the best first, compared with the recipe."""
     if given is not None:
         if not is_published(given):
             raise CheckpointError(f"--resume-from {given}: this is no checkpoint folder")
-        if (wrong := damage(given)) is not None:
-            raise CheckpointError(f"--resume-from {given}: the checkpoint is damaged: {wrong}")
-        return given
-    if not resume:
-        return None
-    folder = recipe.folder / "checkpoints"
-    found = listed(folder)
-    if not found:
-        raise CheckpointError(
-            f"--resume: there is no checkpoint in {folder}; start anew, with --overwrite in place "
-            "of --resume (checkpoint.every says how often one is written)"
-        )
+        found = [given]
+    elif resume:
+        folder = recipe.folder / "checkpoints"
+        found = [*reversed(listed(folder))]
+        if not found:
+            raise CheckpointError(
+                f"--resume: there is no checkpoint in {folder}; start again, with --overwrite in "
+                "place of --resume (checkpoint.every says how often one is written)"
+            )
+    else:
+        return []
+    for path in found:
+        # The whole of it is compared later, by all ranks together.
+        if damage(path, names={STATE}) is None:
+            compare(path, recipe, active)
+            break
+    return found
+
+
+def sound(accelerator: Accelerator, found: Sequence[Path]) -> Path | None:
+    """Return the first checkpoint that is whole; each rank compares a part of the files."""
+    share = accelerator.process_index, accelerator.num_processes
     # Disks fail: an older whole checkpoint beats a newer damaged one.
-    for path in reversed(found):
-        if (wrong := damage(path)) is None:
+    for path in found:
+        wrong = [one for one in gathered(accelerator, damage(path, share=share)) if one]
+        if not wrong:
             return path
-        say(f"warning: {path} is damaged: {wrong}; trying the one before")
-    raise CheckpointError(f"--resume: every checkpoint in {folder} is damaged")
-
-
-def listed(folder: Path) -> list[Path]:
-    """Return the published checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if is_published(path))
+        if path is not found[-1]:
+            say(f"warning: {path} is damaged: {wrong[0]}; trying the one before")
+    if found:
+        more = f", as is each of the {len(found) - 1} newer ones" if found[1:] else ""
+        raise CheckpointError(f"{found[-1]}: the checkpoint is damaged: {wrong[0]}{more}")
+    return None
 
 
 def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
@@ -148,18 +225,34 @@ def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
     return own | active.learned()
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of itself; refuse a newer format than this one."""
+    facts = _read_json(path / STATE)
+    number = facts.setdefault("format", 1)
+    wanted = {"step": int, "recipe": dict, "plugins": dict, "format": int}
+    wrong = [name for name, kind in wanted.items() if type(facts.get(name)) is not kind]
+    if wrong:
+        raise CheckpointError(f"{path / STATE}: was not written by plugsft: its {wrong[0]}")
+    if number > FORMAT:
+        raise CheckpointError(
+            f"{path}: was written by a newer plugsft (format {number}; this one reads up to "
+            f"{FORMAT}); update it: pip install -U plugsft"
+        )
+    return facts
+
+
 def compare(
     path: Path, recipe: Recipe, active: Active, data_key: str | None = None
 ) -> dict[str, Any]:
     """Refuse a checkpoint of another recipe or, where its key is known, of other data."""
-    facts: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf8"))
+    facts = read_state(path)
     then, now = facts["recipe"], _identity(recipe, active)
     differing = [
         f"{key} was {_shown(then.get(key))} and is {_shown(now.get(key))}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
-    if data_key not in (None, facts["data"]):
+    if data_key not in (None, facts.get("data")):
         differing.append("the data, its options or the tokenizer have changed")
     if differing:
         model = recipe.folder / "model"
@@ -168,7 +261,7 @@ def compare(
             more = f', with model.path = "{model}" to train its model on'
         raise CheckpointError(
             f"{path} belongs to another recipe: {'; '.join(differing)}. "
-            f"Undo the changes, or start anew in another output folder (output=...){more}"
+            f"Undo the changes, or start again in another output folder (output=...){more}"
         )
     if data_key and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")

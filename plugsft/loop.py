@@ -23,6 +23,7 @@ from .context import check_context
 from .digests import digest
 from .errors import TrainError
 from .feeder import Feeder, rows_of
+from .held import Held, held_by
 from .hooks import Hooks
 from .machine import Machine
 from .memory import fitting, loading
@@ -38,14 +39,14 @@ from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .saved import ensure_saveable, save_model
 from .schedule import Schedule, check_schedule
-from .spread import Held, casts, held_by, is_sharded, spread
+from .spread import casts, is_sharded, spread
 from .stop import Stop
 from .tokens import Tokens
 from .types import Batch, Window
 
 
-def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | None = None) -> None:
-    """Run a recipe from its first step, or the one after a checkpoint, to its last."""
+def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Path] = ()) -> None:
+    """Run a recipe from its first step, or on from the first whole checkpoint, to its last."""
     quiet()
     record = Record(recipe, machine, active)
     hook = active.answer(DataAnswers(recipe.folder), ModelAnswers(), record).hook
@@ -63,7 +64,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, checkpoint: Path | N
     schedule = Schedule(recipe.train, optimizer, plan.steps)
     held = held_by(accelerator, model, optimizer)
     checkpoints = Checkpoints(recipe, active, tokens, accelerator, held, plan.steps)
-    checkpoints.restore(checkpoint)
+    checkpoints.restore(resume)
     describe(record, recipe, accelerator, held, tokens, held_out, plan, checkpoints)
 
     windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))

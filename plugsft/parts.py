@@ -1,30 +1,36 @@
-"""What each rank holds of every tensor, on disk and back: on any number of ranks, however spread.
+"""Tensors on disk as the parts that ranks have of them: written and read by any number of ranks.
 
 A part is a stretch of the flattened tensor: all of it (one process, DDP), some rows (FSDP2), or
-some numbers (ZeRO-3). Files hold parts and say where these belong, so that whoever reads takes
-what it needs of whatever was written. Nothing is pickled, and nobody ever holds the whole.
+some numbers (ZeRO-3). Files hold parts and say where these belong, so that a reader takes what it
+needs from whatever was written. Nothing is pickled, and no rank ever needs the whole.
 """
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from .errors import CheckpointError
+from .publish import MANIFEST, Stamp, stamp, sync
 
 PLACES = "places"
 """In a file's metadata: of each part, where in its tensor it begins, and that tensor's shape."""
 MOST = 2**30
-"""Bytes of a file, about: so much more memory does saving take."""
+"""Bytes of a file, about: saving takes this much more memory."""
+OPEN = 256
+"""Files that a reader has open at once, at most."""
+FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,9 @@ class Part:
     start: int
     shape: tuple[int, ...]
 
+    own: bool = False
+    """Whether each rank writes its own, even where it is whole."""
+
     @property
     def whole(self) -> bool:
         """Whether it is all of its tensor."""
@@ -43,18 +52,21 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """Return what this rank holds of a tensor: all of it, or under FSDP2 its rows."""
+    """Return this rank's part of a tensor: all of it, or of a sharded DTensor its rows."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Part(tensor.detach().view(-1), 0, shape)
-    mesh = tensor.device_mesh
-    rows = min(mesh.get_local_rank() * -(-shape[0] // mesh.size()), shape[0])
     local: Any = tensor.detach()
-    return Part(local.to_local().view(-1), rows * math.prod(shape[1:]), shape)
+    start = 0
+    if not isinstance(tensor.placements[0], Replicate):
+        mesh = tensor.device_mesh
+        rows = min(mesh.get_local_rank() * -(-shape[0] // mesh.size()), shape[0])
+        start = rows * math.prod(shape[1:])
+    return Part(local.to_local().view(-1), start, shape)
 
 
 def local_part(tensor: Any) -> Part:
-    """Return what this rank holds of a tensor, also of one that ZeRO-3 has taken apart."""
+    """Return this rank's part of a tensor, also of one that ZeRO-3 has divided."""
     mine = getattr(tensor, "ds_tensor", None)
     if mine is None:
         return part_of(tensor)
@@ -63,21 +75,29 @@ def local_part(tensor: Any) -> Part:
     return Part(mine.detach().view(-1)[:size], start, tuple(tensor.ds_shape))
 
 
-def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> None:
-    """Write this rank's parts; what every rank has whole, the first writes."""
+def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> dict[str, Stamp]:
+    """Write this rank's parts and sync them; return the files' stamps.
+
+    What every rank has whole, the first writes.
+    """
     mine = [
         (name, part)
         for name, part in parts.items()
-        if part.values.numel() and (rank == 0 or not part.whole)
+        if part.values.numel() and (rank == 0 or part.own or not part.whole)
     ]
-    for number, some in enumerate(_batches(mine)):
-        places = {name: (part.start, part.shape) for name, part in some}
+    stamps = {}
+    for number, batch in enumerate(_batches(mine)):
+        places = {name: (part.start, part.shape) for name, part in batch}
+        path = folder / f"rank-{rank:05d}-{number:03d}.safetensors"
         save_file(
             # A copy of its own on the host: safetensors refuses views of one piece of memory.
-            {name: part.values.to("cpu", copy=True) for name, part in some},
-            folder / f"rank-{rank:05d}-{number:03d}.safetensors",
+            {name: part.values.to("cpu", copy=True) for name, part in batch},
+            path,
             {PLACES: json.dumps(places)},
         )
+        sync(path)
+        stamps[path.name] = stamp(path)
+    return stamps
 
 
 def _batches(parts: Iterable[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
@@ -94,47 +114,72 @@ def _batches(parts: Iterable[tuple[str, Part]]) -> Iterator[list[tuple[str, Part
 
 
 class Stored:
-    """The tensors of a checkpoint, read by stretches."""
+    """The tensors of a checkpoint, read by stretches.
 
-    def __init__(self, folder: Path) -> None:
+    A file is opened when a tensor has not been found whole in those before it. A rank begins with
+    the files of the rank that had its share, so that it opens few of a thousand.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._lie: dict[str, list[tuple[int, int, Any]]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._parts: dict[str, list[tuple[int, int, Path]]] = {}
         """Of each tensor: where a part begins and ends, and the file that has it."""
-        self._stack = ExitStack()
-        for path in sorted(folder.glob("rank-*.safetensors")):
-            file = self._stack.enter_context(safe_open(path, "pt"))
-            for name, (start, shape) in json.loads(file.metadata()[PLACES]).items():
-                stop = start + file.get_slice(name).get_shape()[0]
-                self._lie.setdefault(name, []).append((start, stop, file))
-                self.shapes[name] = tuple(shape)
+        reader: Any = safe_open
+        self._open = lru_cache(OPEN)(lambda path: reader(path, "pt"))
+        writers = {
+            match[0]: int(match[1]) for match in map(FILE.fullmatch, _files(folder)) if match
+        }
+        self.writers = len({*writers.values()})
+        near = rank * (max(writers.values(), default=0) + 1) // ranks
+        order = sorted(writers, key=lambda name: (-abs(writers[name] - near), name))
+        self._unread = [folder / name for name in order]
+        """Files whose headers are still unread; the next one is the last."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._open.cache_clear()
 
-    def fill(self, name: str, part: Part) -> None:
-        """Read into a part what lies of it in any file."""
-        if self.shapes.get(name) != part.shape:
-            raise self.strange(name)
+    def fill(self, name: str, part: Part, exact: bool = True) -> None:
+        """Read into a part what any file has of it; exactly, or rounded to the part's type."""
         begin, end = part.start, part.start + part.values.numel()
         filled = 0
-        for start, stop, file in self._lie[name]:
+        for start, stop, path in self._found(name):
             low, high = max(begin, start), min(end, stop)
+            if self.shapes[name] != part.shape:
+                raise self.strange(name)
             if low < high:
-                values = file.get_slice(name)[low - start : high - start]
+                values: Tensor = self._open(path).get_slice(name)[low - start : high - start]
+                if exact and not widens(values.dtype, part.values.dtype):
+                    raise CheckpointError(
+                        f"{self.folder}: {name} is {short(values.dtype)} there and would be "
+                        f"rounded to {short(part.values.dtype)} here; go on with the precision "
+                        "and the launcher that wrote it"
+                    )
                 part.values[low - begin : high - begin].copy_(values)
                 filled += high - low
-        if filled != end - begin:
-            raise CheckpointError(
-                f"{self.folder}: of {name} only {filled:,} of {end - begin:,} numbers are there; "
-                "files of some rank are missing: all nodes must write to one file system"
-            )
+            if filled == end - begin:
+                return
+        if name not in self.shapes:
+            raise self.strange(name)
+        raise CheckpointError(
+            f"{self.folder}: of {name} only {filled:,} of {end - begin:,} numbers are there; "
+            "files of some rank are missing: all nodes must write to one file system"
+        )
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        if next(self._found(name), None) is None:
+            raise self.strange(name)
+        return self.shapes[name]
 
     def of(self, kind: str) -> set[str]:
         """Return the names of the tensors of a kind: "model", "optimizer"."""
+        while self._read_next():
+            pass
         return {
             name.removeprefix(f"{kind}/") for name in self.shapes if name.startswith(f"{kind}/")
         }
@@ -145,3 +190,46 @@ class Stored:
             f"{self.folder}: {name} is not there as this model has it: the checkpoint is of "
             "another model, or other parts of it were trained"
         )
+
+    def _found(self, name: str) -> Iterator[tuple[int, int, Path]]:
+        """Yield where the parts of a tensor are; read more files' headers when they are needed."""
+        number = 0
+        while True:
+            parts = self._parts.get(name, [])
+            if number < len(parts):
+                yield parts[number]
+                number += 1
+            elif not self._read_next():
+                return
+
+    def _read_next(self) -> bool:
+        """Read the header of one more file; tell whether there was one."""
+        if not self._unread:
+            return False
+        path = self._unread.pop()
+        file = self._open(path)
+        for name, (start, shape) in json.loads(file.metadata()[PLACES]).items():
+            values = file.get_slice(name)
+            self._parts.setdefault(name, []).append((start, start + values.get_shape()[0], path))
+            self.shapes[name] = tuple(shape)
+            self.dtypes[name] = values[:0].dtype
+        return True
+
+
+def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Tell whether every number of one type is one of the other, too."""
+    floating = narrow.is_floating_point and wide.is_floating_point
+    return narrow == wide or (floating and torch.promote_types(narrow, wide) == wide)
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of the files that were published; in a folder without manifest, all."""
+    try:
+        return [*json.loads((folder / MANIFEST).read_text(encoding="utf8"))]
+    except FileNotFoundError:
+        return [path.name for path in folder.iterdir()]
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return a type of torch in a word."""
+    return str(dtype).removeprefix("torch.")

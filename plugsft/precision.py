@@ -17,8 +17,8 @@ from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .errors import LaunchError
+from .held import Held
 from .recipe import Model, Recipe
-from .spread import Held
 
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 LIBRARIES: list[Any] = []

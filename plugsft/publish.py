@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,18 @@ FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 Stands = Callable[[Path], bool]
 """Whether a folder may stay as it is."""
+Stamp = tuple[int, str]
+"""A file's size and checksum."""
 
 
 @contextmanager
-def publish(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """Give a new folder to fill; at the end it takes its real name, checked and synced to disk."""
+def publish(
+    folder: Path, replace: bool = False, stamps: Mapping[str, Stamp] | None = None
+) -> Iterator[Path]:
+    """Give a new folder to fill; at the end it takes its real name, checked and synced to disk.
+
+    `stamps` are those of files that other processes wrote and synced, filled in by then.
+    """
     building = folder.with_name(f".{folder.name}.{HERE}-{os.getpid()}.tmp")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,20 +64,37 @@ def publish(folder: Path, replace: bool = False) -> Iterator[Path]:
         building.mkdir()
         try:
             yield building
-            finish(building, folder, lambda there: not replace and is_published(there))
+            finish(
+                building, folder, lambda there: not replace and is_published(there), stamps or {}
+            )
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
 
-def finish(building: Path, folder: Path, stands: Stands) -> None:
+def finish(
+    building: Path, folder: Path, stands: Stands, stamps: Mapping[str, Stamp] | None = None
+) -> None:
     """Give a folder that was built its real name, unless the one that has it may stay."""
+    known = stamps or {}
     for half in building.rglob(".*.tmp"):
         remove(half)
     files = [path for path in sorted(building.rglob("*")) if path.is_file()]
-    manifest = {str(path.relative_to(building)): _stamp(path) for path in files}
+    manifest = dict(known)
+    for path in files:
+        name = str(path.relative_to(building))
+        if name not in known:
+            manifest[name] = stamp(path)
+        elif path.stat().st_size != known[name][0]:
+            raise DiskError(f"{path}: is not as long as it was written", "try again")
+    if missing := {*known} - {str(path.relative_to(building)) for path in files}:
+        raise DiskError(
+            f"{building}: {min(missing)}, which another rank wrote, is not there",
+            "all nodes must write to one file system",
+        )
     write_text(building / MANIFEST, json.dumps(manifest, indent=1))
     for path in [*building.rglob("*"), building]:
-        _sync(path)
+        if str(path.relative_to(building)) not in known:
+            sync(path)
     if folder.exists() and not stands(folder):
         discard(folder)
     try:
@@ -80,7 +104,7 @@ def finish(building: Path, folder: Path, stands: Stands) -> None:
         if not is_published(folder):
             raise
         remove(building)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 @contextmanager
@@ -125,14 +149,27 @@ def is_whole(folder: Path) -> bool:
     return is_published(folder) and damage(folder, quick=True) is None
 
 
-def damage(folder: Path, quick: bool = False) -> str | None:
+def damage(
+    folder: Path,
+    quick: bool = False,
+    share: tuple[int, int] = (0, 1),
+    names: Container[str] | None = None,
+) -> str | None:
     """Compare a published folder with its manifest; return what is wrong, or None.
 
     Quick compares all sizes, and the bytes of *.json alone: it takes as long for any data.
+    With a share (rank, ranks) each rank compares its part of the files: about as many bytes as
+    the others, and every file is one rank's. With `names` it compares files of those names only.
     """
+    rank, ranks = share
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        for name, (size, checksum) in manifest.items():
+        total, before = sum(size for size, _ in manifest.values()), 0
+        for name, (size, checksum) in sorted(manifest.items()):
+            middle, before = before + size / 2, before + size
+            elsewhere = total and int(middle * ranks / total) != rank
+            if elsewhere or (names is not None and name not in names):
+                continue
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
@@ -172,10 +209,10 @@ def foreign(folder: Path, sized: bool = False) -> list[Path]:
 
 
 def discard(folder: Path, sized: bool = True) -> Path | None:
-    """Remove a folder that plugsft wrote so that nobody ever sees half of it.
+    """Remove a folder that plugsft wrote so that nobody ever sees half of it; return what stays.
 
-    Where it holds files that are not ours, these stay in a folder beside it, which is returned;
-    if `sized`, a file that has another size than we wrote is not ours.
+    Where it holds files that are not ours, these stay in a folder beside it; if `sized`, a file
+    that has another size than we wrote is not ours. What cannot be removed stays, too.
     """
     if not folder.is_symlink() and foreign(folder, sized):
         return _leave_foreign(folder, sized)
@@ -184,7 +221,7 @@ def discard(folder: Path, sized: bool = True) -> Path | None:
     with suppress(FileNotFoundError):
         folder.rename(doomed)
     remove(doomed)
-    return None
+    return doomed if doomed.exists() else None
 
 
 def _leave_foreign(folder: Path, sized: bool) -> Path:
@@ -242,8 +279,9 @@ def runs(pid: int) -> bool:
         return False
 
 
-def _stamp(path: Path) -> list[int | str]:
-    return [path.stat().st_size, file_digest(path)]
+def stamp(path: Path) -> Stamp:
+    """Return a file's size and checksum, as a manifest lists it."""
+    return (path.stat().st_size, file_digest(path))
 
 
 def _size_in(entry: Any) -> int:
@@ -254,7 +292,8 @@ def _size_in(entry: Any) -> int:
     raise ValueError("not an entry of a manifest of plugsft")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import platform
-import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from .reading import resolved
 from .recipe import Recipe
 from .registry import Active, options_of
 from .report import read_metrics
+from .step_folders import listed
 from .stop import Stopped
 from .tokens import Tokens
 
@@ -194,9 +194,7 @@ class Record:
 
 def clear(folder: Path) -> None:
     """Remove the checkpoints and the model of an earlier run, and nothing that a user put there."""
-    steps = sorted((folder / "checkpoints").glob("step-*"))
-    own = [path for path in steps if re.fullmatch(r"step-\d+", path.name)]
-    for path in (*own, folder / "model"):
+    for path in (*listed(folder / "checkpoints"), folder / "model"):
         if is_published(path) and (rest := discard(path)):
             say(f"warning: {path} held files that plugsft did not write; they are in {rest}")
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from .errors import CheckpointError, RecipeError
+from .held import Held
 from .models import lasting_buffers
 from .parts import Part, part_of
 from .pretrained import end_generation
 from .publish import publish
 from .recipe import Recipe
-from .spread import Held
 from .weights import Weights, files_of, shapes_made, skeleton
 
 SAMPLE = 64

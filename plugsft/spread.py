@@ -1,6 +1,6 @@
-"""A model over its ranks, by DDP, FSDP2 or ZeRO-3: spread, saved and restored by what each holds.
+"""A model over its ranks, by DDP, FSDP2 or ZeRO-3, and its optimizer.
 
-Nobody asks elsewhere which of them it is: to the loop they are all one model and one optimizer.
+No module but held.py asks which of them it is: to the loop they are one model and one optimizer.
 """
 
 import copy
@@ -13,17 +13,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from .agree import agreed
 from .errors import PluginError
 from .models import Load
-from .parts import Part, Stored, local_part, part_of
-
-WEIGHTS, STATES = "model", "optimizer"
+from .parts import local_part, part_of
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -157,158 +153,3 @@ def _fill_float32(model: Module, names: dict[str, str], load: Load) -> None:
 
 def _tensors(model: Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-class Held:
-    """What this rank holds of a model and its optimizer: whole tensors, or under FSDP2 rows."""
-
-    def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
-        self.rank, self.optimizer = accelerator.process_index, optimizer
-        self._wrapped, self.plain = model, accelerator.unwrap_model(model)
-
-    def parameters(self, trained: bool = True) -> dict[str, Any]:
-        """Return the parameters, or those that are trained, by their names in the plain model."""
-        for module in self._wrapped.modules():
-            if isinstance(module, FSDPModule):
-                # After an evaluation the last ones stand whole, which the optimizer never sees.
-                module.reshard()
-        named = self.plain.named_parameters()
-        return {name: one for name, one in named if one.requires_grad or not trained}
-
-    def parts(self) -> dict[str, Part]:
-        """Return the parts of all that is trained, and of the optimizer's state."""
-        found = {}
-        for name, one in self.parameters().items():
-            found[f"{WEIGHTS}/{name}"] = self.part(one)
-            for key, part in self.states(one).items():
-                found[f"{STATES}/{name}/{key}"] = part
-        return found
-
-    def restore(self, stored: Stored) -> None:
-        """Bring model and optimizer to where a checkpoint left them."""
-        named = self.parameters()
-        ensure_same(stored, named)
-        keys: dict[str, list[str]] = {name: [] for name in named}
-        for there in sorted(stored.of(STATES)):
-            name, _, key = there.rpartition("/")
-            keys[name].append(key)
-        with torch.no_grad():
-            self.fill(stored, named, keys)
-
-    def part(self, one: Any) -> Part:
-        """Return what this rank holds of a parameter."""
-        return part_of(one)
-
-    def states(self, one: Any) -> dict[str, Part]:
-        """Return what it holds of the optimizer's state for a parameter."""
-        states = self.optimizer.state[one].items()
-        return {key: part_of(torch.as_tensor(value)) for key, value in states}
-
-    def whole(self, one: Any) -> Tensor:
-        """Return all of a parameter; all ranks ask for it together."""
-        return one.full_tensor() if isinstance(one, DTensor) else one.detach()
-
-    def fill(self, stored: Stored, named: dict[str, Any], keys: dict[str, list[str]]) -> None:
-        """Read the parameters, and their states of such names."""
-        fill_weights(stored, named)
-        names = {id(one): name for name, one in named.items()}
-        states: dict[int, dict[str, Tensor]] = {}
-        for group in self.optimizer.param_groups:
-            for one in group["params"]:
-                name = names[id(one)]
-                states[len(states)] = {
-                    key: _state(stored, f"{STATES}/{name}/{key}", one) for key in keys[name]
-                }
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-
-def ensure_same(stored: Stored, named: dict[str, Any]) -> None:
-    """Refuse a checkpoint in which other parameters were trained."""
-    if differing := {*named} ^ stored.of(WEIGHTS):
-        raise stored.strange(min(differing))
-
-
-def fill_weights(stored: Stored, named: dict[str, Any]) -> None:
-    """Read parameters, of which this process holds all, or under FSDP2 its rows."""
-    for name, one in named.items():
-        stored.fill(f"{WEIGHTS}/{name}", part_of(one))
-
-
-def _state(stored: Stored, name: str, like: Tensor) -> Tensor:
-    """Read a state: it has the shape of its parameter, or counts something."""
-    shape = stored.shapes[name]
-    alike = shape == tuple(like.shape)
-    value = torch.empty_like(like, requires_grad=False) if alike else torch.empty(shape)
-    stored.fill(name, part_of(value))
-    return value
-
-
-class HeldByZero(Held):
-    """DeepSpeed keeps of each tensor an equal stretch, the last one padded, in float32.
-
-    The forward reads other copies, in the type of the weights, of which small ones stand whole.
-    """
-
-    def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
-        super().__init__(accelerator, model, optimizer)
-        self._zero = optimizer.optimizer
-        self._deepspeed: Any = importlib.import_module("deepspeed")
-        self._access = self._deepspeed.utils
-
-    def part(self, one: Any) -> Part:
-        """Return what this rank holds of a parameter."""
-        trained = one.requires_grad
-        return self._mine(
-            one, self._access.safe_get_local_fp32_param(one) if trained else one.ds_tensor
-        )
-
-    def states(self, one: Any) -> dict[str, Part]:
-        """Return what it holds of the optimizer's state for a parameter."""
-        # DeepSpeed joins many parameters to one, and steps them together.
-        joined: dict[str, Tensor] = next(iter(self._zero.optimizer.state.values()), {})
-        read = self._access.safe_get_local_optimizer_state
-        return {
-            key: self._mine(one, read(one, key)) if value.dim() else part_of(value)
-            for key, value in joined.items()
-        }
-
-    def whole(self, one: Any) -> Tensor:
-        """Return all of a parameter; all ranks ask for it together."""
-        if one.requires_grad:
-            return self._access.safe_get_full_fp32_param(one)  # type: ignore[no-any-return]
-        with self._deepspeed.zero.GatheredParameters([one]):
-            return one.detach().clone()  # type: ignore[no-any-return]
-
-    def fill(self, stored: Stored, named: dict[str, Any], keys: dict[str, list[str]]) -> None:
-        """Read the parameters, and their states of such names."""
-        first = next(iter(named))
-        counts = {key for key in keys[first] if not stored.shapes[f"{STATES}/{first}/{key}"]}
-        for joined in self._zero.fp32_partitioned_groups_flat:
-            self._zero.optimizer.state[joined] = {
-                key: _state(stored, f"{STATES}/{first}/{key}", joined).to(joined.device)
-                if key in counts
-                else torch.zeros_like(joined)
-                for key in keys[first]
-            }
-        for name, one in named.items():
-            held = torch.zeros_like(one.ds_tensor, dtype=torch.float32)
-            stored.fill(f"{WEIGHTS}/{name}", self._mine(one, held))
-            self._access.safe_set_local_fp32_param(one, held)
-            for key in {*keys[name]} - counts:
-                stored.fill(f"{STATES}/{name}/{key}", self._mine(one, held))
-                self._access.safe_set_local_optimizer_state(one, held, key)
-            with self._deepspeed.zero.GatheredParameters([one], modifier_rank=0):
-                if self.rank == 0:
-                    stored.fill(f"{WEIGHTS}/{name}", part_of(one.data))
-
-    def _mine(self, one: Any, values: Tensor) -> Part:
-        start = self.rank * one.ds_tensor.ds_numel
-        here = max(0, min(values.numel(), one.ds_numel - start))
-        return Part(values[:here], start, tuple(one.ds_shape))
-
-
-def held_by(accelerator: Accelerator, model: Module, optimizer: Any) -> Held:
-    """Return what this rank holds."""
-    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return (HeldByZero if zero else Held)(accelerator, model, optimizer)

@@ -32,13 +32,13 @@ FLOORS = _words("""
     jsonl formats jinja tokenizer templates rows
     hooks
     contracts finding
-    sources plan registry
+    sources plan registry step_folders
     answers context schedule pretrained
     work
     keys
     agree
     batches memory documents heads parts weights models shapes rules answers_model
-    spread precision ranks stop
+    optimizer_state held spread precision ranks stop
     feeder prelude
     prepare report
     record checkpoint saved
@@ -70,7 +70,7 @@ EXPORTED = _words("""
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500. Raised for the mends of correctness; the redesign into rooms brings it down.
-TOTAL = 6_200
+TOTAL = 6_900
 
 
 def parse(path):

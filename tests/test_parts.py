@@ -36,6 +36,7 @@ def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, r
         parts["optimizer/a/step"] = Part(tensors["optimizer/a/step"].reshape(1), 0, ())
         write(folder, rank, parts)
     with Stored(folder) as stored:
+        assert stored.of("model") == {"a"} and stored.of("optimizer") == {"a/step"}
         assert stored.shapes == {"model/a": tuple(shape), "optimizer/a/step": ()}
         back = []
         for part in cut(torch.zeros(shape), *read):
@@ -47,12 +48,24 @@ def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, r
         assert step.item() == 7
 
 
-def test_values_are_cast_to_what_is_asked_for(tmp_path):
-    write(tmp_path, 0, {"model/a": Part(torch.tensor([1.0, 2.5]), 0, (2,))})
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("was", [*FLOATS, torch.int32, torch.uint8])
+@pytest.mark.parametrize("now", [*FLOATS, torch.int32, torch.uint8])
+def test_values_become_wider_numbers_and_are_never_rounded(tmp_path, was, now):
+    values = torch.tensor([1.0, 3.0]).to(was)
+    write(tmp_path, 0, {"model/a": Part(values, 0, (2,))})
+    there = Part(torch.zeros(2, dtype=now), 0, (2,))
+    wider = {(a, b) for n, a in enumerate(FLOATS) for b in FLOATS[n:]} - {FLOATS[:2]}
     with Stored(tmp_path) as stored:
-        half = torch.zeros(2, dtype=torch.bfloat16)
-        stored.fill("model/a", Part(half, 0, (2,)))
-    assert half.tolist() == [1.0, 2.5]
+        if was == now or (was, now) in wider:
+            stored.fill("model/a", there)
+        else:
+            with pytest.raises(CheckpointError, match="would be rounded to"):
+                stored.fill("model/a", there)
+            stored.fill("model/a", there, exact=False)
+    assert there.values.tolist() == [1.0, 3.0]
 
 
 def test_large_parts_go_to_several_files(tmp_path, monkeypatch):

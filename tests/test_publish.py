@@ -100,8 +100,8 @@ def test_a_folder_appears_with_its_manifest(place):
 
 def test_everything_is_on_disk_before_the_name_is(place, monkeypatch):
     synced = []
-    really = publishing._sync
-    monkeypatch.setattr(publishing, "_sync", lambda path: (synced.append(path), really(path)))
+    really = publishing.sync
+    monkeypatch.setattr(publishing, "sync", lambda path: (synced.append(path), really(path)))
     with publish(place) as building:
         (building / "inner").mkdir()
         (building / "inner/a.txt").write_text("a")

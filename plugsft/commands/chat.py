@@ -24,6 +24,7 @@ from ..console import is_terminal, say
 from ..context import TRUST, context_of, cure_of
 from ..errors import PlugsftError
 from ..pretrained import pad_id, stop_ids
+from ..step_folders import newest
 from .places import ADAPTER, base_of, is_model, near
 
 with suppress(ImportError):  # Windows has none
@@ -76,7 +77,7 @@ def model_folder(output: Path) -> Path:
             f"{output}: holds no model; give the output folder of a finished run, or a Hugging "
             "Face folder with a config.json"
         ) from None
-    resume = " --resume" if any(output.glob("checkpoints/step-*")) else ""
+    resume = " --resume" if newest(output / "checkpoints") else ""
     raise PlugsftError(
         f"{output}: its run is at step {done} of {total} and has left no model yet; wait for its "
         f"end, or go on with: plugsft {shlex.quote(str(output / 'recipe.toml'))}{resume}"

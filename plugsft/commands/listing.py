@@ -20,6 +20,7 @@ from ..finding import Found, find, load_class
 from ..reading import fields
 from ..recipe import Recipe
 from ..report import read_metrics
+from ..step_folders import newest
 from .places import is_held
 
 ENABLED = {
@@ -117,7 +118,7 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
         lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
         steps, final = (steps and steps | {"done": len(lines)}), lines[-1] if lines else final
         if not is_held(folder):
-            go_on = "--resume" if any(folder.glob("checkpoints/step-*")) else "--overwrite"
+            go_on = "--resume" if newest(folder / "checkpoints") else "--overwrite"
             recipe = shlex.quote(str(folder / "recipe.toml"))
             status, reason = "killed", f"go on with plugsft {recipe} {go_on}"
     yield "status", status + (f": {reason}" if reason else "")

@@ -19,6 +19,7 @@ from ..limits import text_of, toml_of
 from ..publish import foreign, is_published, writing
 from ..recipe import TRL, Recipe
 from ..report import read_metrics
+from ..step_folders import newest, step_of
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
 """What a run writes, besides checkpoints/ and model/."""
@@ -256,7 +257,7 @@ def ensure_page(path: Path, option: str) -> None:
 
 def leftovers(folder: Path) -> str:
     """Say what an earlier run left that a new one would remove, and the cure."""
-    kept = sorted(path for path in folder.glob("checkpoints/step-*") if is_published(path))
+    last = newest(folder / "checkpoints")
     steps = len([line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
     anew = "start anew with --overwrite, or give another folder (output=...)"
     if is_published(folder / "model"):
@@ -267,8 +268,8 @@ def leftovers(folder: Path) -> str:
             f"a finished run: {anew}. To train its model on, {first}set model.path = "
             f'"{model}" and another output'
         )
-    if kept:
-        return f"checkpoints up to {kept[-1].name}: go on with --resume, {anew}"
+    if last:
+        return f"checkpoints up to {last.name}: go on with --resume, {anew}"
     return f"{steps:,} steps of a run that left no checkpoint: {anew}" if steps else ""
 
 
@@ -278,7 +279,7 @@ def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
     had = {one["name"]: one["options"] for one in run.get("plugins", [])}
     if run.get("status") != "finished" or not is_published(folder / "model"):
         return False
-    if checkpoint.name != f"step-{run['steps']['total']:06d}":
+    if step_of(checkpoint) != run["steps"]["total"]:
         return False
     if differing := sorted(
         name for name in {*had, *recipe.plugins} if had.get(name) != recipe.plugins.get(name)

@@ -9,8 +9,8 @@ import torch
 
 from ..answers import DataAnswers
 from ..answers_model import ModelAnswers
-from ..checkpoint import listed
 from ..errors import CheckpointError, PlugsftError
+from ..held import WEIGHTS, ensure_same, fill_weights
 from ..machine import look
 from ..models import load_of
 from ..parts import Stored
@@ -18,19 +18,16 @@ from ..pretrained import end_generation, load_tokenizer
 from ..publish import damage, publish
 from ..ranks import quiet
 from ..registry import check, load
-from ..spread import ensure_same, fill_weights
+from ..step_folders import newest
 
 
 def checkpoint_of(output: Path) -> Path | None:
     """Return a checkpoint: itself, or the newest of such a folder, or of a run without model."""
-    found = listed(output / "checkpoints") or listed(output)
-    if (output / "state.json").is_file():
-        found = [output]
-    if not found:
-        return None
-    if (wrong := damage(found[-1])) is not None:
-        raise CheckpointError(f"{found[-1]}: the checkpoint is damaged: {wrong}; name another")
-    return found[-1]
+    own = (output / "state.json").is_file()
+    path = output if own else newest(output / "checkpoints") or newest(output)
+    if path and (wrong := damage(path)) is not None:
+        raise CheckpointError(f"{path}: the checkpoint is damaged: {wrong}; name another")
+    return path
 
 
 def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> None:
@@ -53,8 +50,8 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
         model: Any = hook.optimize_model(load=load_of(recipe.model, scratch))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     with torch.no_grad(), Stored(path) as stored:
-        ensure_same(stored, trained)
-        fill_weights(stored, trained)
+        ensure_same(stored, trained, stored.of(WEIGHTS))
+        fill_weights(stored, trained, exact=False)
     end_generation(model, tokenizer)
     with publish(target) as building:
         model.save_pretrained(building)

@@ -10,6 +10,7 @@ from ..errors import RecipeError
 from ..machine import free_disk
 from ..recipe import Model, Recipe, Scratch
 from ..registry import Active
+from ..step_folders import listed
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOKEN_BYTES = 4.2
@@ -38,8 +39,9 @@ def needed(recipe: Recipe, checkpoints: int) -> int | None:
 
 def taken(recipe: Recipe) -> int:
     """Return the bytes of an earlier run's results, which go when a new one begins."""
-    found = [recipe.folder.glob(f"{name}/**/*") for name in ("checkpoints", "model")]
-    return sum(path.stat().st_size for paths in found for path in paths if path.is_file())
+    results = [*listed(recipe.folder / "checkpoints"), recipe.folder / "model"]
+    found = [path for result in results for path in result.rglob("*")]
+    return sum(path.stat().st_size for path in found if path.is_file())
 
 
 def may_shrink(active: Active) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from .. import loop
 from .. import prepare as preparation
 from ..answers import DataAnswers
-from ..checkpoint import find, listed
+from ..checkpoint import find
 from ..console import say
 from ..errors import CheckpointError, RecipeError
 from ..hooks import DATA
@@ -17,6 +17,7 @@ from ..reading import resolved
 from ..recipe import Recipe
 from ..registry import load
 from ..report import read_metrics
+from ..step_folders import listed
 from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers, read_run
 from .room import ensure_room
 
@@ -52,12 +53,12 @@ def train(
         if not (overwrite or goes_on) and (left := leftovers(folder)):
             raise RecipeError(f"output: {recipe.output} holds {left}")
         ensure_room(recipe, active, overwrite)
-        checkpoint = find(recipe, active, resume, given)
-        if resume and checkpoint and is_finished(recipe, checkpoint):
+        found = find(recipe, active, resume, given)
+        if resume and is_finished(recipe, found[0]):
             say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
             return
         with active.named():
-            loop.train(recipe, active, machine, checkpoint)
+            loop.train(recipe, active, machine, found)
     say(f"model: {folder / 'model'}")
     say(f"report: {folder / 'report.html'}")
 

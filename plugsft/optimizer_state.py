@@ -1,0 +1,332 @@
+"""An optimizer's state as JSON beside named tensors, so that it comes back exactly as it was.
+
+The JSON holds Python values and scalars. A larger tensor stands in it by its type, its shape and
+the name under which its values are in the files, and with how it is divided among ranks:
+
+`weight`: as the weight that it belongs to, whose shape it has: it is resharded with it.
+`rows` and `alike`: a DTensor of another shape, its rows divided, or the same on all ranks.
+`whole`: a tensor of another shape, on ranks that have whole weights.
+`rank`: one rank's own, with a meaning that only its own part of the weights gives it.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
+from torch.optim import Optimizer
+
+from .errors import CheckpointError
+from .parts import Part, Stored, part_of, short, widens
+
+STATES = "optimizer"
+USUAL = ("state", "param_groups")
+"""What each optimizer's `state_dict` has."""
+FEW = 4096
+"""Numbers of a tensor in a parameter group that the JSON itself may hold."""
+PLACEMENTS = {"rows": Shard(0), "alike": Replicate()}
+CURE = "go on with the launcher and the number of ranks that wrote it"
+
+
+@dataclass
+class Describer:
+    """Describes values, and collects the parts of their tensors."""
+
+    rank: int
+    device: torch.device
+    sharded: bool = False
+    """Whether ranks have parts of the weights only."""
+    own: bool = False
+    """Whether ranks describe different things, and so each has its own tensors."""
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def value(self, value: Any, name: str, weight: Tensor | None = None) -> Any:
+        """Describe a value of the state of a weight, or of a parameter group."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Tensor):
+            return self.tensor(value, name, weight)
+        if isinstance(value, list | tuple):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            inner = [self.value(one, f"{name}/{n}", weight) for n, one in enumerate(value)]
+            return {kind: inner}
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {"dict": {k: self.value(one, f"{name}/{k}", weight) for k, one in value.items()}}
+        return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+    def tensor(self, tensor: Tensor, name: str, weight: Tensor | None) -> Any:
+        """Describe a tensor."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter, DTensor):
+            return {"object": f"{type(tensor).__module__}.{type(tensor).__qualname__}"}
+        described: dict[str, Any] = {"tensor": short(tensor.dtype), "shape": [*tensor.shape]}
+        where = self.device if weight is None else weight.device
+        if tensor.device.type != where.type:
+            described["host"] = True
+        few = tensor.dim() == 0 or (weight is None and tensor.numel() <= FEW)
+        if few and not isinstance(tensor, DTensor) and not tensor.is_complex():
+            return described | {"values": tensor.tolist()}
+        divided = self._divided(tensor, weight)
+        if divided is None:
+            return {"object": "DTensor with unknown placements"}
+        own = divided == "rank" or (self.own and not isinstance(tensor, DTensor))
+        stored = f"rank-{self.rank}/{name}" if own else name
+        part = part_of(tensor.contiguous())
+        self.parts[stored] = Part(part.values, part.start, part.shape, own)
+        # The shape of what one rank has differs between ranks, which describe the same thing.
+        shape = {"shape": None} if divided == "rank" else {}
+        return described | shape | {"divided": divided, "name": name}
+
+    def shared(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Describe state that belongs to no parameter."""
+        return {
+            key: self.value(value, f"{STATES}/shared/{key}")
+            for key, value in cast("dict[Any, Any]", optimizer.state).items()
+            if isinstance(key, str)
+        }
+
+    def extra(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Describe what an optimizer adds to its `state_dict` beside state and groups."""
+        if type(optimizer).state_dict is Optimizer.state_dict:
+            return {}
+        added = {k: v for k, v in optimizer.state_dict().items() if k not in USUAL}
+        return {key: self.value(value, f"{STATES}/extra/{key}") for key, value in added.items()}
+
+    def _divided(self, tensor: Tensor, weight: Tensor | None) -> str | None:
+        if isinstance(tensor, DTensor):
+            if (
+                isinstance(weight, DTensor)
+                and tensor.shape == weight.shape
+                and tensor.placements == weight.placements
+            ):
+                return "weight"
+            one = tensor.placements[0] if len(tensor.placements) == 1 else None
+            return next((name for name, place in PLACEMENTS.items() if place == one), None)
+        if self.sharded:
+            return "rank"
+        return "weight" if weight is not None and tensor.shape == weight.shape else "whole"
+
+
+@dataclass
+class Restorer:
+    """Makes values of their descriptions, with the tensors of a checkpoint."""
+
+    stored: Stored
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    """The ranks among which weights are divided by rows, if they are."""
+    same: bool
+    """Whether the weights are divided as they were when the checkpoint was written."""
+    own: bool = False
+    """Whether this rank has its own description, with its own tensors."""
+    joined: bool = False
+    """Whether weights are joined and divided by numbers."""
+
+    def value(self, described: Any, where: str, weight: Tensor | None = None) -> Any:
+        """Return a value as it was."""
+        if not isinstance(described, Mapping):
+            return described
+        if "tensor" in described:
+            return self.tensor(described, where, weight)
+        for kind, make in (("list", list), ("tuple", tuple)):
+            if kind in described:
+                inner = enumerate(described[kind])
+                return make(self.value(one, f"{where}/{n}", weight) for n, one in inner)
+        if "dict" in described:
+            inner = described["dict"].items()
+            return {key: self.value(one, f"{where}/{key}", weight) for key, one in inner}
+        raise CheckpointError(
+            f"{self.stored.folder}: {where} was a {described['object']}, which a checkpoint cannot "
+            "hold: this optimizer cannot be resumed; start again in another output folder"
+        )
+
+    def tensor(self, described: Mapping[str, Any], where: str, weight: Tensor | None) -> Tensor:
+        """Return a tensor as it was, in its type and on its device."""
+        dtype = dtype_named(described["tensor"])
+        device = self.device if weight is None else weight.device
+        if described.get("host"):
+            device = torch.device("cpu")
+        if "values" in described:
+            values = torch.tensor(described["values"], dtype=dtype, device=device)
+            return values.reshape(described["shape"])
+        divided, name = described["divided"], described["name"]
+        self._ensure_divisible(divided, where)
+        own = divided == "rank" or (self.own and divided not in PLACEMENTS and not self.mesh)
+        stored = f"rank-{self.rank}/{name}" if own else name
+        if divided == "weight":
+            assert weight is not None
+            if tuple(described["shape"]) != tuple(weight.shape):
+                raise self.stored.strange(name)
+            tensor = torch.empty_like(
+                weight, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format
+            )
+        elif divided in PLACEMENTS and self.mesh is not None:
+            tensor = empty_dtensor(
+                described["shape"],
+                dtype=dtype,
+                device_mesh=self.mesh,
+                placements=[PLACEMENTS[divided]],
+            )
+        else:
+            shape = self.stored.shape_of(stored) if divided == "rank" else described["shape"]
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        if math.prod(tensor.shape):
+            self.stored.fill(stored, part_of(tensor))
+        return tensor
+
+    def ensure_class(self, was: str | None, optimizer: Optimizer) -> None:
+        """Refuse the state of another optimizer."""
+        if was not in (None, now := type(optimizer).__name__):
+            raise CheckpointError(
+                f"{self.stored.folder}: the optimizer was {was} and is {now}, which cannot read "
+                "its state; go on with the former, or train the model of this checkpoint in "
+                "another output folder (plugsft export makes one)"
+            )
+
+    def shared(self, described: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Restore state that belongs to no parameter."""
+        for key, value in described.items():
+            optimizer.state[key] = self.value(value, f"state '{key}'")  # type: ignore[index]
+
+    def extra(self, described: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Restore what an optimizer adds to its `state_dict`."""
+        if described:
+            added = {key: self.value(value, f"'{key}'") for key, value in described.items()}
+            optimizer.load_state_dict(optimizer.state_dict() | added)
+
+    def groups(
+        self, described: Mapping[str, Any], groups: list[dict[str, Any]], initial: list[Any]
+    ) -> None:
+        """Restore the values of parameter groups; settings that were changed since stay changed."""
+        if len(described["groups"]) != len(groups):
+            raise CheckpointError(
+                f"{self.stored.folder}: the optimizer had {len(described['groups'])} parameter "
+                f"groups and has {len(groups)}; make the groups as they were"
+            )
+        columns = zip(groups, described["groups"], described["initial"], initial, strict=True)
+        for number, (group, saved, began, begins) in enumerate(columns):
+            for key, value in saved.items():
+                # The schedule sets the learning rate at each step.
+                if key == "lr":
+                    continue
+                where = f"'{key}' of parameter group {number}"
+                if _same(began.get(key), begins.get(key)):
+                    if not _built(value):
+                        group[key] = _placed(self.value(value, where), group.get(key))
+                elif not _same(value, began.get(key)):
+                    raise CheckpointError(
+                        f"{self.stored.folder}: the optimizer's {where} changes in training, and "
+                        f"began as {began.get(key)!r} where it now begins as {begins.get(key)!r}; "
+                        "undo that change"
+                    )
+
+    def _ensure_divisible(self, divided: str, where: str) -> None:
+        """Refuse a tensor that could not be divided as the weights now are, exactly."""
+        whole = self.mesh is None and not self.joined
+        fits = whole if divided == "whole" else divided != "rank" and not self.joined
+        if not (divided == "weight" or self.same or fits):
+            raise CheckpointError(
+                f"{self.stored.folder}: the optimizer's {where} has another shape than its weight "
+                f"and cannot be divided among other ranks exactly: {CURE}"
+            )
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return a type of torch by its name."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def is_divided(described: Any) -> bool:
+    """Tell whether a description is of a tensor that is divided as its weight."""
+    return isinstance(described, Mapping) and described.get("divided") == "weight"
+
+
+def _placed(value: Any, there: Any) -> Any:
+    """Put a value into the object that has its place, which groups may share; return that."""
+    if type(value) is not type(there):
+        return value
+    if isinstance(value, Tensor) and (value.shape, value.dtype) == (there.shape, there.dtype):
+        return there.copy_(value)
+    if isinstance(value, list):
+        there[:] = value
+        return there
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare descriptions; no number is equal to itself in Python where it is NaN."""
+    return json.dumps(one) == json.dumps(other)
+
+
+def _built(described: Any) -> bool:
+    """Tell whether a value is an object that only the optimizer itself can build."""
+    return isinstance(described, Mapping) and "object" in described
+
+
+def describe_groups(describer: Describer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Describe the values of parameter groups."""
+    return [
+        {
+            key: describer.value(value, f"{STATES}/groups/{number}/{key}")
+            for key, value in group.items()
+            if key != "params"
+        }
+        for number, group in enumerate(groups)
+    ]
+
+
+def widened(described: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
+    """Return a state's description; where it had its weight's type, it gets the present one."""
+    if not is_divided(described) or was is None:
+        return described
+    follows = dtype_named(described["tensor"]) == was and widens(was, now)
+    return {**described, "tensor": short(now)} if follows else described
+
+
+def old_description(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
+    """Describe a checkpoint of the first format, whose files alone tell what it holds."""
+    # torch has counters on the device for these only.
+    fast = any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups)
+    weights = {
+        name: {
+            "dtype": short(stored.dtypes[f"model/{name}"]),
+            "shape": stored.shapes[f"model/{name}"],
+        }
+        for name in sorted(stored.of("model"))
+    }
+    states: dict[str, dict[str, Any]] = {}
+    for path in sorted(stored.of(STATES)):
+        name, _, key = path.rpartition("/")
+        stored_name = f"{STATES}/{path}"
+        shape = stored.shapes[stored_name]
+        leaf: dict[str, Any] = {"tensor": short(stored.dtypes[stored_name]), "shape": shape}
+        if not shape:
+            value = torch.empty(1, dtype=stored.dtypes[stored_name])
+            stored.fill(stored_name, Part(value, 0, ()))
+            leaf |= {"values": value.item(), "host": not fast}
+        else:
+            alike = name in weights and shape == weights[name]["shape"]
+            other = "whole" if stored.writers == 1 else "rank"
+            leaf |= {"divided": "weight" if alike else other, "name": stored_name}
+        states.setdefault(name, {})[key] = leaf
+    ensure_complete(stored, states, weights)
+    return {"weights": weights, "optimizer": {"states": states}}
+
+
+def ensure_complete(
+    stored: Stored, states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint of the first format that lacks some state of a parameter."""
+    kinds: dict[int, set[str]] = {}
+    for name, state in states.items():
+        kinds.setdefault(len(weights.get(name, {"shape": ()})["shape"]), set()).update(state)
+    for name, state in states.items():
+        if missing := kinds[len(weights.get(name, {"shape": ()})["shape"])] - {*state}:
+            raise stored.strange(f"{STATES}/{name}/{min(missing)}")

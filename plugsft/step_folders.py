@@ -1,0 +1,32 @@
+"""The checkpoint folders of a run: `step-` and a number; anything else there is the user's."""
+
+import re
+from pathlib import Path
+
+from .publish import is_published
+
+NAME = re.compile(r"step-([0-9]+)")
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after a step."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint folder; None for any other name."""
+    match = NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def listed(checkpoints: Path) -> list[Path]:
+    """Return the published checkpoints of a run, in the order of their steps."""
+    steps = [(step_of(path), path) for path in checkpoints.glob("step-*")]
+    own = [(step, path) for step, path in steps if step is not None and is_published(path)]
+    return [path for _, path in sorted(own)]
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """Return the published checkpoint of the last step, if there is any."""
+    found = listed(checkpoints)
+    return found[-1] if found else None

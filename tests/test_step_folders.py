@@ -1,0 +1,118 @@
+"""Checkpoint folders: `step-` and a number are ours, in the order of numbers; the rest is not."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+from conftest import run_plugsft
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from plugsft.checkpoint import STATE
+from plugsft.publish import MANIFEST, damage, publish, stamp
+from plugsft.step_folders import folder_of, listed, newest, step_of
+
+# What users, other tools and file managers make of our names.
+COPIES = ["best", "000002.backup", "000002 (copy)", "", "000003-good", "٣٤", "1_000", "+3", " 3"]
+SUFFIXES = st.one_of(
+    st.integers(0, 10**9).map(str),
+    st.integers(0, 10**7).map("{:06d}".format),
+    st.sampled_from(COPIES),
+    st.text(st.characters(exclude_characters="/\0", codec="utf8"), max_size=12),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sets(SUFFIXES, max_size=9))
+@example({"999999", "1000000", "999998", "best"})
+def test_only_numbers_are_ours_and_they_are_compared_as_numbers(tmp_path_factory, suffixes):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for suffix in suffixes:
+        with publish(folder / f"step-{suffix}"):
+            pass
+    ours = [suffix for suffix in suffixes if re.fullmatch("[0-9]+", suffix)]
+    found = listed(folder)
+    assert {path.name for path in found} == {f"step-{suffix}" for suffix in ours}
+    steps = [step_of(path) for path in found]
+    assert steps == sorted(map(int, ours))
+    assert newest(folder) == (found[-1] if found else None)
+
+
+@given(st.integers(0, 10**12))
+def test_a_step_s_folder_is_that_step_s(tmp_path_factory, step):
+    assert step_of(folder_of(tmp_path_factory.getbasetemp(), step)) == step
+
+
+def edited(checkpoint, step, **recipe):
+    """Make a checkpoint one of another step."""
+    state = json.loads((checkpoint / STATE).read_text())
+    state["step"] = step
+    state["recipe"] |= recipe
+    (checkpoint / STATE).write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest[STATE] = stamp(checkpoint / STATE)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    return checkpoint.rename(folder_of(checkpoint.parent, step))
+
+
+def test_a_run_goes_on_past_a_million_steps_and_leaves_copies_alone(tiny, tmp_path):
+    recipe, folder = tiny(checkpoint={"every": 1, "keep": 2}), tmp_path / "run/checkpoints"
+    assert run_plugsft(recipe, "train.steps=1").returncode == 0
+    shutil.rmtree(tmp_path / "run/model")
+    first = edited(folder / "step-000001", 999_997, **{"train.steps": 1_000_001})
+    copies = [shutil.copytree(first, folder / f"step-{name}") for name in COPIES if name.isascii()]
+    done = run_plugsft(recipe, "train.steps=1000001", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "going on after step 999997" in done.stdout
+    assert [path.name for path in listed(folder)] == ["step-1000000", "step-1000001"]
+    assert all(damage(copy) is None for copy in copies)
+    # Only the person can name a copy; a new run in this folder leaves it where it is.
+    shutil.rmtree(tmp_path / "run/model")
+    done = run_plugsft(recipe, "train.steps=1000001", "--resume-from", copies[0])
+    assert done.returncode == 0 and "going on after step 999997" in done.stdout, done.stderr
+    done = run_plugsft(recipe, "train.steps=1", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in listed(folder)] == ["step-000001"]
+    assert all(damage(copy) is None for copy in copies)
+
+
+@contextmanager
+def busy(folder):
+    """Make a folder one that cannot be renamed: EBUSY."""
+    if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@contextmanager
+def forbidden(folder):
+    """Make a folder one whose files cannot be removed: EACCES."""
+    if os.geteuid() == 0:
+        pytest.skip("root may remove anything")
+    folder.chmod(0o500)
+    try:
+        yield
+    finally:
+        for path in folder.parent.glob("*step-000001*"):
+            path.chmod(0o700)
+
+
+@pytest.mark.parametrize("fault", [busy, forbidden])
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tiny, tmp_path, fault):
+    recipe, folder = tiny(checkpoint={"every": 1, "keep": 1}), tmp_path / "run/checkpoints"
+    assert run_plugsft(recipe, "train.steps=1").returncode == 0
+    shutil.rmtree(tmp_path / "run/model")
+    first = edited(folder / "step-000001", 1, **{"train.steps": 3})
+    with fault(first):
+        done = run_plugsft(recipe, "train.steps=3", "--resume")
+        assert done.returncode == 0, done.stderr
+        warned = [line for line in done.stdout.splitlines() if "could not be removed" in line]
+        assert warned and "step-000001" in warned[0], done.stdout
+        assert (folder / "step-000003").is_dir() and (tmp_path / "run/model").is_dir()
