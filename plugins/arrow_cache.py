@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
-from pydantic import Field
 
 from plugsft import (
     DataError,
     DiskError,
+    Folder,
     Kept,
     Machine,
     RecipeError,
@@ -42,7 +42,7 @@ class ArrowCache:
     ask for it, and appears whole or not at all.
     """
 
-    folder: Annotated[str, Field(min_length=1)] | None = None
+    folder: Folder | None = None
     """Where to keep it; $PLUGSFT_CACHE unless said, and ~/.cache/plugsft without that."""
     refresh: bool = False
     """Build anew, once in this run, what is there already."""
@@ -56,7 +56,7 @@ class ArrowCache:
     @hookimpl
     def check(self, machine: Machine) -> None:
         """Refuse what would not do what it says."""
-        if self.folder and Path(self.folder).expanduser().is_file():
+        if self.folder and Path(self.folder).is_file():
             raise RecipeError(f"folder: {self.folder} is a file; give a folder")
         if self.refresh and self.read_only:
             raise RecipeError("refresh writes and read_only must not; set one of them")
@@ -73,7 +73,7 @@ class ArrowCache:
     ) -> Kept | None:
         """Open an entry, or build it; where the disk does not allow that, leave it to the core."""
         started = time.perf_counter()
-        home = Path(self.folder).expanduser() if self.folder else cache_folder()
+        home = Path(self.folder) if self.folder else cache_folder()
         entry = home / "tokens" / digest(key)
         there = os.path.exists(entry)
         wrong = self.wrong(entry, key, read) if there else ABSENT

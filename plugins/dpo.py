@@ -18,6 +18,7 @@ from plugsft import (
     DataError,
     Feed,
     Ints,
+    Place,
     Prelude,
     Recipe,
     RecipeError,
@@ -63,7 +64,7 @@ class Dpo:
     """Share of the pairs that are taken to be the wrong way round (sigmoid, length_normalized)."""
     nll: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the chosen answer's mean loss per token, added to that of its pair."""
-    reference: Annotated[str, Field(min_length=1)] | None = None
+    reference: Place | None = None
     """Another model to compare with: a folder or a name on the hub."""
     share_prompt: bool = False
     """Compute the prompt of a pair once, for both answers; for packed rows."""
@@ -85,7 +86,7 @@ class Dpo:
         self.computed = recipe.has("dpo_reference")
         if self.label_smoothing and self.loss not in ("sigmoid", "length_normalized"):
             raise RecipeError(f'label_smoothing is nothing with loss = "{self.loss}"; remove it')
-        named = self.reference and (self.reference[0] in "./~" or self.reference.count("/") > 1)
+        named = self.reference and (self.reference[0] in "./" or self.reference.count("/") > 1)
         if named and not Path(str(self.reference)).exists():
             raise RecipeError(f"reference: {self.reference}: no such folder")
         if recipe.data.train_on == "all":

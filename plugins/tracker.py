@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from pydantic import Field
 
-from plugsft import Machine, PluginError, Recipe, RecipeError, hookimpl, plugin, say, state
+from plugsft import Folder, Machine, PluginError, Recipe, RecipeError, hookimpl, plugin, say, state
 
 Kind = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 TABLES = ("final", "throughput", "feeding", "memory")
@@ -41,7 +41,7 @@ class Tracker:
     """The project, which MLflow calls an experiment."""
     name: str = ""
     """The run's name there; the name of the output folder unless said."""
-    folder: str = ""
+    folder: Folder | None = None
     """Where tensorboard and wandb keep files: `trackers` in the output unless said. Where trackio
     and MLflow do, TRACKIO_DIR and MLFLOW_TRACKING_URI say."""
 

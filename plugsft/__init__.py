@@ -15,7 +15,7 @@ from .errors import (
 )
 from .hooks import Hooks, Prelude, hookimpl, plugin, state
 from .machine import Machine, look
-from .recipe import Data, Recipe, Train
+from .recipe import Data, Folder, Place, Recipe, Train
 from .types import (
     Batch,
     Build,
@@ -105,6 +105,7 @@ __all__ = [
     "Encoded",
     "Fed",
     "Feed",
+    "Folder",
     "Hooks",
     "Ints",
     "Kept",
@@ -115,6 +116,7 @@ __all__ = [
     "Measured",
     "ModelLoad",
     "OnDemand",
+    "Place",
     "PluginError",
     "PlugsftError",
     "Positions",

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import RecipeError, did_you_mean
 from .limits import TABLES, shallow, text_of, toml_of
-from .recipe import TRL, Recipe, short
+from .recipe import TRL, Recipe, absolute, short
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -123,8 +123,8 @@ def anchored(recipe: Recipe) -> dict[str, Any]:
     for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
         for name in {"path", "tokenizer", "chat_template", "source", "tokens"} & table.keys():
             # The variant of a chat template is no place, whatever lies here under its name.
-            if Path(table[name]).exists() and (name, table[name]) != ("chat_template", TRL):
-                table[name] = str(Path(table[name]).absolute())
+            if (name, table[name]) != ("chat_template", TRL):
+                table[name] = absolute(table[name])
     if "sources" in data:
         del data["split"]
     return tables

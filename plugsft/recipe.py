@@ -1,6 +1,7 @@
 """The recipe: TOML in, typed objects out, and every mistake of a file in one go."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -10,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    PlainSerializer,
     model_validator,
 )
 
@@ -26,10 +28,22 @@ Schedule = Literal[
 ]
 
 
+VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if name not in os.environ:
+        raise ValueError(f"the environment variable '{name}' is not set; set it, or write the path")
+    return os.environ[name]
+
+
 def _usable(place: str) -> str:
     if not place:
         raise ValueError("given ''; it should be a name or a path")
-    expanded = os.path.expanduser(place)
+    expanded = os.path.expanduser(VARIABLE.sub(_variable, place))
+    if expanded.startswith("~"):
+        raise ValueError(f"given {short(place)}; the home folder that it names is not known")
     try:
         expanded.encode()
         os.stat(expanded)
@@ -41,8 +55,20 @@ def _usable(place: str) -> str:
     return expanded
 
 
-Place = Annotated[str, AfterValidator(_usable)]
-"""A path, with ~ for the home folder, or a name on the hub."""
+def absolute(place: str) -> str:
+    """Return a path that is there as an absolute one; a name on the hub as it is."""
+    return _anchored(place) if os.path.exists(place) else place
+
+
+def _anchored(place: str) -> str:
+    return str(Path(place).absolute())
+
+
+# As a plugin's option is written into the resolved recipe, which runs again from any folder.
+Place = Annotated[str, AfterValidator(_usable), PlainSerializer(absolute, when_used="json")]
+"""A path, with ~ for the home folder and ${NAME} for environment variables; or a hub name."""
+Folder = Annotated[str, AfterValidator(_usable), PlainSerializer(_anchored, when_used="json")]
+"""A folder that may still have to be made, with ~ and ${NAME} as in `Place`."""
 TRL = "trl"
 """In model.chat_template: trl's training variant of the model's own."""
 LOSSY = (

@@ -60,10 +60,10 @@ FLOORS = _words("""
     __init__ arguments measuring cli __main__
 """)
 EXPORTED = _words("""
-    Batch Behind Build CheckpointError Data DataError DiskError Encoded Fed Feed Hooks Ints Kept
-    LaunchError Layout Layouts Machine Measured ModelLoad OnDemand PluginError PlugsftError
-    Positions Prelude Recipe RecipeError Rendered Row Score Shapes Shard Slice Tokenizer Tokens
-    Train TrainError Window Work __version__ attend_per_document bottlenecks cache_folder damage
+    Batch Behind Build CheckpointError Data DataError DiskError Encoded Fed Feed Folder Hooks Ints
+    Kept LaunchError Layout Layouts Machine Measured ModelLoad OnDemand Place PluginError
+    PlugsftError Positions Prelude Recipe RecipeError Rendered Row Score Shapes Shard Slice
+    Tokenizer Tokens Train TrainError Window Work __version__ attend_per_document bottlenecks cache_folder damage
     decoder_layers digest documents_of encode ensure_apart fused_loss heard hookimpl
     lone_document look once opened pack peak_flops plugin progress render_rows say shapes_of
     state tokenizing weights_digest

@@ -2,13 +2,20 @@
 
 import json
 import os
+import re
+import tomllib
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import tiny_tables, write_recipe
 from making import activate, install
+from pydantic import BaseModel
 
 from plugsft import Recipe, RecipeError
-from plugsft.reading import explain, flatten, read, resolved, validate
+from plugsft import recipe as recipe_module
+from plugsft.finding import find, load_class
+from plugsft.reading import explain, fields, flatten, read, resolved, validate
 from plugsft.registry import load
 
 
@@ -265,9 +272,75 @@ def test_a_mixture_says_what_it_is_evaluated_on(tmp_path):
     assert "eval.source: missing; without data.source it must be set" in line
 
 
-def test_a_home_folder_is_written_with_a_tilde(tiny, monkeypatch):
-    monkeypatch.setenv("HOME", "/somebody")
-    assert load(tiny(), ["output=~/run"])[0].output == "/somebody/run"
+def places_of(table, prefix=""):
+    """Yield the keys of a table, and of those in it, whose values are paths."""
+    for name, info in table.__pydantic_fields__.items():
+        if info.init is False:
+            continue  # a plugin's state
+        kinds = [info.annotation, *get_args(info.annotation)]
+        marks = [*info.metadata, *(mark for kind in kinds for mark in get_args(kind)[1:])]
+        if any(getattr(mark, "func", None) is recipe_module._usable for mark in marks):
+            yield prefix + name
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from places_of(kind, f"{prefix}{name}.")
+
+
+PLUGINS_OF_PLACES = {"dpo": "reference", "arrow_cache": "folder", "tracker": "folder"}
+PLACES = [*places_of(Recipe), *(f"plugins.{name}.{key}" for name, key in PLUGINS_OF_PLACES.items())]
+
+
+def test_every_key_that_is_a_path_is_known_as_one():
+    assert {"output", "model.path", "model.tokenizer", "data.source", "data.tokens"} < {*PLACES}
+    named = re.compile("folder|path|file|reference|source|place")
+    for name, found in find().items():
+        cls = load_class(found)
+        known = [*places_of(cls)]
+        assert known == [one for one in [PLUGINS_OF_PLACES.get(name)] if one]
+        options = [key for key, _ in fields(cls) if named.search(key)]
+        assert options == known, "a path that knows no home folder"
+
+
+@pytest.mark.parametrize("key", PLACES)
+def test_a_path_knows_the_home_folder_and_environment_variables(tmp_path, monkeypatch, key):
+    home = tmp_path / "home"
+    (home / "there").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("RUNS", str(home))
+    monkeypatch.delenv("NOWHERE", raising=False)
+    monkeypatch.chdir(home)
+    tables = tiny_tables(tmp_path)
+    table = key.rpartition(".")[0]
+    if key in ("model.path", "data.source"):
+        tables[table].pop({"model.path": "scratch"}.get(key, "source"))
+    if key == "data.tokens":
+        tables["model"]["tokenizer"] = "gpt2"
+    if key == "plugins.tracker.folder":
+        tables["plugins"] = {"tracker": {"to": ["tensorboard"]}}
+    path = write_recipe(tmp_path / "recipe.toml", tables)
+
+    def loaded(value):
+        recipe = load(path, [f"{key}={json.dumps(value)}"])[0]
+        text = tomllib.loads(resolved(recipe))
+        given = recipe.model_dump()
+        for word in key.split("."):
+            text, given = text[word], given[word]
+        return given, text
+
+    for written in ("~/there", "$HOME/there", "${RUNS}/there", "${HOME}/./there"):
+        given, text = loaded(written)
+        assert Path(given) == Path(text) == home / "there"
+    # What is there is written so that it is found from any folder; a name on the hub stays.
+    assert Path(loaded("there")[1]) == home / "there"
+    if key in ("model.path", "model.tokenizer", "plugins.dpo.reference"):
+        assert loaded("org/name") == ("org/name", "org/name")
+    for written in ("${NOWHERE}/x", "$NOWHERE/x", "a/${NOWHERE}"):
+        with pytest.raises(RecipeError) as caught:
+            load(path, [f"{key}={json.dumps(written)}"])
+        [line] = caught.value.problems
+        assert f"{key}: the environment variable 'NOWHERE' is not set" in line
+    with pytest.raises(RecipeError, match="the home folder that it names is not known"):
+        load(path, [f'{key}="~nobody-has-this-name/x"'])
 
 
 def test_a_recipe_is_frozen(tiny):

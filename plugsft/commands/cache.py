@@ -95,7 +95,7 @@ def explain(
     active.answer(DataAnswers(recipe.folder))
     option = recipe.plugins.get("arrow_cache", {}).get("folder")
     places = {
-        "cache": _home(folder or (Path(option).expanduser() if option else None)),
+        "cache": _home(folder or (Path(option) if option else None)),
         "output": recipe.folder / "tokens",
     }
     with TemporaryDirectory() as elsewhere:
