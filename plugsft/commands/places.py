@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,8 +24,6 @@ FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
 """What a run writes, besides checkpoints/ and model/."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
 """By these a name is known to be a file's, not one on the hub."""
-STEP = re.compile(r"step-\d+")
-"""The name of a checkpoint."""
 PAGES = ('name="generator" content="plugsft"', "The page asks nothing of any network")
 """Signs of a page that plugsft wrote; the second in those of earlier versions."""
 LOCK = ".lock"
@@ -208,7 +205,7 @@ def ensure_ours(folder: Path) -> None:
 def strange_files(path: Path) -> list[Path]:
     """Return the files in the place of a checkpoint that are not of one."""
     # Any other name is a user's own copy, which no run touches.
-    return foreign(path) if STEP.fullmatch(path.name) else []
+    return foreign(path) if step_of(path) is not None else []
 
 
 def is_result(path: Path) -> bool:
