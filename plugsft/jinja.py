@@ -5,6 +5,7 @@ block is found by marks in the output instead of by joining all that stands befo
 """
 
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,11 +17,13 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from .jinja_limits import BoundedEnvironment, left, measure
 from .types import Row, Span
 
+INDENT = 32
+"""Spaces that tojson(indent=...) may ask for."""
 # Nothing in anyone's data spells these, and they are taken out again.
 BEGINS, ENDS = (f"\0{secrets.randbits(64)}{side}" for side in "()")
 
@@ -73,7 +76,7 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(BoundedEnvironment):
     """The sandbox, which looks into messages first, where that gives the same: it is faster."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -91,6 +94,12 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
+def _now(form: str) -> str:
+    if re.search(r"\d{3}", form):
+        raise SecurityError("strftime_now: widths of three digits are of no use")
+    return datetime.now().strftime(form)
+
+
 def _json(
     value: Any,
     ensure_ascii: bool = False,
@@ -99,6 +108,9 @@ def _json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own would escape what HTML minds.
+    measure(value)
+    if (isinstance(indent, int) and indent > INDENT) or isinstance(indent, str):
+        raise SecurityError(f"tojson(indent={indent!r:.20}): at most {INDENT} spaces")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -113,7 +125,7 @@ def compiled(source: str) -> Compiled:
     environment.filters["tojson"] = _json
     environment.globals |= {
         "raise_exception": _raise,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": _now,
         "dict": _Dict(),
         "namespace": _Namespace,
     }
@@ -128,7 +140,12 @@ def render(
     template: Compiled, messages: list[Row], variables: dict[str, Any]
 ) -> tuple[str, list[Span]]:
     """Return a conversation's text, and the spans that the template marks."""
-    whole = template.template.render({**variables, "messages": messages})
+    given = {**variables, "messages": messages}
+    left.start(given)
+    try:
+        whole = template.template.render(given)
+    finally:
+        left.stop()
     first, *parts = whole.split(BEGINS)
     text, spans, at = [first], [], len(first)
     for part in parts:

@@ -24,7 +24,15 @@ BEGINNINGS = "each chat compared with its beginnings, as the chat template write
 WHOLE = "every token of the chat"
 
 # A template is a program, and may trip over a row in as many ways.
-WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+WRONG = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 # A chat to try a template with.
 ASK, ANSWER = {"role": "user", "content": "!ask!"}, {"role": "assistant", "content": "!answer!"}
 
