@@ -24,7 +24,7 @@ def json_of(text: str | bytes) -> Any:
     """Parse JSON; raise ValueError where it is none, or is nested too deeply."""
     try:
         return from_json(text, cache_strings="keys")
-    except ValueError:
+    except (TypeError, ValueError):
         # The standard library also takes half characters, byte order marks, and other encodings.
         try:
             value = json.loads(text)
