@@ -1,12 +1,17 @@
 """What a model's configuration tells before its weights are read. Needs no model code."""
 
+import shlex
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import list_repo_files
 from transformers import AutoConfig, PretrainedConfig
 
 from .errors import PlugsftError, RecipeError, TrainError, out_of_memory
 from .recipe import Model, Recipe
 
+PICKLE = "pytorch_model"
+"""How the names of files begin that hold weights as a pickle."""
 TRUST = "trust_remote_code"
 """Every error of transformers about a model's own code says this."""
 
@@ -31,6 +36,7 @@ def check_context(recipe: Recipe) -> None:
     else:
         config = load_config(recipe.model)
         ensure_plain_loss(config, str(recipe.model.path))
+        ensure_safetensors(recipe.model)
         context = context_of(config)
     if context is not None and recipe.data.max_length > context:
         raise RecipeError(
@@ -38,6 +44,33 @@ def check_context(recipe: Recipe) -> None:
             f"tokens at most; set data.max_length = {context}"
             + (", or raise model.scratch.context" if scratch else "")
         )
+
+
+def ensure_safetensors(model: Model) -> None:
+    """Refuse weights that are there as a pickle only: whoever made one can run code with it."""
+    path = str(model.path)
+    try:
+        if Path(path).is_dir():
+            names = [file.name for file in Path(path).iterdir()]
+        else:
+            names = list_repo_files(path, revision=model.revision)
+    except Exception:  # without network: then loading refuses it
+        return
+    pickles = [name for name in names if name.startswith(PICKLE) and name.endswith(".bin")]
+    if not pickles or any(name.endswith(".safetensors") for name in names):
+        return
+    target = f"{Path(path).name}-safetensors"
+    revision = f", revision={model.revision!r}" if model.revision else ""
+    kinds = ("AutoModelForCausalLM", "AutoTokenizer")
+    steps = [
+        f"{kind}.from_pretrained({path!r}{revision}).save_pretrained({target!r})" for kind in kinds
+    ]
+    command = f"from transformers import {', '.join(kinds)}; {'; '.join(steps)}"
+    raise RecipeError(
+        f"model.path: '{path}' has its weights as a pickle ({min(pickles)}), which can run code "
+        "when it is read; plugsft reads safetensors. If you trust who made it, convert it with: "
+        f'python -c {shlex.quote(command)} and set model.path = "{target}"'
+    )
 
 
 def check_ids(recipe: Recipe, largest: int) -> None:

@@ -131,8 +131,13 @@ def shapes_made(
 def skeleton(model: Any) -> PreTrainedModel:
     """Return the model without memory, as transformers makes it: no rank holds a share of it."""
     made: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    config = copy.deepcopy(model.config)
+    # Saving writes the type's name into configurations, and some layers want the type itself.
+    inner = [getattr(config, name, None) for name in config.sub_configs]
+    for one in filter(None, [config, *inner]):
+        one.dtype = getattr(torch, one.dtype) if isinstance(one.dtype, str) else one.dtype
     with torch.device("meta"):
-        twin = made(copy.deepcopy(model.config))
+        twin = made(config)
     twin._weight_conversions = getattr(model, "_weight_conversions", None)
     return twin  # type: ignore[no-any-return]
 

@@ -1,7 +1,11 @@
 """Loading: tensors stay in their files only where those hold all that the model has."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from conftest import run_plugsft, tiny_tables, write_recipe
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -94,3 +98,31 @@ def test_a_model_that_is_loaded_whole_has_nothing_left_in_its_files(tmp_path, fa
         names = load.names_in(model)
         assert load.empty == bool(names)
         assert all(name == stored for name, stored in names.items())
+
+
+def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):
+    """The command is run as it stands; the recipe is then ready."""
+    assert run_plugsft(tiny(train={"steps": 1}), f"output={tmp_path / 'base'}").returncode == 0
+    base = tmp_path / "base/model"
+    torch.save(load_file(base / "model.safetensors"), base / "pytorch_model.bin")
+    (base / "model.safetensors").unlink()
+    tables = tiny_tables(tmp_path) | {"model": {"path": str(base)}}
+    recipe = write_recipe(tmp_path / "pickled.toml", tables)
+    for words in (("check", recipe), (recipe,)):
+        done = run_plugsft(*words, cwd=tmp_path)
+        assert done.returncode == 2, done.stdout
+        assert "a pickle (pytorch_model.bin)" in done.stderr
+    command = done.stderr.partition("convert it with: ")[2].partition(" and set model.path")[0]
+    command = command.replace("\n", " ").replace("python -c", f"{sys.executable} -c")
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, capture_output=True)
+    checked = run_plugsft("check", recipe, "model.path=model-safetensors", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_pickle_is_never_loaded(folder):
+    """Also where nobody has checked: by another name, or through a plugin."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    for empty in (False, True):
+        with pytest.raises(RecipeError, match=r"safetensors"):
+            Load(str(folder), {"dtype": torch.float32}, empty=empty).build()
