@@ -5,7 +5,18 @@ from threading import Lock
 
 import numpy as np
 
-from plugsft import Ints, Layout, Layouts, OnDemand, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import (
+    Ints,
+    Layout,
+    Layouts,
+    OnDemand,
+    Recipe,
+    RecipeError,
+    Tokens,
+    hookimpl,
+    plugin,
+    state,
+)
 
 COUNTING = Lock()
 """Windows may be laid out in several threads: of training, and of evaluation, ahead of both."""
@@ -17,9 +28,11 @@ class LengthGroup:
 
     tokens: int = state(0)
     before: int = state(0)
-    """Places in the padded micro-batches, as they would have been."""
+    """Tokens of the padded micro-batches, padding included, as they would have been."""
     after: int = state(0)
     """The same, as they are."""
+    seen: list[Tokens] = state([])
+    """The tokens of training and of evaluation."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -31,10 +44,18 @@ class LengthGroup:
             )
 
     @hookimpl(wrapper=True)
+    def annotate(self) -> Generator[None, Tokens, Tokens]:
+        """Note the tokens: of a pair, each answer is a row of the padded micro-batch."""
+        tokens = yield
+        self.seen.append(tokens)
+        return tokens
+
+    @hookimpl(wrapper=True)
     def batches(self, lengths: Ints) -> Generator[None, Layouts, Layouts]:
         """Deal every window's examples again, longest first."""
         layouts = yield
-        return Sorted(layouts, lengths, self)
+        tokens = next((one for one in self.seen if one.lengths is lengths), None)
+        return Sorted(layouts, lengths, self, *(shapes_of(tokens) if tokens else ()))
 
     @hookimpl
     def verdict(self) -> str | None:
@@ -46,7 +67,7 @@ class LengthGroup:
             return "no padding to save"
         return (
             f"{(self.before - self.after) / padding:.0%} of the padding saved: "
-            f"{padding / self.before:.0%} of all places before, "
+            f"{padding / self.before:.0%} of all tokens before, "
             f"{(self.after - self.tokens) / self.after:.0%} now"
         )
 
@@ -54,8 +75,17 @@ class LengthGroup:
 class Sorted(OnDemand):
     """Windows that are sorted when they are asked for."""
 
-    def __init__(self, layouts: Layouts, lengths: Ints, plugin: LengthGroup) -> None:
+    def __init__(
+        self,
+        layouts: Layouts,
+        lengths: Ints,
+        plugin: LengthGroup,
+        widths: "Ints | None" = None,
+        rows: "Ints | None" = None,
+    ) -> None:
         self._layouts, self._lengths, self._plugin = layouts, lengths, plugin
+        self._widths = lengths if widths is None else widths
+        self._rows = np.ones_like(lengths) if rows is None else rows
 
     def __len__(self) -> int:
         return len(self._layouts)
@@ -63,8 +93,8 @@ class Sorted(OnDemand):
     def lay_out(self, number: int) -> Layout:
         """Lay out one window."""
         given, lengths, plugin = self._layouts[number], self._lengths, self._plugin
-        dealt = deal_again(given, lengths)
-        before, after = places(lengths, given), places(lengths, dealt)
+        dealt = deal_again(given, self._widths)
+        before, after = (padded(self._widths, self._rows, one) for one in (given, dealt))
         if after > before:
             # It happens where micro-batches differ in their number of examples.
             dealt, after = given, before
@@ -75,21 +105,32 @@ class Sorted(OnDemand):
         return dealt
 
 
-def deal_again(layout: Layout, lengths: Ints) -> Layout:
-    """Fill a layout's places with its examples sorted, longest first.
+def shapes_of(tokens: Tokens) -> tuple[Ints, Ints]:
+    """Return each example's longest sequence, and its number of sequences."""
+    sequences, _ = tokens.sequences(np.arange(len(tokens)))
+    stops = np.searchsorted(np.cumsum(sequences), np.cumsum(tokens.lengths)) + 1
+    rows = np.diff(stops, prepend=0)
+    return np.maximum.reduceat(sequences, stops - rows), rows
 
-    Places are filled a micro-step at a time over all ranks: who works side by side has equal work.
+
+def deal_again(layout: Layout, widths: Ints) -> Layout:
+    """Fill a layout's micro-batches with its examples sorted, longest first.
+
+    They are filled a micro-step at a time over all ranks: who works side by side has equal work.
     """
     # Longest first: a micro-batch that is cut short then holds the shortest, and pads least.
     parts = [part for step in zip(*layout, strict=True) for part in step]
     examples = np.concatenate(parts)
-    examples = examples[np.argsort(-lengths[examples], kind="stable")]
+    examples = examples[np.argsort(-widths[examples], kind="stable")]
     dealt = np.split(examples, np.cumsum([len(part) for part in parts])[:-1])
     return [dealt[rank :: len(layout)] for rank in range(len(layout))]
 
 
-def places(lengths: Ints, layout: Layout) -> int:
+def padded(widths: Ints, rows: Ints, layout: Layout) -> int:
     """Return how many tokens the padded micro-batches of a window hold, padding included."""
     return sum(
-        len(part) * int(lengths[part].max()) for rank in layout for part in rank if len(part)
+        int(rows[part].sum()) * max(2, int(widths[part].max()))
+        for rank in layout
+        for part in rank
+        if len(part)
     )

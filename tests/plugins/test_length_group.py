@@ -1,17 +1,18 @@
 """length_group: the same steps, in micro-batches that pad less."""
 
 import json
+import random
 import re
 
 import numpy as np
 import pytest
-from conftest import read_metrics, run_plugsft
+from conftest import TEXT, read_metrics, run_plugsft
 from hypothesis import given
 from hypothesis import strategies as st
 
 from plugsft import testing
 from plugsft.plan import Windows, lay_out
-from plugsft.plugins.length_group import LengthGroup, Sorted, deal_again, places
+from plugsft.plugins.length_group import LengthGroup, Sorted, deal_again, padded
 from plugsft.recipe import Train
 
 shapes = st.tuples(
@@ -21,6 +22,10 @@ shapes = st.tuples(
 
 def layout_of(lengths, ranks, micro):
     return lay_out(np.arange(len(lengths)), ranks, micro), np.array(lengths, np.int64)
+
+
+def places(lengths, layout):
+    return padded(lengths, np.ones_like(lengths), layout)
 
 
 def flat(layout):
@@ -90,13 +95,40 @@ def test_a_run_learns_the_same_with_less_padding(tiny, tmp_path):
     assert saved > 30 and after < before / 1.4
 
 
+@pytest.mark.parametrize("batch", [8, 7])
+def test_pairs_are_counted_as_they_are_padded(tiny, tmp_path, batch):
+    """Two sequences each, of different lengths: each is a row of the padded micro-batch."""
+    rng = random.Random(batch)
+
+    def words(most):
+        return " ".join(rng.choices(TEXT.split(), k=rng.randint(1, most)))
+
+    rows = [
+        {"prompt": words(9), "chosen": words(30) + " a", "rejected": words(5) + " b"}
+        for _ in range(21)
+    ]
+    train = {"batch_size": batch, "micro_batch": 3, "log_every": 100}
+    recipe = tiny(rows, train=train, plugins={"dpo": {}, "length_group": {}})
+    done = run_plugsft(recipe)
+    assert done.returncode == 0, done.stderr
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    [verdict] = [one["verdict"] for one in run["plugins"] if one["name"] == "length_group"]
+    _, before, after = map(int, re.findall(r"(\d+)%", verdict))
+    # What was measured of the tensors themselves.
+    assert after == pytest.approx(100 * (1 - run["feeding"]["fill"]), abs=0.51)
+    plain = run_plugsft(recipe, "--without", "length_group", f"output={tmp_path}/plain")
+    assert plain.returncode == 0, plain.stderr
+    fill = json.loads((tmp_path / "plain/run.json").read_text())["feeding"]["fill"]
+    assert before == pytest.approx(100 * (1 - fill), abs=0.51) and after < before
+
+
 def test_the_verdict_is_the_padding_that_was_measured():
     plugin = LengthGroup()
     assert plugin.verdict() is None
     layout, lengths = layout_of([10, 30, 10, 30], 1, 2)
     after = Sorted([layout], lengths, plugin)[0]
     assert places(lengths, layout) == 120 and places(lengths, after) == 80
-    assert plugin.verdict() == "100% of the padding saved: 33% of all places before, 0% now"
+    assert plugin.verdict() == "100% of the padding saved: 33% of all tokens before, 0% now"
     even = LengthGroup()
     _ = Sorted([layout], np.full(4, 9), even)[0]
     assert even.verdict() == "no padding to save"
