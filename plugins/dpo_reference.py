@@ -172,9 +172,10 @@ class Pass:
         count = len(self.tokens)
         values, done = np.zeros((count, 2), np.float32), np.zeros(count, np.float32)
         ids = np.zeros(0, np.uint64)
-        if folder is not None:
-            ids = ids_of(self.tokens)
-            take_over(folder, self.key, ids, values, done)
+        with self.prelude.agreed("reading known log-probabilities"):
+            if folder is not None:
+                ids = ids_of(self.tokens)
+                take_over(folder, self.key, ids, values, done)
         done = self.prelude.added(torch.from_numpy(done)).cpu().numpy()
         left = np.flatnonzero(done == 0)
         first = len([*folder.glob("data-*")]) if folder is not None else 0
@@ -183,14 +184,16 @@ class Pass:
             for number, parts in enumerate(self.blocks(left), start=first):
                 chosen = np.concatenate(parts)
                 sums = self.sums(parts)
-                if folder is not None:
-                    write(folder / f"data-{number:06d}.arrow", chosen, ids[chosen], sums)
+                with self.prelude.agreed("writing log-probabilities"):
+                    if folder is not None:
+                        write(folder / f"data-{number:06d}.arrow", chosen, ids[chosen], sums)
                 tokens += int(self.tokens.lengths[chosen].sum())
                 self.seconds = time.perf_counter() - started
                 advance(len(chosen), f"{tokens / self.seconds:,.0f} tokens/s")
         self.computed = len(left)
-        if folder is not None:
-            self.finish(folder)
+        with self.prelude.agreed("writing log-probabilities"):
+            if folder is not None:
+                self.finish(folder)
 
     def finish(self, folder: Path) -> None:
         """Write what tells what the folder holds."""

@@ -2,20 +2,33 @@
 
 A rank that raises between two collectives would leave the others waiting in the next one. So work
 that can fail is done inside `agreed`, and what must be equal on all ranks is compared by
-`ensure_alike`. Both cost one small all-reduce where all is well; text is exchanged on failure only.
+`ensure_alike`. Where all is well, both cost one small all-reduce; text is sent on failure only.
+Where a rank fails elsewhere, as in a forward, `ending_together` ends the others with its reason.
 """
 
 import functools
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
 from accelerate import Accelerator
 
-from .errors import LaunchError, PlugsftError, TrainError
+from .errors import LaunchError, Stopped, TrainError
+from .notices import failure, reason_of
+
+PATIENCE = 60.0
+"""Seconds after which a failed rank tells the others, where these do not come to agree."""
+LONGEST = timedelta(hours=4)
+"""What one rank may take to read or write while the others wait."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""How gloo says that another process is gone."""
+
+T = TypeVar("T")
 
 
 class PeerError(TrainError):
@@ -28,7 +41,10 @@ def host_group() -> dist.ProcessGroup | None:
 
     All ranks call it first at the same place, in `connect`, because making a group is a collective.
     """
-    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    if dist.get_backend() == "gloo":
+        return None
+    group: dist.ProcessGroup = dist.new_group(timeout=LONGEST, backend="gloo")
+    return group
 
 
 @contextmanager
@@ -46,11 +62,15 @@ def agreed(accelerator: Accelerator, operation: str) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
+    late = threading.Timer(PATIENCE, failure.tell, [error])
     try:
+        if error is not None:
+            late.start()
         if _equal(operation, failed=error is not None):
             return
         reports = _gathered((operation, None if error is None else reason_of(error)))
     finally:
+        late.cancel()
         # Also where the others have ended already and cannot be told.
         if error is not None:
             raise error
@@ -86,10 +106,35 @@ def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
     return [value] if accelerator.num_processes == 1 else _gathered(value)
 
 
-def reason_of(error: BaseException) -> str:
-    """Return an error in one line, as another rank repeats it."""
-    text = "; ".join(str(error).splitlines())
-    return text if isinstance(error, PlugsftError) else f"{type(error).__name__}: {text}"
+def from_main(value: T | None) -> T:
+    """Return the main process's value on every rank."""
+    values: list[Any] = [value]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(values, src=0, group=host_group())
+    return values[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def ending_together(output: str) -> Iterator[None]:
+    """End the other ranks when this one fails, and this one, with their reason, when they do."""
+    try:
+        yield
+    except (PeerError, Stopped):
+        raise
+    except Exception as error:
+        if not _is_lost(error):
+            failure.tell(error)
+            raise
+        why = failure.why() or "another rank has ended; what it said stands above"
+        raise PeerError(f"{why}. Go on with --resume ({output})") from error
+    finally:
+        failure.ending()
+
+
+def _is_lost(error: Exception) -> bool:
+    """Tell whether an error means that another rank is gone."""
+    lost = isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST)
+    return isinstance(error, RuntimeError) and lost
 
 
 def _equal(text: str, failed: bool) -> bool:

@@ -15,9 +15,8 @@ import typer
 from . import __version__
 from .arguments import Overrides, RecipeFile, Trusted, Without, late
 from .console import complain, say
-from .errors import PlugsftError, RecipeError, did_you_mean
+from .errors import PlugsftError, RecipeError, Stopped, did_you_mean
 from .measuring import measuring
-from .stop import Stopped
 
 app = typer.Typer(
     add_completion=False,

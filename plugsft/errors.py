@@ -7,6 +7,7 @@ PlugsftError
 ├── LaunchError      what the launcher asked for is not what came up
 ├── DiskError        a place cannot be written to
 ├── CheckpointError  a checkpoint is missing, damaged, or of another run
+├── Stopped          the run ended early because it was told to (exit code 128 + the signal)
 └── TrainError       training itself went wrong (exit code 1: not a mistake in the input)
 
 Each message says where, what, and the cure.
@@ -80,6 +81,14 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     cause = error.__cause__ or error.__context__
     return cause is not None and out_of_memory(cause)
+
+
+class Stopped(PlugsftError):
+    """The run ended early because it was told to."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from accelerate import Accelerator
 from torch import Tensor
 
+from .agree import agreed
 from .hooks import Hooks
 from .tokens import Tokens
 from .types import Batch, Fed, Ints, Window
@@ -27,13 +28,16 @@ class Feeder:
     """Builds this rank's batches of each window."""
 
     def __init__(self, hook: Hooks, accelerator: Accelerator, pad: int) -> None:
-        self._hook, self._pad = hook, pad
+        self._accelerator, self._hook, self._pad = accelerator, hook, pad
         self._rank, self._device = accelerator.process_index, accelerator.device
 
     def feed(
         self, window: Callable[[int], Window], tokens: Tokens, steps: range
     ) -> Generator[Fed, None, None]:
-        """Iterate over windows, in order, with their batches on the device."""
+        """Iterate over windows, in order, with their batches on the device.
+
+        Each is given once every rank has its own, so that none waits for one that cannot make it.
+        """
 
         def build(step: int) -> Fed:
             making: list[Ints] = []
@@ -50,8 +54,18 @@ class Feeder:
                 error.add_note(f"{note}, from {rows_of(tokens, making)}" if making else note)
                 raise
 
-        # Closing this closes what the hook gave, if that can be closed.
-        yield from self._hook.feed(build=build, steps=steps)
+        fed: Fed | None
+        windows = iter(self._hook.feed(build=build, steps=steps))
+        try:
+            while True:
+                with agreed(self._accelerator, "making batches"):
+                    fed = next(windows, None)
+                if fed is None:
+                    return
+                yield fed
+        finally:
+            if isinstance(windows, Generator):
+                windows.close()
 
     def batch(self, tokens: Tokens, examples: Ints) -> Batch:
         """Return a micro-batch of some examples, on the device."""

@@ -25,6 +25,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
@@ -147,6 +148,12 @@ class Prelude(Protocol):
 
     def added(self, values: Tensor) -> Tensor:
         """Return the sums over all ranks."""
+
+    def agreed(self, operation: str) -> AbstractContextManager[None]:
+        """Run a body without collectives on all ranks; where one fails, all of them raise.
+
+        For what may fail on one rank alone, as writing does, between two collectives.
+        """
 
     def frozen(self, path: str = "", revision: str | None = None) -> Module:
         """Load a model as the run's was, that one again or another; it is never trained."""

@@ -3,17 +3,20 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from transformers import set_seed
 
+from .agree import agreed, ending_together, ensure_alike
+from .alike import CURE, ensure_same_inputs, model_facts, plan_facts
 from .answers import DataAnswers
 from .answers_model import ModelAnswers
 from .checkpoint import Checkpoints
@@ -33,7 +36,7 @@ from .precision import truth
 from .prelude import Prelude
 from .prepare import Prepared, prepare
 from .pretrained import pad_id
-from .ranks import connect, exchange, in_company, name_of, quiet, seed_step
+from .ranks import connect, exchange, name_of, quiet, seed_step
 from .recipe import LOSSY, Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
@@ -55,20 +58,19 @@ def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Pat
     scratch = scratch_model(recipe, data)
 
     accelerator = connect(recipe, machine)
+    ensure_same_inputs(accelerator, recipe, active, data)
     how, model, optimizer = load(recipe, hook, scratch, accelerator)
     feeder = Feeder(hook, accelerator, pad_id(data.tokenizer))
     prelude = Prelude(accelerator, hook, feeder, how)
     tokens = prelude.annotate(model, data.tokens)
     held_out = data.held_out and prelude.annotate(model, data.held_out)
-    plan = Plan(tokens, recipe, accelerator.num_processes, hook)
-    schedule = Schedule(recipe.train, optimizer, plan.steps)
+    plan, schedule = plan_steps(accelerator, recipe, hook, tokens, optimizer)
     held = held_by(accelerator, model, optimizer)
     checkpoints = Checkpoints(recipe, active, tokens, accelerator, held, plan.steps)
     checkpoints.restore(resume)
     describe(record, recipe, accelerator, held, tokens, held_out, plan, checkpoints)
-
     windows = feeder.feed(plan.window, tokens, range(checkpoints.saved + 1, plan.steps + 1))
-    with Stop() as stop, record, stop.raised(), closing(windows), in_company(recipe):
+    with Stop() as stop, record, stop.raised(), closing(windows), ending_together(recipe.output):
         clock = time.perf_counter()
         for fed in windows:
             window, waited = fed.window, time.perf_counter() - clock
@@ -101,7 +103,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Pat
             if last or stopping or checkpoints.due(window.step):
                 checkpoints.save(window.step)
             if stopping:
-                raise stop.end(window.step, recipe.output)
+                stop.end(accelerator, window.step, recipe.output)
             clock = time.perf_counter()
         save_model(accelerator, model, held, data.tokenizer, recipe)
     accelerator.end_training()
@@ -126,13 +128,31 @@ def load(
         how.kwargs["dtype"] = torch.bfloat16
 
     def make(held: Module) -> Optimizer:
-        return hook.optimizer(model=held, train=recipe.train)
+        with agreed(accelerator, "making the optimizer"):
+            return hook.optimizer(model=held, train=recipe.train)
 
     with loading(recipe, accelerator.process_index):
-        model = hook.optimize_model(load=how)
-        ensure_saveable(model)
-        model.train()
+        # DeepSpeed divides each tensor among the ranks as it is made: that cannot be agreed on.
+        alone = accelerator.distributed_type != DistributedType.DEEPSPEED
+        with agreed(accelerator, "loading the model") if alone else nullcontext():
+            model = hook.optimize_model(load=how)
+            ensure_saveable(model)
+            model.train()
+            facts = model_facts(model, how)
+        ensure_alike(accelerator, facts, CURE)
         return how, *spread(accelerator, how, model, make)
+
+
+def plan_steps(
+    accelerator: Accelerator, recipe: Recipe, hook: Hooks, tokens: Tokens, optimizer: Optimizer
+) -> tuple[Plan, Schedule]:
+    """Lay out the run's steps and learning rates, the same on every rank."""
+    with agreed(accelerator, "planning the steps"):
+        plan = Plan(tokens, recipe, accelerator.num_processes, hook)
+        schedule = Schedule(recipe.train, optimizer, plan.steps)
+        facts = plan_facts(plan)
+    ensure_alike(accelerator, facts, CURE)
+    return plan, schedule
 
 
 def scratch_model(recipe: Recipe, data: Prepared) -> Path:
@@ -308,4 +328,5 @@ def describe(
         + (f"; going on after step {checkpoints.saved}" if checkpoints.saved else "")
     )
     say(f"checkpoints: {checkpoints.rhythm}")
-    record.open({"total": plan.steps, "per_epoch": plan.per_epoch}, checkpoints.saved)
+    with agreed(accelerator, "beginning the record"):
+        record.open({"total": plan.steps, "per_epoch": plan.per_epoch}, checkpoints.saved)

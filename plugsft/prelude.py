@@ -1,21 +1,26 @@
 """What a plugin may do with the whole run before step 1, in `annotate`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.nn import Module
 
+from .agree import PeerError, agreed, from_main
 from .feeder import Feeder
 from .hooks import Hooks
 from .models import Load
+from .notices import reason_of
 from .spread import is_sharded, spread_frozen
 from .tokens import Tokens
 from .types import Ints
+
+BUILD, KEPT, FAILED = "build", "kept", "failed"
+"""What the main process tells the others in `keep`."""
 
 
 class Prelude:
@@ -28,6 +33,8 @@ class Prelude:
         self.load = load
         """How the model was loaded."""
         self._accelerator, self._hook, self._feeder = accelerator, hook, feeder
+        self._left_by_all = False
+        """Whether all ranks left the last build together, since one of them failed."""
 
     def annotate(self, model: Module, tokens: Tokens) -> Tokens:
         """Let plugins add to tokens what must be computed with the model."""
@@ -41,6 +48,16 @@ class Prelude:
         """
         batch = self._feeder.batch(tokens, examples)
         return self._hook.score(model=model, batch=batch, summed=False)
+
+    @contextmanager
+    def agreed(self, operation: str) -> Iterator[None]:
+        """Run a body without collectives on all ranks; where one fails, all of them raise."""
+        try:
+            with agreed(self._accelerator, operation):
+                yield
+        except Exception:
+            self._left_by_all = True
+            raise
 
     def added(self, values: Tensor) -> Tensor:
         """Return the sums over all ranks."""
@@ -67,22 +84,44 @@ class Prelude:
         All ranks build together: the main one in the folder, and the others beside it, with None.
         """
         if not self._accelerator.is_main_process:
-            if self._told(None):
-                build(None)
-            return self._told(None)
-        began = []
+            return self._build_with_main(build)
+        lost: list[Exception] = []
 
         def begin(folder: Path) -> None:
-            began.append(self._told(True))
-            build(folder)
+            if lost:
+                raise lost[0]
+            from_main((BUILD, None))
+            self._left_by_all = False
+            try:
+                build(folder)
+            except Exception as error:
+                if self.ranks > 1 and not self._left_by_all:
+                    lost.append(error)  # the others are inside, and cannot begin again
+                raise
 
-        kept = self._hook.cache(key=key, build=begin, read=read)
-        if not began:
-            self._told(False)
-        return self._told(kept)
+        try:
+            value = self._hook.cache(key=key, build=begin, read=read)
+        except Exception as error:
+            if not lost:
+                from_main((FAILED, reason_of(error)))
+            raise
+        if lost:
+            raise lost[0]
+        return from_main((KEPT, value))[1]
 
-    def _told(self, value: Any) -> Any:
-        """Return what the main process says to all."""
-        if self.ranks == 1:
-            return value
-        return broadcast_object_list([value])[0]
+    def _build_with_main(self, build: Callable[[Path | None], None]) -> Any:
+        """Build as often as the main process begins to; return what it has in the end."""
+        own: Exception | None = None
+        while True:
+            word, value = from_main((FAILED, None))
+            if word == KEPT:
+                return value
+            if word == FAILED:
+                raise own or PeerError(f"rank 0 failed: {value}")
+            self._left_by_all = False
+            try:
+                build(None)
+            except Exception as error:
+                if not self._left_by_all:
+                    raise
+                own = None if isinstance(error, PeerError) else error

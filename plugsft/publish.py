@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -237,9 +237,9 @@ def _leave_foreign(folder: Path, sized: bool) -> Path:
     return aside
 
 
-def sweep(parent: Path) -> None:
-    """Remove what killed processes left half-built: of this machine at once, of others in a day."""
-    for path in parent.glob(".*.tmp"):
+def sweep(parent: Path, names: Sequence[str] = ("*",)) -> None:
+    """Remove what killed processes left half-built under names: of other machines after a day."""
+    for path in [path for name in names for path in parent.glob(f".{name}.tmp")]:
         pid = path.name.removesuffix(".tmp").rpartition("-")[2]
         with suppress(OSError):
             if f".{HERE}-" in path.name and pid.isdigit():

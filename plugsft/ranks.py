@@ -9,25 +9,22 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
-from torch.distributed import DistBackendError, TCPStore  # type: ignore[attr-defined]  # made in C++
 from torch.nn import Module
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from .agree import host_group
-from .errors import LaunchError, TrainError
+from .errors import LaunchError
+from .launcher import asked_of_launcher
 from .machine import Machine
+from .notices import failure, store, store_key
 from .precision import ensure_no_other, in_float32, mixed, on_cpu
 from .recipe import Recipe
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 CURE = (
     "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
     "the visible devices"
@@ -46,7 +43,7 @@ def quiet() -> None:
 
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     """Bring up the process group, and make sure that it is the one that was asked for."""
-    asked = _asked_of_launcher()
+    asked = asked_of_launcher()
     if asked > machine.world_size:
         raise LaunchError(
             f"accelerate launch was asked for {asked} processes and started {machine.world_size}. "
@@ -89,6 +86,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     _ensure_heard(accelerator, recipe)
     if machine.world_size > 1:
         host_group()
+        failure.listen()
     if deepspeed:
         # DeepSpeed calls names of torch that torch wants called otherwise, at every step.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
@@ -139,26 +137,10 @@ def wait_for_all(machine: Machine) -> None:
     """
     if machine.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False)
-    here = f"plugsft-prepared-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store.add(here, 1)
-    while store.add(here, 0) < machine.world_size:
+    launcher, here = store(), store_key("prepared")
+    launcher.add(here, 1)
+    while launcher.add(here, 0) < machine.world_size:
         time.sleep(0.2)
-
-
-@contextmanager
-def in_company(recipe: Recipe) -> Iterator[None]:
-    """Say in one line that another rank has ended, where gloo or NCCL say it in fifty."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, DistBackendError) or any(sign in str(error) for sign in LOST):
-            raise TrainError(
-                "another rank has ended, and this one cannot go on alone; what that one said "
-                f"stands above. Go on with --resume ({recipe.output})"
-            ) from error
-        raise
 
 
 @contextmanager
@@ -200,24 +182,3 @@ def _prepare_cpu(fsdp: bool, deepspeed: bool) -> None:
     if fsdp:
         # accelerate switches FSDP on for types that are not CPU's; gloo does the rest.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def _asked_of_launcher() -> int:
-    """Return the processes that `accelerate launch` above us was asked for.
-
-    Asked for several on a machine without GPU, it starts one and says nothing.
-    """
-    for parent in psutil.Process().parents():
-        try:
-            line = parent.cmdline()
-        except psutil.Error:
-            return 1
-        words = [os.path.basename(word) for word in line[:4]]
-        for place, word in enumerate(words):
-            spelt = word in ("accelerate-launch", "accelerate.commands.launch")
-            if spelt or (word == "launch" and words[place - 1].startswith("accelerate")):
-                known, _ = launch_command_parser().parse_known_args(line[place + 1 :])
-                if known.num_processes is None and known.config_file:
-                    return int(load_config_from_file(known.config_file).num_processes or 1)
-                return int(known.num_processes or 1)
-    return 1

@@ -13,7 +13,7 @@ import torch
 
 from . import report
 from .console import say
-from .errors import PlugsftError
+from .errors import PlugsftError, Stopped
 from .hooks import hookimpl
 from .machine import Machine, held_most
 from .publish import discard, is_published, write_text, writing
@@ -22,7 +22,6 @@ from .recipe import Recipe
 from .registry import Active, options_of
 from .report import read_metrics
 from .step_folders import listed
-from .stop import Stopped
 from .tokens import Tokens
 
 MEASURED = (

@@ -12,6 +12,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from .agree import agreed
 from .errors import CheckpointError, RecipeError
 from .held import Held
 from .models import lasting_buffers
@@ -70,22 +71,22 @@ def save_model(
         if accelerator.is_main_process:
             mine[name] = held.part(one)
             weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
-    if accelerator.is_main_process:
-        buffers = {} if adapter else lasting_buffers(plain)
-        mine |= {name: part_of(one) for name, one in buffers.items()}
-        end_generation(plain, tokenizer)
-        with publish(recipe.folder / "model", replace=True) as folder:
-            plain.save_pretrained(folder, state_dict=weights | buffers)
-            if not adapter:
-                # transformers writes the type of the weights in memory.
-                plain.config.dtype = dtype
-                plain.config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            if adapter:
-                ensure_adapters(folder, weights, mine)
-            else:
-                ensure_written(folder, plain, saved_of(plain, mine), dtype)
-    accelerator.wait_for_everyone()
+    with agreed(accelerator, "writing the trained model"):
+        if accelerator.is_main_process:
+            buffers = {} if adapter else lasting_buffers(plain)
+            mine |= {name: part_of(one) for name, one in buffers.items()}
+            end_generation(plain, tokenizer)
+            with publish(recipe.folder / "model", replace=True) as folder:
+                plain.save_pretrained(folder, state_dict=weights | buffers)
+                if not adapter:
+                    # transformers writes the type of the weights in memory.
+                    plain.config.dtype = dtype
+                    plain.config.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                if adapter:
+                    ensure_adapters(folder, weights, mine)
+                else:
+                    ensure_written(folder, plain, saved_of(plain, mine), dtype)
 
 
 def ensure_written(folder: Path, model: Any, mine: dict[str, Part], dtype: torch.dtype) -> None:

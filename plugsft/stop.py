@@ -1,4 +1,4 @@
-"""Being told to stop: finish the step, keep everything, and say how to go on."""
+"""Being told to stop: finish the step, save everything, and say how to go on."""
 
 import signal
 import time
@@ -7,36 +7,29 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-from .errors import PlugsftError
+from accelerate import Accelerator
 
-
-class Stopped(PlugsftError):
-    """The run ended early because it was told to."""
-
-    def __init__(self, name: str, step: int, output: str) -> None:
-        super().__init__(
-            f"stopped by {name or 'another rank'} after step {step}: saved; go on with --resume "
-            f"({output})"
-        )
-        self.exit_code = 128 + (signal.Signals[name] if name else signal.SIGTERM)
+from .agree import agreed
+from .errors import Stopped
+from .launcher import lost
 
 
 class Stop:
-    """Hears SIGTERM and SIGINT while it is entered. One more, later, ends at once."""
+    """Hears signals and the launcher's end. One more signal, later, ends at once."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     LATER = 2.0
     """Seconds: Ctrl-C reaches us from the terminal, and a moment later from the launcher too."""
 
     def __init__(self) -> None:
         self.name, self._since = "", 0.0
         self.error: Exception | None = None
-        self._before: list[Any] = []
+        self._before: dict[int, Any] = {}
 
     @property
     def asked(self) -> bool:
         """Whether this process was told to stop, or has to."""
-        return bool(self.name) or self.error is not None
+        return bool(self.name) or self.error is not None or lost.is_set()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -53,16 +46,26 @@ class Stop:
         if self.error is not None:
             raise self.error
 
-    def end(self, step: int, output: str) -> Exception:
-        """Return what ends the run after a step."""
-        return self.error or Stopped(self.name, step, output)
+    def end(self, accelerator: Accelerator, step: int, output: str) -> None:
+        """End the run after a step, on every rank."""
+        with agreed(accelerator, "logging metrics"):
+            if self.error is not None:
+                raise self.error
+        reason = self.name or ("the end of its launcher" if lost.is_set() else "another rank")
+        raise Stopped(
+            f"stopped by {reason} after step {step}: saved; go on with --resume ({output})",
+            128 + (signal.Signals[self.name] if self.name else signal.SIGTERM),
+        )
 
     def __enter__(self) -> Self:
-        self._before = [signal.signal(number, self._hear) for number in self.SIGNALS]
+        for number in self.SIGNALS:
+            # nohup has SIGHUP ignored, and it stays so.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._hear)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        for number, handler in zip(self.SIGNALS, self._before, strict=True):
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

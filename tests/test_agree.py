@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from accelerate import Accelerator
-from conftest import FORKS
+from conftest import FORKS, chats, start_ranks, tiny_tables, write_jsonl, write_recipe
 
 from plugsft.agree import agreed, ensure_alike
 from plugsft.errors import DiskError, LaunchError, TrainError
@@ -138,3 +138,16 @@ def test_one_process_agrees_with_itself():
     ensure_alike(accelerator, {"tokens": "a"}, "Cure.")
     with pytest.raises(TrainError, match="mine"), agreed(accelerator, "saving"):
         raise TrainError("mine")
+
+
+def test_ranks_with_other_rows_behind_one_path_stop_before_step_1(tmp_path):
+    """As two machines do that have disks of their own, each mounted at its own place."""
+    recipe = write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path))
+    rows = [write_jsonl(tmp_path / f"rows-{seed}.jsonl", chats(24, seed)) for seed in range(2)]
+    words = [(recipe, f"data.source={path}") for path in rows]
+    ended = [rank.wait(120) for rank in start_ranks(2, words=words)]
+    assert [one.returncode for one in ended] == [2, 2], [one.stderr for one in ended]
+    said = " ".join(ended[0].stderr.split())
+    assert "the ranks differ in the training data: rank 0 has 24 examples of" in said
+    assert "rank 1 has 24 examples of" in said and "same files on all of them" in said
+    assert "step 1" not in ended[0].stdout and not (tmp_path / "run/run.json").exists()

@@ -36,11 +36,11 @@ FLOORS = _words("""
     answers context schedule pretrained
     work
     keys
-    agree
+    launcher notices agree
     batches memory documents heads parts weights models shapes rules answers_model
     optimizer_state held spread precision ranks stop
     feeder prelude
-    prepare report
+    prepare alike report
     record checkpoint saved
     loop
     testing

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -9,9 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT, chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
 from making import activate, install
+
+from plugsft.commands.places import is_held
+from plugsft.publish import HERE, damage, runs
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
 EVAL = {"every": 2, "split": "train[:5]"}
@@ -190,6 +195,63 @@ def test_a_killed_rank_ends_the_launch_and_the_rerun_goes_on(tiny, tmp_path, nam
     assert code == 0, err
     assert "going on after step" in out
     assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-4)
+
+
+def alive(ranks):
+    return [pid for pid in ranks if runs(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu2", pytest.param("zero3", marks=only_full)])
+def test_ranks_end_in_order_when_their_launcher_is_killed(tiny, tmp_path, name):
+    recipe = tiny(rows=chats(21), train=TRAIN | {"steps": 10_000, "log_every": 10_000})
+    process = launch(*config(name), "-m", "plugsft", recipe)
+    run = tmp_path / "run"
+    while not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None
+        time.sleep(0.05)
+    ranks = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
+    ranks = [pid for pid in ranks if str(recipe) in psutil.Process(pid).cmdline()]
+    assert len(ranks) == 2
+    process.kill()
+    killed = time.monotonic()
+    while alive(ranks) and time.monotonic() - killed < 60:
+        time.sleep(0.1)
+    left = alive(ranks)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "nobody else would end them"
+    assert not is_held(run)
+    record = json.loads((run / "run.json").read_text())
+    assert record["status"] == "stopped" and "the end of its launcher" in record["reason"]
+    [saved] = (run / "checkpoints").glob("step-*")
+    assert damage(saved) is None and saved.name == f"step-{record['steps']['done']:06d}"
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_a_process_that_a_shell_leaves_behind_goes_on(tiny, tmp_path):
+    """Nobody launched it: neither its shell's end nor, under nohup, a hangup stops it."""
+    recipe = tiny(rows=chats(21), train=TRAIN | {"steps": 200, "log_every": 200})
+    run = tmp_path / "run"
+    run.mkdir()
+    left = run / f".model.{HERE}-{2**22 + 1}.tmp"  # of a run that was killed as it saved its model
+    left.mkdir()
+    mine = run / ".notes.tmp"
+    mine.write_text("a user's")
+    os.utime(mine, (0, 0))
+    command = shlex.join([sys.executable, "-m", "plugsft", str(recipe)])
+    shell = f"nohup {command} > {tmp_path / 'log'} 2>&1 & echo $!"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT)
+    pid = int(done.stdout)
+    while not (run / "metrics.jsonl").is_file() and runs(pid):
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGHUP)
+    while runs(pid):
+        time.sleep(0.1)
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], record["steps"]["done"]) == ("finished", 200), record["reason"]
+    assert not left.exists() and mine.exists()
 
 
 WATCH = """

@@ -6,13 +6,16 @@ from pathlib import Path
 
 from .. import loop
 from .. import prepare as preparation
+from ..agree import ending_together
 from ..answers import DataAnswers
 from ..checkpoint import find
 from ..console import say
 from ..errors import CheckpointError, RecipeError
 from ..hooks import DATA
+from ..launcher import watch_launcher
 from ..limits import text_of
 from ..machine import look
+from ..publish import sweep
 from ..reading import resolved
 from ..recipe import Recipe
 from ..registry import load
@@ -20,6 +23,9 @@ from ..report import read_metrics
 from ..step_folders import listed
 from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers, read_run
 from .room import ensure_room
+
+RESULTS = ("model.*", "checkpoints.*", "run.json.*", "recipe.toml.*", "metrics.jsonl.*")
+"""What a run writes into its output, each under a temporary name at first."""
 
 
 def train(
@@ -35,6 +41,7 @@ def train(
 
     `auto` resumes where a run left a checkpoint, and starts where none has.
     """
+    watch_launcher()
     recipe, active = load(path, overrides, without)
     machine, folder = look(), recipe.folder
     if (resume or given or auto) and overwrite:
@@ -44,6 +51,8 @@ def train(
     ensure_inputs(recipe, path)
     with alone(recipe) if machine.is_main else nullcontext():
         ensure_ours(folder)
+        if machine.is_main:
+            sweep(folder, RESULTS)
         if auto:
             if left := finished_alone(recipe):
                 say(f"nothing to resume: {recipe.output} holds {left}")
@@ -57,7 +66,7 @@ def train(
         if resume and is_finished(recipe, found[0]):
             say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
             return
-        with active.named():
+        with active.named(), ending_together(recipe.output):
             loop.train(recipe, active, machine, found)
     say(f"model: {folder / 'model'}")
     say(f"report: {folder / 'report.html'}")

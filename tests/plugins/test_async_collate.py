@@ -49,7 +49,7 @@ class World:
         recipe, active = resolve(self.tables | {"train": train, "plugins": plugins})
         hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
         check(active, recipe, look())
-        place = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
+        place = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
         plan = Plan(self.tokens, recipe, ranks, hook)
         assert plan.steps == len(STEPS) or "bfd_packing" in plugins
         steps = range(steps.start, min(steps.stop, plan.steps + 1))

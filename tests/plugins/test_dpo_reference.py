@@ -202,3 +202,37 @@ def test_sharded_ranks_compute_the_same(recipe, tmp_path, kind):
     assert code == 0, err
     assert "23 of 23 pairs computed" in out
     assert curve(tmp_path / kind) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5, abs=1e-6)
+
+
+FILL = """
+    import os
+
+    @plugin(after=["dpo", "fused_loss"])
+    class Fill:
+        folder: str
+
+        @hookimpl(wrapper=True)
+        def score(self):
+            # The first pass has begun: its folder is there, and what it writes finds a full disk.
+            if os.environ["RANK"] == "0" and not os.path.exists(f"{self.folder}/fill"):
+                with open(f"{self.folder}/fill", "wb", buffering=0) as file:
+                    try:
+                        while file.write(bytes(4096)):
+                            pass
+                    except OSError:
+                        pass
+            return (yield)
+"""
+
+
+def test_all_ranks_build_again_where_the_disk_of_the_main_one_is_full(
+    recipe, tmp_path, small_disk, monkeypatch
+):
+    """The main rank alone would build again, and the others wait in another exchange."""
+    activate(install(tmp_path / "site", fill=FILL), monkeypatch)
+    words = ("plugins.arrow_cache={}", REFERENCE, f"plugins.fill.folder={small_disk}")
+    done = run_ranks(2, recipe, *words, env={"PLUGSFT_CACHE": str(small_disk)}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "cache: not used" in done.stdout and "the disk is full" in done.stdout
+    assert "23 of 23 pairs computed in" in said(done)
+    assert str(tmp_path / "run/tokens") in said(done)

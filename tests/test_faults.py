@@ -1,0 +1,146 @@
+"""A fault on one of two real ranks, at each place of a run: both end, with its reason."""
+
+import json
+import time
+
+import pytest
+from conftest import chats, only_full, start_ranks
+from making import activate, install
+
+from plugsft.publish import damage
+
+# It fails on one rank: in a hook, or as soon as a file grows beyond what the disk would grant.
+FAULT = """
+    import os, resource
+
+    def here(name):
+        return property(lambda self: self.place == name and os.environ["RANK"] == str(self.rank))
+
+    @plugin(after=["dpo", "dpo_reference"])
+    class Fault:
+        place: str
+        rank: int
+        calls: int = state(0)
+        steps: int = state(0)
+
+        def fail(self, place):
+            if self.place == place and os.environ["RANK"] == str(self.rank):
+                raise RuntimeError(f"boom in {place}")
+
+        @hookimpl(wrapper=True)
+        def optimize_model(self):
+            self.fail("optimize_model")
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def optimizer(self):
+            self.fail("optimizer")
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def annotate(self):
+            self.fail("annotate")
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def batches(self):
+            self.fail("batches")
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def collate(self):
+            self.calls += 1
+            if self.calls == 4:  # two micro-batches a step: in the second step
+                self.fail("collate")
+            if self.calls == 7:  # three steps are made, and what is evaluated on comes next
+                self.fail("collate for evaluation")
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def step(self):
+            if self.steps == 1:
+                self.fail("step")
+                if self.place == "write" and os.environ["RANK"] == str(self.rank):
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, resource.RLIM_INFINITY))
+            return (yield)
+
+        @hookimpl(wrapper=True)
+        def score(self):
+            if self.steps == 1:
+                self.fail("score")
+            return (yield)
+
+        @hookimpl
+        def measure(self):
+            self.steps += 1
+            if self.steps == 2:
+                self.fail("measure")
+            return {}
+
+        @hookimpl
+        def log(self, step):
+            if step == 2:
+                self.fail("log")
+
+        @hookimpl
+        def record(self, run):
+            if run["status"] == "running":
+                self.fail("record")
+
+        @hookimpl
+        def verdict(self):
+            self.fail("verdict")
+"""
+EARLY = ("optimize_model", "optimizer", "annotate", "batches", "verdict")
+LATE = ("collate", "step", "score", "measure", "collate for evaluation")
+QUICK = {("optimize_model", 1), ("collate", 1), ("step", 0), ("log", 0), ("write", 0)}
+PLACES = [
+    *((place, rank) for place in (*EARLY, *LATE) for rank in (1, 0)),
+    *((place, 0) for place in ("record", "log", "write")),  # the main rank's alone
+]
+SECONDS = 30
+"""Between the end of one rank and that of the other; some five of them are the second's own."""
+
+
+def ends(ranks):
+    """Wait for all ranks; return what they said and how far apart they ended."""
+    times = {}
+    started = time.monotonic()
+    while len(times) < len(ranks) and time.monotonic() - started < 120:
+        for number, rank in enumerate(ranks):
+            if number not in times and not rank.process.is_alive():
+                times[number] = time.monotonic()
+        time.sleep(0.05)
+    ended = [rank.wait(1) for rank in ranks]
+    return ended, max(times.values()) - min(times.values())
+
+
+@pytest.mark.parametrize(
+    "place, rank",
+    [
+        pytest.param(place, rank, marks=[] if (place, rank) in QUICK else only_full)
+        for place, rank in PLACES
+    ],
+)
+def test_a_fault_on_one_rank_ends_both_with_its_reason(tiny, tmp_path, monkeypatch, place, rank):
+    activate(install(tmp_path / "site", fault=FAULT), monkeypatch)
+    recipe = tiny(
+        rows=chats(29),
+        train={"batch_size": 8, "micro_batch": 2, "steps": 3, "log_every": 1},
+        checkpoint={"every": 1},
+        eval={"split": "train[:5]", "every": 3},
+        plugins={"fault": {"place": place, "rank": rank}},
+    )
+    ended, seconds = ends(start_ranks(2, recipe))
+    failed, other = ended[rank], ended[1 - rank]
+    said = "File too large" if place == "write" else f"boom in {place}"
+    assert failed.returncode and other.returncode, (failed.stderr, other.stderr)
+    assert seconds < SECONDS
+    assert said in failed.stderr
+    assert f"rank {rank} failed" in other.stderr and said in other.stderr, other.stderr
+    assert "Traceback" not in other.stderr
+    if place in (*LATE, "log"):
+        assert damage(tmp_path / "run/checkpoints/step-000001") is None
+    if place not in (*EARLY, "record"):
+        run = json.loads((tmp_path / "run/run.json").read_text())
+        assert run["status"] == "failed" and said in run["reason"], run["reason"]
