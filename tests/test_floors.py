@@ -70,7 +70,7 @@ EXPORTED = _words("""
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500. Raised for the mends of correctness; the redesign into rooms brings it down.
-TOTAL = 7_200
+TOTAL = 7_500
 
 
 def parse(path):
