@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import chats, only_full, run_plugsft, tiny_tables, write_recipe
+from conftest import FULL, chats, only_full, run_plugsft, tiny_tables, write_recipe
 from test_launch import config, finish, launch
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
@@ -15,7 +15,7 @@ from plugsft.parts import Part, Stored
 from plugsft.tokens import Tokens
 
 KINDS = [None, "cpu2", "fsdp2", "zero3"]
-EXAMPLES = 64
+EXAMPLES = 64 if FULL else 32
 TRAIN = {"batch_size": EXAMPLES, "schedule": "constant", "max_grad_norm": 0.0}
 
 
@@ -127,26 +127,25 @@ def ensure_learned(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, micro", [(None, 4), *(pytest.param(kind, 8, id=kind) for kind in KINDS if kind)]
-)
-def test_bfloat16_learns_what_float32_learns(base, kind, micro):
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_learns_what_float32_learns(base, kind):
     """Gradients of several micro-batches, summed on each rank and over the ranks."""
-    ensure_learned(base(0).judged(40, kind, micro))
+    ensure_learned(base(0).judged(20, kind, EXAMPLES // 4))
 
 
 @pytest.mark.slow
 def test_weights_of_bfloat16_hardly_move_and_say_so(base):
     """What the test above finds where weights and optimizer states are stored in bfloat16."""
-    found = base(0).judged(40, weights="bfloat16")
+    found = base(0).judged(20, weights="bfloat16")
     assert found.still > 0.5 and abs(found.share - 1) > 0.05 and found.cosine < 0.98
 
 
 @only_full
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("parts", [1, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_learns_over_200_steps_what_float32_learns(base, seed, parts, kind):
-    """In a step of 64 examples on one process, 128 on two ranks."""
+    """In micro-batches of all examples, or of one: 64 in a step, over all ranks."""
     ensure_learned(base(seed).judged(200, kind, EXAMPLES // parts))
