@@ -20,11 +20,14 @@ from transformers import (
 from plugsft import registry
 from plugsft.answers import DataAnswers
 from plugsft.answers_model import ModelAnswers
-from plugsft.commands.chips import CHIPS, LINKS, Chip, Cluster, took
-from plugsft.commands.foresight import Scope
+from plugsft.commands.chips import CHIPS, LINKS, Chip, Cluster, Took, took
+from plugsft.commands.forecast import notes
+from plugsft.commands.foresight import Outcome, Scope, cures
 from plugsft.commands.ghost import Ghost
 from plugsft.commands.strategies import CPU_DDP, DDP, FSDP2, ONE, ZERO3, Setting
+from plugsft.commands.strategies import held as held_at_most
 from plugsft.commands.trials import trials
+from plugsft.commands.tune import Tuning
 from plugsft.commands.workload import Rows, rows_of
 from plugsft.context import load_config
 from plugsft.errors import RecipeError
@@ -318,3 +321,54 @@ def test_traffic_that_computing_cannot_hide_is_time(recipe, tmp_path):
     sent = 2 * seen.weights.trained * 15 / 16
     assert far.traffic == pytest.approx(sent / (8e6 * LINKS), rel=0.01)
     assert near.traffic < 1e-3 and far.computing == near.computing
+
+
+def test_pairs_are_packed_into_twice_the_length_as_a_run_packs_them(tmp_path):
+    pairs = [{"prompt": "say", "chosen": one["text"], "rejected": "no"} for one in rows(40, 30)]
+    tables = tiny_tables(tmp_path, pairs)
+    tables["data"]["max_length"] = 200
+    tables["train"]["micro_batch"] = 1
+    tables["plugins"] = {"dpo": {}, "bfd_packing": {"scope": "dataset"}}
+    recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
+    active.answer(DataAnswers(recipe.folder))
+    scope = Scope(anchored(recipe), rows_of(recipe, active, tmp_path), gpu=True)
+    _, seen = scope.see({}, 1)
+    assert seen.load.seen[0] == 400 == Tuning(changed_to_step(recipe), 0, 1).own.size
+    cluster = Cluster(CHIPS["H100"], 1, 1)
+    lines = [words for words, _ in cures(scope, recipe, cluster, 0.0)]
+    sizes = [int(size) for line in lines for size in re.findall(r"capacity = (\d+)", line)]
+    assert sizes and all(size in (200, 100, 50, 25) for size in sizes), "halves of 400"
+
+
+def changed_to_step(recipe):
+    """tune refuses to change the capacity of rows that decide what a step is."""
+    plugins = recipe.plugins | {"bfd_packing": {"scope": "step"}}
+    return recipe.model_copy(update={"plugins": plugins})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_activations_are_shown_under_fsdp2_or_said_to_be_freed(tmp_path, tied):
+    """A large head's gradient is reduced while the layers' activations are there, or at the end."""
+    sizes = SIZES | {"vocab_size": 30_000, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tables = tiny_tables(tmp_path)
+    tables["model"] = {"path": str(tmp_path / "base"), "dtype": "bfloat16"}
+    recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
+    active.answer(DataAnswers(recipe.folder), ModelAnswers())
+    batch = {name: torch.zeros(8, 100, dtype=torch.int64) for name in ("input_ids", "labels")}
+    ghost = Ghost(recipe, active, config, sharded=True)
+    trace, weights = (
+        ghost.trace(batch, "cuda", flash=False),
+        Ghost(recipe, active, config).weights(),
+    )
+    parts = held_at_most(FSDP2, weights, trace, Setting(8, 1, gpu=True, computed=2))
+    shown = parts.activations + parts.head
+    assert weights.trained == 4 * weights.trained_count
+    assert parts.weights + parts.optimizer == pytest.approx(12 * weights.count / 8)
+    if tied:
+        outcome = Outcome(FSDP2, parts, Took(1.0, 0.0, 0.0), True, 1.0)
+        said = notes(recipe, Cluster(CHIPS["H100"], 1, 8), [outcome])
+        assert (shown < 1e6) == any("under FSDP2 the end of the backward" in one for one in said)
+    else:
+        assert shown > 0.2 * trace.held.sum(0).max()

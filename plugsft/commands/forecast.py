@@ -213,6 +213,11 @@ def notes(recipe: Recipe, cluster: Cluster, outcomes: Sequence[Outcome]) -> list
             'note: computing in float32; model.dtype = "bfloat16" is far faster, and weights, '
             "gradients and optimizer states stay float32"
         )
+    if late := [one.strategy.name for one in outcomes if one.parts.activations < 1e6]:
+        found.append(
+            f"note: the parts are those of the moment when a rank holds most: under "
+            f"{', '.join(late)} the end of the backward pass, when activations are freed"
+        )
     if recipe.has("liger") or recipe.has("compile"):
         found.append("note: what liger and compile keep out of memory is not taken off")
     if not chip.gpu:
