@@ -15,7 +15,7 @@ from .held import Held
 from .optimizer_state import CURE
 from .parts import Stored, write
 from .publish import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
-from .reading import anchored, flatten
+from .reading import anchored, default_of, flatten
 from .recipe import Recipe
 from .registry import Active
 from .step_folders import folder_of, listed, step_of
@@ -246,7 +246,9 @@ def compare(
 ) -> dict[str, Any]:
     """Refuse a checkpoint of another recipe or, where its key is known, of other data."""
     facts = read_state(path)
-    then, now = facts["recipe"], _identity(recipe, active)
+    now = _identity(recipe, active)
+    # A key that is younger than the checkpoint had what is its default now.
+    then = {key: default_of(key) for key in now if default_of(key) is not None} | facts["recipe"]
     differing = [
         f"{key} was {_shown(then.get(key))} and is {_shown(now.get(key))}"
         for key in sorted({*then, *now})

@@ -99,6 +99,20 @@ def fields(table: type[Any] | None) -> Iterator[tuple[str, Any]]:
             yield name, info.annotation
 
 
+def default_of(key: str) -> Any:
+    """Return the default of a recipe's key ("train.seed"); None where there is none."""
+    table: Any = Recipe
+    *above, last = key.split(".")
+    for name in above:
+        info = getattr(table, "__pydantic_fields__", {}).get(name)
+        kinds = [] if info is None else [info.annotation, *get_args(info.annotation)]
+        table = next((kind for kind in kinds if hasattr(kind, "__pydantic_fields__")), None)
+    info = getattr(table, "__pydantic_fields__", {}).get(last)
+    return (
+        None if info is None or info.is_required() else info.get_default(call_default_factory=True)
+    )
+
+
 def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return {"train.seed": 0, ...}."""
     flat: dict[str, Any] = {}

@@ -1,24 +1,33 @@
 """An optimizer goes on from a checkpoint as if it had never stopped: every kind of its state."""
 
+import json
 import os
+import shutil
 import socket
 import traceback
-from functools import cache
+from contextlib import redirect_stdout
+from functools import cache, partial
+from io import StringIO
 from types import SimpleNamespace
 
 import optimizers
 import pytest
 import torch
 from conftest import FORKS, tiny_tables, write_recipe
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from plugsft import CheckpointError
-from plugsft.checkpoint import Checkpoints
+from plugsft.checkpoint import Checkpoints, _identity
 from plugsft.held import held_by
 from plugsft.machine import look
 from plugsft.models import Load
+from plugsft.parts import part_of, write
+from plugsft.publish import MANIFEST, publish, stamp
 from plugsft.ranks import connect
 from plugsft.registry import load
 from plugsft.spread import spread
@@ -35,7 +44,7 @@ FSDP2 = {
 class Run:
     """A model, its optimizer and its checkpoints, as a run has them."""
 
-    def __init__(self, name, accelerator, recipe, active, seed=0, make=None):
+    def __init__(self, name, accelerator, recipe, active, seed=0, make=None, dtype=None):
         set_seed(seed)
         config = LlamaConfig(
             hidden_size=16,
@@ -46,14 +55,14 @@ class Run:
             tie_word_embeddings=False,
         )
         model = LlamaForCausalLM(config)
-        if name == "Masters":
-            model = model.to(torch.bfloat16)
+        model = model.to(dtype or (torch.bfloat16 if name == "Masters" else torch.float32))
         if name == "Muon":
             for one in model.parameters():
                 one.requires_grad_(one.dim() == 2)
         make = make or optimizers.ALL[name]
         self.model, self.optimizer = spread(accelerator, Load(""), model, make)
         self.accelerator = accelerator
+        self.identity = partial(_identity, recipe, active)
         self.held = held_by(accelerator, self.model, self.optimizer)
         tokens = SimpleNamespace(facts={"key": "tokens"})
         self.checkpoints = Checkpoints(recipe, active, tokens, accelerator, self.held, 100)
@@ -68,8 +77,9 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def everything(self):
-        """Return all of its weights and of its optimizer, as plain values."""
+    def everything(self, full=False):
+        """Return all of its weights and of its optimizer, as plain values; `full`: of all ranks."""
+        plain = whole if full else part
         names = {id(one): name for name, one in self.held.parameters(trained=False).items()}
         state = {
             names.get(id(key), key): plain(value) for key, value in self.optimizer.state.items()
@@ -87,18 +97,23 @@ class Run:
         }
 
 
-def plain(value):
+def part(value):
     """Return a value so that any difference in type, kind of number or bits is seen."""
     if isinstance(value, Tensor):
         local = value.detach().to_local() if isinstance(value, DTensor) else value.detach()
         bits = local.contiguous().flatten().view(torch.uint8).tolist() if local.numel() else []
         kind = "DTensor" if isinstance(value, DTensor) else "Tensor"
-        return (kind, str(value.dtype), tuple(value.shape), value.requires_grad, bits)
+        return [kind, str(value.dtype), [*value.shape], bits]
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: part(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return (type(value).__name__, [plain(one) for one in value])
-    return (type(value).__name__, repr(value))
+        return [type(value).__name__, [part(one) for one in value]]
+    return [type(value).__name__, repr(value)]
+
+
+def whole(value):
+    """Return the same of all ranks together."""
+    return part(tree_map(lambda one: one.full_tensor() if isinstance(one, DTensor) else one, value))
 
 
 def differing(one, other, where=""):
@@ -116,10 +131,14 @@ def differing(one, other, where=""):
 
 def resumed_is_uninterrupted(name, accelerator, recipe, active):
     """Say in what a resumed run differs from one that went through."""
+    recipe = recipe.model_copy(update={"output": str(recipe.folder / name)})
     whole = Run(name, accelerator, recipe, active)
     whole.train(range(1, 4))
     whole.checkpoints.save(3)
     saved = whole.everything()
+    (recipe.folder / f"saved-{accelerator.process_index}.json").write_text(
+        json.dumps(whole.everything(full=True))
+    )
     whole.train(range(4, 7))
     parts = Run(name, accelerator, recipe, active, seed=1)
     parts.checkpoints.restore([recipe.folder / "checkpoints/step-000003"])
@@ -190,7 +209,8 @@ def said(tmp_path_factory):
         ranks, env = KINDS[kind]
         names = [name for name in optimizers.ALL if name not in NOT_ON.get(kind, [])]
         work = [(name, resumed_is_uninterrupted) for name in names]
-        return on_ranks(ranks, env, tmp_path_factory.mktemp(kind.replace(" ", "-")), work)
+        folder = tmp_path_factory.mktemp(kind.replace(" ", "-"))
+        return on_ranks(ranks, env, folder, work), folder
 
     return of
 
@@ -200,5 +220,183 @@ def said(tmp_path_factory):
     [(k, name) for k in KINDS for name in optimizers.ALL if name not in NOT_ON.get(k, [])],
 )
 def test_resumed_is_uninterrupted_with_any_optimizer(said, kind, name):
-    for answers in said(kind):
+    for answers in said(kind)[0]:
         assert answers[name] == ""
+
+
+def resharded(source, name, accelerator, recipe, active):
+    """Say in what a run differs from what another launcher saved, once it has resumed that."""
+    recipe = recipe.model_copy(update={"output": str(source / "run" / name)})
+    run = Run(name, accelerator, recipe, active, seed=1)
+    run.checkpoints.restore([recipe.folder / "checkpoints/step-000003"])
+    for group in run.optimizer.param_groups:
+        group["lr"] = 1e-2 / 3
+    saved = json.loads((recipe.folder / "saved-0.json").read_text())
+    difference = differing(saved, json.loads(json.dumps(run.everything(full=True))), "restored")
+    run.train(range(4, 6))
+    return difference
+
+
+# Optimizers whose state has another shape than its weight, and no meaning on another part of it.
+UNDIVIDED = {
+    ("FSDP2", "one process"): ["Quantized"],
+    ("one process", "FSDP2"): ["Odd", "Quantized"],
+}
+
+
+@pytest.fixture(scope="module")
+def moved(said, tmp_path_factory):
+    """Give `moved(first, then)`: what each rank said that resumed what other ranks had saved."""
+
+    @cache
+    def of(first, then):
+        source, (ranks, env) = said(first)[1], KINDS[then]
+        missing = [*NOT_ON.get(first, []), *NOT_ON.get(then, [])]
+        names = [name for name in optimizers.ALL if name not in missing]
+        work = [(name, partial(resharded, source)) for name in names]
+        return on_ranks(ranks, env, tmp_path_factory.mktemp("moved"), work)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "first, then", [("FSDP2", "one process"), ("one process", "FSDP2"), ("DDP", "one process")]
+)
+def test_state_is_resharded_exactly_or_refused_by_name(moved, first, then):
+    undivided = UNDIVIDED.get((first, then), [])
+    for answers in moved(first, then):
+        for name, answer in answers.items():
+            if name in undivided:
+                assert answer.startswith("refused: ") and "the optimizer's state '" in answer, name
+                assert "go on with the launcher and the number of ranks that wrote it" in answer
+            else:
+                assert answer == "", name
+
+
+def old_checkpoint(run, folder):
+    """Write a checkpoint of a run after three steps as the first format had it."""
+    run.train(range(1, 4))
+    parts = {}
+    for name, one in run.held.parameters().items():
+        parts[f"model/{name}"] = part_of(one)
+        for key, value in run.optimizer.state[one].items():
+            parts[f"optimizer/{name}/{key}"] = part_of(torch.as_tensor(value))
+    with publish(folder) as building:
+        write(building, 0, parts)
+        state = {"step": 3, "data": "tokens", "plugins": {}}
+        # It knew no key that recipes have got since.
+        recipe = {k: v for k, v in run.identity().items() if k != "model.weights"}
+        (building / "state.json").write_text(json.dumps(state | {"recipe": recipe}))
+    return folder
+
+
+def changed(checkpoint, **facts):
+    """Change what a checkpoint says of itself, and its manifest."""
+    state = json.loads((checkpoint / "state.json").read_text()) | facts
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    return stamped(checkpoint)
+
+
+def stamped(checkpoint):
+    """Make the manifest of a changed checkpoint fit it."""
+    files = [path for path in checkpoint.iterdir() if path.name != MANIFEST]
+    (checkpoint / MANIFEST).write_text(json.dumps({path.name: stamp(path) for path in files}))
+    return checkpoint
+
+
+def an_old_one(dtype, accelerator, recipe, active):
+    """Resume a checkpoint of the first format, of weights and state in a type."""
+    run = Run("AdamW fused", accelerator, recipe, active, dtype=getattr(torch, dtype))
+    path = old_checkpoint(run, recipe.folder / f"checkpoints/step-{dtype}")
+    other = Run("AdamW fused", accelerator, recipe, active, seed=1)
+    with redirect_stdout(StringIO()) as said:
+        other.checkpoints.restore([path])
+    now = other.held.parameters()
+    for name, one in run.held.parameters().items():
+        assert now[name].dtype == torch.float32 and torch.equal(now[name], one.float())
+        for key, value in run.optimizer.state[one].items():
+            restored = other.optimizer.state[now[name]][key]
+            assert restored.dtype == torch.float32 and torch.equal(restored, value.float()), key
+    other.train(range(4, 6))
+    return said.getvalue()
+
+
+def a_newer_one(name, accelerator, recipe, active):
+    """Resume a checkpoint of a format to come."""
+    run = Run("SGD", accelerator, recipe, active)
+    run.train(range(1, 2))
+    run.checkpoints.save(1)
+    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=3)])
+
+
+def without_a_tensor(old, accelerator, recipe, active):
+    """Resume a checkpoint that lacks one tensor of the optimizer."""
+    run = Run("AdamW", accelerator, recipe, active)
+    path = recipe.folder / "checkpoints/step-000003"
+    if old:
+        shutil.rmtree(path, ignore_errors=True)
+        old_checkpoint(run, path)
+    else:
+        run.train(range(1, 4))
+        run.checkpoints.save(3)
+    file = path / "rank-00000-000.safetensors"
+    with safe_open(file, "pt") as opened:
+        places = json.loads(opened.metadata()["places"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    lost = "optimizer/model.norm.weight/exp_avg"
+    del tensors[lost], places[lost]
+    save_file(tensors, file, {"places": json.dumps(places)})
+    Run("AdamW", accelerator, recipe, active).checkpoints.restore([stamped(path)])
+
+
+def another_optimizer(name, accelerator, recipe, active):
+    """Resume with an optimizer that did not write the state."""
+    run = Run("RAdam", accelerator, recipe, active)
+    run.train(range(1, 3))
+    run.checkpoints.save(2)
+    path = recipe.folder / "checkpoints/step-000002"
+    Run("NAdam", accelerator, recipe, active).checkpoints.restore([path])
+
+
+def another_setting(name, accelerator, recipe, active):
+    """Resume with settings of groups that differ: one that stays as it is, one that changes."""
+
+    def make(model, **options):
+        return optimizers.ScheduleFree(optimizers.own_groups(model), **options)
+
+    run = Run(name, accelerator, recipe, active, make=make)
+    run.train(range(1, 5))
+    run.checkpoints.save(4)
+    path = recipe.folder / "checkpoints/step-000004"
+    other = Run(name, accelerator, recipe, active, make=partial(make, betas=(0.8, 0.95)))
+    other.checkpoints.restore([path])
+    group = other.optimizer.param_groups[0]
+    assert (group["betas"], group["k"]) == ((0.8, 0.95), 4)
+    third = Run(name, accelerator, recipe, active, make=make)
+    for group in third.held._initial:
+        group["k"] = 7
+    third.checkpoints.restore([path])
+
+
+SPECIAL = {
+    "float32": (an_old_one, ""),
+    "bfloat16": (an_old_one, "checkpoint: its weights are bfloat16 and go on in float32"),
+    "newer": (a_newer_one, "was written by a newer plugsft (format 3; this one reads up to 2)"),
+    "old": (without_a_tensor, "model.norm.weight/exp_avg is not there as this model has it"),
+    "": (without_a_tensor, "model.norm.weight/exp_avg is not there as this model has it"),
+    "other": (another_optimizer, "the optimizer was RAdam and is NAdam"),
+    "setting": (another_setting, "'k' of parameter group 0 changes in training"),
+}
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory):
+    work = [(name, operation) for name, (operation, _) in SPECIAL.items()]
+    return on_ranks(1, {}, tmp_path_factory.mktemp("special"), work)[0]
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_what_a_checkpoint_of_another_kind_gives(special, name):
+    says = SPECIAL[name][1]
+    assert "Traceback" not in special[name]
+    assert says in special[name] if says else not special[name]
