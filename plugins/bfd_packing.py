@@ -17,16 +17,19 @@ from plugsft import (
     Layouts,
     ModelLoad,
     OnDemand,
+    Prelude,
     Recipe,
     RecipeError,
     Tokens,
     Train,
     attend_per_document,
     ensure_apart,
+    ensure_twin_apart,
     hookimpl,
     pack,
     plugin,
     state,
+    takes_documents,
 )
 
 Costs = Callable[[Ints], Any]
@@ -54,6 +57,8 @@ class BfdPacking:
     of its own, so steps hold other examples. Parts without a trained token are left out."""
 
     room: int = state(0)
+    longest: int = state(0)
+    """Tokens of a document, at most."""
     long: int = state(0)
     """Examples of more tokens than fit."""
     parts: int = state(0)
@@ -63,7 +68,9 @@ class BfdPacking:
     even: float = state(float(TYPICAL))
     """Length at which attention costs as much as everything else."""
     apart: str = state("")
-    """What the probe found."""
+    """What the probe of the run's model found."""
+    twin: str = state("")
+    """What the probe of its tiny twin found."""
     rows: str = state("")
     """What the rows of a data set hold."""
     used: int = state(0)
@@ -76,6 +83,7 @@ class BfdPacking:
         # A pair of answers has two sequences.
         longest = recipe.data.max_length * (2 if recipe.has("dpo") else 1)
         self.room = self.capacity or longest
+        self.longest = min(self.room, recipe.data.max_length)
         if recipe.train.micro_batch > 1:
             raise RecipeError(
                 "capacity says how much a rank takes at a time, so train.micro_batch would do "
@@ -85,8 +93,7 @@ class BfdPacking:
         halves = [one.source for one in recipe.data.all_sources() if one.weight % 1]
         if self.overlong != "error" and recipe.has("dpo"):
             raise RecipeError(
-                f'overlong = "{self.overlong}" would cut one answer of a pair; remove it, and set '
-                f"capacity to the longest pair: {longest} holds every one"
+                f'overlong = "{self.overlong}" would cut one answer of a pair: remove it'
             )
         if self.scope == "dataset" and halves:
             raise RecipeError(
@@ -99,17 +106,19 @@ class BfdPacking:
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Let attention be computed per document, unless a kernel that can do so was chosen."""
         load.kwargs.setdefault("attn_implementation", attend_per_document())
-        model = yield
+        with takes_documents():
+            model = yield
+        self.twin = ensure_twin_apart(model, self.longest, self.room)
         self.even = evens_out(model)
         return model
 
     @hookimpl(wrapper=True)
-    def annotate(self, model: Any, tokens: Tokens) -> Generator[None, Tokens, Tokens]:
+    def annotate(
+        self, model: Any, tokens: Tokens, prelude: Prelude
+    ) -> Generator[None, Tokens, Tokens]:
         """Prove on the model that documents do not see each other; treat what is too long."""
         tokens = yield
-        if not self.apart:
-            config = getattr(model, "module", model).config
-            self.apart = ensure_apart(model, config.get_text_config().vocab_size)
+        self.apart = self.apart or f"{ensure_apart(model, prelude.exact)}, {self.twin}"
         return self.fitting(tokens)
 
     @hookimpl(wrapper=True)
@@ -153,8 +162,7 @@ class BfdPacking:
         if self.long and self.overlong == "split":
             long = f"{self.long:,} longer examples split, which made {self.parts:,} more"
         if self.untrained:
-            what = "parts" if self.overlong == "split" else "cut examples"
-            long += f"; {self.untrained:,} {what} left out, which have no trained token"
+            long += f"; {self.untrained:,} of them or their parts have no trained token: left out"
         return "; ".join(filter(None, [*said, self.rows, long, self.apart]))
 
     def cost(self, lengths: Ints) -> Any:
@@ -196,17 +204,14 @@ class BfdPacking:
         reason = f"no trained token in {kind} {self.room:,} tokens of an example"
         return self.with_targets(tokens, cut, (numbers, skips, lengths), reason)
 
-    def with_targets(
-        self, tokens: Tokens, cut: Tokens, stretches: tuple[Ints, Ints, Ints], reason: str
-    ) -> Tokens:
+    def with_targets(self, tokens: Tokens, cut: Tokens, stretches: Any, reason: str) -> Tokens:
         """Leave out the stretches that have no target; name their rows in the facts."""
         trained = cut.trained > 0
         if trained.all():
             return cut
         if not trained.any():
             raise DataError(f"plugins.bfd_packing: {reason}, for every example; raise capacity")
-        numbers, skips, lengths = (one[trained] for one in stretches)
-        kept = tokens.stretches(numbers, skips, lengths, cut.trained[trained])
+        kept = tokens.stretches(*(one[trained] for one in stretches), cut.trained[trained])
         rows = cut.rows[~trained]
         self.untrained += len(rows)
         count = {"count": len(rows), "rows": np.unique(rows)[:10].tolist()}
@@ -278,14 +283,13 @@ def evens_out(model: Any) -> float:
     """
     config = model.config.get_text_config()
     # Under ZeRO-3 a rank's own part is small; the true number stands beside it.
-    sizes = {id(one): getattr(one, "ds_numel", one.numel()) for one in model.parameters()}
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return float(TYPICAL)  # no attention: the probe will have its say
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    weights = sum(sizes.values())
+    weights = sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters())
     if head is not None and head.weight is not table:
-        weights -= sizes[id(table)]  # looked up, not multiplied
+        weights -= getattr(table, "ds_numel", table.numel())  # looked up, not multiplied
     # Layers may differ in it; an attribute of such a config raises where it is none of all layers.
     width = config.to_dict().get("head_dim") or config.hidden_size // heads
     return float(weights / (config.num_hidden_layers * heads * width))

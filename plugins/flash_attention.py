@@ -207,6 +207,8 @@ def unfit(kernel: str, config: PretrainedConfig, packed: bool) -> Obstacle | Non
     own = kernel == "torch" and not getattr(cls, "_supports_attention_backend", True)
     if own or not getattr(cls, "_supports_flash_attn", True):
         return f"{cls.__name__} has attention that it cannot compute", LEAVE
+    if getattr(config, "attention_chunk_size", None):
+        return "it has no chunks of attention, and the model has", 'set kernel = "sdpa"'
     others = getattr(cls, "_compatible_flash_implementations", None)
     if others:
         return f"{cls.__name__} takes other kernels only", LEAVE

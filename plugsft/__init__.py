@@ -39,11 +39,12 @@ from .types import (
 
 if TYPE_CHECKING:
     from .answers import opened, tokenizing
+    from .apart import ensure_apart, ensure_twin_apart, takes_documents
     from .batches import heard
     from .claims import once
     from .console import progress, say
     from .digests import cache_folder, digest
-    from .documents import attend_per_document, documents_of, ensure_apart, lone_document, pack
+    from .documents import attend_per_document, documents_of, lone_document, pack
     from .heads import Behind, Positions, fused_loss
     from .models import decoder_layers, weights_digest
     from .publish import damage
@@ -70,7 +71,8 @@ LATE = {
     "digest": "digests",
     "documents_of": "documents",
     "encode": "tokenizer",
-    "ensure_apart": "documents",
+    "ensure_apart": "apart",
+    "ensure_twin_apart": "apart",
     "fused_loss": "heads",
     "heard": "batches",
     "lone_document": "documents",
@@ -82,6 +84,7 @@ LATE = {
     "render_rows": "rows",
     "say": "console",
     "shapes_of": "shapes",
+    "takes_documents": "apart",
     "tokenizing": "answers",
     "weights_digest": "models",
 }
@@ -145,6 +148,7 @@ __all__ = [
     "documents_of",
     "encode",
     "ensure_apart",
+    "ensure_twin_apart",
     "fused_loss",
     "heard",
     "hookimpl",
@@ -160,6 +164,7 @@ __all__ = [
     "say",
     "shapes_of",
     "state",
+    "takes_documents",
     "tokenizing",
     "weights_digest",
 ]

@@ -1,7 +1,7 @@
-"""Several documents in one row that never see each other: their tensors, attention and proof."""
+"""Several documents in one row that never see each other: their tensors and attention."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +17,6 @@ from .types import Batch, Ints
 
 ATTENTION = "plugsft_documents"
 """The name under which transformers finds the attention below."""
-PROBE = (7, 9, 5)
-"""Tokens of the documents that a model is probed with; the first is changed."""
-LEAK = 1e-3
-"""What may move in a document whose neighbour is changed, as a share of what moves in that one."""
-ALONE = 0.05
-"""What a document in company may differ from the same one alone, as such a share."""
 
 
 def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
@@ -116,6 +110,7 @@ def attend(
         )
     if documents is None:
         documents = lone_document(query, key)
+    chunk = chunk_of(module)
     # One operation: its gradient is put together at once, where slices' would be added up.
     queries, keys, values = (
         [*torch.split(tensor, list(documents), 2)] for tensor in (query, key, value)
@@ -123,10 +118,44 @@ def attend(
     if seen is not None:
         keys, values = (_branches(parts, seen) for parts in (keys, values))
     outputs = [
-        _attend_one(q, k, v, scaling, dropout, sliding_window, softcap)
+        _attend_one(q, k, v, scaling, dropout, Sight(sliding_window, chunk), softcap)
         for q, k, v in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+class Sight(NamedTuple):
+    """The limits of what a token attends to, in tokens."""
+
+    window: int | None
+    """The last tokens up to this one."""
+    chunk: int | None
+    """Tokens of the same chunk, counted from the document's first token."""
+
+    def covers(self, length: int) -> bool:
+        """Tell whether no limit is reached in a document of this length."""
+        return all(limit is None or length <= limit for limit in self)
+
+    def mask(self, length: int, wide: int, device: torch.device) -> Tensor:
+        """Return which of `wide` keys each of the last `length` tokens attends to."""
+        keys = torch.arange(wide, device=device)
+        queries = keys[wide - length :, None]
+        seen = keys <= queries
+        if self.window is not None:
+            seen &= keys > queries - self.window
+        if self.chunk is not None:
+            seen &= keys // self.chunk == queries // self.chunk
+        return seen
+
+
+def chunk_of(module: Module) -> int | None:
+    """Return the chunk of a layer of attention (Llama 4): it lives in transformers' masks only."""
+    config: Any = getattr(module, "config", None)
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if chunk is None or kinds is None or layer is None:
+        return chunk
+    return chunk if kinds[layer] == "chunked_attention" else None
 
 
 def _branches(parts: Sequence[Tensor], seen: tuple[int, ...]) -> list[Tensor]:
@@ -153,20 +182,16 @@ def _attend_one(
     value: Tensor,
     scaling: float | None,
     dropout: float,
-    window: int | None,
+    sight: Sight,
     softcap: float | None,
 ) -> Tensor:
     shared = query.shape[1] != key.shape[1]
     length, wide = query.shape[2], key.shape[2]
-    near = window is not None and wide > window
-    if not near and softcap is None and length == wide:
+    if sight.covers(wide) and softcap is None and length == wide:
         return scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=shared
         )
-    # What is seen of another document stands before its own.
-    seen = torch.ones(length, wide, dtype=torch.bool, device=query.device).tril(wide - length)
-    if near and window is not None:
-        seen = seen.triu(wide - length + 1 - window)
+    seen = sight.mask(length, wide, query.device)
     if softcap is None:
         return scaled_dot_product_attention(
             query, key, value, seen, dropout_p=dropout, scale=scaling, enable_gqa=shared
@@ -178,59 +203,3 @@ def _attend_one(
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen, float("-inf"))
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     return torch.dropout(weights, dropout, train=dropout > 0) @ value
-
-
-@torch.no_grad()
-def ensure_apart(model: Module, vocabulary: int) -> str:
-    """Change one document of a packed row, and make sure that the others' logits stay.
-
-    On the run's own model, kernel and dtype, on all ranks together; say what was found.
-    """
-    training, device = model.training, next(model.parameters()).device
-    model.eval()
-    try:
-        rng = np.random.default_rng(0)
-        texts = [rng.integers(0, vocabulary, length) for length in PROBE]
-        other = (texts[0] + 1) % vocabulary
-        base = _logits(model, texts, device)
-        moved = (_logits(model, [other, *texts[1:]], device) - base).abs()
-        alone = (_logits(model, texts[-1:], device) - base[-PROBE[-1] :]).abs()
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise RecipeError(f"{_REFUSED}: it cannot take them: {error}") from error
-    finally:
-        model.train(training)
-    change = float(moved[: PROBE[0]].max())
-    if not change > 0:
-        raise RecipeError(
-            f"{_REFUSED}: its logits stay where its words change, or are no numbers, so that "
-            "nothing can be proved"
-        )
-    leak, strange = float(moved[PROBE[0] :].max()) / change, float(alone.max()) / change
-    if not leak <= LEAK:
-        raise RecipeError(
-            f"{_REFUSED}: where one document changes, the logits of others move by {leak:.1%} of "
-            "its own. Its layers carry a state from token to token (linear attention, a state "
-            "space, a convolution), or its attention cannot part documents"
-        )
-    if not strange <= ALONE:
-        raise RecipeError(
-            f"{_REFUSED}: a document behind others has other logits than alone (by {strange:.1%} "
-            "of what a change of its words makes): its places are not counted anew"
-        )
-    moves = f"moves its neighbours by {leak:.0e} of its own" if leak else "moves no neighbour"
-    return f"documents proved apart (a change {moves})"
-
-
-_REFUSED = "this model cannot be trained on packed rows; remove [plugins.bfd_packing]"
-
-
-def _logits(model: Module, texts: list[Ints], device: torch.device) -> Tensor:
-    batch = {
-        "input_ids": torch.from_numpy(np.concatenate(texts))[None],
-        **documents_of(np.array([len(text) for text in texts])),
-    }
-    there = {
-        name: one.to(device) if isinstance(one, Tensor) else one for name, one in batch.items()
-    }
-    logits: Tensor = model(**there, use_cache=False).logits[0]
-    return logits.float()

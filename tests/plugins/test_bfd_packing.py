@@ -9,9 +9,19 @@ from conftest import chats, read_metrics, run_plugsft, run_ranks, write_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import activate, install
-from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, MambaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconConfig,
+    GemmaConfig,
+    GPTJConfig,
+    MambaConfig,
+    MptConfig,
+    Qwen3Config,
+)
 
 from plugsft import DataError, RecipeError, look, testing
+from plugsft.models import Load
 from plugsft.plan import Windows as Plain
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
 from plugsft.recipe import Train
@@ -230,8 +240,37 @@ def test_a_model_that_leaks_is_refused_before_the_first_step(family, tmp_path):
     recipe = family(MambaConfig, {"state_size": 4, "num_attention_heads": None})
     done = run_plugsft(recipe, f"output={tmp_path / 'leaks'}", PACKED)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "cannot be trained on packed rows; remove [plugins.bfd_packing]" in done.stderr
+    assert "this model cannot be trained on packed rows: where one document" in done.stderr
+    assert "remove [plugins.bfd_packing]" in done.stderr
     assert "step 1/" not in done.stdout
+
+
+OWN = {
+    "gptj": (GPTJConfig, {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
+    "falcon": (FalconConfig, {}),
+    "mpt": (MptConfig, {"d_model": 32, "n_layers": 2, "n_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_path, name):
+    kind, sizes = OWN[name]
+    shared = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(kind(vocab_size=97, **(sizes or shared)))
+    model.save_pretrained(tmp_path)
+    plugin = BfdPacking()
+    plugin.room = plugin.longest = 64
+    load = Load(str(tmp_path))
+    wrapper = plugin.optimize_model(load)
+    next(wrapper)
+    with pytest.raises(RecipeError) as refused:
+        try:
+            wrapper.send(load.build())
+        except RecipeError as error:
+            wrapper.throw(error)
+    assert "computes attention in code of its own, which takes no" in str(refused.value)
+    assert "[plugins.length_group] lowers the padding" in str(refused.value)
+    assert "plugsft_documents" not in str(refused.value)
 
 
 UNPACKED = """
@@ -438,8 +477,7 @@ def test_parts_without_a_target_are_left_out_and_counted(tiny, tmp_path, overlon
     assert all(line["trained_tokens"] > 0 for line in lines if "fill" in line)
     record = json.loads((tmp_path / "one/run.json").read_text())
     [plugin] = record["plugins"]
-    said = "parts left out" if overlong == "split" else "cut examples left out"
-    assert said in plugin["verdict"] and ", which have no trained token" in plugin["verdict"]
+    assert "of them or their parts have no trained token: left out" in plugin["verdict"]
     [(reason, count)] = record["data"]["bad_rows"].items()
     assert reason.startswith("no trained token in ") and count["count"] > 3
     assert record["steps"]["per_epoch"] == record["data"]["examples"]

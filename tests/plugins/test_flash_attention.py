@@ -19,6 +19,7 @@ from transformers import (
     Gemma2Config,
     Gemma4TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -150,8 +151,9 @@ def test_a_package_that_was_built_for_another_torch_is_no_package(tmp_path, monk
         (DeepseekV3Config(), {"torch": "values as wide as keys"}),
         (GptOssConfig(), dict.fromkeys(FLASH, "takes other kernels only")),
         (Gemma4TextConfig(), dict.fromkeys(FLASH, "heads of 512")),
+        (Llama4TextConfig(), dict.fromkeys(FLASH, "no chunks of attention")),
     ],
-    ids=["plain", "odd", "wide", "dropout", "cap", "values", "sinks", "two"],
+    ids=["plain", "odd", "wide", "dropout", "cap", "values", "sinks", "two", "chunks"],
 )  # fmt: skip
 def test_what_a_model_asks_of_its_attention(config, reasons):
     for kernel in ("fa3", "fa2", "torch", "sdpa"):

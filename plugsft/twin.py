@@ -1,0 +1,197 @@
+"""A tiny twin of a model: its class and its kinds of layers, a few numbers wide.
+
+Limits of attention (a window, a chunk) that a row of the run can reach are scaled down to LIMIT
+tokens, so that short documents exceed them.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+LIMIT = 6
+"""Tokens of a scaled-down limit."""
+VOCABULARY = 128
+HEADS, GROUPS = 4, 2
+EXPERTS = 8
+WIDTH = 64
+WEIGHTS = 200e6
+"""A twin with more parameters is not built."""
+OF_LIMITS = re.compile(
+    r"window|chunk_size|^floor_scale$|log_scaling_n_floor|index_topk|local_attention$|original_max"
+)
+NO_LIMITS = re.compile(r"layer|pattern|feed_forward|lm_head|mamba")
+"""Names that look like a limit of attention, and are none."""
+OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+OF_PERIODS = re.compile(r"period|interval|offset|every|pattern$|_step$|k_dense|dense_layers|start")
+OF_HEADS = re.compile(r"^(num_attention_heads|n_heads?|num_heads|\w*num_attention_heads)$")
+OF_GROUPS = re.compile(r"^(\w*num_key_value_heads|num_kv_heads)$")
+OF_EXPERTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
+OF_CHOICE = re.compile(r"^(num_experts_per_tok\w*|moe_topk|moe_k|top_k_experts)$")
+OF_WIDTHS = re.compile(
+    r"^(hidden_size|n_embd|d_model|emb_dim|embedding_dim|\w*intermediate_size\w*|ffn_hidden_size|\w*ffn_dim|n_inner|"
+    r"[qo]_lora_rank|hidden_size_per_layer_input|expert_ffn_hidden_size)$"
+)
+OF_VOCABULARY = re.compile(r"^\w*vocab_size\w*$")
+
+
+class Longest(NamedTuple):
+    """The most tokens that a run has."""
+
+    document: int
+    row: int
+
+
+NEVER = Longest(0, 0)
+"""So short that no limit is reached."""
+
+
+def limits(config: PretrainedConfig, longest: Longest) -> dict[str, int]:
+    """Return the limits of attention that a run reaches, by their names."""
+    found = {}
+    for part in _parts(config):
+        for name, value in vars(part).items():
+            nested = value if name == "rope_parameters" and isinstance(value, dict) else {}
+            for key, number in {name: value, **nested}.items():
+                if not isinstance(number, int) or NO_LIMITS.search(key):
+                    continue
+                # A model that scales queries by their position may count from the row's beginning.
+                most = longest.row if "floor" in key else longest.document
+                if OF_LIMITS.search(key) and 1 < number <= most:
+                    found[key] = number
+    return found
+
+
+def build_twin(
+    model_class: type[Any], config: PretrainedConfig, longest: Longest, gain: float
+) -> PreTrainedModel:
+    """Make a tiny model of a class, in float32 on the CPU; `gain` scales its random weights.
+
+    Raises ValueError with the reason where no reduction of the configuration builds and runs.
+    """
+    reached = limits(config, longest)
+    reason: Exception | None = None
+    for layers, widths in ((True, True), (False, True), (True, False)):
+        small = copy.deepcopy(config)
+        try:
+            for part in _parts(small):
+                _shrink(part, reached, layers, widths)
+            return _built(model_class, small, gain)
+        except Exception as error:  # a model's own code raises whatever a strange shape makes of it
+            reason = reason or error
+    raise ValueError(f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}")
+
+
+@torch.no_grad()
+def _built(model_class: type[Any], config: PretrainedConfig, gain: float) -> PreTrainedModel:
+    """Build a model, draw its weights and call it once; the generator of the run stays as it is."""
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        size = sum(one.numel() for one in model_class(copy.deepcopy(config)).parameters())
+    if size > WEIGHTS:
+        raise ValueError(f"it would still have {size:,} parameters")
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        twin: Any = model_class(config)
+        for one in twin.parameters():
+            # Small initial weights would hide what one document sees of another.
+            if one.dim() > 1:
+                one.normal_(std=gain * one.shape[-1] ** -0.5)
+            else:
+                one.add_(0.1 * torch.randn_like(one))
+        twin.float().eval()
+        twin(input_ids=torch.arange(2, 2 + 2 * LIMIT)[None], use_cache=False)
+    return twin  # type: ignore[no-any-return]
+
+
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """Iterate over a configuration and those inside it."""
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PretrainedConfig):
+            yield from _parts(value)
+
+
+def _shrink(config: PretrainedConfig, reached: dict[str, int], layers: bool, widths: bool) -> None:
+    """Make one configuration small, in place."""
+    numbers = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, int) and not isinstance(value, bool) and value > 1
+    }
+    for name in {*reached} & {*numbers}:
+        setattr(config, name, LIMIT)
+    ropes = getattr(config, "rope_parameters", None)
+    if isinstance(ropes, dict):
+        for name in {*reached} & {*ropes}:
+            ropes[name] = LIMIT
+    for name, value in numbers.items():
+        if OF_VOCABULARY.match(name):
+            setattr(config, name, min(value, VOCABULARY))
+        elif OF_EXPERTS.match(name):
+            setattr(config, name, min(value, EXPERTS))
+        elif OF_CHOICE.match(name):
+            setattr(config, name, min(value, 2))
+    if layers:
+        _drop_layers(config, numbers)
+    if widths:
+        _narrow(config, numbers)
+    for name, value in vars(config).items():
+        if name.endswith("_token_id") and value is not None:
+            setattr(config, name, [1] if isinstance(value, list) else 1)
+    for name in {"n_group", "topk_group", "num_expert_group"} & {*numbers}:
+        setattr(config, name, 1)
+    config.dtype = torch.float32
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+
+
+def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
+    """Keep the first layers, as many as it takes to have one of every kind."""
+    name = next((one for one in OF_LAYERS if one in numbers), None)
+    if name is None or vars(config).get("num_kv_shared_layers"):
+        return
+    count = numbers[name]
+    lists = {
+        key: value
+        for key, value in vars(config).items()
+        if isinstance(value, list | tuple | str) and len(value) == count
+    }
+    kinds = [tuple(str(values[layer]) for values in lists.values()) for layer in range(count)]
+    # A list of all different values numbers the layers, and tells nothing of their kinds.
+    numbered = any(len({*map(str, values)}) == count for values in lists.values())
+    least = 4 if numbered else max(kinds.index(kind) + 1 for kind in kinds)
+    periods = [value + 1 for key, value in numbers.items() if OF_PERIODS.search(key)]
+    keep = min(count, max([2, least, *periods]))
+    setattr(config, name, keep)
+    for key, values in lists.items():
+        setattr(config, key, values[:keep])
+
+
+def _narrow(config: PretrainedConfig, numbers: dict[str, int]) -> None:
+    """Take fewer heads of the same width, and fewer numbers everywhere else."""
+    heads = next((value for name, value in numbers.items() if OF_HEADS.match(name)), 0)
+    hidden = next(
+        (numbers[name] for name in ("hidden_size", "n_embd", "d_model") if name in numbers), 0
+    )
+    split = bool(heads and hidden and hidden % heads == 0)
+    own = vars(config).get("head_dim")
+    free = own and own * heads != hidden
+    width = WIDTH if free or not split else HEADS * (hidden // heads)
+    for name, value in vars(config).items():
+        if OF_WIDTHS.match(name) and isinstance(value, list):
+            setattr(config, name, [min(one, WIDTH) for one in value])
+    for name, value in numbers.items():
+        if OF_HEADS.match(name):
+            setattr(config, name, HEADS)
+        elif OF_GROUPS.match(name):
+            setattr(config, name, HEADS if value == heads else GROUPS)
+        elif OF_WIDTHS.match(name):
+            setattr(
+                config,
+                name,
+                min(value, width if name in ("hidden_size", "n_embd", "d_model") else WIDTH),
+            )
