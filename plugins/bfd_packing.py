@@ -211,7 +211,7 @@ class BfdPacking:
             return cut
         if not trained.any():
             raise DataError(f"plugins.bfd_packing: {reason}, for every example; raise capacity")
-        kept = tokens.stretches(*(one[trained] for one in stretches), cut.trained[trained])
+        kept = tokens.stretches(*(one[trained] for one in stretches), trained=cut.trained[trained])
         rows = cut.rows[~trained]
         self.untrained += len(rows)
         count = {"count": len(rows), "rows": np.unique(rows)[:10].tolist()}
