@@ -211,8 +211,8 @@ class BfdPacking:
             return cut
         if not trained.any():
             raise DataError(f"plugins.bfd_packing: {reason}, for every example; raise capacity")
-        kept = tokens.stretches(*(one[trained] for one in stretches), trained=cut.trained[trained])
-        rows = cut.rows[~trained]
+        chosen: Any = [one[trained] for one in (*stretches, cut.trained)]
+        kept, rows = tokens.stretches(*chosen), cut.rows[~trained]
         self.untrained += len(rows)
         count = {"count": len(rows), "rows": np.unique(rows)[:10].tolist()}
         kept.facts["bad_rows"] = {**tokens.facts.get("bad_rows", {}), reason: count}
