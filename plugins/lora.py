@@ -104,7 +104,10 @@ class Lora:
         config._register_custom_module({Linear: FastLinear, Conv1D: FastLinear})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what these say of other settings is settled above
-            adapted = Adapted(model, config)
+            try:
+                adapted = Adapted(model, config)
+            except ValueError as error:  # what peft cannot do with this model
+                raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
         begin(adapted, self.init, self.seed)
         self.said = describe(adapted, targets, self.r)
         return adapted
@@ -117,7 +120,7 @@ class Lora:
     def choose(self, model: Any) -> tuple[list[str], list[str]]:
         """Return the names of modules that get adapters, and of those that are trained whole."""
         head, table = (name_of(one, model) for one in ends(model))
-        fit = {name: one for name, one in model.named_modules() if isinstance(one, KINDS)}
+        fit = {name: one for name, one in model.named_modules() if is_fit(one)}
         plain = [
             name for name, one in fit.items() if head != name and not isinstance(one, Embedding)
         ]
@@ -247,6 +250,15 @@ class Up(Linear):
 
 KINDS = (Linear, Conv1D, Embedding)
 """Beside these an adapter can stand."""
+
+
+def is_fit(module: Module) -> bool:
+    """Tell whether an adapter can stand beside a module.
+
+    Some routers are linear layers that return more than their product.
+    """
+    odd = isinstance(module, Linear) and type(module).forward is not Linear.forward
+    return isinstance(module, KINDS) and not odd
 
 
 def without_weights(recipe: Recipe) -> Any:

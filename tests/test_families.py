@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FULL, ROOT
-from families import build
+from conftest import FULL, ROOT, only_full
+from families import FAMILIES, build
+from family_runs import COLUMNS, FINE, Bench, committed, family_results
+
+from plugsft import console
 
 # Their files name tensors otherwise than the models do, but for the last.
 RENAMED = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax", "llama"]
@@ -46,3 +49,42 @@ def test_ranks_read_what_plain_transformers_loads(tiny, tmp_path, kind):
     for rank in range(2):
         found = json.loads((tmp_path / f"report-{rank}").read_text())
         assert found == {family: {"empty": True, "wrong": []} for family in RENAMED}
+
+
+# Of each kind: dense, windows, convolutions with transposed weights, experts renamed, with buffers
+# and without, linear attention, a state space.
+CORE = ["llama", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "minimax", "gpt_oss", "mamba2"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """Data, tokenizer and recipe for all families; on one core, for the models are so small."""
+    cores, quiet = os.sched_getaffinity(0), console.out.quiet
+    os.sched_setaffinity(0, {max(cores)})
+    console.out.quiet = True
+    yield Bench(tmp_path_factory.mktemp("families"))
+    os.sched_setaffinity(0, cores)
+    console.out.quiet = quiet
+
+
+@pytest.mark.parametrize(
+    "family", [*CORE, *(pytest.param(one, marks=only_full) for one in FAMILIES if one not in CORE)]
+)
+def test_a_family_passes_or_is_refused(bench, family):
+    """What is not refused in a line before it is trained is right to the end."""
+    results = family_results(bench, family)
+    if family not in CORE and "built" in results:
+        pytest.skip(results["built"])
+    failed = {name: one for name, one in results.items() if one.startswith("FAILED")}
+    assert not failed and "built" not in results, results
+    for column in set(COLUMNS) - {"packed", "fused", "lora"}:
+        assert results[column] in (*FINE, "whole on each rank"), results
+    if family in CORE or family in committed():
+        assert {name: word(one) for name, one in results.items()} == {
+            name: word(one) for name, one in committed()[family].items()
+        }
+
+
+def word(result: str) -> str:
+    """Return a result without its reason, which may hold numbers."""
+    return result.partition(":")[0]
