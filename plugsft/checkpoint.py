@@ -55,7 +55,7 @@ class Checkpoints:
         self._accelerator, self._held = accelerator, held
         self.saved = 0
         """The last step that a checkpoint holds."""
-        self._every = recipe.checkpoint.interval(steps)
+        self._every, self._steps = recipe.checkpoint.interval(steps), steps
         self.rhythm = recipe.checkpoint.describe(steps)
 
     def due(self, step: int) -> bool:
@@ -132,6 +132,11 @@ class Checkpoints:
         with Stored(path, held.rank, held.ranks) as stored:
             with agreed(self._accelerator, f"reading {path.name}"):
                 facts = compare(path, self._recipe, self._active, self._data_key)
+                if not 0 < facts["step"] <= self._steps:
+                    raise CheckpointError(
+                        f"{path / 'state.json'}: is of step {facts['step']}, and the run has "
+                        f"{self._steps}; go on from another checkpoint (--resume-from)"
+                    )
                 held.restore(stored, *described_in(path, facts, held))
             held.hand_out(stored)
         self.saved = int(facts["step"])

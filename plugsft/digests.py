@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -52,7 +53,11 @@ def file_digest(path: Path) -> str:
 def cache_folder() -> Path:
     """Return where plugsft keeps what may be shared between runs."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("PLUGSFT_CACHE") or f"{home}/plugsft").expanduser()
+    place = os.path.expanduser(os.environ.get("PLUGSFT_CACHE") or f"{home}/plugsft")
+    if place.startswith("~"):
+        # No HOME, and a user without a name, as in some containers: there is no home folder.
+        place = f"{tempfile.gettempdir()}/plugsft-{os.getuid()}"
+    return Path(place)
 
 
 def remembered_digest(path: Path) -> str:

@@ -18,6 +18,7 @@ import psutil
 
 from .digests import digest, file_digest
 from .errors import DiskError, PlugsftError
+from .limits import json_of, text_of
 from .machine import free_disk
 
 MANIFEST = "manifest.json"
@@ -163,7 +164,9 @@ def damage(
     """
     rank, ranks = share
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json_of(text_of(folder / MANIFEST))
+        if not manifest:
+            return "its manifest lists no file"
         total, before = sum(size for size, _ in manifest.values()), 0
         for name, (size, checksum) in sorted(manifest.items()):
             middle, before = before + size / 2, before + size

@@ -8,6 +8,10 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .limits import TABLES, json_of, shallow, text_of
+
 Points = list[tuple[float, float | None]]
 
 SKELETON = Path(__file__).with_name("report.html")
@@ -24,7 +28,7 @@ def write(folder: Path) -> Path:
     """Write the folder's report.html from its run.json and metrics.jsonl."""
     target, draft = folder / "report.html", folder / f".report.html.{os.getpid()}"
     try:
-        run = dict(json.loads((folder / "run.json").read_text("utf-8")))
+        run = read_record(folder)
     except (FileNotFoundError, TypeError, ValueError) as error:
         run = {"name": folder.name, "warnings": [f"run.json cannot be read: {error}"]}
     try:
@@ -35,12 +39,54 @@ def write(folder: Path) -> Path:
         draft.unlink(missing_ok=True)
 
 
+class _Steps(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    done: int = Field(0, ge=0, lt=2**63)
+    total: int = Field(0, ge=0, lt=2**63)
+    per_epoch: int = Field(0, ge=0, lt=2**63)
+
+
+class _Plugin(BaseModel):
+    name: str
+    options: dict[str, Any] = {}
+    verdict: str | None = None
+
+
+class _Run(BaseModel):
+    """What readers of run.json rely on; it may hold more, and less."""
+
+    model_config = ConfigDict(strict=True)
+
+    status: str = ""
+    reason: str | None = None
+    started: str = ""
+    steps: _Steps | None = None
+    final: dict[str, Any] | None = None
+    throughput: dict[str, Any] | None = None
+    plugins: list[_Plugin] = []
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read a run's run.json; raise ValueError where it is none that plugsft writes."""
+    record = json_of(text_of(folder / "run.json"))
+    if not isinstance(record, dict):
+        raise ValueError("it holds no table")
+    try:
+        _Run.model_validate(shallow(record, TABLES))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
+    return record
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl; half a line, as a killed run leaves, does not count."""
     lines = []
     for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(TypeError, ValueError):
-            lines.append(dict(json.loads(text)))
+            if isinstance(line := shallow(json_of(text), 2), dict):
+                lines.append(line)
     return lines
 
 

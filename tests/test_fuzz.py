@@ -9,18 +9,23 @@ import math
 import os
 import random
 import re
+import shutil
+import tempfile
 import tomllib
 
 import pytest
 import tomli_w
-from conftest import chats, tiny_tables
+from conftest import chats, run_plugsft, tiny_tables, write_recipe
 
-from plugsft import DataError
+from plugsft import DataError, report
 from plugsft.cli import main
+from plugsft.commands.places import leftovers, read_run
+from plugsft.digests import cache_folder, file_digest
 from plugsft.errors import PlugsftError
 from plugsft.formats import COLUMNS
 from plugsft.jsonl import Held, fault, find_lines
 from plugsft.pretrained import train_tokenizer
+from plugsft.publish import damage
 from plugsft.reading import resolved
 from plugsft.recipe import Data
 from plugsft.registry import load
@@ -312,3 +317,101 @@ def test_files_without_a_row_are_refused_by_each_command(tiny, capsys, text, com
 
 def test_the_family_of_errors_is_what_the_command_line_catches():
     assert PlugsftError.exit_code == 2
+
+
+ODD = [None, 5, -1, "x", [], {}, [5], {"a": 1}, True, 10**30, [[[]]], math.inf]
+TEXTS = ["", "[]", "5", "null", "{", "{}", "[" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "\0"]
+LINES = [
+    "5",
+    "[]",
+    "[[1, 2]]",
+    '{"step": "x", "loss": 1}',
+    '{"step": 1, "loss": []}',
+    '{"loss": 1}',
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of three steps."""
+    folder = tmp_path_factory.mktemp("run")
+    tables = tiny_tables(folder) | {"checkpoint": {"every": 1}}
+    path = write_recipe(folder / "recipe.toml", tables)
+    assert run_plugsft(path).returncode == 0
+    return path
+
+
+def crafted(count):
+    """Yield texts of run.json, and of metrics.jsonl, that plugsft did not write."""
+    rng = random.Random(0)
+
+    def change(record):
+        keys = [(key,) for key in record]
+        keys += [
+            (key, inner) for key in record if isinstance(record[key], dict) for inner in record[key]
+        ]
+        record = copy.deepcopy(record)
+        *above, key = rng.choice(keys)
+        (record[above[0]] if above else record)[key] = rng.choice(ODD)
+        return json.dumps(record)
+
+    for text in TEXTS:
+        yield "run.json", lambda _, text=text: text
+    for text in [*LINES, "[" * 100_000]:
+        yield "metrics.jsonl", lambda _, text=text: text + "\n"
+    for _ in range(count):
+        yield "run.json", change
+
+
+@pytest.mark.slow
+def test_a_crafted_record_breaks_no_command(run, tmp_path, capsys):
+    whole = run.parent / "run"
+    for number, (name, change) in enumerate(crafted(2000 if FULL else 15)):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("checkpoints", "model"))
+        text = change(json.loads((whole / "run.json").read_text()))
+        (folder / name).write_text(text)
+        for words in (["show", folder], ["diff", folder, whole], ["chat", folder, "--ask", "x"]):
+            try:
+                main([str(word) for word in words])
+                code = 0
+            except SystemExit as end:
+                code = end.code
+            said = capsys.readouterr().err
+            assert code in (0, 2) and "Traceback" not in said, (words[0], name, text[:300], said)
+        report.write(folder)
+        assert isinstance(read_run(folder), dict) and isinstance(leftovers(folder), str)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["{}", "[]", "5", "null", "", '{"a": 1}', '{"a": [1]}', '{"a": {}}', "[" * 100_000],
+)
+def test_a_crafted_manifest_is_no_whole_folder(tmp_path, manifest):
+    (tmp_path / "manifest.json").write_text(manifest)
+    assert damage(tmp_path) and damage(tmp_path, quick=True)
+
+
+@pytest.mark.parametrize("step", [10**9, 4, 0, -1, "x", None, 1.5, [], True])
+def test_a_checkpoint_of_a_step_that_the_run_has_not_is_refused(run, tmp_path, step):
+    folder = tmp_path / "run"
+    shutil.copytree(run.parent / "run", folder, ignore=shutil.ignore_patterns("model"))
+    *older, newest = sorted((folder / "checkpoints").iterdir())
+    for one in older:
+        shutil.rmtree(one)
+    state, manifest = newest / "state.json", json.loads((newest / "manifest.json").read_text())
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"step": step}))
+    manifest["state.json"] = [state.stat().st_size, file_digest(state)]
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    done = run_plugsft(run, f"output={folder}", "--resume")
+    assert done.returncode == 2 and "state.json" in done.stderr, done
+    assert "Traceback" not in done.stderr and not (folder / "model").exists()
+
+
+def test_without_a_home_the_cache_has_a_folder(monkeypatch, tmp_path):
+    for name in ("HOME", "XDG_CACHE_HOME", "PLUGSFT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)  # a container's user without a name
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache_folder() == tmp_path / "plugsft-987654"

@@ -1,6 +1,5 @@
 """`plugsft chat`: talk to a trained model."""
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from ..console import is_terminal, say
 from ..context import TRUST, context_of, cure_of
 from ..errors import PlugsftError
 from ..pretrained import pad_id, stop_ids
+from ..report import read_record
 from ..step_folders import newest
 from .places import ADAPTER, base_of, is_model, near
 
@@ -70,7 +70,7 @@ def model_folder(output: Path) -> Path:
     if output.is_file():
         raise PlugsftError(f"{output}: is a file; give the output folder of a run")
     try:
-        run = json.loads((output / "run.json").read_text(encoding="utf8"))
+        run = read_record(output)
         done, total = run["steps"]["done"], run["steps"]["total"]
     except (OSError, ValueError, LookupError, TypeError):
         raise PlugsftError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import PlugsftError
 from ..keys import differences
+from ..limits import json_of, text_of
 from ..reading import flatten, read
 from ..report import Points, finite, number, part_of, read_metrics, series_of
 from .places import is_held, near
@@ -83,7 +84,7 @@ def read_run(name: str, folder: Path) -> Run:
         why = "is a file" if folder.exists() else f"no such folder{near(folder)}"
         raise PlugsftError(f"{folder}: {why}; name a run's output folder")
     try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf8"))
+        facts = json_of(text_of(folder / "run.json"))
     except OSError as error:
         raise PlugsftError(
             f"{folder}: is no run's output: it has no readable run.json; name one that has"

@@ -19,7 +19,7 @@ from ..errors import RecipeError
 from ..finding import Found, find, load_class
 from ..reading import fields
 from ..recipe import Recipe
-from ..report import read_metrics
+from ..report import read_metrics, read_record
 from ..step_folders import newest
 from .places import is_held
 
@@ -100,7 +100,7 @@ def _tell_defaults(options: dict[str, dict[str, Any]]) -> None:
 def show_run(folder: Path) -> None:
     """Print what came of a run."""
     try:
-        run = json.loads((folder / "run.json").read_text(encoding="utf8"))
+        run = read_record(folder)
         lines = list(_summary(run, folder))
     except OSError as error:
         raise RecipeError(f"{folder}: is no run's output: it has no readable run.json") from error

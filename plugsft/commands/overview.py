@@ -15,6 +15,7 @@ from ..finding import CORE
 from ..machine import look
 from ..reading import resolved
 from ..record import Record
+from ..report import read_record
 
 
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
 def _last_verdicts(folder: Path) -> dict[str, str]:
     """Return what the plugins said in the last run that went into this folder."""
     try:
-        run = json.loads((folder / "run.json").read_text(encoding="utf8"))
+        run = read_record(folder)
         return {plugin["name"]: f"{plugin['verdict']} (last run)" for plugin in run["plugins"]}
     except (OSError, ValueError, LookupError, TypeError):
         return {}

@@ -17,7 +17,7 @@ from ..errors import PlugsftError, RecipeError, did_you_mean
 from ..limits import text_of, toml_of
 from ..publish import foreign, is_published, writing
 from ..recipe import TRL, Recipe
-from ..report import read_metrics
+from ..report import read_metrics, read_record
 from ..step_folders import newest, step_of
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
@@ -292,6 +292,6 @@ def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
 def read_run(folder: Path) -> dict[str, Any]:
     """Return a run's run.json; nothing, where there is none."""
     try:
-        return dict(json.loads((folder / "run.json").read_text(encoding="utf8")))
-    except (OSError, ValueError, TypeError):
+        return read_record(folder)
+    except (OSError, ValueError):
         return {}
