@@ -51,7 +51,7 @@ class Checkpoints:
         steps: int,
     ) -> None:
         self.folder = recipe.folder / "checkpoints"
-        self._recipe, self._active, self._data_key = recipe, active, tokens.facts["key"]
+        self._recipe, self._active, self._data = recipe, active, tokens.facts["index"]
         self._accelerator, self._held = accelerator, held
         self.saved = 0
         """The last step that a checkpoint holds."""
@@ -79,7 +79,7 @@ class Checkpoints:
             facts = {
                 "format": FORMAT,
                 "step": step,
-                "data": self._data_key,
+                "data": self._data,
                 "recipe": _identity(self._recipe, self._active),
                 "plugins": self._recipe.plugins,
                 "sharding": self._held.sharding(),
@@ -131,7 +131,7 @@ class Checkpoints:
         held = self._held
         with Stored(path, held.rank, held.ranks) as stored:
             with agreed(self._accelerator, f"reading {path.name}"):
-                facts = compare(path, self._recipe, self._active, self._data_key)
+                facts = compare(path, self._recipe, self._active, self._data)
                 if not 0 < facts["step"] <= self._steps:
                     raise CheckpointError(
                         f"{path / 'state.json'}: is of step {facts['step']}, and the run has "
@@ -224,7 +224,7 @@ def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
     own = {
         key: value
         for key, value in flat.items()
-        # Data counts by its key, which holds for moved files and notices changed ones.
+        # Data counts by the checksum of its tokens: moved files are the same, changed ones not.
         if key != "plugins" and not key.startswith((*FREE, "data.source", "data.split"))
     }
     return own | active.learned()
@@ -246,10 +246,8 @@ def read_state(path: Path) -> dict[str, Any]:
     return facts
 
 
-def compare(
-    path: Path, recipe: Recipe, active: Active, data_key: str | None = None
-) -> dict[str, Any]:
-    """Refuse a checkpoint of another recipe or, where its key is known, of other data."""
+def compare(path: Path, recipe: Recipe, active: Active, data: str | None = None) -> dict[str, Any]:
+    """Refuse a checkpoint of another recipe or, where its checksum is known, of other data."""
     facts = read_state(path)
     now = _identity(recipe, active)
     # A key that is younger than the checkpoint had what is its default now.
@@ -259,7 +257,9 @@ def compare(
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
-    if data_key not in (None, facts.get("data")):
+    # Format 1 holds the key of a cache entry, which other versions of plugsft give another value.
+    comparable = data is not None and facts["format"] > 1
+    if comparable and data != facts.get("data"):
         differing.append("the data, its options or the tokenizer have changed")
     if differing:
         model = recipe.folder / "model"
@@ -270,7 +270,12 @@ def compare(
             f"{path} belongs to another recipe: {'; '.join(differing)}. "
             f"Undo the changes, or start again in another output folder (output=...){more}"
         )
-    if data_key and facts["plugins"] != recipe.plugins:
+    if data and not comparable:
+        say(
+            f"warning: {path.name} was written by an older plugsft, and its data cannot be compared "
+            "with these"
+        )
+    if data and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")
     return facts
 

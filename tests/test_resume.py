@@ -64,7 +64,7 @@ class Run:
         self.accelerator = accelerator
         self.identity = partial(_identity, recipe, active)
         self.held = held_by(accelerator, self.model, self.optimizer)
-        tokens = SimpleNamespace(facts={"key": "tokens"})
+        tokens = SimpleNamespace(facts={"index": "tokens"})
         self.checkpoints = Checkpoints(recipe, active, tokens, accelerator, self.held, 100)
 
     def train(self, steps):
