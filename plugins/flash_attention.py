@@ -204,11 +204,11 @@ def unfit(kernel: str, config: PretrainedConfig, packed: bool) -> Obstacle | Non
         if not packed and cls is not None and not cls._supports_sdpa:
             return f"{cls.__name__} has attention that SDPA cannot compute", LEAVE
         return None
+    if getattr(config, "attention_chunk_size", None):
+        return "it has no chunks of attention, and the model has", 'set kernel = "sdpa"'
     own = kernel == "torch" and not getattr(cls, "_supports_attention_backend", True)
     if own or not getattr(cls, "_supports_flash_attn", True):
         return f"{cls.__name__} has attention that it cannot compute", LEAVE
-    if getattr(config, "attention_chunk_size", None):
-        return "it has no chunks of attention, and the model has", 'set kernel = "sdpa"'
     others = getattr(cls, "_compatible_flash_implementations", None)
     if others:
         return f"{cls.__name__} takes other kernels only", LEAVE
