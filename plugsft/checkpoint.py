@@ -272,8 +272,8 @@ def compare(path: Path, recipe: Recipe, active: Active, data: str | None = None)
         )
     if data and not comparable:
         say(
-            f"warning: {path.name} was written by an older plugsft, and its data cannot be compared "
-            "with these"
+            f"warning: {path.name} was written by an older plugsft; whether its data are the same "
+            "cannot be told"
         )
     if data and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")
