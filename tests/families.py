@@ -81,6 +81,7 @@ HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
 # What follows from other numbers, or has no default.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": HEADS,
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},

@@ -85,6 +85,7 @@ class Trial:
         self.bench, self.model = bench, bench.folder / "model"
         shutil.rmtree(self.model, ignore_errors=True)
         made = build(family)
+        made(input_ids=torch.arange(9)[None], use_cache=False)  # by transformers alone
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)

@@ -59,11 +59,14 @@ CORE = ["llama", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "minimax", "gp
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     """Data, tokenizer and recipe for all families; on one core, for the models are so small."""
-    cores, quiet = os.sched_getaffinity(0), console.out.quiet
+    cores, quiet, threads = os.sched_getaffinity(0), console.out.quiet, torch.get_num_threads()
+    made = Bench(tmp_path_factory.mktemp("families"))
     os.sched_setaffinity(0, {max(cores)})
+    torch.set_num_threads(1)
     console.out.quiet = True
-    yield Bench(tmp_path_factory.mktemp("families"))
+    yield made
     os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
     console.out.quiet = quiet
 
 
