@@ -86,6 +86,8 @@ class Sorted(OnDemand):
         self._layouts, self._lengths, self._plugin = layouts, lengths, plugin
         self._widths = lengths if widths is None else widths
         self._rows = np.ones_like(lengths) if rows is None else rows
+        self._counted: set[int] = set()
+        """Windows that the plugin has counted: one may be asked for again."""
 
     def __len__(self) -> int:
         return len(self._layouts)
@@ -99,9 +101,11 @@ class Sorted(OnDemand):
             # It happens where micro-batches differ in their number of examples.
             dealt, after = given, before
         with COUNTING:
-            plugin.before += before
-            plugin.after += after
-            plugin.tokens += sum(int(lengths[part].sum()) for rank in given for part in rank)
+            if number not in self._counted:
+                self._counted.add(number)
+                plugin.before += before
+                plugin.after += after
+                plugin.tokens += sum(int(lengths[part].sum()) for rank in given for part in rank)
         return dealt
 
 

@@ -65,7 +65,7 @@ class Base:
         self.path = base / "model"
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.bfloat16)
         model.save_pretrained(self.path)
-        self.weights = {name: one.float() for name, one in model.named_parameters()}
+        self.weights = {name: one.detach().float() for name, one in model.named_parameters()}
         tokens = Tokens(next((base / "tokens").glob("*/facts.json")).parent)
         batch = ModelAnswers().collate(tokens, np.arange(len(tokens)), 0)
         self.batch, self.count = batch, int((batch["labels"][:, 1:] >= 0).sum())

@@ -180,7 +180,8 @@ def test_with_nothing_to_learn_and_with_one_token(trained):
 
 
 def test_what_is_behind_the_head_is_read_from_the_model():
-    found = {name: [*fused(make(config)).heads.values()] for name, config in MODELS.items()}
+    models = {name: make(config) for name, config in MODELS.items()}
+    found = {name: [*fused(model).heads.values()] for name, model in models.items()}
     found = {name: behind for name, [behind] in found.items()}
     assert found["gemma2"] == Behind(cap=1.7)
     assert found["cohere2"] == Behind(slope=3.0)
