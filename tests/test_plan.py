@@ -42,6 +42,7 @@ def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, *
         lengths=np.arange(count) + 10,
         trained=np.arange(count) + 1,
         units=np.arange(count) + 1,
+        ensure_unchanged=lambda: None,
     )
     return Plan(tokens, recipe, ranks, Active({}, {}).answer(core or DataAnswers(None)).hook)
 

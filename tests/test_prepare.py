@@ -144,7 +144,7 @@ def test_a_data_set_without_a_trained_token_stops(run, rows):
 
 
 def test_an_empty_slice_stops(run):
-    with pytest.raises(DataError, match="not one token to train on"):
+    with pytest.raises(DataError, match="holds no rows; give another split"):
         run([GOOD], split="train[:0]")
 
 
