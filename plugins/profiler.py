@@ -322,7 +322,8 @@ class Profiler:
             steps = run["steps"]["total"]
             if never := [step for step in self.trace if step > steps]:
                 raise RecipeError(
-                    f"plugins.profiler.trace: {never[0]} of {steps} steps never comes"
+                    f"plugins.profiler.trace: step {never[0]} never comes; "
+                    f"the run has {steps} steps"
                 )
         if run["status"] == "running" or not self.steps:
             return

@@ -264,8 +264,10 @@ def test_a_trace_is_written_for_perfetto(tiny, tmp_path):
 def test_a_step_that_never_comes_is_not_waited_for(tiny, tmp_path):
     recipe = tiny(train=TRAIN | {"steps": 5}, plugins={"profiler": {"trace": [3, 99]}})
     done = run_plugsft(recipe)
-    assert done.returncode == 2 and not (tmp_path / "run").exists()
-    assert done.stderr == "error: plugins.profiler.trace: 99 of 5 steps never comes\n"
+    assert done.returncode == 2 and not (tmp_path / "run/run.json").exists()
+    assert done.stderr == (
+        "error: plugins.profiler.trace: step 99 never comes; the run has 5 steps\n"
+    )
 
 
 def test_a_run_that_is_stopped_early_has_no_profile(tiny, tmp_path):
