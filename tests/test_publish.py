@@ -114,8 +114,8 @@ def test_who_comes_as_the_folder_appears_does_not_build_again(place, monkeypatch
     really = claims._held
 
     def slow(claim):
-        with publish(place):
-            pass
+        with publish(place) as building:
+            (building / "data-1").write_text("done")
         return really(claim)
 
     monkeypatch.setattr(claims, "_held", slow)
