@@ -119,7 +119,10 @@ def writing(place: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, PlugsftError) or not _concerns(error, place):
             raise
-        reason, cure = " ".join(str(error).split()), "give another folder (output=...)"
+        # A copy of several files fails with a list of their errors.
+        several = isinstance(error, shutil.Error)
+        reason = " ".join(str(error.args[0][0][2] if several else error).split())
+        cure = "give another folder (output=...)"
         # torch says no more than that it did not come as far as it wanted.
         full = any(sign in reason for sign in (*FULL, "unexpected pos"))
         if full:
@@ -134,6 +137,8 @@ def _concerns(error: Exception, place: Path) -> bool:
     """Tell whether an error means that a place, or a folder above or beside it, is unwritable."""
     if not isinstance(error, OSError):
         return any(sign in str(error) for sign in FOREIGN)
+    if isinstance(error, shutil.Error):
+        return str(place.parent) in str(error)
     if error.filename is None:
         return error.errno in DISK
     there, place = (Path(os.path.abspath(os.fsdecode(one))) for one in (error.filename, place))

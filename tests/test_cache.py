@@ -591,7 +591,7 @@ def test_a_flipped_bit_in_a_shard_ends_the_run_before_it_is_trained_on(recipe, t
     assert all(one.returncode in (1, 2) for one in ended), ended
     assert not any("Traceback" in one.stderr for one in ended), ended
     damaged = [line for line in said if f"{shard}: damaged: its example" in line]
-    assert len(damaged) == 1 and f"Remove the folder {folder}" in damaged[0], said
+    assert damaged and all(f"Remove the folder {folder}" in one for one in damaged), said
     assert len(read_metrics(tmp_path / "other")) < 3, "three steps are an epoch"
     assert not (tmp_path / "other/model").exists()
 

@@ -237,5 +237,5 @@ def test_the_page_runs_nothing_of_a_runs(runs):
 
 def test_a_page_that_cannot_be_written_is_said_in_a_line(runs):
     done = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "no/page.html")
-    assert done.returncode == 2 and "no/page.html" in done.stderr
+    assert done.returncode == 2 and "--html: " in done.stderr
     assert len(done.stderr.splitlines()) == 1

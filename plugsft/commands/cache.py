@@ -20,7 +20,7 @@ from ..digests import cache_folder, digest
 from ..errors import DataError, PlugsftError
 from ..keys import differences, key_of
 from ..prepare import eval_source, job_of
-from ..publish import MANIFEST, damage, discard, is_published, sweep
+from ..publish import MANIFEST, damage, discard, is_published, remove, sweep
 from ..registry import load
 from ..sources import open_source
 from ..tokens import Tokens
@@ -215,7 +215,7 @@ def _clear(home: Path, dry_run: bool) -> Iterator[tuple[str, int]]:
                 if mine is None or (folder in doomed and is_published(folder)):
                     continue
                 for path in doomed:
-                    discard(path)
+                    remove(path)
         if doomed:
             yield name, size
     if not dry_run:
