@@ -209,7 +209,7 @@ def test_ctrl_c_ends_a_talk_with_a_line_of_its_own(run):
         (["rum"], "is a file"),
         (["rum/run.json"], "at step 3 of 9 and has left no model yet.*recipe.toml$"),
         (
-            ["rum/run.json", "rum/checkpoints/step-000003/"],
+            ["rum/run.json", "rum/checkpoints/step-000003/manifest.json"],
             "--resume; plugsft export .* --to FOLDER",
         ),
         (["rum/config.json"], "no model could be loaded"),
@@ -222,7 +222,7 @@ def test_a_place_without_a_model_says_what_to_do(tmp_path, make, says):
         if name.endswith("/"):
             path.mkdir(parents=True)
         else:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"steps": {"done": 3, "total": 9}}))
     with pytest.raises(PlugsftError, match=says):
         talk.load(talk.model_folder(tmp_path / "rum"))
