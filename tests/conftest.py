@@ -29,8 +29,10 @@ os.environ.update(OFFLINE)
 # Nor does one leave anything in the home of who runs it.
 os.environ["PLUGSFT_CACHE"] = tempfile.mkdtemp(prefix="plugsft-tests-")
 atexit.register(shutil.rmtree, os.environ["PLUGSFT_CACHE"], ignore_errors=True)
-# A shell's background job is deaf to ctrl-C, and so would be the processes that tests start.
+# A shell's background job ignores ctrl-C, one under nohup SIGHUP, and processes that tests start
+# would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     # A core for each worker: threads that wait for a core someone else has cost tenfold.
     allowed = sorted(os.sched_getaffinity(0))
