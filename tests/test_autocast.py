@@ -37,7 +37,6 @@ KINDS = [
     LORA | PACKED | {"fused_loss": {}},
     {"lora": {"r": 4, "dora": True}},
     {"lora": {"r": 4, "modules_to_save": ["lm_head"]}},
-    pytest.param({"compile": {}}, marks=pytest.mark.slow),
 ]
 
 
