@@ -5,6 +5,7 @@ in a RecursionError, each at another depth. So depth is checked once, where some
 """
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,7 +57,9 @@ def shallow(value: Any, most: int) -> Any:
 def text_of(path: Path) -> str:
     """Read a small text file; raise ValueError where it is too large, or not UTF-8."""
     with path.open("rb") as file:
-        raw = file.read(LARGEST + 1)
+        # Asked for more bytes than there are, Python takes the memory for all of them first.
+        size = os.fstat(file.fileno()).st_size or LARGEST  # a pipe has none
+        raw = file.read(min(size, LARGEST) + 1)
     if len(raw) > LARGEST:
         raise ValueError(f"it has more than {LARGEST:,} bytes")
     return raw.decode()
