@@ -30,7 +30,7 @@ from plugsft import (
 )
 
 BUILT = "built.json"
-"""Beside the tokens: which run built them, and how long it took."""
+"""File of an entry: the run that built it, and how long that took."""
 ABSENT = "it is not there"
 
 
@@ -38,16 +38,16 @@ ABSENT = "it is not there"
 class ArrowCache:
     """Keep prepared tokens in a folder that all runs share, and open them there in milliseconds.
 
-    An entry is named by all that its tokens depend on. It is built by one of all the processes that
-    ask for it, and appears whole or not at all.
+    The name of an entry is a checksum of everything that its tokens depend on. One of the processes
+    that ask for it builds it, and it appears whole or not at all.
     """
 
     folder: Folder | None = None
-    """Where to keep it; $PLUGSFT_CACHE unless said, and ~/.cache/plugsft without that."""
+    """Folder of the cache. Default: $PLUGSFT_CACHE, or ~/.cache/plugsft if that is not set."""
     refresh: bool = False
-    """Build anew, once in this run, what is there already."""
+    """Build existing entries again, once in this run."""
     read_only: bool = False
-    """Take what is there, and write nothing; what is not there is prepared in the run's output."""
+    """Read the cache, but write nothing there; missing data is prepared in the run's output."""
     in_memory: bool = False
     """Read all tokens at once, for file systems where mapping is slow."""
 
@@ -55,7 +55,7 @@ class ArrowCache:
 
     @hookimpl
     def check(self, machine: Machine) -> None:
-        """Refuse what would not do what it says."""
+        """Refuse contradicting options."""
         if self.folder and Path(self.folder).is_file():
             raise RecipeError(f"folder: {self.folder} is a file; give a folder")
         if self.refresh and self.read_only:
@@ -63,7 +63,7 @@ class ArrowCache:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", machine.world_size))
         if self.refresh and here < machine.world_size:
             raise RecipeError(
-                "refresh: each machine would build anew what another reads; first run "
+                "refresh: each machine would rebuild entries that others read; first run "
                 "`plugsft prepare RECIPE plugins.arrow_cache.refresh=true`, then launch without"
             )
 

@@ -1,4 +1,4 @@
-"""Pack examples into full micro-batches, best fit first, with no look from one to another."""
+"""Pack examples into full micro-batches, best fit first, without attention across examples."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -33,23 +33,23 @@ from plugsft import (
 )
 
 Costs = Callable[[Ints], Any]
-"""Lengths -> what a step takes for documents of so many tokens."""
+"""Lengths of documents -> their cost in a step."""
 TYPICAL = 50_000
 """Length at which attention costs as much as the rest of a model of some billion weights."""
 COUNTING = Lock()
-"""Batches may be made in several threads: of training, and of evaluation."""
+"""Training and evaluation batches may be made in different threads."""
 
 
 @plugin(learns=["scope", "overlong"])
 class BfdPacking:
-    """Pack examples into full micro-batches, best fit first, with no look from one to another.
+    """Pack examples into full micro-batches, best fit first, without attention across examples.
 
-    scope = "step" leaves every step's examples as they are, and so what is learned; "dataset"
-    fills rows from the whole epoch, and changes it: a step is then `batch_size` packed rows.
+    scope = "step" leaves every step's examples as they are, and does not affect results; "dataset"
+    does: it fills rows from the whole epoch, and a step is then `batch_size` packed rows.
     """
 
     capacity: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of a micro-batch, at most; data.max_length unless said, twice that for pairs."""
+    """Most tokens in a micro-batch. Default: data.max_length, and twice that for pairs."""
     scope: Literal["step", "dataset"] = "step"
     """What is packed together: the examples of one step, or of the whole epoch."""
     overlong: Literal["error", "truncate", "split"] = "error"
@@ -58,19 +58,19 @@ class BfdPacking:
 
     room: int = state(0)
     longest: int = state(0)
-    """Tokens of a document, at most."""
+    """Most tokens in a document."""
     long: int = state(0)
     """Examples of more tokens than fit."""
     parts: int = state(0)
-    """How many examples more there are for being split."""
+    """Additional examples made by splitting."""
     untrained: int = state(0)
     """Cut examples and parts that were left out because they have no target."""
     even: float = state(float(TYPICAL))
     """Length at which attention costs as much as everything else."""
     apart: str = state("")
-    """What the probe of the run's model found."""
+    """Result of the probe on the run's model."""
     twin: str = state("")
-    """What the probe of its tiny twin found."""
+    """Result of the probe on its tiny twin."""
     rows: str = state("")
     """What the rows of a data set hold."""
     used: int = state(0)
@@ -79,16 +79,15 @@ class BfdPacking:
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Take the capacity, and refuse what packing would leave unheard."""
+        """Set the capacity; refuse settings that packing would ignore."""
         # A pair of answers has two sequences.
         longest = recipe.data.max_length * (2 if recipe.has("dpo") else 1)
         self.room = self.capacity or longest
         self.longest = min(self.room, recipe.data.max_length)
         if recipe.train.micro_batch > 1:
             raise RecipeError(
-                "capacity says how much a rank takes at a time, so train.micro_batch would do "
-                f"nothing; remove it, or set capacity to about {recipe.train.micro_batch} times "
-                "what you have"
+                "capacity sets the size of a micro-batch, so train.micro_batch has no effect; "
+                f"remove it, or set capacity to about {recipe.train.micro_batch} times your value"
             )
         halves = [one.source for one in recipe.data.all_sources() if one.weight % 1]
         if self.overlong != "error" and recipe.has("dpo"):
@@ -97,7 +96,7 @@ class BfdPacking:
             )
         if self.scope == "dataset" and halves:
             raise RecipeError(
-                f'scope = "dataset" cannot take a part of {halves[0]} anew in each epoch, since '
+                f'scope = "dataset" cannot draw a new part of {halves[0]} in each epoch, since '
                 "epochs would have different numbers of steps; give it a whole weight, or set "
                 'scope = "step"'
             )
@@ -116,7 +115,7 @@ class BfdPacking:
     def annotate(
         self, model: Any, tokens: Tokens, prelude: Prelude
     ) -> Generator[None, Tokens, Tokens]:
-        """Prove on the model that documents do not see each other; treat what is too long."""
+        """Prove that documents do not see each other; cut long examples."""
         tokens = yield
         self.apart = self.apart or f"{ensure_apart(model, prelude.exact)}, {self.twin}"
         return self.fitting(tokens)
@@ -162,7 +161,7 @@ class BfdPacking:
         if self.long and self.overlong == "split":
             long = f"{self.long:,} longer examples split, which made {self.parts:,} more"
         if self.untrained:
-            long += f"; {self.untrained:,} of them or their parts have no trained token: left out"
+            long += f"; {self.untrained:,} of them or their parts left out: no trained token"
         return "; ".join(filter(None, [*said, self.rows, long, self.apart]))
 
     def cost(self, lengths: Ints) -> Any:
@@ -205,18 +204,18 @@ class BfdPacking:
         return self.with_targets(tokens, cut, (numbers, skips, lengths), reason)
 
     def with_targets(self, tokens: Tokens, cut: Tokens, stretches: Any, reason: str) -> Tokens:
-        """Leave out the stretches that have no target; name their rows in the facts."""
+        """Leave out cut examples without a target; name their rows in the facts."""
         trained = cut.trained > 0
         if trained.all():
             return cut
         if not trained.any():
             raise DataError(f"plugins.bfd_packing: {reason}, for every example; raise capacity")
-        chosen: Any = [one[trained] for one in (*stretches, cut.trained)]
-        kept, rows = tokens.stretches(*chosen), cut.rows[~trained]
+        chosen: Any = [column[trained] for column in (*stretches, cut.trained)]
+        result, rows = tokens.stretches(*chosen), cut.rows[~trained]
         self.untrained += len(rows)
         count = {"count": len(rows), "rows": np.unique(rows)[:10].tolist()}
-        kept.facts["bad_rows"] = {**tokens.facts.get("bad_rows", {}), reason: count}
-        return kept
+        result.facts["bad_rows"] = {**tokens.facts.get("bad_rows", {}), reason: count}
+        return result
 
 
 class Windows(OnDemand):
@@ -240,7 +239,7 @@ class Windows(OnDemand):
 
 
 class Rows(OnDemand):
-    """Rows filled from the whole epoch, so many to a window."""
+    """Rows filled from the whole epoch, `batch_size` of them in a window."""
 
     def __init__(
         self, order: Ints, lengths: Ints, ranks: int, size: int, capacity: int, cost: Costs
@@ -282,15 +281,15 @@ def evens_out(model: Any) -> float:
     for each of the tokens before it, on average half of the document.
     """
     config = model.config.get_text_config()
-    # Under ZeRO-3 a rank's own part is small; the true number stands beside it.
+    # Under ZeRO-3 `numel` counts this rank's shard; `ds_numel` has the whole size.
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
-        return float(TYPICAL)  # no attention: the probe will have its say
+        return float(TYPICAL)  # no attention: the probe decides
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     weights = sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters())
     if head is not None and head.weight is not table:
         weights -= getattr(table, "ds_numel", table.numel())  # looked up, not multiplied
-    # Layers may differ in it; an attribute of such a config raises where it is none of all layers.
+    # A configuration whose layers differ raises where the attribute itself is read.
     width = config.to_dict().get("head_dim") or config.hidden_size // heads
     return float(weights / (config.num_hidden_layers * heads * width))
 

@@ -46,7 +46,7 @@ class Compile:
     layers: int = state(0)
     pieces: int = state(0)
     """Programs that were compiled, and those of them whose code had another before."""
-    anew: int = state(0)
+    again: int = state(0)
     seconds: float = state(0.0)
     began: float = state(0.0)
 
@@ -78,7 +78,7 @@ class Compile:
         on_compile_end(self.end)
         known: Any = AttentionInterface
         name, uncompiled = attend_per_document(), torch.compiler.disable
-        # A loop over documents would be compiled anew for each number of them.
+        # A loop over documents would be compiled again for each number of them.
         known.register(name, uncompiled(known()[name]))  # type: ignore[no-untyped-call]
         programs = {
             kind: torch.compile(body(kind), dynamic=self.dynamic, mode=self.mode)
@@ -90,12 +90,12 @@ class Compile:
 
     @hookimpl
     def verdict(self) -> str | None:
-        """Say what was compiled, how often anew, and how long that took."""
+        """Say what was compiled, how often again, and how long that took."""
         if not self.layers:
             return None
         if not self.pieces:
             return f"{self.layers} layers, compiled when they are first called"
-        again = f", {self.anew} of them anew, for other shapes" if self.anew else ""
+        again = f", {self.again} of them again, for other shapes" if self.again else ""
         made = f"{self.pieces} program{'s' if self.pieces > 1 else ''}"
         return f"{self.layers} layers, {made} compiled in {self.seconds:.0f} s{again}"
 
@@ -107,7 +107,7 @@ class Compile:
         """Count it. The compiler numbers what it makes of a piece of code: 3/0, 3/1."""
         self.seconds += time.perf_counter() - self.began
         self.pieces += 1
-        self.anew += not str(told.compile_id).endswith("/0")
+        self.again += not str(told.compile_id).endswith("/0")
 
 
 class Unseen:

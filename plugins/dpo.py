@@ -1,4 +1,4 @@
-"""Learn which of two answers is preferred (DPO): learning changes."""
+"""Learn which of two answers is preferred (DPO): affects results."""
 
 import copy
 from collections.abc import Callable, Generator
@@ -36,30 +36,30 @@ from plugsft import (
 
 SIDES = ("chosen", "rejected")
 MORE = ("tools", "chat_template_kwargs")
-"""Columns that say something about both conversations of a row."""
+"""Columns that belong to both conversations of a row."""
 OF_SIDES = [f"{name}_{side}" for name in ("reward", "logp") for side in SIDES]
 MEASURES = ("accuracy", "margin", *OF_SIDES)
 BEGINS = {True: 1e-3, False: 5e-2}
-"""How far the first loss may be off where policy and reference are one, as a share of it; in
-float32, or not."""
+"""Allowed relative error of the first loss, where policy and reference are the same model: in
+float32 (True), or not."""
 PROBES = 2
-"""Pairs that show that a shared prompt changes nothing."""
+"""Pairs on which a shared prompt is proved to change nothing."""
 
 
 @plugin(learns=["loss", "beta", "label_smoothing", "nll", "reference"], tokens=[])
 class Dpo:
-    """Learn which of two answers is preferred (DPO): learning changes.
+    """Learn which of two answers is preferred (DPO): affects results.
 
     A row has a prompt, a chosen and a rejected answer; the loss of a step is the mean over its
-    pairs. The reference is the model as it was: the base below adapters, else a frozen copy. With
-    [plugins.dpo_reference] its log-probabilities are computed once, and no reference is held.
+    pairs. The reference is the model before training: with adapters the base, else a frozen copy.
+    With [plugins.dpo_reference] its log-probabilities are computed once, and no copy is loaded.
     """
 
     loss: Literal["sigmoid", "length_normalized", "hinge", "ipo"] = "sigmoid"
     """length_normalized is sigmoid with log-probabilities per token (Tulu 3); ipo takes them per
     token, too, as its authors did."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How much the model is held near the reference; with ipo, the inverse of twice the margin."""
+    """How strongly the model stays near the reference; with ipo, 1 / (2 x the wanted margin)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of the pairs that are taken to be the wrong way round (sigmoid, length_normalized)."""
     nll: Annotated[float, Field(ge=0)] = 0.0
@@ -76,7 +76,7 @@ class Dpo:
     referred: str = state("")
     saved: str = state("")
     first: int = state(0)
-    """The first step of this run; 1 if it begins anew."""
+    """The first step of this run; 1 if it does not resume."""
     exact: bool = state(True)
     sums: dict[str, Tensor] = state({})
 
@@ -85,7 +85,7 @@ class Dpo:
         """Refuse what would not be heard, or not be what it says."""
         self.computed = recipe.has("dpo_reference")
         if self.label_smoothing and self.loss not in ("sigmoid", "length_normalized"):
-            raise RecipeError(f'label_smoothing is nothing with loss = "{self.loss}"; remove it')
+            raise RecipeError(f'label_smoothing has no effect with loss = "{self.loss}"; remove it')
         named = self.reference and (self.reference[0] in "./" or self.reference.count("/") > 1)
         if named and not Path(str(self.reference)).exists():
             raise RecipeError(f"reference: {self.reference}: no such folder")
@@ -208,7 +208,7 @@ class Dpo:
 
     @hookimpl(wrapper=True)
     def feed(self, steps: range) -> Generator[None, Feed, Feed]:
-        """Note whether the run begins anew."""
+        """Note the first step of this run."""
         self.first = self.first or steps.start
         return (yield)
 

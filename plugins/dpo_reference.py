@@ -54,7 +54,7 @@ class DpoReference:
     """
 
     capacity: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of a micro-batch of this pass, at most: as many as in training, unless said."""
+    """Most tokens in a micro-batch of this pass. Default: as in training."""
     probes: Annotated[int, Field(ge=0)] = 4
     """Pairs, chosen at random, that are computed again at the start of each run."""
 
@@ -167,7 +167,7 @@ class Pass:
         return device
 
     def build(self, folder: Path | None) -> None:
-        """Compute what is not known yet, all ranks together; the main one writes it down."""
+        """Compute the missing values on all ranks; the main process writes them."""
         started = time.perf_counter()
         count = len(self.tokens)
         values, done = np.zeros((count, 2), np.float32), np.zeros(count, np.float32)

@@ -205,7 +205,7 @@ def unfit(kernel: str, config: PretrainedConfig, packed: bool) -> Obstacle | Non
             return f"{cls.__name__} has attention that SDPA cannot compute", LEAVE
         return None
     if getattr(config, "attention_chunk_size", None):
-        return "it has no chunks of attention, and the model has", 'set kernel = "sdpa"'
+        return "it cannot compute this model's chunked attention", 'set kernel = "sdpa"'
     own = kernel == "torch" and not getattr(cls, "_supports_attention_backend", True)
     if own or not getattr(cls, "_supports_flash_attn", True):
         return f"{cls.__name__} has attention that it cannot compute", LEAVE

@@ -1,4 +1,4 @@
-"""Take the loss from hidden states, in parts: the logits of a micro-batch are never held."""
+"""Compute the loss from hidden states in chunks, without a micro-batch's whole logits."""
 
 import importlib
 import importlib.util
@@ -46,7 +46,7 @@ TOKENS = 16
 
 @plugin()
 class FusedLoss:
-    """Take the loss from hidden states, in parts: the logits of a micro-batch are never held.
+    """Compute the loss from hidden states in chunks, without a micro-batch's whole logits.
 
     Only trained positions reach the head, and the gradient is computed on the way. What the model
     does to its logits behind the head (a soft cap, a scale) is measured, and done in the loss.

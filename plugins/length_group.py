@@ -19,7 +19,7 @@ from plugsft import (
 )
 
 COUNTING = Lock()
-"""Windows may be laid out in several threads: of training, and of evaluation, ahead of both."""
+"""Training and evaluation windows may be laid out in different threads."""
 
 
 @plugin(conflicts={"bfd_packing": "packed micro-batches hold no padding to save"})
@@ -28,15 +28,15 @@ class LengthGroup:
 
     tokens: int = state(0)
     before: int = state(0)
-    """Tokens of the padded micro-batches, padding included, as they would have been."""
+    """Tokens with padding, in the original micro-batches."""
     after: int = state(0)
-    """The same, as they are."""
+    """Tokens with padding, in the sorted micro-batches."""
     seen: list[Tokens] = state([])
     """The tokens of training and of evaluation."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Refuse what it would do nothing for."""
+        """Refuse a recipe without padding."""
         if recipe.train.micro_batch == 1:
             raise RecipeError(
                 "train.micro_batch = 1 pads nothing, so there is nothing to save; raise it as far "
@@ -45,7 +45,7 @@ class LengthGroup:
 
     @hookimpl(wrapper=True)
     def annotate(self) -> Generator[None, Tokens, Tokens]:
-        """Note the tokens: of a pair, each answer is a row of the padded micro-batch."""
+        """Keep the tokens: each answer of a pair is padded as its own row."""
         tokens = yield
         self.seen.append(tokens)
         return tokens
@@ -54,7 +54,7 @@ class LengthGroup:
     def batches(self, lengths: Ints) -> Generator[None, Layouts, Layouts]:
         """Deal every window's examples again, longest first."""
         layouts = yield
-        tokens = next((one for one in self.seen if one.lengths is lengths), None)
+        tokens = next((tokens for tokens in self.seen if tokens.lengths is lengths), None)
         return Sorted(layouts, lengths, self, *(shapes_of(tokens) if tokens else ()))
 
     @hookimpl
@@ -73,7 +73,7 @@ class LengthGroup:
 
 
 class Sorted(OnDemand):
-    """Windows that are sorted when they are asked for."""
+    """Windows sorted on demand."""
 
     def __init__(
         self,
@@ -87,25 +87,25 @@ class Sorted(OnDemand):
         self._widths = lengths if widths is None else widths
         self._rows = np.ones_like(lengths) if rows is None else rows
         self._counted: set[int] = set()
-        """Windows that the plugin has counted: one may be asked for again."""
+        """Windows that the plugin has counted: a window may be laid out twice."""
 
     def __len__(self) -> int:
         return len(self._layouts)
 
     def lay_out(self, number: int) -> Layout:
         """Lay out one window."""
-        given, lengths, plugin = self._layouts[number], self._lengths, self._plugin
-        dealt = deal_again(given, self._widths)
-        before, after = (padded(self._widths, self._rows, one) for one in (given, dealt))
+        original, lengths, plugin = self._layouts[number], self._lengths, self._plugin
+        dealt = deal_again(original, self._widths)
+        before, after = (padded(self._widths, self._rows, layout) for layout in (original, dealt))
         if after > before:
             # It happens where micro-batches differ in their number of examples.
-            dealt, after = given, before
+            dealt, after = original, before
         with COUNTING:
             if number not in self._counted:
                 self._counted.add(number)
                 plugin.before += before
                 plugin.after += after
-                plugin.tokens += sum(int(lengths[part].sum()) for rank in given for part in rank)
+                plugin.tokens += sum(int(lengths[part].sum()) for rank in original for part in rank)
         return dealt
 
 
@@ -120,7 +120,7 @@ def shapes_of(tokens: Tokens) -> tuple[Ints, Ints]:
 def deal_again(layout: Layout, widths: Ints) -> Layout:
     """Fill a layout's micro-batches with its examples sorted, longest first.
 
-    They are filled a micro-step at a time over all ranks: who works side by side has equal work.
+    They are filled a micro-step at a time over all ranks, so that ranks have equal work.
     """
     # Longest first: a micro-batch that is cut short then holds the shortest, and pads least.
     parts = [part for step in zip(*layout, strict=True) for part in step]

@@ -1,4 +1,4 @@
-"""Run norms, MLPs and rotary places in Liger's fused kernels, in full fine-tuning."""
+"""Run norms, MLPs and rotary embeddings in Liger's fused kernels, in full fine-tuning."""
 
 import importlib
 import importlib.metadata
@@ -40,19 +40,19 @@ Parts = dict[ModuleType, dict[str, Any]]
     }
 )
 class Liger:
-    """Run norms, MLPs and rotary places in Liger's fused kernels, in full fine-tuning.
+    """Run norms, MLPs and rotary embeddings in Liger's fused kernels, in full fine-tuning.
 
     In this model alone: what Liger changes for its whole family is changed back. The loss is not
     its business here; see fused_loss.
     """
 
     rms_norm: bool | None = None
-    """Each kernel: where the family has it, unless said."""
+    """Each kernel; default: where the model family has it."""
     layer_norm: bool | None = None
     mlp: bool | None = None
     """SwiGLU, GeGLU or squared ReLU, as the family has it."""
     rope: bool | None = None
-    """Rotary places."""
+    """Rotary position embeddings."""
 
     patched: dict[str, int] = state({})
     """Kernel -> how many modules run in it."""

@@ -1,4 +1,4 @@
-"""Train small adapters beside the frozen weights (LoRA): learning changes."""
+"""Train small adapters on the frozen weights (LoRA): affects results."""
 
 import copy
 import warnings
@@ -33,10 +33,10 @@ MAGNITUDE = "lora_magnitude_vector"
     learns=["r", "alpha", "dropout", "targets", "modules_to_save", "rslora", "dora", "init"],
 )
 class Lora:
-    """Train small adapters beside the frozen weights (LoRA): learning changes.
+    """Train small adapters on the frozen weights (LoRA): affects results.
 
-    Adapters are kept and trained in float32, whatever the type of the weights, and computed in
-    the type of what they read. The run's `model/` holds them alone, as peft's files do;
+    Adapters are stored and trained in float32, whatever the type of the weights, and computed in
+    the type of their inputs. The run's `model/` holds only them, in peft's format;
     `plugsft export --merge` makes a whole model of it.
     """
 
@@ -64,7 +64,7 @@ class Lora:
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Refuse what cannot be, and names that are nothing in the model."""
+        """Refuse wrong settings, and names that are not in the model."""
         self.seed, self.fused = recipe.train.seed, recipe.has("fused_loss")
         self.dtype = recipe.model.dtype
         if recipe.model.weights != "float32":
@@ -76,9 +76,9 @@ class Lora:
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
-        """Freeze the model, and put adapters beside its layers."""
+        """Freeze the model, and add adapters to its layers."""
         if self.dora or self.modules_to_save:
-            load.empty = False  # these begin with what the weights are
+            load.empty = False  # these begin from the weights
         load.kwargs["dtype"] = getattr(torch, self.dtype)  # frozen weights are only computed with
         model = yield
         targets, saved = self.choose(model)
@@ -106,7 +106,7 @@ class Lora:
             warnings.simplefilter("ignore")  # what these say of other settings is settled above
             try:
                 adapted = Adapted(model, config)
-            except ValueError as error:  # what peft cannot do with this model
+            except ValueError as error:  # peft does not support this model
                 raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
         begin(adapted, self.init, self.seed)
         self.said = describe(adapted, targets, self.r)
@@ -249,13 +249,13 @@ class Up(Linear):
 
 
 KINDS = (Linear, Conv1D, Embedding)
-"""Beside these an adapter can stand."""
+"""Kinds of modules that can have an adapter."""
 
 
 def is_fit(module: Module) -> bool:
-    """Tell whether an adapter can stand beside a module.
+    """Tell whether a module can have an adapter.
 
-    Some routers are linear layers that return more than their product.
+    Some routers are linear layers whose forward returns more than the product.
     """
     odd = isinstance(module, Linear) and type(module).forward is not Linear.forward
     return isinstance(module, KINDS) and not odd

@@ -1,4 +1,4 @@
-"""Say where the time of a step goes, what holds the run back, and which line would mend it."""
+"""Measure the parts of a step, name bottlenecks, and the recipe lines that remove them."""
 
 import json
 import math
@@ -135,7 +135,7 @@ class Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped up
 
 @plugin(after=["bfd_packing", "compile", "dpo", "dpo_reference", "gradient_checkpointing", "lora"])
 class Profiler:
-    """Say where the time of a step goes, what holds the run back, and which line would mend it.
+    """Measure the parts of a step, name bottlenecks, and the recipe lines that remove them.
 
     The figures of every rank go into OUTPUT/profile.json.
     """
@@ -317,12 +317,12 @@ class Profiler:
 
     @hookimpl
     def record(self, run: dict[str, Any]) -> None:
-        """Refuse steps that never come; at the end, say what came of it, and write it down."""
+        """Refuse trace steps beyond the last; at the end, print and write the profile."""
         if run["status"] == "running":
             steps = run["steps"]["total"]
             if never := [step for step in self.trace if step > steps]:
                 raise RecipeError(
-                    f"plugins.profiler.trace: step {never[0]} never comes; "
+                    f"plugins.profiler.trace: step {never[0]} does not exist; "
                     f"the run has {steps} steps"
                 )
         if run["status"] == "running" or not self.steps:

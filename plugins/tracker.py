@@ -40,10 +40,10 @@ class Tracker:
     project: str = "plugsft"
     """The project, which MLflow calls an experiment."""
     name: str = ""
-    """The run's name there; the name of the output folder unless said."""
+    """The run's name there. Default: the name of the output folder."""
     folder: Folder | None = None
-    """Where tensorboard and wandb keep files: `trackers` in the output unless said. Where trackio
-    and MLflow do, TRACKIO_DIR and MLFLOW_TRACKING_URI say."""
+    """Folder for files of tensorboard and wandb. Default: `trackers` in the output. trackio and
+    MLflow use TRACKIO_DIR and MLFLOW_TRACKING_URI instead."""
 
     recipe: Recipe = state()
     lines: list["Line"] = state([])
@@ -84,7 +84,7 @@ class Tracker:
 
     def _begin(self, done: int) -> None:
         path = self.recipe.folder / KNOWN
-        # Where a run begins anew, so do its trackers.
+        # A run that starts over starts its trackers over.
         runs = json.loads(path.read_text(encoding="utf8")) if done and path.is_file() else {}
         for kind in self.to:
             where = f"{kind}/{self.project}"
@@ -96,7 +96,7 @@ class Tracker:
             except Exception as error:
                 for line in self.lines:
                     line.end("failed")
-                cure = SERVER if kind == "mlflow" else "mend that"
+                cure = SERVER if kind == "mlflow" else "fix that"
                 raise PluginError(
                     f"plugins.tracker: {kind} does not begin: {told(error)}; {cure}, or leave "
                     f'"{kind}" out of `to`'

@@ -166,7 +166,7 @@ def cures(
         lines = [f"[{name}]" for name in savers] + [_line(lower)] * bool(lower)
         tried.append((" and ".join(lines), {**savers, **lower}))
     if not recipe.has("lora"):
-        name = "[plugins.lora] (learning changes)"
+        name = "[plugins.lora] (affects results)"
         tried += [(name, {"plugins.lora": {}})]
         tried += [(f"{name} and all of these", {**savers, **lower, "plugins.lora": {}})]
     for words, changes in tried:

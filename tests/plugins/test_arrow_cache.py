@@ -259,7 +259,7 @@ def test_refresh_is_refused_where_it_cannot_hold(run, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     run(refresh=True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(RecipeError, match=r"each machine would build anew .* `plugsft prepare"):
+    with pytest.raises(RecipeError, match=r"each machine would rebuild .* `plugsft prepare"):
         run(refresh=True)
     run()
 

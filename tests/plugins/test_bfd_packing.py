@@ -350,7 +350,7 @@ def test_split_examples_lose_no_trained_part_and_double_none(runs, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["train.micro_batch=4"], "train.micro_batch would do nothing"),
+        (["train.micro_batch=4"], "train.micro_batch has no effect"),
         (["plugins.length_group={}"], "cannot be used with 'bfd_packing'"),
         (["plugins.bfd_packing.capacity=1"], "plugins.bfd_packing.capacity"),
         (["plugins.bfd_packing.scope=epoch"], "allowed: 'step' or 'dataset'"),
@@ -477,7 +477,7 @@ def test_parts_without_a_target_are_left_out_and_counted(tiny, tmp_path, overlon
     assert all(line["trained_tokens"] > 0 for line in lines if "fill" in line)
     record = json.loads((tmp_path / "one/run.json").read_text())
     [plugin] = record["plugins"]
-    assert "of them or their parts have no trained token: left out" in plugin["verdict"]
+    assert "of them or their parts left out: no trained token" in plugin["verdict"]
     [(reason, count)] = record["data"]["bad_rows"].items()
     assert reason.startswith("no trained token in ") and count["count"] > 3
     assert record["steps"]["per_epoch"] == record["data"]["examples"]

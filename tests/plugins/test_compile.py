@@ -97,7 +97,7 @@ def test_batches_of_other_documents_take_the_same_program(name, again):
         (loss, gradient), (wanted, others) = learn(model, lengths), learn(plain, lengths)
         assert loss == pytest.approx(wanted, rel=1e-5)
         assert (gradient - others).abs().max() <= 1e-5 * others.abs().max()
-        programs.append((plugin.pieces, plugin.anew))
+        programs.append((plugin.pieces, plugin.again))
     print(f"\n{plugin.verdict()}")
     # Something was compiled at the first batch, and nothing after it.
     assert programs[0][0] > 0 and {*programs} == {programs[0]}

@@ -729,8 +729,8 @@ def test_sharded_ranks_learn_what_one_process_does(
 # What cannot be.
 
 REFUSED = [
-    ({"loss": "hinge", "label_smoothing": 0.1}, {}, 'label_smoothing is nothing with loss = "hi'),
-    ({"loss": "ipo", "label_smoothing": 0.1}, {}, 'label_smoothing is nothing with loss = "ipo"'),
+    ({"loss": "hinge", "label_smoothing": 0.1}, {}, "label_smoothing has no effect with loss"),
+    ({"loss": "ipo", "label_smoothing": 0.1}, {}, "label_smoothing has no effect with loss"),
     ({}, {"data": {"train_on": "all"}}, "compares answers, not prompts; remove data.train_on"),
     (
         {},

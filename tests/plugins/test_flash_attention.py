@@ -151,7 +151,7 @@ def test_a_package_that_was_built_for_another_torch_is_no_package(tmp_path, monk
         (DeepseekV3Config(), {"torch": "values as wide as keys"}),
         (GptOssConfig(), dict.fromkeys(FLASH, "takes other kernels only")),
         (Gemma4TextConfig(), dict.fromkeys(FLASH, "heads of 512")),
-        (Llama4TextConfig(), dict.fromkeys(FLASH, "no chunks of attention")),
+        (Llama4TextConfig(), dict.fromkeys(FLASH, "chunked attention")),
     ],
     ids=["plain", "odd", "wide", "dropout", "cap", "values", "sinks", "two", "chunks"],
 )  # fmt: skip

@@ -266,7 +266,7 @@ def test_a_step_that_never_comes_is_not_waited_for(tiny, tmp_path):
     done = run_plugsft(recipe)
     assert done.returncode == 2 and not (tmp_path / "run/run.json").exists()
     assert done.stderr == (
-        "error: plugins.profiler.trace: step 99 never comes; the run has 5 steps\n"
+        "error: plugins.profiler.trace: step 99 does not exist; the run has 5 steps\n"
     )
 
 
