@@ -26,17 +26,15 @@ app = typer.Typer(
 )
 
 AUTO = "--resume-auto"
-"""What `--resume auto` is inside."""
+"""The internal flag for `--resume auto`."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""What the operating system refuses: its own message is enough."""
+"""Refusals of the operating system, whose own message is enough."""
 
-cache = typer.Typer(no_args_is_help=True, help="Look at, explain and clean the cache of tokens.")
+cache = typer.Typer(no_args_is_help=True, help="List, explain and clean cached data.")
 
 CacheFolder = Annotated[
     Path | None,
-    typer.Option(
-        help="The cache; $PLUGSFT_CACHE unless said, or ~/.cache/plugsft.", show_default=False
-    ),
+    typer.Option(help="Default: $PLUGSFT_CACHE, or ~/.cache/plugsft.", show_default=False),
 ]
 
 
@@ -65,12 +63,12 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the latest checkpoint; --resume auto also starts where there is none.",
+            help="Resume from the latest checkpoint; --resume auto starts if there is none.",
         ),
     ] = False,
     resume_auto: Annotated[bool, typer.Option(AUTO, hidden=True)] = False,
     resume_from: Annotated[
-        Path | None, typer.Option(help="Go on from this checkpoint.", show_default=False)
+        Path | None, typer.Option(help="Resume from this checkpoint.", show_default=False)
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove what an earlier run left in the output.")
@@ -145,7 +143,7 @@ def show(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Show a recipe with all its defaults, or what came of a run."""
+    """Show a recipe with all its defaults, or the results of a run."""
     if place.is_dir():
         late("listing").show_run(place)
     else:
@@ -165,7 +163,7 @@ def diff(
         typer.Option(help="Write it as a page, with both runs' curves.", show_default=False),
     ] = None,
 ) -> None:
-    """Tell what differs between two runs, in what they were told and in what came of it."""
+    """Compare two runs: recipe, versions, data and results."""
     late("diff").diff(first, second, html)
 
 
@@ -205,7 +203,7 @@ def export(
         ),
     ],
     merge: Annotated[
-        bool, typer.Option("--merge", help="Make a whole model of adapters and their base.")
+        bool, typer.Option("--merge", help="Merge adapters into their base model.")
     ] = False,
     to: Annotated[
         Path | None,
@@ -216,7 +214,7 @@ def export(
     without: Without = None,
     trust_remote_code: Trusted = False,
 ) -> None:
-    """Copy a trained model, verified, or make it of a checkpoint; or merge its adapters."""
+    """Copy a trained model, or make one from a checkpoint; or merge adapters."""
     late("export").export(output, merge, to, without or [], trust_remote_code)
 
 
@@ -233,7 +231,7 @@ def new_plugin(
 
 @cache.command()
 def ls(folder: CacheFolder = None) -> None:
-    """List what is kept, the last used first."""
+    """List the entries, the last used first."""
     late("cache").ls(folder)
 
 
@@ -244,7 +242,7 @@ def explain(
     without: Without = None,
     folder: CacheFolder = None,
 ) -> None:
-    """Say whether a recipe's data is there, and if not, what differs from what is."""
+    """Say whether a recipe's data is cached, and if not, what differs from the entries."""
     late("cache").explain(recipe, overrides or [], without or [], folder)
 
 
@@ -253,7 +251,7 @@ def gc(
     folder: CacheFolder = None,
     keep_days: Annotated[
         float | None,
-        typer.Option(min=0, help="Remove what was not used for so long.", show_default=False),
+        typer.Option(min=0, help="Remove entries unused for so many days.", show_default=False),
     ] = None,
     max_size: Annotated[
         str | None,
@@ -264,17 +262,17 @@ def gc(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
+        bool, typer.Option("--dry-run", help="List what would be removed; remove nothing.")
     ] = False,
 ) -> None:
-    """Remove what dead builders left and, if asked to, what was not used for long."""
+    """Remove unfinished builds of dead processes and, if asked to, unused entries."""
     late("cache").gc(folder, keep_days, max_size, dry_run)
 
 
 @cache.command()
 def verify(
     folder: CacheFolder = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove damaged entries.")] = False,
 ) -> None:
     """Read every byte of every entry; one that is damaged ends with exit code 2."""
     late("cache").verify(folder, remove)
@@ -292,8 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except PlugsftError as error:
         _leave(error)
     except OSError as error:
-        # A full disk, a folder without permission: the system's message says all. An error with
-        # notes is a plugin's, or one of some rows: it needs its traceback.
+        # For a full disk or a missing permission the system's message is enough. An error with
+        # notes comes from a plugin or names rows, and needs its traceback.
         if error.errno not in REFUSED or hasattr(error, "__notes__"):
             raise
         refused = PlugsftError(f"{error.filename or 'disk'}: {error.strerror}")
@@ -342,7 +340,7 @@ def _leave(error: PlugsftError) -> None:
         # are still here after a while, this one was ours alone.
         time.sleep(5)
         if isinstance(error, Stopped):
-            sys.exit(error.exit_code)  # it is everyone's, and the main process has said it
+            sys.exit(error.exit_code)  # all ranks have this error, and the main process printed it
     for line in (*str(error).splitlines(), *getattr(error, "__notes__", ())):
         complain(f"error: {line}")
     sys.exit(error.exit_code)

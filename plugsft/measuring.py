@@ -17,7 +17,7 @@ Examples = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Train on so many; as many as the steps take unless said, 0 for all.",
+        help="Examples to train on; 0 for all. Default: as many as the steps take.",
         show_default=False,
     ),
 ]
@@ -25,7 +25,7 @@ PrepareRounds = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Rounds of preparing all data; as many as of steps unless said, 0 for none.",
+        help="Rounds of preparing all data; 0 for none. Default: as many as --rounds.",
         show_default=False,
     ),
 ]
@@ -33,7 +33,7 @@ Launch = Annotated[
     str,
     typer.Option(
         metavar="COMMAND",
-        help='Starts ranks: "accelerate launch --config_file FILE"; one process unless said.',
+        help='Starts ranks: "accelerate launch --config_file FILE". Default: one process.',
         show_default=False,
     ),
 ]
@@ -56,7 +56,7 @@ Only = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help="Where to write; OUTPUT-bench unless said.", show_default=False
+        metavar="FOLDER", help="Where to write. Default: OUTPUT-bench.", show_default=False
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier bench there.")]
@@ -64,7 +64,7 @@ Against = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Compare with an earlier bench.json; what is worse ends with exit code 1.",
+        help="Compare with an earlier bench.json; exit code 1 if anything is worse.",
         show_default=False,
     ),
 ]
@@ -119,8 +119,8 @@ def tune(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of a rank, at most: 20GiB, 500MB, ...; the GPU's own unless said, or a rank's "
-            "share of the machine's.",
+            help="Limit per rank: 20GiB, 500MB, ... Default: the GPU's memory, or a rank's share "
+            "of the machine's.",
             show_default=False,
         ),
     ] = None,
@@ -130,7 +130,7 @@ def tune(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where to write the recipe; RECIPE.tuned.toml unless said.",
+            help="Where to write the recipe. Default: RECIPE.tuned.toml.",
             show_default=False,
         ),
     ] = None,
@@ -150,14 +150,14 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Of each GPU: 80GB; its own unless said.", show_default=False
+            metavar="SIZE", help="Of each GPU: 80GB. Default: the GPU's own.", show_default=False
         ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="H100, H200, B200, A100, ...; this machine's unless said.",
+            help="H100, H200, B200, A100, ... Default: this machine's.",
             show_default=False,
         ),
     ] = None,

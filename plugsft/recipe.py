@@ -43,7 +43,7 @@ def _usable(place: str) -> str:
         raise ValueError("given ''; it should be a name or a path")
     expanded = os.path.expanduser(VARIABLE.sub(_variable, place))
     if expanded.startswith("~"):
-        raise ValueError(f"given {short(place)}; the home folder that it names is not known")
+        raise ValueError(f"given {short(place)}; its home folder is unknown")
     try:
         expanded.encode()
         os.stat(expanded)
@@ -56,7 +56,7 @@ def _usable(place: str) -> str:
 
 
 def absolute(place: str) -> str:
-    """Return a path that is there as an absolute one; a name on the hub as it is."""
+    """Return an existing path as absolute; a hub name unchanged."""
     return _anchored(place) if os.path.exists(place) else place
 
 
@@ -66,9 +66,9 @@ def _anchored(place: str) -> str:
 
 # As a plugin's option is written into the resolved recipe, which runs again from any folder.
 Place = Annotated[str, AfterValidator(_usable), PlainSerializer(absolute, when_used="json")]
-"""A path, with ~ for the home folder and ${NAME} for environment variables; or a hub name."""
+"""A path, in which ~ and ${NAME} (environment variables) are expanded; or a hub name."""
 Folder = Annotated[str, AfterValidator(_usable), PlainSerializer(_anchored, when_used="json")]
-"""A folder that may still have to be made, with ~ and ${NAME} as in `Place`."""
+"""A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""
 TRL = "trl"
 """In model.chat_template: trl's training variant of the model's own."""
 LOSSY = (
@@ -102,9 +102,9 @@ class Scratch(Table):
     heads: int = Field(4, ge=1, le=65_536)
     """Attention heads; they divide `hidden` into even widths."""
     kv_heads: Count | None = None
-    """Heads of keys and values; as many as `heads` unless said."""
+    """Heads of keys and values. Default: as many as `heads`."""
     mlp: int | None = Field(None, ge=8, le=1_000_000)
-    """Width inside the MLP; four times `hidden` unless said."""
+    """Width inside the MLP. Default: four times `hidden`."""
     vocab: int = Field(2048, ge=300, le=1_000_000)
     """Most entries the new byte-level BPE tokenizer may have."""
     context: int = Field(512, ge=8, le=10_000_000)
@@ -134,7 +134,7 @@ class Model(Table):
     """A Jinja file that replaces the tokenizer's chat template; or "trl": trl's training variant
     of it, which writes every turn alike and marks the assistant's. Saved with the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type to compute in, of frozen weights, and of the model that the run writes."""
+    """Type of computing, of frozen weights, and of the model that the run writes."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Type of trained weights, their gradients and AdamW's moments: 16 bytes a weight in float32,
     8 in bfloat16, where most of a step at a learning rate of 1e-5 is rounded away."""
@@ -177,16 +177,16 @@ class Data(Table):
     sources: list[Source] | None = Field(None, min_length=1)
     """A mixture, in place of `source`."""
     tokens: Place | None = None
-    """A folder that `plugsft prepare` gave; beside it, `source` may be left out, or far away."""
+    """A folder that `plugsft prepare` wrote; `source` may then be left out, or missing here."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Names that plugsft knows -> your columns: {messages = "dialogue"}."""
     ignore: list[str] = Field(default_factory=list)
-    """Columns to train without: rows are read as if they had none of these. Needed for columns
-    that change what a row means (label, weight, images, ...) and that no plugin reads."""
+    """Columns to train without: rows are read as if they did not have them. Needed for unread
+    columns that change the meaning of a row (label, weight, images, ...)."""
     max_length: int = Field(4096, ge=2, lt=2**31)
     """Longest example, in tokens."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a longer one; the count is always reported."""
+    """What happens to longer examples; the count is always reported."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Trained turns: the assistant's, its last one, or every token."""
     on_bad_row: Literal["error", "drop"] = "error"
@@ -232,11 +232,11 @@ class Train(Table):
     learning_rate: float = Field(ge=0, allow_inf_nan=False)
     """Peak learning rate."""
     micro_batch: Count = 1
-    """Examples per rank at a time: changes memory and speed, never what is learned."""
+    """Examples per rank at a time: affects memory and speed, never results."""
     epochs: Count = 1
     """Times each example is seen."""
     steps: Count | None = None
-    """Stop after so many steps instead, be it within an epoch or after many."""
+    """Total steps, instead of epochs."""
     schedule: Schedule = "linear"
     """Learning-rate schedule, by its name in transformers."""
     schedule_options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -254,8 +254,8 @@ class Train(Table):
     max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Clip gradients to this norm; 0 does not clip."""
     keep_whole_gradients: bool = False
-    """FSDP2 only: reduce gradients once a step, not with every micro-batch. Less traffic between
-    ranks, but each stores whole gradients meanwhile: 4 bytes a trained weight."""
+    """FSDP2 only: reduce gradients once a step, not after every micro-batch. Less traffic between
+    ranks, but each stores whole gradients until then: 4 bytes a trained weight."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Everything random follows from it."""
     log_every: Count = 10
@@ -263,11 +263,11 @@ class Train(Table):
 
 
 class Checkpoint(Table):
-    """What is kept to go on from."""
+    """Checkpoints."""
 
     every: int | None = Field(None, ge=0, lt=2**31)
-    """Steps between checkpoints: a tenth of the run, but 500 at most, unless said; 0 saves at the
-    end, and when the run is stopped, only."""
+    """Steps between checkpoints. Default: a tenth of the run, at most 500. 0 saves only at the end,
+    and when the run is stopped."""
     keep: Count = 3
     """How many of the latest to keep."""
 

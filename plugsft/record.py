@@ -33,9 +33,9 @@ MEASURED = (
     "documents",
     "imbalance",
 )
-"""Of the metrics of each step, those of which the record keeps a mean."""
+"""Metrics of each step that the record averages."""
 SHOWN = ("accuracy", "margin")
-"""Of what plugins measure, that which stands on the console beside the loss."""
+"""Plugins' metrics that the console shows after the loss."""
 PACKAGES = ("plugsft", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
@@ -112,7 +112,7 @@ class Record:
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and every so often one to the console."""
         assert self._metrics is not None
-        # JSON has no NaN; null stands for what is no number.
+        # JSON has no NaN: null instead.
         line = {name: _number(value) for name, value in metrics.items()}
         with writing(self.folder / "metrics.jsonl"):
             self._metrics.write(json.dumps({"step": step, **line}) + "\n")
@@ -135,7 +135,7 @@ class Record:
             )
 
     def _close(self) -> None:
-        """Write how the run ended, tell the plugins, and hear what they say they did."""
+        """Write how the run ended, tell the plugins, and collect their verdicts."""
         if self._metrics is not None:
             self._metrics.close()
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
@@ -143,7 +143,7 @@ class Record:
             self.run["throughput"], self.run["feeding"] = _means(self._measured)
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
         if self._metrics is not None:
-            self.write()  # a plugin that hangs or is killed changes nothing about this
+            self.write()  # before the plugins, which may hang or be killed
             self._active.hook.record(run=self.run)
         before, now = self.run.get("plugins", []), self.plugins()
         for plugin in (one for one in now if one not in before):
@@ -151,9 +151,10 @@ class Record:
         self.run["plugins"] = now
         if self._measured:
             say(
-                "feeding: {fill:.0%} of the places computed hold tokens, {documents:.1f} examples "
-                "in a micro-batch, {waited:.1%} of the time waited for data, the busiest rank has "
-                "{imbalance:.2f} times the mean".format(**self.run["feeding"])
+                "batches: padding {0:.0%}, {documents:.1f} examples per micro-batch, waited for "
+                "data {waited:.1%} of the time; busiest rank {imbalance:.2f}x the average".format(
+                    1 - self.run["feeding"]["fill"], **self.run["feeding"]
+                )
             )
 
     def _draw(self) -> None:
@@ -192,14 +193,14 @@ class Record:
 
 
 def clear(folder: Path) -> None:
-    """Remove the checkpoints and the model of an earlier run, and nothing that a user put there."""
+    """Remove an earlier run's checkpoints and model, but no file of the user."""
     for path in (*listed(folder / "checkpoints"), folder / "model"):
         if is_published(path) and (rest := discard(path)):
             say(f"warning: {path} held files that plugsft did not write; they are in {rest}")
 
 
 def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return how fast all steps were, and how well fed."""
+    """Return throughput and batch statistics over all steps."""
     seconds, waited, tokens, trained, fill, documents, imbalance = np.array(measured).T
     throughput = {
         "tokens_per_second": tokens.sum() / seconds.sum(),
@@ -220,13 +221,13 @@ def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, flo
 
 
 def _shown(metrics: dict[str, Any], prefix: str = "") -> str:
-    """Return what is shown beside a loss of what plugins measured."""
+    """Format the plugins' metrics that the console shows."""
     there = [name for name in SHOWN if prefix + name in metrics]
     return "".join(f"  {name} {metrics[prefix + name]:.3f}" for name in there)
 
 
 def data_facts(tokens: Tokens) -> dict[str, Any]:
-    """Return what the record says of a data set."""
+    """Return the facts of a data set for the record."""
     lengths = tokens.lengths
     width = max(1, -(-int(lengths.max() + 1 - lengths.min()) // 24))
     edges = np.arange(lengths.min(), lengths.max() + width + 1, width)

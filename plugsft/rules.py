@@ -1,4 +1,4 @@
-"""What holds a run back, by rules: its share, and the line of the recipe that mends it."""
+"""Bottlenecks of a run, by rules: their share, and the recipe line that removes them."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 from .recipe import Recipe
 
 Finding: TypeAlias = tuple[float, str]
-"""How bad it is, and how it is said."""
+"""Share of the time or memory, and the message."""
 MOST = 3
 
 
@@ -15,9 +15,9 @@ class Measured(NamedTuple):
     """What was measured of the steps of a run."""
 
     shares: dict[str, float]
-    """Of a step's time, by its parts."""
+    """Part of a step -> its share of the time."""
     ranks: list[dict[str, float]]
-    """Seconds of these on each rank."""
+    """The seconds of these parts on each rank."""
     micro_steps: float
     """Of a step."""
     small: bool = False
@@ -27,11 +27,11 @@ class Measured(NamedTuple):
     brief: float = 0.0
     """Seconds of each."""
     head: float = 0.0
-    """Bytes that logits and what is made of them took at most."""
+    """Peak bytes of logits and tensors computed from them."""
 
 
 def bottlenecks(recipe: Recipe, run: dict[str, Any], measured: Measured) -> list[str]:
-    """Return the worst, in lines; none of a run that is as it should be."""
+    """Return the worst bottlenecks, a line each; none if all is well."""
     rules = (
         waiting(recipe, measured),
         padding(recipe, run["feeding"]["fill"]),
@@ -59,7 +59,7 @@ def waiting(recipe: Recipe, measured: Measured) -> Finding | None:
 
 
 def padding(recipe: Recipe, fill: float) -> Finding | None:
-    """Tell whether much of what is computed is padding."""
+    """Tell whether much of a batch is padding."""
     if fill > 0.75:
         return None
     cure = "add [plugins.bfd_packing]"
@@ -107,14 +107,14 @@ def slowest(recipe: Recipe, measured: Measured, imbalance: float) -> Finding | N
     share = (most - sum(busy) / len(busy)) / max(sum(one.values()) for one in measured.ranks)
     if share < 0.05:
         return None
-    cure = "its machine, or what else runs there, is slower; no line of the recipe mends that"
+    cure = "its machine is slower, or busy with other work; no recipe line changes that"
     if imbalance > 1.05 and not recipe.has("bfd_packing"):
-        cure = f"the busiest has {imbalance:.2f} times the mean: add [plugins.bfd_packing]"
+        cure = f"the busiest has {imbalance:.2f}x the average: add [plugins.bfd_packing]"
     return share, f"others wait {share:.0%} for rank {busy.index(most)}, the slowest: {cure}"
 
 
 def rhythms(recipe: Recipe, measured: Measured, steps: int) -> Iterator[Finding]:
-    """Yield what is done too often, and what travels too much."""
+    """Yield frequent checkpoints, evaluations and logging, and slow all-reduces."""
     rhythm = {
         "checkpoint": recipe.checkpoint.interval(steps),
         "evaluation": recipe.eval.every if recipe.eval else 0,
@@ -125,13 +125,13 @@ def rhythms(recipe: Recipe, measured: Measured, steps: int) -> Iterator[Finding]
         "logging": (0.05, "see which plugin hears `log`: `plugsft plugins RECIPE`"),
         "exchange": (
             0.25,
-            "gradients travel once a step: a larger train.batch_size, or [plugins.lora], makes "
-            "them fewer, and changes what is learned",
+            "gradients are reduced once a step: a larger train.batch_size, or [plugins.lora], "
+            "reduces less, and affects results",
         ),
     }
     for name, (limit, cure) in cures.items():
         if (share := measured.shares[name]) >= limit:
             if often := rhythm.get(name):
-                # Where it takes but half of what is allowed; the rest of a step stays as it is.
+                # The interval at which it takes half of the limit, if nothing else changes.
                 cure += f" from {often:,} to {math.ceil(often * share / (1 - share) * 2 / limit):,}"
             yield share, f"{name} {share:.0%}: {cure}"

@@ -200,7 +200,7 @@ def test_how_full_batches_are_and_what_may_not_be_meant(tiny, check):
     )
     rows = [*chats(63), long]
     [line] = [one for one in check(tiny(rows=rows)).ok if one.startswith("batches")]
-    assert "tokens a step, in 2.0 micro-steps" in line and "% of its places full" in line
+    assert "tokens a step, in 2.0 micro-steps" in line and "a micro-batch, padding " in line
     found = check(tiny(rows=[long, short, short, short] * 16))
     [warning] = [one for one in found.warn if one.startswith("batches")]
     assert "would be padding; add [plugins.bfd_packing]" in warning

@@ -339,7 +339,7 @@ def test_a_path_knows_the_home_folder_and_environment_variables(tmp_path, monkey
             load(path, [f"{key}={json.dumps(written)}"])
         [line] = caught.value.problems
         assert f"{key}: the environment variable 'NOWHERE' is not set" in line
-    with pytest.raises(RecipeError, match="the home folder that it names is not known"):
+    with pytest.raises(RecipeError, match="its home folder is unknown"):
         load(path, [f'{key}="~nobody-has-this-name/x"'])
 
 

@@ -6,13 +6,13 @@ from ..types import Ints, Layouts
 SEEN = 8
 """Steps of an epoch that are looked at."""
 FULL = 0.5
-"""Share of places with tokens below which padding is worth a word."""
+"""Share of tokens that are not padding below which a warning is printed."""
 COLLAPSED = 4
-"""How many times fewer steps an epoch may have for being packed."""
+"""How many times fewer steps a packed epoch may have without a warning."""
 
 
 def sense(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[str, list[str]]:
-    """Say about how much a step holds, and what is most likely not meant."""
+    """Describe the size of a step; warn of likely mistakes."""
     windows = layouts[:SEEN]
     parts = [lengths[part] for window in windows for rank in window for part in rank if len(part)]
     tokens = sum(int(part.sum()) for part in parts)
@@ -23,20 +23,20 @@ def sense(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[str, list[st
         whole = packing["scope"] == "step"
         more = ", none of them padding" if whole else ""
         return f"{said}; {each}{more}", collapsed(recipe, layouts, len(lengths))
-    if recipe.has("dpo"):  # rows are then the answers, of which only sums are known
+    if recipe.has("dpo"):  # only the sum of a pair's lengths is known here
         return f"{said}; {each}", []
     fill = tokens / sum(len(part) * int(part.max()) for part in parts)
     warnings = []
     if fill < FULL:
         warnings.append(
-            f"{1 - fill:.0%} of what is computed would be padding; add [plugins.bfd_packing], "
-            "which computes none, or [plugins.length_group], or lower train.micro_batch"
+            f"{1 - fill:.0%} of all tokens would be padding; add [plugins.bfd_packing], "
+            "which needs none, or [plugins.length_group], or lower train.micro_batch"
         )
-    return f"{said}; {each}, {fill:.0%} of its places full", warnings
+    return f"{said}; {each}, padding {1 - fill:.0%}", warnings
 
 
 def collapsed(recipe: Recipe, layouts: Layouts, examples: int) -> list[str]:
-    """Tell of steps that have become few, as rows filled from all of an epoch hold many."""
+    """Warn where packing over the whole epoch leaves few steps."""
     size = recipe.train.batch_size
     if len(layouts) * COLLAPSED * size > examples:
         return []

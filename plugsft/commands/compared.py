@@ -21,7 +21,7 @@ SPENT = {
     "tokens per second": ("throughput", "tokens_per_second"),
     "trained tokens per second": ("throughput", "trained_tokens_per_second"),
     "seconds a step, median": ("throughput", "step_seconds_median"),
-    "places that hold tokens": ("feeding", "fill"),
+    "tokens that are not padding": ("feeding", "fill"),
     "time waited for data": ("feeding", "waited"),
     "memory at most, GiB": ("memory", "peak_gib"),
 }
@@ -79,7 +79,7 @@ class Section:
 
 
 def read_run(name: str, folder: Path) -> Run:
-    """Read what a run left; what is damaged besides run.json is told, and left out."""
+    """Read a run's folder; report damaged files other than run.json, and leave them out."""
     if not folder.is_dir():
         why = "is a file" if folder.exists() else f"no such folder{near(folder)}"
         raise PlugsftError(f"{folder}: {why}; name a run's output folder")
