@@ -22,11 +22,11 @@ from .errors import LaunchError, Stopped, TrainError
 from .notices import failure, reason_of
 
 PATIENCE = 60.0
-"""Seconds after which a failed rank tells the others, where these do not come to agree."""
+"""Seconds that a failed rank waits for the others to agree, before it notifies them."""
 LONGEST = timedelta(hours=4)
-"""What one rank may take to read or write while the others wait."""
+"""Longest time for one rank to read or write while the others wait."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""How gloo says that another process is gone."""
+"""Gloo's messages for a lost process."""
 
 T = TypeVar("T")
 
@@ -37,9 +37,9 @@ class PeerError(TrainError):
 
 @functools.cache
 def host_group() -> dist.ProcessGroup | None:
-    """Return the group that carries agreements: the default one if that is gloo, or a second.
+    """Return a second group with gloo for agreements; None if the default group is gloo.
 
-    All ranks call it first at the same place, in `connect`, because making a group is a collective.
+    Making a group is a collective, so all ranks make it in `connect`.
     """
     if dist.get_backend() == "gloo":
         return None
@@ -49,10 +49,9 @@ def host_group() -> dist.ProcessGroup | None:
 
 @contextmanager
 def agreed(accelerator: Accelerator, operation: str) -> Iterator[None]:
-    """Run a body on every rank; where it failed on one, raise on all of them.
+    """Run a body without collectives on every rank; if it fails on one, raise on all.
 
-    The body holds no collectives. The rank that failed raises its own error, every other one a
-    PeerError (a TrainError) with that rank's number and reason.
+    The failed rank raises its own error, all others a PeerError with its number and reason.
     """
     if accelerator.num_processes == 1:
         yield
@@ -71,18 +70,18 @@ def agreed(accelerator: Accelerator, operation: str) -> Iterator[None]:
         reports = _gathered((operation, None if error is None else reason_of(error)))
     finally:
         late.cancel()
-        # Also where the others have ended already and cannot be told.
+        # Also if the others have ended, and the gathering failed.
         if error is not None:
             raise error
     for rank, (_, reason) in enumerate(reports):
         if reason is not None:
             raise PeerError(f"rank {rank} failed in {operation}: {reason}")
-    doing = [name for name, _ in reports]
-    raise TrainError(f"the ranks are at different operations: {_groups(doing)}")
+    names = [name for name, _ in reports]
+    raise TrainError(f"the ranks are at different operations: {_groups(names)}")
 
 
 def ensure_alike(accelerator: Accelerator, facts: Mapping[str, str], cure: str) -> None:
-    """Refuse to go on where facts that must be equal on all ranks are not; name them."""
+    """Refuse ranks whose facts differ; name the facts."""
     if accelerator.num_processes == 1:
         return
     if _equal(repr(sorted(facts.items())), failed=False):
@@ -116,7 +115,7 @@ def from_main(value: T | None) -> T:
 
 @contextmanager
 def ending_together(output: str) -> Iterator[None]:
-    """End the other ranks when this one fails, and this one, with their reason, when they do."""
+    """End all ranks, with the reason, when one fails."""
     try:
         yield
     except (PeerError, Stopped):
@@ -125,8 +124,8 @@ def ending_together(output: str) -> Iterator[None]:
         if not _is_lost(error):
             failure.tell(error)
             raise
-        why = failure.why() or "another rank has ended; what it said stands above"
-        raise PeerError(f"{why}. Go on with --resume ({output})") from error
+        why = failure.why() or "another rank has ended; see its message above"
+        raise PeerError(f"{why}. Resume with --resume ({output})") from error
     finally:
         failure.ending()
 
@@ -139,7 +138,7 @@ def _is_lost(error: Exception) -> bool:
 
 def _equal(text: str, failed: bool) -> bool:
     """Tell whether all ranks hold the same text and none has failed, in one all-reduce."""
-    number = xxhash.xxh3_64_intdigest(text.encode()) >> 2  # it and its negative fit in 64 bits
+    number = xxhash.xxh3_64_intdigest(text.encode()) >> 2  # fits in 64 bits, negated too
     largest = torch.tensor([number, -number, int(failed)])
     dist.all_reduce(largest, dist.ReduceOp.MAX, host_group())
     return bool(largest[0] == -largest[1]) and not largest[2]
@@ -152,16 +151,16 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _groups(values: list[str]) -> str:
-    """Say which ranks have which value: "ranks 0-3 have a, rank 4 has b"."""
-    said = []
+    """Group ranks by value: "ranks 0-3 have a, rank 4 has b"."""
+    groups = []
     for value in dict.fromkeys(values):
         ranks = [rank for rank, other in enumerate(values) if other == value]
-        said.append(f"{_ranges(ranks)} {'have' if ranks[1:] else 'has'} {value}")
-    return ", ".join(said)
+        groups.append(f"{_ranges(ranks)} {'have' if ranks[1:] else 'has'} {value}")
+    return ", ".join(groups)
 
 
 def _ranges(ranks: list[int]) -> str:
-    """Write rank numbers as a person would: "rank 3", "ranks 0-2, 5"."""
+    """Format rank numbers: "rank 3", "ranks 0-2, 5"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:

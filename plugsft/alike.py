@@ -1,7 +1,7 @@
 """What must be equal on all ranks before step 1: recipe, plugins, data, model and plan.
 
-Two machines may find other rows, another model or other code under one path. Nothing of that shows
-in a loss, so each rank describes what it has, and the ranks compare.
+Two machines may find different rows, models or code under the same path. No loss would show it, so
+each rank describes its inputs, and the ranks compare the descriptions.
 """
 
 import importlib.metadata
@@ -24,21 +24,21 @@ from .tokens import Tokens
 from .weights import files_of
 
 CURE = (
-    "Each machine must have the same recipe, plugins, data and model; see whether a path means the "
+    "All machines must have the same recipe, plugins, data and model; check that each path has the "
     "same files on all of them"
 )
 PLACES = ("output", "data.source", "data.tokens", "eval.source", "model.path", "model.tokenizer")
-"""Keys of a recipe that may name other places on other machines: what lies there is compared."""
+"""Paths that may differ between machines: their contents are compared instead."""
 SAMPLES, SAMPLE = 32, 4096
-"""Of a file of weights, the places that are compared, and the bytes of each."""
+"""Samples of each weight file that are compared, and the bytes of each sample."""
 TENSORS, NUMBERS = 64, 16
-"""Of the weights in memory, the tensors that are compared, and the numbers of each."""
+"""Tensors in memory that are compared, and the numbers of each."""
 
 
 def ensure_same_inputs(
     accelerator: Accelerator, recipe: Recipe, active: Active, data: Prepared
 ) -> None:
-    """Refuse ranks that have other recipes, plugins or data than others."""
+    """Refuse ranks with different recipes, plugins or data."""
     flat = flatten(recipe.model_dump(exclude_none=True) | {"plugins": {}})
     facts = {key: repr(value) for key, value in flat.items() if not key.startswith(PLACES)}
     facts |= {key: repr(value) for key, value in active.learned().items()}
@@ -62,7 +62,7 @@ def model_facts(model: Any, load: Load) -> dict[str, str]:
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
-    """Describe how this rank lays out the first step."""
+    """Describe the number of steps, and the layout of the first."""
     window = plan.window(1)
     layout = [[part.tolist() for part in rank] for rank in window.layout]
     return {
@@ -78,22 +78,22 @@ def _tokens(tokens: Tokens) -> str:
 
 
 def _sampled(file: Path) -> str:
-    """Return a checksum of a file's size and of bytes all over it."""
+    """Return a file's size and a checksum of samples from all of it."""
     size, checksum = file.stat().st_size, xxhash.xxh3_64()
     with file.open("rb") as opened:
-        for place in range(SAMPLES):
-            opened.seek(size * place // SAMPLES)
+        for sample in range(SAMPLES):
+            opened.seek(size * sample // SAMPLES)
             checksum.update(opened.read(SAMPLE))
     return f"{size} {checksum.hexdigest()}"
 
 
 def _weights(model: Module) -> str:
-    """Return a checksum of a sample of the weights that each rank has whole."""
+    """Return a checksum of samples of the unsharded weights."""
     checksum = xxhash.xxh3_64()
     named = [
         (name, one)
         for name, one in model.named_parameters()
-        # Under ZeRO-3 each rank has a stretch of its own.
+        # Under ZeRO-3 each rank has its own shard.
         if not one.is_meta and not hasattr(one, "ds_id")
     ]
     for name, one in named[:: max(1, len(named) // TENSORS)]:

@@ -1,7 +1,7 @@
-"""Proof that the documents of a packed row do not see each other, and are what each is alone.
+"""Proof that a document in a packed row has the same logits as alone.
 
 Two probes: short documents on the run's own model, kernel and dtype; and documents that exceed
-every limit of attention on a tiny twin of its configuration, in float32.
+every limit of attention, on a tiny float32 twin of its configuration.
 """
 
 import json
@@ -27,37 +27,37 @@ from .twin import NEVER, Longest, build_twin, limits
 from .types import Ints
 
 VERSION = 1
-"""Raised when the probe of a twin changes: what is cached holds no longer."""
+"""To be raised when the probe of a twin changes, so that cached results are not used."""
 SHORT = (7, 9, 5)
-"""Tokens of the documents that the run's model is probed with; the first is changed."""
+"""Lengths of the documents in the probe of the run's model; the first is changed."""
 LONG = (19, 26, 13, 4)
-"""Tokens of those that its twin is probed with: all but the last exceed scaled-down limits."""
+"""Lengths in the probe of its twin: all but the last exceed the scaled-down limits."""
 ROUTED = 2e-6
-"""What may move in the neighbours of a changed document where experts are routed, as a share of
-what moves in that document: the products of experts change shape, and round otherwise."""
+"""Allowed change of the other documents' logits in models with routed experts, relative to the
+change of the changed document. Expert matrix products change shape, and so their rounding."""
 ROUNDED = {True: 1e-4, False: 5e-2}
-"""The same on the run's own model with experts, by whether it computes in float32."""
+"""The same for the run's own model; key: whether it computes in float32."""
 ALONE = {True: 1e-3, False: 5e-2}
-"""What a document in a row may differ from the same document alone, as such a share."""
+"""Allowed difference of a document in a row and alone, relative to the same change."""
 ROUNDING = (2e-5, 1e-3)
-"""What a document in a twin's row may differ from the same document alone, as a share of the
-logits: at least, and at most where the twin amplifies rounding."""
+"""Bounds of the allowed difference of a twin's document in a row and alone, relative to its logits.
+Between them, the rounding of the twin decides."""
 GAINS = (1.5, 0.5)
-"""Scales of a twin's weights: with the first, a few families amplify rounding too much."""
+"""Scales of a twin's weights; the second is for families that amplify rounding too much."""
 REFUSED = "this model cannot be trained on packed rows"
 CURE = "remove [plugins.bfd_packing]; [plugins.length_group] lowers the padding of separate rows"
-OWN_CODE = "its type computes attention in code of its own, which takes no document boundaries"
+OWN_CODE = "it computes attention in its own code, which ignores document boundaries"
 
 
 def plain_model(model: Any) -> Any:
-    """Return the transformers model inside what launchers and adapters have put around it."""
+    """Unwrap launchers and adapters from a transformers model."""
     plain = getattr(model, "module", model)
     return getattr(plain, "get_base_model", lambda: plain)()
 
 
 @contextmanager
 def takes_documents() -> Iterator[None]:
-    """Refuse a model that cannot be loaded with attention per document, in the user's words."""
+    """Refuse a model that cannot be loaded with attention per document."""
     try:
         yield
     except RecipeError as error:
@@ -68,7 +68,7 @@ def takes_documents() -> Iterator[None]:
 
 
 def ensure_twin_apart(model: Any, document: int, row: int) -> str:
-    """Prove on a tiny twin that documents of a packed row stay apart; say what was found.
+    """Prove on a tiny twin that packed documents are separate; return the result in words.
 
     Limits of attention beyond the longest document and row (in tokens) are never reached.
     """
@@ -77,45 +77,46 @@ def ensure_twin_apart(model: Any, document: int, row: int) -> str:
     found = twin_facts(causal, longest)
     if found["unbuilt"] and reached:
         raise RecipeError(
-            f"{REFUSED} of {row:,} tokens: {_named(reached)} cannot be proved to hold inside "
-            f"each document, since no small copy of the model can be made ({found['unbuilt']}); "
+            f"{REFUSED} of {row:,} tokens: {_named(reached)} cannot be proved to count per "
+            f"document, since no small copy of the model can be made ({found['unbuilt']}); "
             f"set capacity below {min(reached.values()):,}, or {CURE}"
         )
     if found["unbuilt"]:
-        return f"no small copy of the model to prove more ({found['unbuilt']})"
+        return f"not proved on a small copy, which cannot be made ({found['unbuilt']})"
     problem = problem_of(found)
     if problem and reached and not problem_of(twin_facts(causal, NEVER)):
         raise RecipeError(
-            f"{REFUSED} of {row:,} tokens: {_named(reached)} does not hold inside each "
+            f"{REFUSED} of {row:,} tokens: {_named(reached)} does not count per "
             f"document ({problem}); set capacity below {min(reached.values()):,}, or {CURE}"
         )
     if problem:
         raise RecipeError(f"{REFUSED}: {problem}; {CURE}")
-    held = f", beyond its {' and '.join(sorted(reached))}" if reached else ""
-    return f"proved on a small copy in float32{held} (a change moves {_moves(found['leak'])})"
+    beyond = f", beyond its {' and '.join(sorted(reached))}" if reached else ""
+    return f"proved on a small copy in float32{beyond} (a change moves {_moves(found['leak'])})"
 
 
 def problem_of(found: dict[str, Any]) -> str:
-    """Say what is wrong with what a twin showed, if anything."""
+    """Return the problem that a twin's facts show, or an empty text."""
     if found["fails"]:
         return str(found["fails"])
     if not found["leak"] <= (ROUTED if found["routed"] else 0):
         return (
-            f"where one document changes, the logits of others move by {found['leak']:.1e} of its "
-            "own, so a layer carries something from token to token across documents (a "
-            "convolution, linear attention, a state space, attention of its own)"
+            f"changing one document moves the logits of others by {found['leak']:.1e} of its own "
+            "change, so a layer leaks across documents (a convolution, linear attention, a state "
+            "space, attention in its own code)"
         )
     least, most = ROUNDING
     if not found["strange"] <= min(max(least, found["rounding"]), most):
         return (
-            f"a document in a packed row has other logits than alone (by {found['strange']:.1e} of "
-            "their size), so positions or a limit of attention are not counted per document"
+            "a document's logits in a packed row differ from those alone by "
+            f"{found['strange']:.1e} of their size, so positions or a limit of attention do not "
+            "count per document"
         )
     return ""
 
 
 def twin_facts(causal: Any, longest: Longest) -> dict[str, Any]:
-    """Return what a twin of a model shows, measured once for each configuration."""
+    """Return the facts of a model's twin, cached for each configuration."""
     model_class = class_of(causal)
     config = {name: value for name, value in causal.config.to_dict().items() if name[0] != "_"}
     key = {
@@ -139,12 +140,12 @@ def twin_facts(causal: Any, longest: Longest) -> dict[str, Any]:
 
 
 def class_of(causal: Any) -> type[Any]:
-    """Return a model's own class: FSDP2 replaces it by one derived from it."""
+    """Return a model's own class: FSDP2 replaces it by a subclass."""
     return next(one for one in type(causal).__mro__ if not issubclass(one, FSDPModule))
 
 
 def measured(model_class: type[Any], config: Any, longest: Longest) -> dict[str, Any]:
-    """Build a twin, and return what it shows."""
+    """Build a twin and probe it."""
     found: dict[str, Any] = {"unbuilt": "", "fails": "", "leak": 0.0, "strange": 0.0}
     for gain in GAINS:
         try:
@@ -163,7 +164,7 @@ def _examined(twin: PreTrainedModel) -> dict[str, Any]:
     embeddings: Any = twin.get_input_embeddings()
     vocabulary = len(embeddings.weight)
     texts = [rng.integers(2, vocabulary, length) for length in LONG]
-    # As transformers computes it, with its own masks, one document at a time.
+    # Each document alone, with transformers' own attention masks.
     alone = torch.cat([_plain_logits(twin, text) for text in texts])
     size = float(alone.abs().max())
     nudge = embeddings.register_forward_hook(_nudged)
@@ -176,7 +177,7 @@ def _examined(twin: PreTrainedModel) -> dict[str, Any]:
         base, moved = _moved(twin, texts, vocabulary, torch.device("cpu"))
     except PlugsftError as error:
         return {"fails": str(error).partition(";")[0]}
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # from the model's own code
         first = str(error).strip().partition("\n")[0]
         return {"fails": f"its code fails on several documents ({type(error).__name__}: {first})"}
     change = float(moved[: LONG[0]].max())
@@ -204,10 +205,9 @@ def is_routed(model: Module) -> bool:
 
 @torch.no_grad()
 def ensure_apart(model: Module, exact: bool) -> str:
-    """Change one document of a packed row, and make sure that the others' logits stay.
+    """Prove on the run's model that changing one packed document leaves the others' logits.
 
-    On the run's own model, kernel and dtype, on all ranks together; say what was found. `exact`
-    says that the model computes in float32.
+    All ranks call it together; returns the result in words. `exact`: the model computes in float32.
     """
     training, device = model.training, next(model.parameters()).device
     vocabulary = plain_model(model).config.get_text_config().vocab_size
@@ -225,22 +225,22 @@ def ensure_apart(model: Module, exact: bool) -> str:
     change = float(moved[: SHORT[0]].max())
     if not change > 0:
         raise RecipeError(
-            f"{REFUSED}: its logits stay where its words change, or are no numbers, so that "
-            f"nothing can be proved; {CURE}"
+            f"{REFUSED}: its logits do not depend on its tokens, or are NaN, so nothing can be "
+            f"proved; {CURE}"
         )
     leak, strange = float(moved[SHORT[0] :].max()) / change, float(alone.max()) / change
-    # Kernels of some devices give other last bits each time.
+    # Some kernels are not deterministic in the last bits.
     allowed = 2 * float(again.max()) / change + (ROUNDED[exact] if is_routed(model) else 0)
     if not leak <= allowed:
         raise RecipeError(
-            f"{REFUSED}: where one document changes, the logits of others move by {leak:.1e} of "
-            "its own. Its layers carry a state from token to token (linear attention, a state "
-            f"space, a convolution), or its attention does not keep documents apart; {CURE}"
+            f"{REFUSED}: changing one document moves the logits of others by {leak:.1e} of its "
+            "own change. Its layers carry a state from token to token (linear attention, a state "
+            f"space, a convolution), or its attention ignores document boundaries; {CURE}"
         )
     if not strange <= ALONE[exact]:
         raise RecipeError(
-            f"{REFUSED}: a document behind others has other logits than alone (by {strange:.1e} "
-            f"of what a change of its words makes): its positions do not begin again; {CURE}"
+            f"{REFUSED}: a document's logits after others differ from those alone (by "
+            f"{strange:.1e} of what other tokens change): its positions do not restart; {CURE}"
         )
     return f"documents proved apart (a change moves {_moves(leak)})"
 
@@ -256,7 +256,7 @@ def _named(reached: dict[str, int]) -> str:
 def _moved(
     model: Module, texts: list[Ints], vocabulary: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits of a packed row, and how far they move when its first document changes."""
+    """Return a packed row's logits, and their change when the first document changes."""
     base = _logits(model, texts, device)
     other = (texts[0] + 1) % vocabulary
     return base, (_logits(model, [other, *texts[1:]], device) - base).abs()

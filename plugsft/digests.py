@@ -34,7 +34,7 @@ def unsealed(text: str) -> dict[str, Any]:
     """Return the facts of such a file; raise ValueError where they are not what was written."""
     facts = json.loads(text)
     if not isinstance(facts, dict) or facts.pop("checksum", None) != digest(facts):
-        raise ValueError("its content does not fit its checksum")
+        raise ValueError("its checksum is wrong")
     return facts
 
 

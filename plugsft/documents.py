@@ -16,46 +16,48 @@ from .tokens import Tokens
 from .types import Batch, Ints
 
 ATTENTION = "plugsft_documents"
-"""The name under which transformers finds the attention below."""
+"""The name of this attention in transformers."""
 
 
 def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
-    """Lay examples end to end in one row, filled up to a length if one is given."""
+    """Pack examples into one row, padded to a length if given."""
     counts, seen = tokens.sequences(examples)
     lengths, used = counts, int(counts.sum())
-    # A rank without examples still takes part in every exchange of gradients.
+    # A rank without examples still takes part in every all-reduce.
     total = max(length or 0, used, 2)
     if total > used:
-        # What fills a row is a document too, of which nothing is trained.
+        # Padding is an untrained document.
         lengths, seen = np.append(counts, total - used), np.append(seen, 0)
-    # One piece of memory for all: the allocator gives back and fetches anew what comes in several.
-    ids, labels, places = buffer((3, 1, total), torch.int64)
+    # One buffer for all: the allocator would return and fetch several small ones each time.
+    ids, labels, positions = buffer((3, 1, total), torch.int64)
     flat, mask = tokens.gather(examples)
-    # The end of a document does not foretell the beginning of the next.
+    # The first token of a document is not predicted from the document before.
     mask[np.cumsum(counts) - counts] = False
     for row, values, filler in ((ids, flat, 0), (labels, label(flat, mask), IGNORED)):
         row.numpy()[0, :used] = values
         row.numpy()[0, used:] = filler
-    return {"input_ids": ids, "labels": labels, **documents_of(lengths, places, seen)}
+    return {"input_ids": ids, "labels": labels, **documents_of(lengths, positions, seen)}
 
 
-def documents_of(lengths: Ints, places: Tensor | None = None, seen: "Ints | None" = None) -> Batch:
-    """Say where the documents of a row stand, as every kind of attention wants to hear it.
+def documents_of(
+    lengths: Ints, positions: Tensor | None = None, seen: "Ints | None" = None
+) -> Batch:
+    """Return the document boundaries of a row, for every kind of attention.
 
-    One may go on from the first tokens of the document before it, of which it sees so many.
+    A document may also attend to the first `seen` tokens of the document before it.
     """
     bounds = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=bounds[1:])
-    if places is None:
-        places = buffer((1, int(bounds[-1])), torch.int64)
+    if positions is None:
+        positions = buffer((1, int(bounds[-1])), torch.int64)
     each = lengths.tolist()
     longest = max(each)
     ramp = np.arange(longest)
     if seen is not None and seen.any():
-        return _branching(lengths, places, seen)
-    np.concatenate([ramp[:length] for length in each], out=places.numpy()[0])
+        return _branching(lengths, positions, seen)
+    np.concatenate([ramp[:length] for length in each], out=positions.numpy()[0])
     return {
-        "position_ids": places,
+        "position_ids": positions,
         # The names that flash attention's kernels know in transformers.
         "cu_seq_lens_q": torch.from_numpy(bounds),
         "cu_seq_lens_k": torch.from_numpy(bounds),
@@ -66,15 +68,15 @@ def documents_of(lengths: Ints, places: Tensor | None = None, seen: "Ints | None
     }
 
 
-def _branching(lengths: Ints, places: Tensor, seen: Ints) -> Batch:
+def _branching(lengths: Ints, positions: Tensor, seen: Ints) -> Batch:
     starts = np.cumsum(lengths) - lengths
     before = np.append(0, starts[:-1])
     wide = lengths + seen
     both = np.stack([before, starts], 1).ravel(), np.stack([seen, lengths], 1).ravel()
     keys = np.concatenate([np.arange(a, a + n) for a, n in zip(*both, strict=True)])
     parts = [np.arange(a, a + n) for a, n in zip(seen, lengths, strict=True)]
-    np.concatenate(parts, out=places.numpy()[0])
-    found = documents_of(lengths) | {"position_ids": places}
+    np.concatenate(parts, out=positions.numpy()[0])
+    found = documents_of(lengths) | {"position_ids": positions}
     found["cu_seq_lens_k"] = documents_of(wide)["cu_seq_lens_q"]
     found["max_length_k"] = int(wide.max())
     return found | {"seen": tuple(seen.tolist()), "keys": torch.from_numpy(keys)}
@@ -149,7 +151,7 @@ class Sight(NamedTuple):
 
 
 def chunk_of(module: Module) -> int | None:
-    """Return the chunk of a layer of attention (Llama 4): it lives in transformers' masks only."""
+    """Return a layer's attention chunk (Llama 4), which transformers puts only into its masks."""
     config: Any = getattr(module, "config", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
@@ -159,7 +161,7 @@ def chunk_of(module: Module) -> int | None:
 
 
 def _branches(parts: Sequence[Tensor], seen: tuple[int, ...]) -> list[Tensor]:
-    """Put what a document sees of the one before it in front of its own."""
+    """Prepend the tokens of the document before that a document sees."""
     return [
         torch.cat([parts[number - 1][:, :, :most], part], 2) if most else part
         for number, (part, most) in enumerate(zip(parts, seen, strict=True))
@@ -167,7 +169,7 @@ def _branches(parts: Sequence[Tensor], seen: tuple[int, ...]) -> list[Tensor]:
 
 
 def lone_document(query: Tensor, key: Tensor) -> tuple[int, ...]:
-    """Return the length of a row of which nothing is said: it is one document, or a mistake."""
+    """Return the length of a row without boundaries: one document, or an error."""
     if len(query) > 1 or query.shape[2] != key.shape[2]:
         raise TrainError(
             "a model that was loaded for packed rows was called with padded rows, or with a "

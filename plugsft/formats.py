@@ -33,7 +33,7 @@ READ = {
     "alpaca": {"instruction", "input", "output", "history", "system", *_OF_CHATS},
     "text": {"text"},
 }
-"""The columns that are read of each format."""
+"""Format -> the columns that are read."""
 REFUSED = {
     "label": "tells good answers from bad ones",
     **dict.fromkeys(("chosen", "rejected"), "is one of two answers to compare ([plugins.dpo])"),
@@ -47,19 +47,20 @@ REFUSED = {
         ("loss_mask", "completion_mask", "assistant_masks"), "says which tokens are trained"
     ),
 }
-"""Columns without which a row means something else, and what they say."""
+"""Columns that change the meaning of a row, and their own meaning."""
 WARNED = {
     **dict.fromkeys(("score", "scores", "reward", "rewards", "rating"), "says how good a row is"),
     "margin": "says how much better one answer is",
     **dict.fromkeys(
-        ("ref_chosen_logps", "ref_rejected_logps"), "holds what a reference made of an answer"
+        ("ref_chosen_logps", "ref_rejected_logps"),
+        "holds log-probabilities of a reference",
     ),
     "system": "holds a system prompt",
     "tools": "holds tools",
     "chat_template_kwargs": "holds variables of the chat template",
     "history": "holds earlier turns",
 }
-"""Columns that say something, but without which a row means the same, or about the same."""
+"""Columns with information that hardly changes the meaning of a row."""
 _TELLING = REFUSED.keys() | WARNED.keys()
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 SPEAKERS = {
@@ -94,7 +95,7 @@ class Talk:
     calls: bool = False
     """Whether a message calls tools."""
     wishes: dict[int, bool] = field(default_factory=dict)
-    """Messages of which the row says whether they are trained."""
+    """Messages that the row itself marks as trained or not."""
     prompt: int = 0
     """Messages at the beginning that are never trained."""
 
@@ -114,9 +115,9 @@ def kind_of(rows: list[Row]) -> str | None:
 
 
 def ensure_read(row: Row, read: Collection[str]) -> list[str]:
-    """Refuse a row with a column that changes what it means and is not read; warn of others.
+    """Refuse a row with an unread column that changes its meaning; warn of others.
 
-    `read` are the columns that are read. A column that is null or empty says nothing.
+    `read` are the columns that are read. Null or empty columns do not count.
     """
     unread = [
         name
@@ -139,7 +140,7 @@ def _says_something(value: Any) -> bool:
 
 
 def odd_turns(messages: list[Row]) -> list[str]:
-    """Say what is unusual about the order of a conversation's turns."""
+    """Return warnings about an unusual order of turns."""
     roles = [message["role"] for message in messages]
     twice = {a for a, b in pairwise(roles) if a == b and a in ("user", "assistant")}
     odd = [f"two turns of the {role} in a row" for role in sorted(twice)]

@@ -49,7 +49,7 @@ from .types import Batch, Window
 
 
 def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Path] = ()) -> None:
-    """Run a recipe from its first step, or on from the first whole checkpoint, to its last."""
+    """Train a recipe, from step 1 or from the first undamaged checkpoint."""
     quiet()
     record = Record(recipe, machine, active)
     hook = active.answer(DataAnswers(recipe.folder), ModelAnswers(), record).hook
@@ -91,7 +91,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Pat
             ensure_finite(loss, norm, window, tokens)
             with fitting(recipe, window, held.rank, tokens, parts):
                 optimizer.step()
-            model.zero_grad()  # an optimizer would zero those of its own weights only
+            model.zero_grad()  # the optimizer would zero only the gradients of its own weights
             metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
             stopping = sums.pop("asked") > 0
             metrics |= measure(window, plan, sums, time.perf_counter() - clock)
@@ -112,7 +112,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Pat
 def ensure_sound(
     recipe: Recipe, active: Active, machine: Machine, hooks: Sequence[str] | None = None
 ) -> None:
-    """Refuse what can be known to fail before anything is read or loaded."""
+    """Refuse settings that would fail, before anything is loaded."""
     check(active, recipe, machine, hooks)
     check_context(recipe)
     check_schedule(recipe.train)
@@ -181,9 +181,9 @@ def loss_of(hook: Hooks, model: Module, batch: Batch, total: int) -> Tensor:
 
 
 def noted(hook: Hooks) -> dict[str, Tensor]:
-    """Return what plugins have summed up on this rank since they were last asked."""
-    found: Any = hook.measure()  # a notice gives what each has said
-    return {name: value for some in found for name, value in some.items()}
+    """Return this rank's plugin metrics since the last call."""
+    measured: Any = hook.measure()  # a notice returns a list
+    return {name: value for metrics in measured for name, value in metrics.items()}
 
 
 def together(
@@ -192,18 +192,18 @@ def together(
     sums: Mapping[str, Tensor],
     counts: Mapping[str, float],
 ) -> tuple[float, dict[str, float]]:
-    """Add up over the ranks, in one exchange: the loss, and what else each has counted."""
-    # Counts are many digits long; Apple's GPUs have no more than float32.
+    """All-reduce the loss, metrics and counters at once."""
+    # Counts need float64, which Apple's GPUs do not have.
     exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
     loss = torch.stack(parts).to(exact).sum()
-    there = [loss, *(one.to(loss) for one in sums.values())]
-    mine = torch.cat([torch.stack(there), loss.new_tensor([*counts.values()])])
-    whole, *rest = accelerator.reduce(mine, reduction="sum").tolist()
-    return whole, dict(zip([*sums, *counts], rest, strict=True))
+    metrics = torch.stack([loss, *(value.to(loss) for value in sums.values())])
+    local = torch.cat([metrics, loss.new_tensor([*counts.values()])])
+    total, *rest = accelerator.reduce(local, reduction="sum").tolist()
+    return total, dict(zip([*sums, *counts], rest, strict=True))
 
 
 def clip(accelerator: Accelerator, model: Module, limit: float) -> float:
-    """Clip the gradients to a norm (0: do not); return the norm before."""
+    """Clip gradients to a norm (0: no limit); return the norm before."""
     norm = accelerator.clip_grad_norm_(model.parameters(), limit or math.inf)
     return float("nan") if norm is None else float(norm)
 
@@ -215,13 +215,13 @@ def ensure_finite(loss: float, norm: float, window: Window, tokens: Tokens) -> N
     rows = rows_of(tokens, [part for rank in window.layout for part in rank])
     raise TrainError(
         f"step {window.step}: loss {loss}, gradient norm {norm}. Nothing of this step is saved, "
-        f"and earlier checkpoints stand. Rows of its window: {rows}. A lower learning "
-        "rate, a longer warm-up, or bfloat16 in place of float16 usually mends it"
+        f"and earlier checkpoints stand. Rows of this step: {rows}. A lower learning rate or a "
+        "longer warm-up usually helps"
     )
 
 
 def measure(window: Window, plan: Plan, sums: dict[str, float], seconds: float) -> dict[str, Any]:
-    """Return how fast a step was, how well its batches were filled, and what plugins measured."""
+    """Return a step's metrics: speed, batches, and plugins'."""
     waited, slots = (sums.pop(name) for name in ("waited", "slots"))
     return {
         **{name: value / window.total for name, value in sums.items()},
@@ -241,7 +241,7 @@ def measure(window: Window, plan: Plan, sums: dict[str, float], seconds: float) 
 def tell(
     hook: Hooks, accelerator: Accelerator, stop: Stop, step: int, metrics: dict[str, Any]
 ) -> None:
-    """Log metrics. What a plugin raises there stops the run, and every rank, in good order."""
+    """Log metrics. A plugin's error there ends all ranks after saving."""
     if accelerator.is_main_process:
         with stop.kept():
             hook.log(step=step, metrics=metrics)
@@ -256,7 +256,7 @@ def evaluate(
     held_out: Tokens,
     recipe: Recipe,
 ) -> dict[str, Any]:
-    """Measure the loss on held-out data: the sum over its targets by their number."""
+    """Return the mean loss per target on the evaluation data."""
     plan = Plan.once_through(held_out, recipe, accelerator.num_processes, hook)
     parts: list[Tensor] = []
     model.eval()
@@ -288,7 +288,7 @@ def describe(
     plan: Plan,
     checkpoints: Checkpoints,
 ) -> None:
-    """Say what is about to run, and write it into the record."""
+    """Print and record model, data, plan and plugins."""
     plain: Any = held.plain
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in plain.parameters()]
     ranks = accelerator.num_processes

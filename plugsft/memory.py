@@ -1,4 +1,4 @@
-"""Out of memory, said so that a person knows what was too much and what would lower it."""
+"""Out-of-memory errors that name the micro-batch and the settings that lower it."""
 
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
@@ -9,11 +9,12 @@ from .tokens import Tokens
 from .types import Ints, Window
 
 SAVERS = {
-    "gradient_checkpointing": "activations are computed again, not kept",
-    "fused_loss": "no logits are held",
+    "gradient_checkpointing": "activations are computed again, not stored",
+    "fused_loss": "whole logits are never stored",
     "lora": "few weights have gradients and optimizer states",
 }
 """Bundled plugins that lower a step's memory, and how."""
+SHARD = "more ranks with a sharded model (recipes/accelerate/fsdp2.yaml)"
 
 
 @contextmanager
@@ -33,14 +34,14 @@ def fitting(
 
 @contextmanager
 def loading(recipe: Recipe, rank: int) -> Iterator[None]:
-    """Say that memory ran out while the model was loaded, and what would need less."""
+    """Report running out of memory while loading, with the cures."""
     try:
         yield
     except Exception as error:
         if not out_of_memory(error):
             raise
         name = recipe.model.path or "[model.scratch]"
-        cures = ["more ranks that share the model (recipes/accelerate/fsdp2.yaml)"]
+        cures = [SHARD]
         if not recipe.has("lora"):
             cures.append(f"[plugins.lora] ({SAVERS['lora']})")
         raise TrainError(
@@ -63,5 +64,5 @@ def _cures(recipe: Recipe) -> str:
     packs = "plugins.bfd_packing.capacity" if recipe.has("bfd_packing") else "train.micro_batch"
     cures = [f"a smaller {packs}", f"a smaller data.max_length (now {recipe.data.max_length:,})"]
     cures += [f"[plugins.{name}] ({how})" for name, how in SAVERS.items() if not recipe.has(name)]
-    cures.append("more ranks that share the model (recipes/accelerate/fsdp2.yaml)")
+    cures.append(SHARD)
     return f"It needs less with {'; '.join(cures)}. None changes the batch size"

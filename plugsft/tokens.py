@@ -24,7 +24,7 @@ from .shards import INDEX, SCHEMA, checksum_of, numpy_of, offsets_of, read_facts
 from .types import Ints
 
 Chunk = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
-"""Of a record batch: ids, offsets, and the mask as bits."""
+"""Columns of a record batch: ids, offsets, and the mask as bits."""
 Chunks = list[Chunk]
 
 NO_IDS, NO_BITS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
@@ -37,7 +37,7 @@ DAMAGE = (
     ValueError,
     pa.ArrowException,
 )
-"""What reading a damaged file raises."""
+"""Errors of reading a damaged file."""
 
 
 class Tokens:
@@ -48,7 +48,7 @@ class Tokens:
         self._stretches: tuple[Ints, Ints] | None = None
         self._shares = False
         self.columns: dict[str, NDArray[Any]] = {}
-        """What plugins have computed of each example before step 1."""
+        """Columns that plugins computed before step 1."""
         self._in_memory = in_memory
         with self._reading(folder / "facts.json") as path:
             self.facts = read_facts(path.read_text(encoding="utf8"))
@@ -61,7 +61,7 @@ class Tokens:
         with self._reading(folder / "index.arrow") as path:
             buffer = self._buffer(path)
             if xxh3_128_hexdigest(buffer) != self.facts["index"]:
-                raise ValueError("its content does not fit its checksum")
+                raise ValueError("its checksum is wrong")
             self._size = buffer.size
             index = _checked(pa.ipc.open_file(buffer).get_batch(0), INDEX)
             columns = [numpy_of(one) for one in index.columns]
@@ -70,9 +70,9 @@ class Tokens:
             if len({counted, int(self._starts[-1]), *map(len, columns)}) > 1:
                 raise ValueError("it has not as many examples as facts.json says")
         self._whole = self.lengths
-        """What lies on disk, where the examples are stretches of it."""
+        """Lengths of the examples on disk, which may be longer."""
         self.units = self.trained
-        """What each adds to the number by which the loss of a window is divided: its targets."""
+        """Each example's part of the number that divides a window's loss: its targets."""
         if in_memory:
             for shard in range(len(self._files)):
                 self._open(shard)
@@ -85,13 +85,13 @@ class Tokens:
         return self.gather(np.array([number]))
 
     def gather(self, examples: Ints) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the tokens of examples, end to end, and which of them are trained."""
+        """Return the joined tokens of examples, and their loss mask."""
         numbers, skips, lengths = self._parts(examples)
         shards = np.searchsorted(self._starts, numbers, "right") - 1
         for shard in set(shards.tolist()):
             self._ensure_size(self._files[shard], self._sizes[shard])
         columns = (shards, numbers - self._starts[shards], skips, lengths, self._checksums[numbers])
-        # Arrow holds eight booleans to a byte: the bytes of all are gathered, and parted at once.
+        # Arrow stores eight booleans in a byte: gather all bytes, then unpack them at once.
         ids_of, bits_of, spans, place = [NO_IDS], [NO_BITS], [], 0
         for shard, number, skip, length, checksum in zip(
             *(some.tolist() for some in columns), strict=True
@@ -117,9 +117,9 @@ class Tokens:
         return np.concatenate(ids_of), np.concatenate(masks)
 
     def sequences(self, examples: Ints) -> tuple[Ints, Ints]:
-        """Return the lengths of the sequences in examples, and what each sees of the one before.
+        """Return the lengths of all sequences, and of their shared prompts.
 
-        That is so many tokens of its beginning, where a pair's second answer shares the prompt.
+        A shared prompt is the beginning of the sequence before, which a pair's second answer sees.
         """
         lengths = self.lengths[examples]
         if not self.facts["pairs"]:
@@ -135,9 +135,9 @@ class Tokens:
         return sums_of(self.gather(examples)[1], self.sequences(examples)[0])
 
     def shared(self) -> "Tokens":
-        """Return tokens of pairs whose common beginning stands once, in the first sequence.
+        """Return tokens of pairs that store their common beginning once, in the first sequence.
 
-        But for its last token: from that the second answer begins, as from it the first does.
+        Its last token is stored twice: the first target of each answer is predicted from it.
         """
         part = copy.copy(self)
         part._shares = True
@@ -149,7 +149,7 @@ class Tokens:
         return trunks
 
     def _parts(self, examples: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return the stretches that examples are made of: of which, from where, how long."""
+        """Return each part of some examples: example on disk, tokens to skip, length."""
         lengths = self.lengths[examples]
         if self._stretches is not None:
             numbers, skips = (some[examples] for some in self._stretches)
@@ -167,12 +167,12 @@ class Tokens:
     def stretches(
         self, numbers: Ints, skips: Ints, lengths: Ints, trained: "Ints | None" = None
     ) -> "Tokens":
-        """Return tokens whose examples are stretches of these: of which, from where, how long.
+        """Return tokens whose examples are cut from these: number, tokens to skip, length.
 
-        Their numbers of targets are counted, where they are not given.
+        `trained` has their numbers of targets; without it, they are counted.
         """
-        assert self._stretches is None, "stretches of stretches were never needed"
-        assert not self.facts["pairs"], "a pair is whole"
+        assert self._stretches is None, "these are cut already"
+        assert not self.facts["pairs"], "pairs cannot be cut"
         part = copy.copy(self)
         part._stretches = (numbers, skips)
         part.lengths, part.rows = lengths, self.rows[numbers]
@@ -180,7 +180,7 @@ class Tokens:
         cut = lengths < self.lengths[numbers]
         for place in np.flatnonzero(cut).tolist() if trained is None else []:
             _, mask = part.example(place)
-            # The first token has nothing before it any more from which to be learned.
+            # Nothing predicts the first token of a cut example.
             part.trained[place] = np.count_nonzero(mask[1:])
         part.units, part._firsts = part.trained, lengths
         part.columns = {name: values[numbers] for name, values in self.columns.items()}
@@ -194,11 +194,11 @@ class Tokens:
         return part
 
     def ensure_unchanged(self) -> None:
-        """Refuse to go on where the index was cut short: what is mapped would read as zeros."""
+        """Refuse an index that was truncated in use: the map would read zeros."""
         self._ensure_size(str(self.folder / "index.arrow"), self._size)
 
     def _ensure_size(self, path: str, size: int) -> None:
-        # Files in memory stay as they are. For a mapped one a look takes about a microsecond.
+        # Only mapped files can change; a check takes about a microsecond.
         try:
             if self._in_memory or os.stat(path).st_size == size:
                 return
@@ -210,7 +210,7 @@ class Tokens:
         with self._reading(self._files[shard]) as path:
             buffer = self._buffer(path)
             if buffer.size != self._sizes[shard]:
-                raise ValueError("it has another size than was written")
+                raise ValueError("its size is not the one that was written")
             chunks = [_chunk(batch) for batch in pa.ipc.open_stream(buffer)]
             lengths = [np.diff(offsets) for _, offsets, _ in chunks]
             known = self._whole[self._starts[shard] : self._starts[shard + 1]]
@@ -226,7 +226,7 @@ class Tokens:
 
     @contextmanager
     def _reading(self, path: Path | str) -> Iterator[Path]:
-        """Turn whatever Arrow or JSON make of a damaged file into one line with the cure."""
+        """Turn errors of Arrow and JSON on damaged files into one line with the cure."""
         try:
             yield Path(path)
         except ValidationError as error:
@@ -238,8 +238,8 @@ class Tokens:
 
     def _damaged(self, path: Path | str, reason: str) -> DataError:
         return DataError(
-            f"{path}: damaged: {' '.join(reason.split())}. Remove the folder {self.folder}: it is "
-            "prepared again"
+            f"{path}: damaged: {' '.join(reason.split())}. Remove the folder {self.folder}, and "
+            "the data is prepared again"
         )
 
     def source_of(self, number: int) -> tuple[int, int]:

@@ -62,13 +62,13 @@ REFUSE = {
     "xglm": (XGLMConfig(), OWN_CODE),
     "mpt": (MptConfig(), OWN_CODE),
     "gptj": (GPTJConfig(), OWN_CODE),
-    "lfm2": (Lfm2Config(num_hidden_layers=4, layer_types=CONV), "carries something"),
-    "falcon_mamba": (FalconMambaConfig(), "carries something"),
-    "bert": (BertConfig(is_decoder=False), "other logits than alone"),
+    "lfm2": (Lfm2Config(num_hidden_layers=4, layer_types=CONV), "leaks across documents"),
+    "falcon_mamba": (FalconMambaConfig(), "leaks across documents"),
+    "bert": (BertConfig(is_decoder=False), "differ from those alone"),
     # Its temperature counts positions from the beginning of the row.
-    "llama4": (Llama4TextConfig(), "other logits than alone"),
+    "llama4": (Llama4TextConfig(), "differ from those alone"),
     # One document beyond the original length gives all others other rotary positions.
-    "longrope": (Phi3Config(rope_parameters=LONGROPE), "other logits than alone"),
+    "longrope": (Phi3Config(rope_parameters=LONGROPE), "differ from those alone"),
 }
 
 
@@ -138,7 +138,7 @@ def test_a_limit_that_nothing_can_prove_is_refused(home):
     model.config = config
     with pytest.raises(RecipeError, match=r"sliding_window = 64 cannot be proved .* below 64"):
         ensure_twin_apart(model, 64, 64)
-    assert "no small copy of the model to prove more" in ensure_twin_apart(model, 63, 63)
+    assert "not proved on a small copy" in ensure_twin_apart(model, 63, 63)
 
 
 def test_a_start_pays_once_for_a_configuration(home):
@@ -224,7 +224,7 @@ def test_the_smallest_leak_is_found(monkeypatch, share):
 
     model = make(MODELS["llama"])
     patched(monkeypatch, model, leaky)
-    with pytest.raises(RecipeError, match="the logits of others move by"):
+    with pytest.raises(RecipeError, match="moves the logits of others by"):
         ensure_apart(model, True)
 
 
@@ -240,7 +240,7 @@ def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
             return embed(ids) + 3 * table.weight[: ids.shape[1]]
 
     monkeypatch.setattr(model.model, "embed_tokens", Counted())
-    with pytest.raises(RecipeError, match="its positions do not begin again"):
+    with pytest.raises(RecipeError, match="its positions do not restart"):
         ensure_apart(model, True)
 
 

@@ -297,7 +297,7 @@ def shorter(bytes_of_tokens):
         (other_facts("shards", "examples", "x"), "facts.json: damaged"),
         (other_facts("shards", "file", "data-y.arrow"), "No such file"),
         (other_facts("shards", "file", "../data-0.arrow"), "damaged: shards.0.file: String should"),
-        (other_facts("shards", "size", 3), "it has another size than was written"),
+        (other_facts("shards", "size", 3), "its size is not the one that was written"),
         (lambda entry: (entry / "facts.json").write_text("{}"), "by another version of plugsft"),
         (lambda entry: (entry / "facts.json").write_text("[" * 10**5), "facts.json: damaged"),
         (lambda entry: (entry / "facts.json").unlink(), "facts.json: damaged: [Errno 2]"),

@@ -190,7 +190,7 @@ def test_a_killed_rank_ends_the_launch_and_the_rerun_goes_on(tiny, tmp_path, nam
     killed = time.monotonic()
     code, _, err = finish(process, timeout=60)
     assert code != 0 and time.monotonic() - killed < 15
-    assert "another rank has ended" in err and f"Go on with --resume ({run})" in err
+    assert "another rank has ended" in err and f"Resume with --resume ({run})" in err
     code, out, err = finish(launch(*config(name), "-m", "plugsft", recipe, "--resume"))
     assert code == 0, err
     assert "going on after step" in out

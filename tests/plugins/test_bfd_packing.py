@@ -268,7 +268,7 @@ def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_pat
             wrapper.send(load.build())
         except RecipeError as error:
             wrapper.throw(error)
-    assert "computes attention in code of its own, which takes no" in str(refused.value)
+    assert "computes attention in its own code, which ignores" in str(refused.value)
     assert "[plugins.length_group] lowers the padding" in str(refused.value)
     assert "plugsft_documents" not in str(refused.value)
 
