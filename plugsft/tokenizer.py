@@ -70,6 +70,26 @@ class Tokenizer:
             np.array(whole[before + len(plain) :], np.int32),
         )
 
+    @cached_property
+    def neighbours(self) -> frozenset[str]:
+        """All pairs of characters that stand side by side in a token."""
+        vocab = self.backend_tokenizer.get_vocab(with_added_tokens=False)
+        return frozenset(token[n : n + 2] for token in vocab for n in range(len(token) - 1))
+
+    def never_joined(self, before: str, after: str) -> bool:
+        """Tell whether no token crosses the border between two tokens, whatever stands around."""
+        model = self.backend_tokenizer.model
+        if not isinstance(model, tokenizers.models.BPE | tokenizers.models.Unigram):
+            return False
+        affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        if any(getattr(model, name, None) for name in affixes):
+            return False
+        # Bytes and unknown characters are not spelt by the names of their tokens.
+        unknown = getattr(model, "unk_token", None)
+        if any(one == unknown or (one[:1] + one[-1:]) == "<>" for one in (before, after)):
+            return False
+        return before[-1:] + after[:1] not in self.neighbours
+
     def own_engine(self, texts: list[str]) -> tuple[Ids, Ints]:
         """Encode with the model's own fast tokenizer."""
         ids, counts = [np.zeros(0, np.int32)], []

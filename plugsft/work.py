@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .answers import DataAnswers
+from .beginnings import shorten
 from .digests import file_digest, sealed, unsealed
 from .errors import DataError
 from .hooks import Hooks
@@ -105,13 +106,25 @@ class Work:
             found = sorted({numbers[place] for place in places if place not in rendered.bad})
             shard.warnings |= {warning: _first_of(found)} if found else {}
         shard.unread = rendered.unread
-        encoded = self.hook.encode(
-            texts=rendered.texts,
-            tokenizer=self.tokenizer,
-            special_tokens=rendered.special_tokens,
-        )
+        rendered, encoded = self._encode(rendered)
         shard.engines = encoded.engines
         return _cut(encoded, rendered, np.array(numbers, np.int64), self.data, shard)
+
+    def _encode(self, rendered: Rendered) -> tuple[Rendered, Encoded]:
+        """Encode texts; of those far longer than data.max_length, only a beginning."""
+        limit = self.data.max_length
+        short = shorten(rendered, self.tokenizer, limit)
+        for texts in (short, rendered):
+            encoded = self.hook.encode(
+                texts=texts.texts,
+                tokenizer=self.tokenizer,
+                special_tokens=texts.special_tokens,
+            )
+            pairs = zip(texts.texts, rendered.texts, encoded.counts.tolist(), strict=True)
+            # A plugin may make fewer tokens than the model's own tokenizer.
+            if all(text is whole or count > limit for text, whole, count in pairs):
+                break
+        return texts, encoded
 
 
 def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tokenizer) -> Rendered:

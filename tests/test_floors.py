@@ -29,7 +29,7 @@ def _words(text):
 FLOORS = _words("""
     errors types machine limits
     digests recipe reading publish claims shards tokens console
-    jsonl formats jinja_limits jinja tokenizer templates rows
+    jsonl formats jinja_limits jinja tokenizer beginnings templates rows
     hooks
     contracts finding
     sources plan registry step_folders
