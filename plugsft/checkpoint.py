@@ -12,6 +12,7 @@ from .agree import agreed, are_alike, ensure_alike, gathered
 from .console import say
 from .errors import CheckpointError
 from .held import Held
+from .limits import object_of
 from .optimizer_state import CURE
 from .parts import Stored, write
 from .publish import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
@@ -173,8 +174,8 @@ def _write_json(path: Path, facts: dict[str, Any]) -> Stamp:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return object_of(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); name another one") from error
 
 

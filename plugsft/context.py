@@ -8,10 +8,19 @@ from huggingface_hub import list_repo_files
 from transformers import AutoConfig, PretrainedConfig
 
 from .errors import PlugsftError, RecipeError, TrainError, out_of_memory
+from .limits import object_of
 from .recipe import Model, Recipe
 
 PICKLE = "pytorch_model"
 """How the names of files begin that hold weights as a pickle."""
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+)
+"""Files of a model that each hold one JSON object."""
 TRUST = "trust_remote_code"
 """Every error of transformers about a model's own code says this."""
 
@@ -119,11 +128,25 @@ def not_loaded(path: str, error: Exception) -> PlugsftError:
     """Say that a model cannot be loaded, and why."""
     if out_of_memory(error):
         return TrainError(f"model.path: out of memory while '{path}' was loaded")
-    first = str(error).strip().partition("\n")[0]
     return RecipeError(
         f"model.path: no causal language model could be loaded from '{path}': "
-        f"{type(error).__name__}: {first}{cure_of(error)}"
+        f"{reason_of(path, error)}"
     )
+
+
+def reason_of(path: str, error: Exception) -> str:
+    """Say why transformers could not load what is in a folder: a broken file, or its own words."""
+    for name in SETTINGS:
+        file = Path(path) / name
+        try:
+            if file.is_file():
+                object_of(file)
+        except (OSError, ValueError) as broken:
+            return f"{name}: {broken}. Take the file from the model's source again"
+    first, _, rest = str(error).strip().partition("\n")
+    # "Validation error for field 'x':", and what is wrong with it on the next line.
+    detail = " " + rest.strip().partition("\n")[0] if first.endswith(":") else ""
+    return f"{type(error).__name__}: {first}{detail}{cure_of(error)}"
 
 
 def cure_of(error: Exception) -> str:

@@ -65,6 +65,14 @@ def text_of(path: Path) -> str:
     return raw.decode()
 
 
+def object_of(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object; raise ValueError where it holds anything else."""
+    value = json_of(text_of(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
+    return value
+
+
 def _inside(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         value = list(value.values())

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .context import cure_of
+from .context import reason_of
 from .errors import RecipeError
 from .recipe import TRL, Model
 from .templates import CHATML, training_template
@@ -31,10 +31,9 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except Exception as error:  # transformers raises whatever its readers and the hub raise
-        first = str(error).strip().partition("\n")[0]
         raise RecipeError(
             f"model.{'tokenizer' if model.tokenizer else 'path'}: no tokenizer could be loaded "
-            f"from '{where}': {type(error).__name__}: {first}{cure_of(error)}"
+            f"from '{where}': {reason_of(where, error)}"
         ) from error
     if not tokenizer.is_fast:
         raise RecipeError(

@@ -33,6 +33,13 @@ WRONG = (
     TypeError,
     ValueError,
 )
+MANY = 1000
+"""Answers of one chat that are told apart by comparing: each is rendered with all before it."""
+SAMPLE = 32
+"""Answers of one chat that `is_stable` looks at."""
+REWRITES = (
+    "the chat template rewrites earlier turns, so that the assistant's words cannot be told apart: "
+)
 # A chat to try a template with.
 ASK, ANSWER = {"role": "user", "content": "!ask!"}, {"role": "assistant", "content": "!answer!"}
 
@@ -97,14 +104,18 @@ class Chat:
         raise min(problems, key=lambda problem: "refuses" in str(problem))
 
     def is_stable(self, talk: Talk) -> bool:
-        """Tell whether every answer stands behind what a model would be given to write it."""
+        """Tell whether answers stand behind what a model would be given to write them.
+
+        Of a long chat, a sample of its answers is looked at: each is rendered with all before it.
+        """
         asked = {**self._variables(talk), "add_generation_prompt": True}
         for messages in spellings(talk.messages):
             places = [n for n, one in enumerate(messages) if n and one["role"] == "assistant"]
-            last = places[-1:] if self.train_on == "last" else places
+            places = places[-1:] if self.train_on == "last" else places
+            places = places[:: -(-len(places) // SAMPLE) or 1]
             try:
                 text, _ = self._render(talk, messages)
-                given = [self._write(self.own, messages[:place], asked)[0] for place in last]
+                given = [self._write(self.own, messages[:place], asked)[0] for place in places]
             except BadRow:
                 continue
             return all(text.startswith(one) for one in given)
@@ -208,15 +219,20 @@ class Chat:
         self, text: str, messages: list[Row], given: dict[str, Any], places: list[int]
     ) -> dict[int, Span]:
         """Find messages by what the template writes up to each: without it, and with it."""
+        if len(places) > MANY:
+            raise BadRow(
+                f"it has {len(places):,} answers, and the chat template marks none of them: "
+                f"{self._cure()}"
+            )
         asked, found = {**given, "add_generation_prompt": True}, {}
         for place in places:
             try:
                 before = self._write(self.own, messages[:place], asked)[0]
                 until = self._write(self.own, messages[: place + 1], given)[0]
             except BadRow:
-                raise BadRow(self._cure()) from None
+                raise BadRow(REWRITES + self._cure()) from None
             if not (text.startswith(before) and text.startswith(until)):
-                raise BadRow(self._cure())
+                raise BadRow(REWRITES + self._cure())
             # White space after the end of a turn belongs to the template.
             found[place] = (len(before), max(len(before), len(until.rstrip())))
         return found
@@ -226,10 +242,7 @@ class Chat:
         cures = cures if self.training else []
         cures.append("model.chat_template to a file with {% generation %} blocks")
         cures += ['data.train_on = "last"'] if self.train_on == "assistant" else []
-        return (
-            "the chat template rewrites earlier turns, so that the assistant's words cannot be "
-            f'told apart: set {", ".join(cures)} or "all"'
-        )
+        return f'set {", ".join(cures)} or "all"'
 
     def _variables(self, talk: Talk) -> dict[str, Any]:
         if talk.tools is None and not talk.variables:

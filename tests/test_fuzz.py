@@ -415,3 +415,38 @@ def test_without_a_home_the_cache_has_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "getuid", lambda: 987_654)  # a container's user without a name
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert cache_folder() == tmp_path / "plugsft-987654"
+
+
+SETTINGS = ["config.json", "tokenizer_config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("text", ["", "null", "5", "[]", "{", "[" * 100_000, "\0", '"x"'])
+def test_a_model_with_a_broken_file_is_refused_by_its_name(run, tmp_path, capsys, name, text):
+    model = shutil.copytree(run.parent / "run/model", tmp_path / "model")
+    (model / name).write_text(text)
+    tables = tiny_tables(tmp_path) | {"model": {"path": str(model)}}
+    code, said = check(write_recipe(tmp_path / "recipe.toml", tables), [], capsys)
+    assert code == 2 and f": {name}: " in said and "Traceback" not in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SETTINGS, "generation_config.json"])
+def test_odd_settings_of_a_model_break_no_command(run, tmp_path, capsys, name):
+    rng, source = random.Random(name), run.parent / "run/model"
+    facts = json.loads((source / name).read_text())
+    for number in range(100 if FULL else 2):
+        folder = tmp_path / str(number)
+        model = shutil.copytree(source, folder / "model")
+        changed = facts | {rng.choice([*facts]): rng.choice(ODD)}
+        (model / name).write_text(json.dumps(changed))
+        tables = tiny_tables(folder) | {"model": {"path": str(model)}}
+        path = write_recipe(folder / "recipe.toml", tables)
+        code, said = check(path, [], capsys)
+        assert code in (0, 2) and "Traceback" not in said, (changed, said)
+        # What check lets pass may be refused later, but in one line.
+        ended = run_plugsft(path)
+        assert ended.returncode in (0, 2) and "Traceback" not in ended.stderr, (
+            changed,
+            ended.stderr,
+        )

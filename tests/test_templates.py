@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from plugsft import DataError, RecipeError
 from plugsft.commands.places import wrong_inputs
+from plugsft.formats import talk_of
 from plugsft.jinja import compiled
 from plugsft.jsonl import Held
 from plugsft.pretrained import load_tokenizer, train_tokenizer
@@ -632,3 +634,20 @@ def test_reasoning_is_trained(with_template):
     for name in ("reasoning_content", "thinking", "reasoning"):
         (part,) = trained(tokenizer, {"messages": [ASK, {**TELL, name: "at night"}]})[1]
         assert part.startswith("<think>\nat night\n</think>\n\nowls<|im_end|>")
+
+
+PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def test_a_chat_of_very_many_turns_is_refused_where_each_answer_would_be_compared(with_template):
+    tokenizer, row = with_template(PLAIN), {"messages": [ASK, TELL] * 10_000}
+    (reason,) = rendered(tokenizer, row).bad.values()
+    assert reason.startswith("it has 10,000 answers, and the chat template marks none of them: ")
+    assert not rendered(tokenizer, row, train_on="last").bad
+
+
+def test_of_a_chat_of_very_many_turns_a_sample_is_looked_at(with_template):
+    chat = Chat(lighten(with_template(CHATML.read_text())), Data(source="none"))
+    began = time.process_time()
+    assert chat.is_stable(talk_of("messages", {"messages": [ASK, TELL] * 10_000}))
+    assert time.process_time() - began < 30

@@ -1,6 +1,5 @@
 """What a bench has found: its figures, compared and put into words."""
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError
+from ..limits import object_of
 from ..reading import flatten
 from .lineup import ALL, BASELINE, all_but, alone
 from .measured import Ratio, machine_line, times_as_fast, times_as_long
@@ -179,7 +179,7 @@ def differing(one: Figures, other: Figures) -> str:
 def read_report(path: Path) -> dict[str, Any]:
     """Read an earlier bench's file."""
     try:
-        report = json.loads(path.read_text(encoding="utf8"))
+        report = object_of(path)
         Bench(report)
     except OSError as error:
         raise RecipeError(f"--against {path}: cannot be read ({error.strerror})") from error
@@ -187,8 +187,7 @@ def read_report(path: Path) -> dict[str, Any]:
         raise RecipeError(
             f"--against {path}: is no bench; give the bench.json of one ({type(error).__name__})"
         ) from error
-    found: dict[str, Any] = report
-    return found
+    return report
 
 
 def ensure_alike(now: Bench, earlier: Bench) -> None:

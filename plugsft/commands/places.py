@@ -1,7 +1,6 @@
 """The places that a recipe names: what it reads, and the folder that it writes."""
 
 import fcntl
-import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import tomli_w
 
 from ..console import say
 from ..errors import PlugsftError, RecipeError, did_you_mean
-from ..limits import text_of, toml_of
+from ..limits import object_of, text_of, toml_of
 from ..publish import foreign, is_published, writing
 from ..recipe import TRL, Recipe
 from ..report import read_metrics, read_record
@@ -80,7 +79,7 @@ def is_model(folder: Path) -> bool:
 def base_of(folder: Path) -> tuple[str, str | None]:
     """Return the model that adapters are for, and its revision."""
     try:
-        config = json.loads((folder / ADAPTER).read_text(encoding="utf8"))
+        config = object_of(folder / ADAPTER)
         base, revision = str(config["base_model_name_or_path"]), config.get("revision")
     except (ValueError, LookupError) as error:
         raise PlugsftError(f"{folder / ADAPTER}: names no model that it is for") from error
