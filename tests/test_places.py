@@ -81,7 +81,11 @@ def test_overwriting_leaves_nothing_of_the_old_run(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "key", ["model.path", "model.tokenizer", "data.source", "eval.source", "model.chat_template"]
+    "key",
+    [
+        *("model.path", "model.tokenizer", "model.chat_template"),
+        *("data.source", "eval.source", "plugins.dpo.reference"),
+    ],
 )
 def test_what_a_run_would_remove_is_no_input_of_it(finished, tmp_path, key):
     _, run = finished
@@ -93,10 +97,13 @@ def test_what_a_run_would_remove_is_no_input_of_it(finished, tmp_path, key):
     (tmp_path / "link").symlink_to(run)
     given = tmp_path / "link" / place.relative_to(run)
     tables = tiny_tables(tmp_path) | {"output": str(run)}
-    table, name = key.split(".")
     if key == "model.path":
         tables["model"] = {}
-    tables.setdefault(table, {})[name] = str(given)
+    *above, name = key.split(".")
+    table = tables
+    for one in above:
+        table = table.setdefault(one, {})
+    table[name] = str(given)
     path = write_recipe(tmp_path / "second.toml", tables)
     for words in (["check"], ["train", "--overwrite"]):
         done = run_plugsft(*words, path)

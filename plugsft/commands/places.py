@@ -114,6 +114,12 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"data.sources.{n}.source": one.source
             for n, one in enumerate(() if data.tokens else data.sources or ())
         },
+        **{
+            f"plugins.{plugin}.{option}": value
+            for plugin, options in recipe.plugins.items()
+            for option, value in options.items()
+            if isinstance(value, str) and Path(value[:255]).exists()
+        },
     }
     return ((key, name) for key, name in places.items() if name)
 
