@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import inspect
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import Distribution, entry_points
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,17 @@ class Found:
     origin: str
     target: str
     """"module" or "module:Class"."""
-    summary: str
+    source: Path | Distribution
+
+    @property
+    def summary(self) -> str:
+        """What it is for, in a line: its file's docstring, or what its package says of itself."""
+        if isinstance(self.source, Path):
+            text = ast.get_docstring(ast.parse(self.source.read_text(encoding="utf8"))) or ""
+            return text.partition("\n")[0]
+        # Not by []: where a package has imported importlib_metadata, what is missing raises.
+        metadata: Any = self.source.metadata
+        return metadata.get("Summary") or ""
 
 
 def find() -> dict[str, Found]:
@@ -34,9 +44,7 @@ def find() -> dict[str, Found]:
     found = {}
     folder = Path(importlib.import_module(BUNDLED).__path__[0])
     for path in sorted(folder.glob("[!_]*.py")):
-        summary = ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or ""
-        first = summary.partition("\n")[0]
-        found[path.stem] = Found(path.stem, "bundled", f"{BUNDLED}.{path.stem}", first)
+        found[path.stem] = Found(path.stem, "bundled", f"{BUNDLED}.{path.stem}", path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         other, dist = found.get(point.name), point.dist
         assert dist is not None, "entry_points() gives those of distributions"
@@ -47,10 +55,7 @@ def find() -> dict[str, Found]:
             raise PluginError(
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
-        # Not by []: where a package has imported importlib_metadata, what is missing raises.
-        metadata: Any = dist.metadata
-        summary = metadata.get("Summary") or ""
-        found[point.name] = Found(point.name, origin, point.value, summary)
+        found[point.name] = Found(point.name, origin, point.value, dist)
     return found
 
 

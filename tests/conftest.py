@@ -84,7 +84,9 @@ def write_recipe(path: Path, tables: dict[str, Any]) -> Path:
 # Children of a process that has imported everything: the same program, without the four seconds
 # that importing torch takes each time.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["plugsft.commands.train", "plugsft.answers_model"])
+# accelerate imports deepspeed, where it is installed, as the first model is saved.
+PRELOAD = ["plugsft.commands.train", "plugsft.answers_model", "deepspeed"]
+FORKS.set_forkserver_preload(PRELOAD)
 
 
 class Running:

@@ -65,7 +65,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
     recipe, active = load(path)
     trial = Trial(last=recipe.train.steps or 0)
     active.plugins["trial"] = trial
-    active.found = {**active.found, "trial": Found("trial", "bundled", __name__, "")}
+    active.found = {**active.found, "trial": Found("trial", "bundled", __name__, Path(__file__))}
     found: dict[str, Any] = {"error": ""}
     try:
         if on_cpu(recipe):
