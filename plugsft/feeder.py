@@ -12,7 +12,7 @@ from .tokens import Tokens
 from .types import Batch, Fed, Ints, Window
 
 NAMED = 20
-"""The most rows that a message names."""
+"""Most rows that a message names."""
 
 
 def rows_of(tokens: Tokens, parts: Sequence[Ints]) -> str:
@@ -36,7 +36,7 @@ class Feeder:
     ) -> Generator[Fed, None, None]:
         """Iterate over windows, in order, with their batches on the device.
 
-        Each is given once every rank has its own, so that none waits for one that cannot make it.
+        A window is yielded once all ranks have made their batches, or all ranks raise.
         """
 
         def build(step: int) -> Fed:
@@ -72,7 +72,7 @@ class Feeder:
         return self.copied(self.collate(tokens, examples))
 
     def collate(self, tokens: Tokens, examples: Ints) -> Batch:
-        """Return a micro-batch of some examples, where it is made."""
+        """Return a micro-batch of some examples, on the host."""
         return self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
 
     def copied(self, batch: Batch) -> Batch:

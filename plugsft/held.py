@@ -1,4 +1,4 @@
-"""This rank's part of a model and its optimizer, to be saved and restored, under any launcher."""
+"""This rank's shard of a model and its optimizer, saved and restored under any launcher."""
 
 import importlib
 import json
@@ -32,16 +32,16 @@ WEIGHTS = "model"
 
 
 class Held:
-    """This rank's part of a model and its optimizer: whole tensors, or under FSDP2 rows."""
+    """This rank's shard of a model and its optimizer: whole tensors, or rows under FSDP2."""
 
     joined = False
-    """Whether weights are joined and divided by numbers."""
+    """Whether weights are joined, and sharded without regard to rows."""
 
     def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
         self.rank, self.optimizer = accelerator.process_index, optimizer
         self.ranks, self._device = accelerator.num_processes, accelerator.device
         self._wrapped, self.plain = model, accelerator.unwrap_model(model)
-        # Settings that a plugin's options give; training changes others, such as counters.
+        # The groups before training: tells the user's settings from values that training changes.
         self._initial = describe_groups(Describer(self.rank, self._device), self._base.param_groups)
 
     @property
@@ -54,19 +54,19 @@ class Held:
         """Return the parameters, or those that are trained, by their names in the plain model."""
         for module in self._wrapped.modules():
             if isinstance(module, FSDPModule):
-                # After an evaluation the last ones stand whole, which the optimizer never sees.
+                # After an evaluation the last modules are still gathered.
                 module.reshard()
         named = self.plain.named_parameters()
         return {name: one for name, one in named if one.requires_grad or not trained}
 
     def sharding(self) -> dict[str, Any]:
-        """Say how tensors are divided: what was written under the same comes back exactly."""
+        """Describe how tensors are sharded; under the same sharding all state can be restored."""
         return {"kind": "whole" if self._mesh() is None else "rows", "ranks": self.ranks}
 
     def describe(self, own: bool = False) -> tuple[dict[str, Any], dict[str, Part]]:
-        """Describe all that is trained and the optimizer's state; return their parts, too.
+        """Describe trained weights and optimizer state; return their parts, too.
 
-        With `own`, each rank writes state that is not sharded for itself.
+        With `own`, each rank writes its own copy of unsharded state.
         """
         sharded = self.sharding()["kind"] != "whole"
         describer, weights = Describer(self.rank, self._device, sharded, own), {}
@@ -86,10 +86,10 @@ class Held:
     def restore(
         self, stored: Stored, described: dict[str, Any] | None, same: bool, own: bool
     ) -> None:
-        """Bring model and optimizer to where a checkpoint left them; no rank waits for another.
+        """Restore model and optimizer from a checkpoint; no rank waits for another.
 
-        A checkpoint of the first format has no description. `same` tells that tensors are divided
-        as they were, `own` that the description is of this rank alone.
+        A checkpoint of the first format has no description. `same`: tensors are sharded as in the
+        checkpoint. `own`: the description is only this rank's.
         """
         described, named = described or old_description(stored, self._base), self.parameters()
         ensure_same(stored, named, {*described["weights"]})
@@ -110,12 +110,12 @@ class Held:
         if changed := {(types[name], now[name]) for name in named if types[name] != now[name]}:
             was, becomes = next(iter(changed))
             say(
-                f"checkpoint: its weights are {short(was)} and go on in {short(becomes)}, as does "
-                "the optimizer's state of their type"
+                f"checkpoint: its weights are {short(was)} and resume in {short(becomes)}, as do "
+                "optimizer states of the same type"
             )
 
     def hand_out(self, stored: Stored) -> None:
-        """Give other copies of the weights the restored values; all ranks together."""
+        """Update other copies of the restored weights; all ranks together."""
 
     def part(self, one: Any) -> Part:
         """Return this rank's part of a parameter."""
@@ -126,8 +126,8 @@ class Held:
         return one.full_tensor() if isinstance(one, DTensor) else one.detach()
 
     def _mesh(self) -> Any:
-        found = (one for one in self.plain.parameters() if isinstance(one, DTensor))
-        first = next(found, None)
+        sharded = (one for one in self.plain.parameters() if isinstance(one, DTensor))
+        first = next(sharded, None)
         return None if first is None else first.device_mesh
 
     def _states(self, describer: Describer) -> dict[str, Any]:
@@ -173,15 +173,15 @@ def ensure_same(stored: Stored, named: dict[str, Any], weights: set[str]) -> Non
 
 
 def fill_weights(stored: Stored, named: dict[str, Any], exact: bool = True) -> None:
-    """Read parameters that this process has whole, or under FSDP2 their rows."""
+    """Read whole parameters, or under FSDP2 this rank's rows."""
     for name, one in named.items():
         stored.fill(f"{WEIGHTS}/{name}", part_of(one), exact)
 
 
 class HeldByZero(Held):
-    """DeepSpeed gives each rank an equal stretch of a tensor, the last one padded, in float32.
+    """DeepSpeed's shards: equal parts of each flat tensor, the last one padded, in float32.
 
-    The forward reads other copies, in the type of the weights; small ones are whole on each rank.
+    The forward pass reads other copies, in the model's type; small ones are whole on each rank.
     """
 
     joined = True
@@ -198,7 +198,7 @@ class HeldByZero(Held):
         return base
 
     def sharding(self) -> dict[str, Any]:
-        """Say how tensors are divided: what was written under the same comes back exactly."""
+        """Describe how tensors are sharded; under the same sharding all state can be restored."""
         joined = [one.numel() for one in self._zero.fp32_partitioned_groups_flat]
         return {"kind": "numbers", "ranks": self.ranks, "joined": joined}
 
@@ -217,7 +217,7 @@ class HeldByZero(Held):
             return one.detach().clone()  # type: ignore[no-any-return]
 
     def hand_out(self, stored: Stored) -> None:
-        """Give other copies of the weights the restored values; all ranks together."""
+        """Update other copies of the restored weights; all ranks together."""
         for name, one in self.parameters().items():
             with (
                 torch.no_grad(),
@@ -227,7 +227,7 @@ class HeldByZero(Held):
                     stored.fill(f"{WEIGHTS}/{name}", part_of(one.data), exact=False)
 
     def _joined_of(self, one: Any) -> tuple[int, Tensor]:
-        """Return the joined tensor that a parameter is part of, and its number."""
+        """Return the number and values of the joined tensor of a parameter."""
         number = self._zero.grad_position[self._zero.get_param_id(one)][0]
         return number, self._zero.fp32_partitioned_groups_flat[number]
 
@@ -246,7 +246,7 @@ class HeldByZero(Held):
     def _described(
         self, describer: Describer, name: str, key: str, value: Tensor, joined: Tensor, one: Any
     ) -> dict[str, Any]:
-        """Describe a state that has a number for each of a parameter's."""
+        """Describe a state with the shape of its parameter."""
         stored = f"{STATES}/{name}/{key}"
         read = self._access.safe_get_local_optimizer_state
         part = describer.parts[stored] = self._mine(one, read(one, key))
@@ -278,7 +278,7 @@ class HeldByZero(Held):
             if json.dumps(groups.setdefault(number, counts)) != json.dumps(counts):
                 raise CheckpointError(
                     f"{restorer.stored.folder}: the optimizer's state of {name} differs from that "
-                    f"of others, and ZeRO-3 gives them one; {CURE}"
+                    f"of other weights, and under ZeRO-3 they share it; {CURE}"
                 )
             if number not in seen:
                 seen.add(number)
@@ -302,6 +302,6 @@ class HeldByZero(Held):
 
 
 def held_by(accelerator: Accelerator, model: Module, optimizer: Any) -> Held:
-    """Return what this rank holds."""
+    """Return this rank's shard of model and optimizer."""
     zero = accelerator.distributed_type == DistributedType.DEEPSPEED
     return (HeldByZero if zero else Held)(accelerator, model, optimizer)

@@ -69,7 +69,7 @@ PLUGIN = "__plugsft__"
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """What a plugin needs of its company."""
+    """A plugin's demands on other plugins."""
 
     after: tuple[str, ...]
     requires: tuple[str, ...]
@@ -134,7 +134,7 @@ class Prelude(Protocol):
     rank: int
     ranks: int
     exact: bool
-    """Whether the model computes in float32, and rounds nowhere else."""
+    """Whether the model computes in float32 everywhere."""
 
     @property
     def load(self) -> ModelLoad:
@@ -143,16 +143,16 @@ class Prelude(Protocol):
     def losses(self, model: Module, tokens: Tokens, examples: Ints) -> Tensor:
         """Return -log p of the targets of some examples, in one micro-batch as the run makes it.
 
-        Under ZeRO-3 and FSDP2 all ranks compute at once; one without examples gives none.
+        Under ZeRO-3 and FSDP2 all ranks must call it together, if need be without examples.
         """
 
     def added(self, values: Tensor) -> Tensor:
         """Return the sums over all ranks."""
 
     def agreed(self, operation: str) -> AbstractContextManager[None]:
-        """Run a body without collectives on all ranks; where one fails, all of them raise.
+        """Run a body without collectives on all ranks; if one fails, all raise.
 
-        For what may fail on one rank alone, as writing does, between two collectives.
+        For code between two collectives that may fail on a single rank, such as writing.
         """
 
     def frozen(self, path: str = "", revision: str | None = None) -> Module:
@@ -161,9 +161,9 @@ class Prelude(Protocol):
     def keep(
         self, key: dict[str, Any], build: Callable[[Path | None], None], read: Callable[..., Any]
     ) -> Any:
-        """Return what `read` makes of the folder of a key; where there is none, build it.
+        """Return `read` of the cache entry of a key; build the entry if it is missing.
 
-        All ranks build together: the main one in the folder, and the others beside it, with None.
+        All ranks build together: the main process with the folder, the others with None.
         """
 
 
@@ -205,7 +205,7 @@ class Hooks(Protocol):
 
     @stage
     def annotate(self, model: Module, tokens: Tokens, prelude: Prelude) -> Tokens:
-        """Add what must be computed with the model before step 1; return the tokens."""
+        """Add columns that need the model, before step 1; return the tokens."""
 
     @stage
     def batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
@@ -238,8 +238,8 @@ class Hooks(Protocol):
     def measure(self) -> dict[str, Tensor]:
         """Return sums over the micro-batches since last asked, on every rank the same names.
 
-        The core adds up the ranks', divides by the window's total, and logs them with the metrics;
-        those of evaluation as `eval_NAME`. A name that the core or another plugin has is refused.
+        The core reduces them over ranks, divides by the window's total, and logs them; those of
+        evaluation as `eval_NAME`. Names of the core's or another plugin's metrics are refused.
         """
 
     @notice

@@ -1,4 +1,4 @@
-"""The launcher above this process: what it was asked for, and whether it is still alive."""
+"""The launcher of this process: how many ranks it was asked for, and whether it lives."""
 
 import os
 import signal
@@ -11,21 +11,21 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 PAUSE = 1.0
-"""Seconds between two looks at the launcher."""
+"""Seconds between two checks of the launcher."""
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 lost = threading.Event()
 """Whether the launcher of this process has ended while it runs."""
 
 
 def asked_of_launcher() -> int:
-    """Return the processes that `accelerate launch` above us was asked for.
+    """Return the number of processes that `accelerate launch` was asked for.
 
-    Asked for several on a machine without GPU, it starts one and says nothing.
+    On a machine without GPU it starts a single process, without a message.
     """
     for _, line in _ancestors():
-        if (place := _after_accelerate_launch(line)) is None:
+        if (start := _after_accelerate_launch(line)) is None:
             continue
-        known, _ = launch_command_parser().parse_known_args(line[place:])
+        known, _ = launch_command_parser().parse_known_args(line[start:])
         if known.num_processes is None and known.config_file:
             return int(load_config_from_file(known.config_file).num_processes or 1)
         return int(known.num_processes or 1)
@@ -33,9 +33,9 @@ def asked_of_launcher() -> int:
 
 
 def watch_launcher() -> None:
-    """End this process in order when its launcher is gone: nobody else would end it.
+    """End this process in order when its launcher dies.
 
-    A process that no launcher has started, as one that a shell runs in the background, goes on.
+    Processes without a launcher, such as a shell's background jobs, are not watched.
     """
     for process, line in _ancestors():
         if _after_accelerate_launch(line) is not None or _is_torchrun(line):
@@ -48,7 +48,7 @@ def _watch(launcher: psutil.Process) -> None:
         time.sleep(PAUSE)
     lost.set()
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        # No step is being made yet: nothing would be saved.
+        # Before the first step: there is nothing to save.
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -66,17 +66,17 @@ def _ancestors() -> list[tuple[psutil.Process, list[str]]]:
         for process in psutil.Process().parents():
             found.append((process, process.cmdline()))
     except psutil.Error:
-        pass  # what is above belongs to another user
+        pass  # a process of another user
     return found
 
 
 def _after_accelerate_launch(line: Sequence[str]) -> int | None:
     """Return where the arguments of `accelerate launch` begin, if a command line is one."""
     words = [os.path.basename(word) for word in line[:4]]
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         spelt = word in ("accelerate-launch", "accelerate.commands.launch")
-        if spelt or (word == "launch" and words[place - 1].startswith("accelerate")):
-            return place + 1
+        if spelt or (word == "launch" and words[index - 1].startswith("accelerate")):
+            return index + 1
     return None
 
 

@@ -1,4 +1,4 @@
-"""A rank that fails tells the others why, even those that wait for it in a collective."""
+"""A failed rank notifies the others, even those that hang in a collective."""
 
 import os
 import threading
@@ -13,24 +13,24 @@ from .console import complain
 from .errors import PlugsftError
 
 PAUSE = 0.5
-"""Seconds between two looks at whether a rank has failed."""
+"""Seconds between two checks for a failed rank."""
 GRACE = 10.0
-"""Seconds in which a rank that was told of a failure has to end in order."""
+"""Seconds that a rank has to end in order after another rank's failure."""
 
 
 def store(seconds: float = 300) -> TCPStore:
-    """Connect to the launcher's store, which all ranks can reach, also before there is a group."""
+    """Connect to the launcher's store, which works before there is a process group."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 
 def store_key(name: str) -> str:
-    """Return a key of this launch: a launcher that starts its ranks again keeps its store."""
+    """Return a key of this launch: torchrun's restarts share one store."""
     return f"plugsft-{name}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error in one line, as another rank repeats it."""
+    """Format an error in one line for other ranks."""
     text = "; ".join([*str(error).splitlines(), *getattr(error, "__notes__", ())])
     return text if isinstance(error, PlugsftError) else f"{type(error).__name__}: {text}"
 
@@ -44,28 +44,28 @@ class Failure:
         self._told, self._ending = threading.Event(), threading.Event()
 
     def listen(self) -> None:
-        """Hear of a failure from now on; there is a process group."""
-        # A host may grant the store fewer sockets than there are ranks: they go on without.
+        """Listen for failures; needs a process group."""
+        # A host may allow fewer sockets than ranks: those ranks run without.
         with suppress(RuntimeError, KeyError):
             self._store = store(seconds=10)
             threading.Thread(target=self._listen, args=(self._store,), daemon=True).start()
 
     def tell(self, error: Exception) -> None:
-        """Tell all ranks why this one fails, unless another was first."""
+        """Publish this rank's failure, unless another rank did."""
         if self._store is not None:
             with suppress(RuntimeError):
                 text = f"rank {dist.get_rank()} failed: {reason_of(error)}"
                 self._store.compare_set(store_key("failed"), "", text)
-                # The main rank may be the store's host: the others have to hear before it ends.
+                # This rank may host the store: let the others read it before it ends.
                 time.sleep(2 * PAUSE)
 
     def why(self) -> str:
-        """Return what another rank has told, where this one finds that it is gone."""
+        """Return the published failure, or an empty text after a short wait."""
         self._told.wait(4 * PAUSE)
         return self.text
 
     def ending(self) -> None:
-        """Note that this rank ends by itself."""
+        """Stop listening: this rank is ending."""
         self._ending.set()
 
     def _listen(self, told: TCPStore) -> None:
@@ -77,11 +77,11 @@ class Failure:
             self.text = told.get(key).decode()
             self._told.set()
         if self.text and not self._ending.wait(GRACE):
-            # NCCL waits for a lost rank for ever, and nothing can be raised there.
+            # NCCL waits for a lost rank forever, and nothing can be raised there.
             if os.environ.get("RANK", "0") == "0":
                 complain(f"error: {self.text}")
             os._exit(1)
 
 
 failure = Failure()
-"""That of this process's run."""
+"""The failure of this process's run."""

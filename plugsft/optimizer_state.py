@@ -1,12 +1,12 @@
-"""An optimizer's state as JSON beside named tensors, so that it comes back exactly as it was.
+"""An optimizer's state as JSON and named tensors, restored exactly.
 
-The JSON holds Python values and scalars. A larger tensor stands in it by its type, its shape and
-the name under which its values are in the files, and with how it is divided among ranks:
+The JSON has Python values and scalars. For a larger tensor it has type, shape, the name of its
+values in the files, and how it is sharded:
 
-`weight`: as the weight that it belongs to, whose shape it has: it is resharded with it.
-`rows` and `alike`: a DTensor of another shape, its rows divided, or the same on all ranks.
-`whole`: a tensor of another shape, on ranks that have whole weights.
-`rank`: one rank's own, with a meaning that only its own part of the weights gives it.
+`weight`: like its weight, whose shape it has: it is resharded with it.
+`rows` and `alike`: a DTensor of another shape, sharded by rows, or the same on all ranks.
+`whole`: a tensor of another shape, on ranks with whole weights.
+`rank`: a tensor of one rank, which belongs to that rank's shard of the weights.
 """
 
 import json
@@ -27,11 +27,11 @@ from .parts import Part, Stored, part_of, short, widens
 
 STATES = "optimizer"
 USUAL = ("state", "param_groups")
-"""What each optimizer's `state_dict` has."""
+"""The keys of every optimizer's `state_dict`."""
 FEW = 4096
-"""Numbers of a tensor in a parameter group that the JSON itself may hold."""
+"""Largest tensor of a parameter group, in numbers, that is stored in the JSON."""
 PLACEMENTS = {"rows": Shard(0), "alike": Replicate()}
-CURE = "go on with the launcher and the number of ranks that wrote it"
+CURE = "resume with the launcher and the number of ranks that wrote it"
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Describer:
     rank: int
     device: torch.device
     sharded: bool = False
-    """Whether ranks have parts of the weights only."""
+    """Whether weights are sharded."""
     own: bool = False
-    """Whether ranks describe different things, and so each has its own tensors."""
+    """Whether each rank describes and writes its own tensors."""
     parts: dict[str, Part] = field(default_factory=dict)
 
     def value(self, value: Any, name: str, weight: Tensor | None = None) -> Any:
@@ -78,7 +78,7 @@ class Describer:
         stored = f"rank-{self.rank}/{name}" if own else name
         part = part_of(tensor.contiguous())
         self.parts[stored] = Part(part.values, part.start, part.shape, own)
-        # The shape of what one rank has differs between ranks, which describe the same thing.
+        # Its shape differs between ranks, and their descriptions must be equal.
         shape = {"shape": None} if divided == "rank" else {}
         return described | shape | {"divided": divided, "name": name}
 
@@ -91,7 +91,7 @@ class Describer:
         }
 
     def extra(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Describe what an optimizer adds to its `state_dict` beside state and groups."""
+        """Describe other entries of an optimizer's `state_dict` than state and groups."""
         if type(optimizer).state_dict is Optimizer.state_dict:
             return {}
         added = {k: v for k, v in optimizer.state_dict().items() if k not in USUAL}
@@ -114,19 +114,19 @@ class Describer:
 
 @dataclass
 class Restorer:
-    """Makes values of their descriptions, with the tensors of a checkpoint."""
+    """Restores values from their descriptions and a checkpoint's tensors."""
 
     stored: Stored
     rank: int
     device: torch.device
     mesh: DeviceMesh | None
-    """The ranks among which weights are divided by rows, if they are."""
+    """The ranks over which weights are sharded by rows, if they are."""
     same: bool
-    """Whether the weights are divided as they were when the checkpoint was written."""
+    """Whether the weights are sharded as in the checkpoint."""
     own: bool = False
     """Whether this rank has its own description, with its own tensors."""
     joined: bool = False
-    """Whether weights are joined and divided by numbers."""
+    """Whether weights are joined, and sharded without regard to rows."""
 
     def value(self, described: Any, where: str, weight: Tensor | None = None) -> Any:
         """Return a value as it was."""
@@ -142,8 +142,8 @@ class Restorer:
             inner = described["dict"].items()
             return {key: self.value(one, f"{where}/{key}", weight) for key, one in inner}
         raise CheckpointError(
-            f"{self.stored.folder}: {where} was a {described['object']}, which a checkpoint cannot "
-            "hold: this optimizer cannot be resumed; start again in another output folder"
+            f"{self.stored.folder}: {where} was a {described['object']}, which checkpoints cannot "
+            "store: this optimizer cannot be resumed; start again in another output folder"
         )
 
     def tensor(self, described: Mapping[str, Any], where: str, weight: Tensor | None) -> Tensor:
@@ -185,8 +185,8 @@ class Restorer:
         if was not in (None, now := type(optimizer).__name__):
             raise CheckpointError(
                 f"{self.stored.folder}: the optimizer was {was} and is {now}, which cannot read "
-                "its state; go on with the former, or train the model of this checkpoint in "
-                "another output folder (plugsft export makes one)"
+                "its state; use the former, or train the model of this checkpoint (plugsft export "
+                "makes it) in another output folder"
             )
 
     def shared(self, described: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -207,7 +207,7 @@ class Restorer:
         if len(described["groups"]) != len(groups):
             raise CheckpointError(
                 f"{self.stored.folder}: the optimizer had {len(described['groups'])} parameter "
-                f"groups and has {len(groups)}; make the groups as they were"
+                f"groups and has {len(groups)}; make the same groups again"
             )
         columns = zip(groups, described["groups"], described["initial"], initial, strict=True)
         for number, (group, saved, began, begins) in enumerate(columns):
@@ -221,52 +221,52 @@ class Restorer:
                         group[key] = _placed(self.value(value, where), group.get(key))
                 elif not _same(value, began.get(key)):
                     raise CheckpointError(
-                        f"{self.stored.folder}: the optimizer's {where} changes in training, and "
-                        f"began as {began.get(key)!r} where it now begins as {begins.get(key)!r}; "
+                        f"{self.stored.folder}: the optimizer's {where} changes in training; its "
+                        f"initial value was {began.get(key)!r} and is {begins.get(key)!r} now; "
                         "undo that change"
                     )
 
     def _ensure_divisible(self, divided: str, where: str) -> None:
-        """Refuse a tensor that could not be divided as the weights now are, exactly."""
+        """Refuse a tensor that cannot be resharded exactly like the weights."""
         whole = self.mesh is None and not self.joined
         fits = whole if divided == "whole" else divided != "rank" and not self.joined
         if not (divided == "weight" or self.same or fits):
             raise CheckpointError(
                 f"{self.stored.folder}: the optimizer's {where} has another shape than its weight "
-                f"and cannot be divided among other ranks exactly: {CURE}"
+                f"and cannot be resharded exactly: {CURE}"
             )
 
 
 def dtype_named(name: str) -> torch.dtype:
     """Return a type of torch by its name."""
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def is_divided(described: Any) -> bool:
-    """Tell whether a description is of a tensor that is divided as its weight."""
+    """Tell whether a description is of a tensor that is sharded like its weight."""
     return isinstance(described, Mapping) and described.get("divided") == "weight"
 
 
-def _placed(value: Any, there: Any) -> Any:
-    """Put a value into the object that has its place, which groups may share; return that."""
-    if type(value) is not type(there):
+def _placed(value: Any, current: Any) -> Any:
+    """Return the current object with a new value, if it can be changed: groups may share it."""
+    if type(value) is not type(current):
         return value
-    if isinstance(value, Tensor) and (value.shape, value.dtype) == (there.shape, there.dtype):
-        return there.copy_(value)
+    if isinstance(value, Tensor) and (value.shape, value.dtype) == (current.shape, current.dtype):
+        return current.copy_(value)
     if isinstance(value, list):
-        there[:] = value
-        return there
+        current[:] = value
+        return current
     return value
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Compare descriptions; no number is equal to itself in Python where it is NaN."""
+    """Compare descriptions; NaN equals NaN here."""
     return json.dumps(one) == json.dumps(other)
 
 
 def _built(described: Any) -> bool:
-    """Tell whether a value is an object that only the optimizer itself can build."""
+    """Tell whether a value is an object that only the optimizer can build."""
     return isinstance(described, Mapping) and "object" in described
 
 
@@ -283,7 +283,7 @@ def describe_groups(describer: Describer, groups: list[dict[str, Any]]) -> list[
 
 
 def widened(described: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
-    """Return a state's description; where it had its weight's type, it gets the present one."""
+    """Return a state's description; a state of its weight's type follows the weight."""
     if not is_divided(described) or was is None:
         return described
     follows = dtype_named(described["tensor"]) == was and widens(was, now)
@@ -291,8 +291,8 @@ def widened(described: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
 
 
 def old_description(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
-    """Describe a checkpoint of the first format, whose files alone tell what it holds."""
-    # torch has counters on the device for these only.
+    """Describe a checkpoint of the first format from its files alone."""
+    # Only with these options does torch put counters on the device.
     fast = any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups)
     weights = {
         name: {

@@ -24,7 +24,7 @@ BUILD, KEPT, FAILED = "build", "kept", "failed"
 
 
 class Prelude:
-    """It computes with the model on all ranks, keeps what was computed, and loads other models."""
+    """Computes with the model on all ranks, caches the results, and loads other models."""
 
     def __init__(self, accelerator: Accelerator, hook: Hooks, feeder: Feeder, load: Load) -> None:
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
@@ -34,17 +34,17 @@ class Prelude:
         """How the model was loaded."""
         self._accelerator, self._hook, self._feeder = accelerator, hook, feeder
         self._left_by_all = False
-        """Whether all ranks left the last build together, since one of them failed."""
+        """Whether all ranks left the last build together, because one failed."""
 
     def annotate(self, model: Module, tokens: Tokens) -> Tokens:
-        """Let plugins add to tokens what must be computed with the model."""
+        """Let plugins add columns that need the model."""
         return self._hook.annotate(model=model, tokens=tokens, prelude=self)
 
     @torch.no_grad()
     def losses(self, model: Module, tokens: Tokens, examples: Ints) -> Tensor:
         """Return -log p of the targets of some examples, in one micro-batch as the run makes it.
 
-        Under ZeRO-3 and FSDP2 all ranks compute at once; one without examples gives none.
+        Under ZeRO-3 and FSDP2 all ranks must call it together, if need be without examples.
         """
         batch = self._feeder.batch(tokens, examples)
         return self._hook.score(model=model, batch=batch, summed=False)
@@ -69,7 +69,7 @@ class Prelude:
         """Load a model as the run's was, that one again or another; it is never trained."""
         kwargs = dict(self.load.kwargs)
         if self._accelerator.mixed_precision == "bf16":
-            kwargs["dtype"] = torch.bfloat16  # it is only computed with
+            kwargs["dtype"] = torch.bfloat16  # it is not trained
         if path:
             kwargs = {name: one for name, one in kwargs.items() if name != "revision"}
             kwargs |= {"revision": revision} if revision else {}
@@ -79,9 +79,9 @@ class Prelude:
     def keep(
         self, key: dict[str, Any], build: Callable[[Path | None], None], read: Callable[..., Any]
     ) -> Any:
-        """Return what `read` makes of the folder of a key; where there is none, build it.
+        """Return `read` of the cache entry of a key; build the entry if it is missing.
 
-        All ranks build together: the main one in the folder, and the others beside it, with None.
+        All ranks build together: the main process with the folder, the others with None.
         """
         if not self._accelerator.is_main_process:
             return self._build_with_main(build)
@@ -96,7 +96,7 @@ class Prelude:
                 build(folder)
             except Exception as error:
                 if self.ranks > 1 and not self._left_by_all:
-                    lost.append(error)  # the others are inside, and cannot begin again
+                    lost.append(error)  # the other ranks are still in `build`, so no retry
                 raise
 
         try:
@@ -110,7 +110,7 @@ class Prelude:
         return from_main((KEPT, value))[1]
 
     def _build_with_main(self, build: Callable[[Path | None], None]) -> Any:
-        """Build as often as the main process begins to; return what it has in the end."""
+        """Join each build of the main process; return its value."""
         own: Exception | None = None
         while True:
             word, value = from_main((FAILED, None))

@@ -1,16 +1,15 @@
-"""Shards of tokens as they lie on disk: their columns, and how they and their index are written.
+"""Shards of tokens on disk: their columns, and the writing of shards and index.
 
 input_ids  list<int32>   the tokens of an example
 loss_mask  list<bool>    which of them are trained targets
-lengths    list<int32>   the sequences inside it: one for SFT, chosen and rejected for DPO
-shared     int32         how many tokens its two sequences begin with alike, none of them trained
-trained    int32         how many targets it has, so that a window's total needs no tokens
-row        int64         the row of its source
-checksum   int64         of its tokens and mask, as they lie in the file
+lengths    list<int32>   its sequences: one for SFT, chosen and rejected for DPO
+shared     int32         tokens of the untrained prefix that its two sequences share
+trained    int32         its number of targets, so that a window's total needs no tokens
+row        int64         its row in the source
+checksum   int64         checksum of its tokens and mask in the file
 
-Beside the shards stands index.arrow, with flat columns of all examples: length, that of the first
-sequence, shared, trained, row and checksum. facts.json holds the checksum of the index, and its
-own.
+index.arrow has flat columns of all examples: length, length of the first sequence, shared, trained,
+row and checksum. facts.json has the checksum of the index, and its own.
 """
 
 import json
@@ -46,7 +45,7 @@ SCHEMA = pa.schema(
 COLUMNS = ("length", "first", "shared", "trained", "row", "checksum")
 INDEX = pa.schema({name: pa.int64() for name in COLUMNS})
 MOST = 2**30
-"""Tokens of a record batch: its offsets are of 32 bits."""
+"""Most tokens in a record batch: its offsets have 32 bits."""
 
 
 def _feature(kind: str, listed: bool) -> dict[str, Any]:
@@ -67,7 +66,7 @@ Number = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Listed(BaseModel):
-    """A shard, as facts.json lists it."""
+    """A shard in facts.json."""
 
     file: str = Field(pattern=r"^data-[\w-]+\.arrow$")
     examples: Number
@@ -79,7 +78,7 @@ class _Source(BaseModel):
 
 
 class _Facts(BaseModel):
-    """What opening needs of facts.json."""
+    """The fields of facts.json that opening needs."""
 
     model_config = ConfigDict(strict=True)
 
@@ -92,7 +91,7 @@ class _Facts(BaseModel):
 
 @dataclass
 class Examples:
-    """A batch of examples in memory, flat, on its way to disk."""
+    """A batch of examples in memory, flat, to be written."""
 
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
@@ -104,7 +103,7 @@ class Examples:
 
 
 def write_shard(path: Path, examples: Examples) -> int:
-    """Write one Arrow file, at once or not at all; return its number of trained targets."""
+    """Write one Arrow file, whole or not at all; return its number of targets."""
     trained = 0
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with pa.OSFile(str(half), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
@@ -152,19 +151,19 @@ def _record_batch(examples: Examples) -> pa.RecordBatch:
 
 def _checksums(examples: Examples, ends: Ints) -> Ints:
     bits = np.packbits(examples.mask, bitorder="little")
-    places = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-    found = [checksum_of(examples.ids, bits, start, stop) for start, stop in places]
-    return np.array(found, np.uint64).view(np.int64)
+    spans = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+    checksums = [checksum_of(examples.ids, bits, start, stop) for start, stop in spans]
+    return np.array(checksums, np.uint64).view(np.int64)
 
 
 def checksum_of(ids: NDArray[np.int32], bits: NDArray[np.uint8], start: int, stop: int) -> int:
-    """Return the checksum of an example: of its ids, and of the bytes that hold its mask."""
+    """Return the checksum of an example: of its ids, and of the bytes with its mask."""
     seed = xxh3_64_intdigest(ids[start:stop].data)
     return xxh3_64_intdigest(bits[start >> 3 : (stop + 7) >> 3].data, seed)
 
 
 def _alike(examples: Examples, ends: Ints, first: Ints) -> NDArray[np.int32]:
-    """Count the tokens that both sequences of an example begin with, before any that is trained."""
+    """Count the tokens of the untrained prefix that both sequences of an example share."""
     shared = np.zeros(len(examples.pieces), np.int32)
     for number in np.flatnonzero(examples.pieces == 2).tolist():
         a, stop = int(ends[number]), int(ends[number + 1])
@@ -178,7 +177,7 @@ def _alike(examples: Examples, ends: Ints, first: Ints) -> NDArray[np.int32]:
 
 
 def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> None:
-    """Write what makes a folder of shards a dataset, and the facts about it."""
+    """Write the index, the facts, and the files that make a folder of shards a dataset."""
     state = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": facts["key"],
@@ -213,7 +212,7 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
 
 
 def read_facts(text: str) -> dict[str, Any]:
-    """Return the content of facts.json; raise ValueError where it is not what was written."""
+    """Parse facts.json; raise ValueError if it is damaged."""
     facts = json.loads(text)
     if isinstance(facts, dict) and facts.get("format") != FORMAT:
         raise ValueError("it was written by another version of plugsft")
@@ -225,7 +224,7 @@ def read_facts(text: str) -> dict[str, Any]:
 def sums_of(values: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count True values in each run of `counts` values."""
     summed = np.zeros(len(counts), np.int64)
-    # For an empty run numpy would return the value at its place.
+    # For an empty run numpy would return the next value.
     filled = counts > 0
     starts = (np.cumsum(counts) - counts)[filled]
     summed[filled] = np.add.reduceat(values.view(np.uint8), starts, dtype=np.int64)
@@ -239,14 +238,14 @@ def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
 def _arrow(values: NDArray[Any]) -> pa.Array:
     """Return values as an Arrow array; pa.array() would import pandas, half a second long."""
     if values.dtype == np.bool_:
-        kind, held = pa.bool_(), np.packbits(values, bitorder="little")
+        kind, data = pa.bool_(), np.packbits(values, bitorder="little")
     else:
-        kind, held = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(held)])
+        kind, data = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(data)])
 
 
 def numpy_of(array: pa.Array) -> NDArray[Any]:
-    """Return a view of an Arrow array of numbers: shorter where a damaged one ends early."""
+    """Return a view of an Arrow array of numbers; of a damaged one, a shorter view."""
     values = np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype())
     return values[array.offset : array.offset + len(array)]
 
@@ -257,7 +256,7 @@ def offsets_of(counts: Any) -> NDArray[np.int64]:
 
 
 def _columns(path: Path) -> tuple[NDArray[np.int64], ...]:
-    """Read what the index holds of a shard."""
+    """Read a shard's columns of the index."""
     with pa.memory_map(str(path)) as mapped:
         batches = [*pa.ipc.open_stream(mapped)]
     columns = (

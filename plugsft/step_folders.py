@@ -27,6 +27,5 @@ def listed(checkpoints: Path) -> list[Path]:
 
 
 def newest(checkpoints: Path) -> Path | None:
-    """Return the published checkpoint of the last step, if there is any."""
-    found = listed(checkpoints)
-    return found[-1] if found else None
+    """Return the published checkpoint of the last step, if any."""
+    return next(reversed(listed(checkpoints)), None)

@@ -1,4 +1,4 @@
-"""Being told to stop: finish the step, save everything, and say how to go on."""
+"""Stopping on signals: finish the step, save, and say how to resume."""
 
 import signal
 import time
@@ -28,7 +28,7 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether this process was told to stop, or has to."""
+        """Whether this process was told to stop, or failed."""
         return bool(self.name) or self.error is not None or lost.is_set()
 
     @contextmanager
@@ -41,7 +41,7 @@ class Stop:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Raise at the end an error of the last step, after which no step stops the run."""
+        """Raise an error of the last step, which no later step would raise."""
         yield
         if self.error is not None:
             raise self.error
@@ -53,13 +53,13 @@ class Stop:
                 raise self.error
         reason = self.name or ("the end of its launcher" if lost.is_set() else "another rank")
         raise Stopped(
-            f"stopped by {reason} after step {step}: saved; go on with --resume ({output})",
+            f"stopped by {reason} after step {step}: saved; resume with --resume ({output})",
             128 + (signal.Signals[self.name] if self.name else signal.SIGTERM),
         )
 
     def __enter__(self) -> Self:
         for number in self.SIGNALS:
-            # nohup has SIGHUP ignored, and it stays so.
+            # Under nohup, SIGHUP stays ignored.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._hear)
         return self

@@ -1,4 +1,4 @@
-"""A tiny twin of a model: its class and its kinds of layers, a few numbers wide.
+"""A tiny twin of a model: the same class and kinds of layers, but narrow.
 
 Limits of attention (a window, a chunk) that a row of the run can reach are scaled down to LIMIT
 tokens, so that short documents exceed them.
@@ -24,7 +24,7 @@ OF_LIMITS = re.compile(
     r"window|chunk_size|^floor_scale$|log_scaling_n_floor|index_topk|local_attention$|original_max"
 )
 NO_LIMITS = re.compile(r"layer|pattern|feed_forward|lm_head|mamba")
-"""Names that look like a limit of attention, and are none."""
+"""Names that look like a limit of attention, but are not."""
 OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 OF_PERIODS = re.compile(r"period|interval|offset|every|pattern$|_step$|k_dense|dense_layers|start")
 OF_HEADS = re.compile(r"^(num_attention_heads|n_heads?|num_heads|\w*num_attention_heads)$")
@@ -39,19 +39,19 @@ OF_VOCABULARY = re.compile(r"^\w*vocab_size\w*$")
 
 
 class Longest(NamedTuple):
-    """The most tokens that a run has."""
+    """The longest document and row of a run, in tokens."""
 
     document: int
     row: int
 
 
 NEVER = Longest(0, 0)
-"""So short that no limit is reached."""
+"""Too short to reach any limit."""
 
 
 def limits(config: PretrainedConfig, longest: Longest) -> dict[str, int]:
-    """Return the limits of attention that a run reaches, by their names."""
-    found = {}
+    """Return the limits of attention that a run reaches, by name."""
+    reached = {}
     for part in _parts(config):
         for name, value in vars(part).items():
             nested = value if name == "rope_parameters" and isinstance(value, dict) else {}
@@ -61,8 +61,8 @@ def limits(config: PretrainedConfig, longest: Longest) -> dict[str, int]:
                 # A model that scales queries by their position may count from the row's beginning.
                 most = longest.row if "floor" in key else longest.document
                 if OF_LIMITS.search(key) and 1 < number <= most:
-                    found[key] = number
-    return found
+                    reached[key] = number
+    return reached
 
 
 def build_twin(
@@ -80,14 +80,14 @@ def build_twin(
             for part in _parts(small):
                 _shrink(part, reached, layers, widths)
             return _built(model_class, small, gain)
-        except Exception as error:  # a model's own code raises whatever a strange shape makes of it
+        except Exception as error:  # the model's own code fails on these shapes
             reason = reason or error
     raise ValueError(f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}")
 
 
 @torch.no_grad()
 def _built(model_class: type[Any], config: PretrainedConfig, gain: float) -> PreTrainedModel:
-    """Build a model, draw its weights and call it once; the generator of the run stays as it is."""
+    """Build a model, draw its weights and call it once; keeps the run's random state."""
     config._attn_implementation = "eager"
     with torch.device("meta"):
         size = sum(one.numel() for one in model_class(copy.deepcopy(config)).parameters())
@@ -97,7 +97,7 @@ def _built(model_class: type[Any], config: PretrainedConfig, gain: float) -> Pre
         torch.manual_seed(0)
         twin: Any = model_class(config)
         for one in twin.parameters():
-            # Small initial weights would hide what one document sees of another.
+            # Small initial weights would hide leaks between documents.
             if one.dim() > 1:
                 one.normal_(std=gain * one.shape[-1] ** -0.5)
             else:
@@ -150,7 +150,7 @@ def _shrink(config: PretrainedConfig, reached: dict[str, int], layers: bool, wid
 
 
 def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
-    """Keep the first layers, as many as it takes to have one of every kind."""
+    """Keep the first layers, until every kind of layer is included."""
     name = next((one for one in OF_LAYERS if one in numbers), None)
     if name is None or vars(config).get("num_kv_shared_layers"):
         return
@@ -161,7 +161,7 @@ def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
         if isinstance(value, list | tuple | str) and len(value) == count
     }
     kinds = [tuple(str(values[layer]) for values in lists.values()) for layer in range(count)]
-    # A list of all different values numbers the layers, and tells nothing of their kinds.
+    # A list of distinct values numbers the layers, and does not tell their kinds.
     numbered = any(len({*map(str, values)}) == count for values in lists.values())
     least = 4 if numbered else max(kinds.index(kind) + 1 for kind in kinds)
     periods = [value + 1 for key, value in numbers.items() if OF_PERIODS.search(key)]
@@ -172,7 +172,7 @@ def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
 
 
 def _narrow(config: PretrainedConfig, numbers: dict[str, int]) -> None:
-    """Take fewer heads of the same width, and fewer numbers everywhere else."""
+    """Reduce the number of heads, and all other widths."""
     heads = next((value for name, value in numbers.items() if OF_HEADS.match(name)), 0)
     hidden = next(
         (numbers[name] for name in ("hidden_size", "n_embd", "d_model") if name in numbers), 0

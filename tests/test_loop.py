@@ -157,7 +157,7 @@ def test_a_signal_to_one_rank_stops_all_of_them(tiny, tmp_path):
     ended = [rank.wait() for rank in ranks]
     assert [one.returncode for one in ended] == [143, 129], ended[0].stderr
     # One of them says so.
-    assert "saved; go on with --resume" in ended[0].stderr and not ended[1].stderr
+    assert "saved; resume with --resume" in ended[0].stderr and not ended[1].stderr
     assert list((tmp_path / "run/checkpoints").glob("step-*"))
 
 

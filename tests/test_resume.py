@@ -268,7 +268,7 @@ def test_state_is_resharded_exactly_or_refused_by_name(moved, first, then):
         for name, answer in answers.items():
             if name in undivided:
                 assert answer.startswith("refused: ") and "the optimizer's state '" in answer, name
-                assert "go on with the launcher and the number of ranks that wrote it" in answer
+                assert "resume with the launcher and the number of ranks that wrote it" in answer
             else:
                 assert answer == "", name
 
@@ -380,7 +380,7 @@ def another_setting(name, accelerator, recipe, active):
 
 SPECIAL = {
     "float32": (an_old_one, "was written by an older plugsft; whether its data are the same"),
-    "bfloat16": (an_old_one, "checkpoint: its weights are bfloat16 and go on in float32"),
+    "bfloat16": (an_old_one, "checkpoint: its weights are bfloat16 and resume in float32"),
     "newer": (a_newer_one, "was written by a newer plugsft (format 3; this one reads up to 2)"),
     "old": (without_a_tensor, "model.norm.weight/exp_avg is not there as this model has it"),
     "": (without_a_tensor, "model.norm.weight/exp_avg is not there as this model has it"),

@@ -240,7 +240,7 @@ def test_a_model_that_leaks_is_refused_before_the_first_step(family, tmp_path):
     recipe = family(MambaConfig, {"state_size": 4, "num_attention_heads": None})
     done = run_plugsft(recipe, f"output={tmp_path / 'leaks'}", PACKED)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "this model cannot be trained on packed rows: where one document" in done.stderr
+    assert "this model cannot be trained on packed rows: changing one document" in done.stderr
     assert "remove [plugins.bfd_packing]" in done.stderr
     assert "step 1/" not in done.stdout
 
