@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils import other as accelerate_other
 from torch.nn import Module
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
@@ -39,6 +40,9 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Threads are set below, to what the container grants.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        # Else the first save imports DeepSpeed, only to ask whether the model is its engine.
+        accelerate_other.is_deepspeed_available = lambda: False
 
 
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:

@@ -84,9 +84,7 @@ def write_recipe(path: Path, tables: dict[str, Any]) -> Path:
 # Children of a process that has imported everything: the same program, without the four seconds
 # that importing torch takes each time.
 FORKS = multiprocessing.get_context("forkserver")
-# accelerate imports deepspeed, where it is installed, as the first model is saved.
-PRELOAD = ["plugsft.commands.train", "plugsft.answers_model", "deepspeed"]
-FORKS.set_forkserver_preload(PRELOAD)
+FORKS.set_forkserver_preload(["plugsft.commands.train", "plugsft.answers_model"])
 
 
 class Running:

@@ -1,6 +1,10 @@
 """One tiny run, from the command line to the model."""
 
-from conftest import read_metrics, run_plugsft
+import re
+import subprocess
+import sys
+
+from conftest import ROOT, read_metrics, run_plugsft
 
 
 def test_a_tiny_run_trains_and_leaves_everything_behind(tiny, tmp_path):
@@ -12,3 +16,12 @@ def test_a_tiny_run_trains_and_leaves_everything_behind(tiny, tmp_path):
     for name in ("recipe.toml", "run.json", "metrics.jsonl", "report.html", "model/config.json"):
         assert (run / name).is_file(), name
     assert (run / "checkpoints/step-000009/manifest.json").is_file()
+
+
+def test_a_run_imports_no_package_that_it_does_not_use(tiny):
+    words = [sys.executable, "-X", "importtime", "-m", "plugsft", tiny(train={"steps": 1})]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = {*re.findall(r"\| +([a-z_0-9]+)", done.stderr)}
+    # accelerate imports DeepSpeed where it is installed, and DeepSpeed mlflow: two seconds.
+    assert "torch" in imported and not imported & {"deepspeed", "mlflow", "wandb", "trl"}
