@@ -40,13 +40,13 @@ class Load:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
     empty: bool = False
-    """Whether weights stay in their files until the model is sharded, and each rank reads its own;
-    a plugin that needs to see them says False."""
+    """Whether weights stay in their files until the model is sharded, when ranks read their own;
+    a plugin that needs the weights sets it to False."""
     _names: Any = field(default_factory=WeakTensorKeyDictionary, init=False)
     """Parameter without weights -> its name in `_weights`. An entry ends with its parameter: the
-    id of a freed one may come back as another's."""
+    id of a freed parameter may be reused."""
     _weights: Weights | None = field(default=None, init=False)
-    """The weights that are still in their files."""
+    """The weights in the files, if they are not loaded yet."""
 
     def build(self) -> PreTrainedModel:
         """Load it."""
@@ -54,7 +54,7 @@ class Load:
             if self.empty and (without := self._without_weights()) is not None:
                 return without
             self.empty = False
-            # Never a pickle: whoever made it could run code here.
+            # Never a pickle, which can run code.
             safe = {"use_safetensors": True} | self.kwargs
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.path, **safe)
         except RecipeError:
@@ -83,7 +83,7 @@ class Load:
             yield opened
 
     def ensure_same(self, parts: Mapping[str, Part], rank: int) -> None:
-        """Compare a sample of what a rank read with the files; `parts` has their names there."""
+        """Compare samples of loaded parts, by their names in the files, with the files."""
         with self.weights() as weights:
             if wrong := weights.differing(parts, self.kwargs.get("dtype"), rank):
                 raise _strange(self.path, wrong)
@@ -124,7 +124,7 @@ class Load:
 
 
 def complete(model: PreTrainedModel, weights: Weights) -> bool:
-    """Tell whether the files hold each tensor of a model in its shape, and by rows."""
+    """Tell whether the files have each tensor of a model, in its shape, by rows."""
     shapes = {
         name: list(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()
     } | {name: list(one.shape) for name, one in lasting_buffers(model).items()}
@@ -133,7 +133,7 @@ def complete(model: PreTrainedModel, weights: Weights) -> bool:
     # A tensor without rows is not read by rows.
     if [] in shapes.values():
         return False
-    # Tied tensors that both stand in the files and differ are not tied by transformers.
+    # transformers does not tie tensors that are both in the files and differ.
     tied: dict[Tensor, list[str]] = {}
     for name, one in model.named_parameters(remove_duplicate=False):
         if name in weights.shapes:
@@ -153,14 +153,14 @@ def lasting_buffers(model: Any) -> dict[str, Tensor]:
 
 
 def tensors_of(model: Module) -> dict[str, Tensor]:
-    """Return all that is saved of a model: parameters under each of their names, and buffers."""
+    """Return a model's saved tensors: parameters under all their names, and buffers."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **lasting_buffers(model)}
 
 
 def _strange(path: str, wrong: str) -> TrainError:
     return TrainError(
-        f"model.path: '{path}' was not loaded as it is: {wrong}. Try again; if it comes back, the "
-        "disk, the memory or the loader of this model is at fault: nothing was trained"
+        f"model.path: '{path}' was not loaded correctly: {wrong}. Nothing was trained. Try again; "
+        "if it happens again, the disk, the memory or transformers' loader is at fault"
     )
 
 

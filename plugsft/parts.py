@@ -1,4 +1,4 @@
-"""Tensors on disk as the parts that ranks have of them: written and read by any number of ranks.
+"""Tensors on disk as parts, written and read by any number of ranks.
 
 A part is a stretch of the flattened tensor: all of it (one process, DDP), some rows (FSDP2), or
 some numbers (ZeRO-3). Files hold parts and say where these belong, so that a reader takes what it
@@ -27,23 +27,23 @@ from .publish import MANIFEST, Stamp, stamp, sync
 PLACES = "places"
 """In a file's metadata: of each part, where in its tensor it begins, and that tensor's shape."""
 MOST = 2**30
-"""Bytes of a file, about: saving takes this much more memory."""
+"""Approximate bytes of a file; saving needs this much more memory."""
 OPEN = 256
-"""Files that a reader has open at once, at most."""
+"""Most files that a reader keeps open."""
 FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's stretch of a tensor."""
+    """One rank's part of a tensor."""
 
     values: Tensor
-    """Flat, and a view where the tensor itself is at hand."""
+    """Flat; a view of the tensor if possible."""
     start: int
     shape: tuple[int, ...]
 
     own: bool = False
-    """Whether each rank writes its own, even where it is whole."""
+    """Whether each rank writes its own copy, even of a whole tensor."""
 
     @property
     def whole(self) -> bool:
@@ -52,7 +52,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """Return this rank's part of a tensor: all of it, or of a sharded DTensor its rows."""
+    """Return this rank's part of a tensor: its rows of a sharded DTensor, else all."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Part(tensor.detach().view(-1), 0, shape)
@@ -66,7 +66,7 @@ def part_of(tensor: Tensor) -> Part:
 
 
 def local_part(tensor: Any) -> Part:
-    """Return this rank's part of a tensor, also of one that ZeRO-3 has divided."""
+    """Return this rank's part of a tensor, ZeRO-3's shards too."""
     mine = getattr(tensor, "ds_tensor", None)
     if mine is None:
         return part_of(tensor)
@@ -78,7 +78,7 @@ def local_part(tensor: Any) -> Part:
 def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> dict[str, Stamp]:
     """Write this rank's parts and sync them; return the files' stamps.
 
-    What every rank has whole, the first writes.
+    Whole tensors are written by the first rank.
     """
     mine = [
         (name, part)
@@ -114,10 +114,10 @@ def _batches(parts: Iterable[tuple[str, Part]]) -> Iterator[list[tuple[str, Part
 
 
 class Stored:
-    """The tensors of a checkpoint, read by stretches.
+    """The tensors of a checkpoint, read in parts.
 
-    A file is opened when a tensor has not been found whole in those before it. A rank begins with
-    the files of the rank that had its share, so that it opens few of a thousand.
+    A file is opened when the files before it lack some part of a tensor. A rank begins with the
+    files of the rank with the same shard, so that it opens few of a thousand.
     """
 
     def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
@@ -125,7 +125,7 @@ class Stored:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._parts: dict[str, list[tuple[int, int, Path]]] = {}
-        """Of each tensor: where a part begins and ends, and the file that has it."""
+        """Tensor -> begin, end and file of each of its parts."""
         reader: Any = safe_open
         self._open = lru_cache(OPEN)(lambda path: reader(path, "pt"))
         writers = {
@@ -144,7 +144,7 @@ class Stored:
         self._open.cache_clear()
 
     def fill(self, name: str, part: Part, exact: bool = True) -> None:
-        """Read into a part what any file has of it; exactly, or rounded to the part's type."""
+        """Fill a part from the files; exactly, or rounded to the part's type."""
         begin, end = part.start, part.start + part.values.numel()
         filled = 0
         for start, stop, path in self._found(name):
@@ -156,7 +156,7 @@ class Stored:
                 if exact and not widens(values.dtype, part.values.dtype):
                     raise CheckpointError(
                         f"{self.folder}: {name} is {short(values.dtype)} there and would be "
-                        f"rounded to {short(part.values.dtype)} here; go on with the precision "
+                        f"rounded to {short(part.values.dtype)} here; resume with the precision "
                         "and the launcher that wrote it"
                     )
                 part.values[low - begin : high - begin].copy_(values)
@@ -166,7 +166,7 @@ class Stored:
         if name not in self.shapes:
             raise self.strange(name)
         raise CheckpointError(
-            f"{self.folder}: of {name} only {filled:,} of {end - begin:,} numbers are there; "
+            f"{self.folder}: {name} has only {filled:,} of {end - begin:,} numbers; "
             "files of some rank are missing: all nodes must write to one file system"
         )
 
@@ -192,7 +192,7 @@ class Stored:
         )
 
     def _found(self, name: str) -> Iterator[tuple[int, int, Path]]:
-        """Yield where the parts of a tensor are; read more files' headers when they are needed."""
+        """Yield the parts of a tensor; read more files' headers when needed."""
         number = 0
         while True:
             parts = self._parts.get(name, [])
@@ -203,7 +203,7 @@ class Stored:
                 return
 
     def _read_next(self) -> bool:
-        """Read the header of one more file; tell whether there was one."""
+        """Read the header of one more file; return False if none is left."""
         if not self._unread:
             return False
         path = self._unread.pop()
@@ -217,13 +217,13 @@ class Stored:
 
 
 def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Tell whether every number of one type is one of the other, too."""
+    """Tell whether a type can represent every number of another."""
     floating = narrow.is_floating_point and wide.is_floating_point
     return narrow == wide or (floating and torch.promote_types(narrow, wide) == wide)
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of the files that were published; in a folder without manifest, all."""
+    """Return the names in the manifest; without one, of all files."""
     try:
         return [*json.loads((folder / MANIFEST).read_text(encoding="utf8"))]
     except FileNotFoundError:
@@ -231,5 +231,5 @@ def _files(folder: Path) -> list[str]:
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return a type of torch in a word."""
+    """Return the short name of a type: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

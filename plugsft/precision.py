@@ -1,4 +1,4 @@
-"""Which numbers a run computes in and stores: the recipe and the launcher made to agree.
+"""Number types of a run: makes recipe and launcher agree.
 
 With `model.dtype = "bfloat16"` weights are stored in float32 and computed with in bfloat16: by
 autocast in one process and under DDP, by FSDP2's and DeepSpeed's own copies of the weights.
@@ -50,7 +50,7 @@ def mixed(model: Model, deepspeed: bool) -> str:
                 'model.weights = "bfloat16": ZeRO-3 stores and updates weights in float32; remove '
                 "it, or launch with recipes/accelerate/fsdp2.yaml"
             )
-        return "no"  # weights of this type are computed with as they are
+        return "no"  # computes in the type of the weights
     return "bf16" if model.dtype == "bfloat16" else asked
 
 
@@ -73,7 +73,7 @@ def autocast_experts() -> None:
 
 
 def in_float32(accelerator: Accelerator) -> None:
-    """Have gradients added up in float32 where a run computes in bfloat16."""
+    """Accumulate and reduce gradients in float32 where a run computes in bfloat16."""
     if accelerator.mixed_precision != "bf16":
         return
     autocast_experts()
@@ -107,13 +107,13 @@ def ensure_no_other(config: dict[str, Any], mixed: str) -> None:
     for name, given in sums.items():
         if given not in (None, False, "fp32"):
             raise LaunchError(
-                f"the DeepSpeed file sets {name} = {str(given).lower()}, and plugsft adds up "
+                f"the DeepSpeed file sets {name} = {str(given).lower()}, but plugsft accumulates "
                 "gradients and updates weights in float32; leave it out"
             )
 
 
 def truth(accelerator: Accelerator, held: Held) -> str:
-    """Say in one line what the run really computes with and stores, read from what was loaded."""
+    """Describe in one line the types that the run uses, read from the loaded model."""
     types: dict[bool, set[str]] = {True: set(), False: set()}
     for one in held.parameters(trained=False).values():
         types[one.requires_grad].add(_name(one.dtype))

@@ -23,13 +23,13 @@ from .recipe import Recipe
 from .weights import Weights, files_of, shapes_made, skeleton
 
 SAMPLE = 64
-"""Numbers of each adapter's tensor that are compared with those that this rank trained."""
+"""Numbers of each adapter tensor that are compared after writing."""
 
 
 def ensure_saveable(model: Any) -> None:
-    """Refuse a model that transformers could not read back from what it writes.
+    """Refuse a model that transformers could not save and load again.
 
-    Nothing is written: names and shapes go through transformers' own renaming, there and back.
+    Writes nothing: names and shapes go through transformers' renaming in both directions.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
         return
@@ -39,11 +39,11 @@ def ensure_saveable(model: Any) -> None:
     try:
         written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
         made = shapes_made(twin, {name: [*one.shape] for name, one in written.items()})
-    except Exception as error:  # transformers raises whatever its conversions raise
+    except Exception as error:  # from transformers' conversions
         raise _unsaveable(f"{type(error).__name__}: {error}") from error
     lost = [name for name, shape in wanted.items() if name not in made or made[name][0] != shape]
     if lost:
-        raise _unsaveable(f"it would not find {lost[0]} again, nor {len(lost) - 1} more tensors")
+        raise _unsaveable(f"{lost[0]} and {len(lost) - 1} more tensors would be lost")
 
 
 def saved_of(model: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def save_model(
 
 
 def ensure_written(folder: Path, model: Any, mine: dict[str, Part], dtype: torch.dtype) -> None:
-    """Read a model's folder back as transformers would, and compare it with what was trained."""
+    """Read a model's folder as transformers would; compare it with the trained weights."""
     with Weights(skeleton(model), files_of(str(folder), None)) as weights:
         if missing := sorted({*mine} - {*weights.shapes}):
             raise _broken(folder, f"{missing[0]} is missing, as are {len(missing) - 1} more")
@@ -99,7 +99,7 @@ def ensure_written(folder: Path, model: Any, mine: dict[str, Part], dtype: torch
 
 
 def ensure_adapters(folder: Path, weights: dict[str, Tensor], mine: dict[str, Part]) -> None:
-    """Read adapters back: each tensor is there, in its shape, and begins as it should."""
+    """Read adapters back; compare names, shapes and first numbers."""
     names = {_in_file(name): name for name in weights}
     missing = {*names}
     for path in sorted(folder.glob("*.safetensors")):
@@ -137,6 +137,6 @@ def _broken(folder: Path, what: str) -> CheckpointError:
 def _unsaveable(why: str) -> RecipeError:
     return RecipeError(
         "model.path: transformers "
-        f"{transformers.__version__} could not read this model back from what it writes: {why}. "
-        "Nothing is trained; take another version of transformers, or adapters ([plugins.lora])"
+        f"{transformers.__version__} could not save and load this model: {why}. "
+        "Nothing was trained; use another version of transformers, or adapters ([plugins.lora])"
     )

@@ -1,6 +1,6 @@
-"""A model over its ranks, by DDP, FSDP2 or ZeRO-3, and its optimizer.
+"""Shards or copies a model over its ranks, by DDP, FSDP2 or ZeRO-3.
 
-No module but held.py asks which of them it is: to the loop they are one model and one optimizer.
+The loop sees a model and an optimizer, whichever of them is used.
 """
 
 import copy
@@ -28,7 +28,7 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def casts(accelerator: Accelerator) -> bool:
-    """Tell whether weights are loaded in bfloat16, beside which DeepSpeed stores float32 ones."""
+    """Tell whether weights are loaded in bfloat16, and DeepSpeed adds a float32 copy."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return False
     return bool(accelerator.mixed_precision == "bf16")
@@ -56,7 +56,7 @@ def spread(
 
 
 def _checked(model: Module, optimizer: Optimizer) -> Optimizer:
-    """Refuse an optimizer that would not update every trainable weight, and nothing else."""
+    """Refuse an optimizer that does not update exactly the trainable weights."""
     updated = [one for group in optimizer.param_groups for one in group["params"]]
     trained = {one: name for name, one in model.named_parameters() if one.requires_grad}
     known = {*updated}
@@ -68,9 +68,9 @@ def _checked(model: Module, optimizer: Optimizer) -> Optimizer:
         )
     if foreign := [one for one in updated if one not in trained]:
         raise PluginError(
-            f"the plugin that makes the optimizer gives it {len(foreign)} tensors that are no "
-            f"trainable weights of the model (of shape {list(foreign[0].shape)} first), which no "
-            "checkpoint would hold; take them out of its parameter groups"
+            f"the plugin that makes the optimizer gives it {len(foreign)} tensors that are not "
+            f"trainable weights of the model (the first of shape {list(foreign[0].shape)}), so "
+            "checkpoints would not save them; remove them from its parameter groups"
         )
     return optimizer
 
@@ -94,7 +94,7 @@ def spread_frozen(accelerator: Accelerator, load: Load, model: Any) -> Module:
 
 
 def _fetch(model: Any, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
-    """Give a model that has no weights yet its own rows of each, from the files."""
+    """Read this rank's rows of each weight from the files."""
     present = {name: one.detach() for name, one in _tensors(model).items() if not one.is_meta}
     model.to_empty(device=accelerator.device)
     model.tie_weights()
@@ -113,7 +113,7 @@ def _fetch(model: Any, accelerator: Accelerator, names: dict[str, str], load: Lo
 
 
 def _hand_out(model: Module, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
-    """Read each tensor on one rank, and let DeepSpeed give every other its stretch of it."""
+    """Read each tensor on one rank, and let DeepSpeed scatter it."""
     if not names:
         return
     deepspeed: Any = importlib.import_module("deepspeed")
@@ -130,7 +130,7 @@ def _hand_out(model: Module, accelerator: Accelerator, names: dict[str, str], lo
 
 
 def _fill_float32(model: Module, names: dict[str, str], load: Load) -> None:
-    """Copy float32 files into DeepSpeed's float32 weights, which it made of rounded ones."""
+    """Copy float32 files into DeepSpeed's float32 weights, made from rounded ones."""
     access: Any = importlib.import_module("deepspeed").utils
     tensors: dict[str, Any] = {
         name: one for name, one in model.named_parameters() if name in names and one.requires_grad

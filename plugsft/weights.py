@@ -1,8 +1,8 @@
-"""A model's tensors, made from what the files of its folder hold.
+"""A model's tensors, made from the tensors in its files.
 
 transformers renames tensors while it loads a model, and joins those of experts. This module asks
-for the same renaming and joining, one tensor at a time, so that a rank reads its own rows only, and
-so that what was loaded or written can be compared with the files.
+for the same renaming and joining, one tensor at a time. So a rank reads only its own rows, and a
+loaded or written model can be compared with the files.
 """
 
 import copy
@@ -35,11 +35,11 @@ from transformers.utils.hub import cached_file
 from .parts import Part
 
 SAMPLE = 64
-"""Numbers that are compared at each sampled position of a tensor."""
+"""Numbers of each compared sample of a tensor."""
 WIDE = 2**20
-"""Numbers of a row above which one row of a tensor is compared, where three are otherwise."""
+"""Row size, in numbers, above which one sample of a tensor is compared instead of three."""
 BUDGET = 2**28
-"""Bytes that a comparison may read of tensors that cannot be made by rows."""
+"""Most bytes to compare of tensors that cannot be made by rows."""
 
 Read = Callable[[str], Tensor]
 """The name of a tensor in the files -> its values."""
@@ -47,12 +47,12 @@ Read = Callable[[str], Tensor]
 
 @dataclass
 class Group:
-    """Tensors of the files that together make one tensor of the model, or several."""
+    """Tensors in the files that make one or more tensors of the model."""
 
     target: str
-    """The first tensor that it makes."""
+    """The first tensor of the model that it makes."""
     converter: WeightConverter | None = None
-    """How transformers makes it; None for one tensor taken as it is."""
+    """How transformers makes it; None for a tensor that is not converted."""
     sources: list[tuple[str, str]] = field(default_factory=list)
     """The converter's pattern that matched, and the tensor's name in the files."""
 
@@ -116,23 +116,23 @@ def group(model: Any, names: Iterable[str]) -> list[Group]:
 def shapes_made(
     model: PreTrainedModel, shapes: Mapping[str, Iterable[int]]
 ) -> dict[str, tuple[list[int], Group]]:
-    """Return the tensors that a model gets from files with tensors of such shapes."""
+    """Return the shape and group of each model tensor, from the shapes in the files."""
 
     def read(name: str) -> Tensor:
         return torch.empty(tuple(shapes[name]), device="meta")
 
-    found = {}
+    made = {}
     for one in group(model, shapes):
         for name, tensor in one.make(model, read).items():
-            found[name] = (list(tensor.shape), one)
-    return found
+            made[name] = (list(tensor.shape), one)
+    return made
 
 
 def skeleton(model: Any) -> PreTrainedModel:
-    """Return the model without memory, as transformers makes it: no rank holds a share of it."""
+    """Return an unsharded copy of the model on the meta device."""
     made: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
     config = copy.deepcopy(model.config)
-    # Saving writes the type's name into configurations, and some layers want the type itself.
+    # Saving replaces types in configurations by their names, and some layers need the types.
     inner = [getattr(config, name, None) for name in config.sub_configs]
     for one in filter(None, [config, *inner]):
         one.dtype = getattr(torch, one.dtype) if isinstance(one.dtype, str) else one.dtype
@@ -155,7 +155,7 @@ class Weights:
         made = shapes_made(model, shapes)
         self._groups = {name: one for name, (_, one) in made.items()}
         self.shapes = {name: shape for name, (shape, _) in made.items()}
-        """The shape that each tensor of the model gets from the files."""
+        """Tensor of the model -> its shape, as made from the files."""
 
     def __enter__(self) -> "Weights":
         for path in sorted({*self._files.values()}):
@@ -167,7 +167,7 @@ class Weights:
         self._opened, self._made = {}, {}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return some rows of a tensor; all of them where it has no rows."""
+        """Return some rows of a tensor; a scalar whole."""
         one = self._groups[name]
         if not self.shapes[name]:
             return one.make(self._model, self._whole)[name]
@@ -183,13 +183,13 @@ class Weights:
     def differing(
         self, parts: Mapping[str, Part], dtype: torch.dtype | None = None, rank: int = 0
     ) -> str:
-        """Compare a sample of each part with the files; name one that differs, and say how.
+        """Compare samples of each part with the files; describe the first difference.
 
         `dtype` is the type in which the model was loaded, or saved.
         """
         left = BUDGET
         names = sorted(parts)
-        # Each rank begins elsewhere: together they compare more than the budget of one.
+        # Ranks begin at different tensors, so together they compare more than one budget.
         turn = rank * 7919 % max(len(names), 1)
         for name in names[turn:] + names[:turn]:
             part = parts[name]
@@ -215,7 +215,7 @@ class Weights:
         stored = self.rows(name, first, -(-stop // row)).reshape(-1)
         stored = stored[start - first * row : stop - first * row]
         ours = part.values[start - part.start : stop - part.start].to("cpu")
-        # Rounded as the model is; what trains in more digits is compared in those it is saved in.
+        # Compared in the type of loading or saving: trained weights may have more digits.
         kind = dtype if dtype is not None and stored.is_floating_point() else ours.dtype
         return torch.equal(ours.to(kind), stored.to(kind))
 
@@ -228,19 +228,19 @@ class Weights:
 
 
 def sampled(part: Part, turn: int) -> Iterator[tuple[int, int]]:
-    """Return stretches of a part, in numbers of the whole tensor, that stand for it."""
+    """Yield the spans of a part to compare, as positions in the flat tensor."""
     size = part.values.numel()
     if size <= 3 * SAMPLE:
         yield from [(part.start, part.start + size)] if size else []
         return
     row = torch.Size(part.shape[1:]).numel()
     last = size - SAMPLE
-    for place in [turn % last] if row > WIDE else [0, turn % last, last]:
-        yield part.start + place, part.start + place + SAMPLE
+    for offset in [turn % last] if row > WIDE else [0, turn % last, last]:
+        yield part.start + offset, part.start + offset + SAMPLE
 
 
 def files_of(path: str, revision: str | None) -> dict[str, str]:
-    """Return the tensors of a pretrained model, each with its file; none without safetensors."""
+    """Map the tensors of a pretrained model to their safetensors files."""
     have = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     if index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **have):
         names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]

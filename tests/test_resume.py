@@ -400,4 +400,4 @@ def test_what_a_checkpoint_of_another_kind_gives(special, name):
     says = SPECIAL[name][1]
     assert "Traceback" not in special[name]
     assert says in special[name]
-    assert ("go on in float32" in special[name]) == (name == "bfloat16")
+    assert ("resume in float32" in special[name]) == (name == "bfloat16")
