@@ -99,7 +99,7 @@ def _build(folder: Path, build: Callable[[Path], None], mine: Claim, stands: Sta
             _take_over(parts_of(folder), building)
             build(building)
             if folder.exists() and not stands(folder):
-                discard(folder, sized=False)  # a file of ours that was cut short is no user's
+                discard(folder, sized=False)  # a truncated file of ours is not a user's
             finish(building, folder, stands)
     except Exception:
         # Not after ctrl-C or a signal: the next builder goes on from what is there.

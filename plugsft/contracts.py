@@ -1,4 +1,4 @@
-"""What pluggy would pass over: slips in a plugin's class, and results that are lost."""
+"""Checks that pluggy lacks: mistakes in a plugin's class, and lost results."""
 
 import functools
 import inspect
@@ -31,11 +31,11 @@ METRICS = frozenset(
         "waited",
     ]
 )
-"""Names of the metrics that the core logs, and of the sums that it adds up beside those."""
+"""The core's metrics, and the counters that it reduces with them."""
 
 
 def inspect_hooks(cls: type[Any], name: str) -> None:
-    """Find the slips that pluggy would pass over: misspelt hooks, forgotten marks, wrong names."""
+    """Refuse mistakes that pluggy ignores: misspelt hooks, missing marks, wrong names."""
     for attribute, value in inspect.getmembers_static(cls, inspect.isfunction):
         mark = mark_of(cls, attribute)
         where = f"plugin '{name}': {attribute}()"
@@ -67,7 +67,7 @@ def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> N
                 f"{where} has no argument '{argument}'{did_you_mean(argument, allowed) or ';'} "
                 f"allowed: {', '.join(allowed[1:])}"
             )
-        # pluggy would leave it out, and the default would stand for what the core gives.
+        # pluggy would not pass it, and the default would replace the core's value.
         if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
             raise PluginError(f"{where}: write '{argument}' as a plain argument, with no default")
 
@@ -83,22 +83,22 @@ def is_stage(hook: str) -> bool:
 
 
 def must_answer(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
-    """Make an answer that says so when it gives nothing; where None means something, leave it."""
+    """Wrap an answer to refuse None, unless the hook allows it."""
     if hook in PASSES:
         return function
 
     @functools.wraps(function)
     def checked(*args: Any) -> Any:
-        given = function(*args)
-        if given is None:
+        result = function(*args)
+        if result is None:
             raise PluginError(f"plugin '{name}': its answer to '{hook}' is None; return the result")
-        return given
+        return result
 
     return checked
 
 
 def must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
-    """Make a wrapper that says so when it loses what the hook gave."""
+    """Wrap a wrapper to refuse a lost result."""
     where = f"plugin '{name}': its wrapper of '{hook}'"
 
     @functools.wraps(function)
@@ -108,17 +108,17 @@ def must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[
             next(wrapper)
         except StopIteration:
             raise PluginError(f"{where} returned before its yield") from None
-        given = None
+        result = None
         try:
             try:
-                given = yield
+                result = yield
             except BaseException as error:
                 wrapper.throw(error)
             else:
-                wrapper.send(given)
+                wrapper.send(result)
         except StopIteration as end:
-            # None is an answer too: nobody knew the format of these rows.
-            if end.value is None and given is not None:
+            # None may be the result: no plugin knew the format of these rows.
+            if end.value is None and result is not None:
                 raise PluginError(
                     f"{where} returned nothing; end it with: return what the yield gave"
                 ) from None
@@ -131,9 +131,9 @@ def must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[
 def must_be_apart(
     function: Callable[..., Any], plugin: str, owners: dict[str, str]
 ) -> Callable[..., Any]:
-    """Make a `measure` that refuses the name of a metric of the core or of another plugin.
+    """Wrap `measure` to refuse metric names of the core or of another plugin.
 
-    `owners` has each known metric's plugin; of two with one name, one would hide the other.
+    `owners` maps each known metric to its plugin.
     """
 
     @functools.wraps(function)
@@ -142,15 +142,15 @@ def must_be_apart(
         for metric in measured or ():
             where = f"plugin '{plugin}': its metric '{metric}'"
             if metric in METRICS:
-                raise PluginError(f"{where} has the name of one of plugsft itself; rename it")
+                raise PluginError(f"{where} has the name of a metric of plugsft; rename it")
             if metric.startswith("eval_"):
                 raise PluginError(
-                    f"{where}: names with 'eval_' are those of evaluation, which puts it before "
-                    "every metric; rename it"
+                    f"{where}: 'eval_' is the prefix of evaluation metrics, which plugsft adds; "
+                    "rename it"
                 )
             if owners.setdefault(metric, plugin) != plugin:
                 raise PluginError(
-                    f"{where} has the name of one of plugin '{owners[metric]}'; rename it, or "
+                    f"{where} has the name of a metric of plugin '{owners[metric]}'; rename it, or "
                     "switch one of them off with --without"
                 )
         return measured

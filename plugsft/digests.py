@@ -24,14 +24,14 @@ def digest(key: dict[str, Any]) -> str:
 
 
 def sealed(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return facts with a checksum of them, for a JSON file that is read back."""
-    # As it will be read: JSON has no other keys than texts, and no tuples.
+    """Return facts with their checksum, for a JSON file."""
+    # As it will be read: in JSON keys are strings, and tuples are lists.
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain | {"checksum": digest(plain)}
 
 
 def unsealed(text: str) -> dict[str, Any]:
-    """Return the facts of such a file; raise ValueError where they are not what was written."""
+    """Return the facts of such a file; raise ValueError if their checksum is wrong."""
     facts = json.loads(text)
     if not isinstance(facts, dict) or facts.pop("checksum", None) != digest(facts):
         raise ValueError("its checksum is wrong")
@@ -55,7 +55,7 @@ def cache_folder() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     place = os.path.expanduser(os.environ.get("PLUGSFT_CACHE") or f"{home}/plugsft")
     if place.startswith("~"):
-        # No HOME, and a user without a name, as in some containers: there is no home folder.
+        # In some containers there is no HOME, and the user has no name.
         place = f"{tempfile.gettempdir()}/plugsft-{os.getuid()}"
     return Path(place)
 

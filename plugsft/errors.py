@@ -72,11 +72,11 @@ MEMORY = (
     "bad_alloc",
     "ALLOC_FAILED",
 )
-"""How torch, CUDA, C++ and the operating system say that memory ran out."""
+"""Out-of-memory messages of torch, CUDA, C++ and the operating system."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error, or the one that caused it, means that memory ran out."""
+    """Tell whether an error or its cause is running out of memory."""
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in MEMORY):
         return True
     cause = error.__cause__ or error.__context__

@@ -1,8 +1,8 @@
-"""Limits on what a chat template may do to one row: the text it makes, and the time it takes.
+"""Limits on a chat template's output and time for one row.
 
-A template is a program that comes with a model. One that doubles a text in a loop, or counts to a
-billion, would fill the memory or never end. So loops and macros look at the clock, and whatever
-makes a long text of short ones is measured first.
+A template is a program that comes with a model. If it doubles a text in a loop, or counts to a
+billion, it fills the memory or never ends. So loops and macros check the time, and operations that
+make long texts are measured first.
 """
 
 import functools
@@ -20,28 +20,28 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 CHARACTERS = 1_000_000
-"""What a text may always have; a longer one is compared with the row that it is made from."""
+"""Characters that every text may have; the limit of longer texts depends on their row."""
 TIMES = 32
-"""How many times as long as its row a longer text may be."""
+"""Limit of longer texts, as a multiple of their row."""
 SECONDS = 30.0
-"""For one row."""
+"""Time limit for one row."""
 BITS = 100_000
-"""Of a whole number."""
+"""Limit of an integer."""
 WIDE = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})|[{:.]\d{5}|:[^}]*\{")
-"""A width of more than four digits, or one that is an argument, in a text's format."""
+"""A width in a format string with more than four digits, or from an argument."""
 # fmt: off
 STRINGS = frozenset((
     "center", "e", "escape", "forceescape", "format", "indent", "join", "lower", "pprint",
     "replace", "string", "title", "trim", "upper", "wordwrap",
 ))
 # fmt: on
-"""Filters that make a text of whatever they are given."""
+"""Filters that turn any value into a text."""
 PARTS = 64
-"""Parts of a text that are joined at a time."""
+"""Number of text parts that are joined at a time."""
 
 
 class _Left(threading.local):
-    """What is left for the row that is being rendered."""
+    """Remaining budget of the row that is being rendered."""
 
     ends = float("inf")
     most = CHARACTERS
@@ -57,8 +57,8 @@ class _Left(threading.local):
         self.row, self.most, self.ends = None, CHARACTERS, float("inf")
 
     def late(self) -> None:
-        # Where others keep the processor busy, the clock runs and we do not: from now on we count
-        # the time that this thread really had.
+        # On a busy machine the wall clock runs without us: from now on only the CPU time of this
+        # thread counts.
         now = time.thread_time()
         used = 0.0 if self.began is None else now - self.began
         if used > SECONDS:
@@ -81,7 +81,7 @@ class _Left(threading.local):
 
 
 left = _Left()
-"""What is left for the row of this thread."""
+"""Remaining budget of this thread's row."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -101,7 +101,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @property
     def tick(self) -> None:
-        """Look at the clock: read at the beginning of each turn of a loop, and of each macro."""
+        """Check the time; read at the start of each loop iteration and macro."""
         if time.monotonic() > left.ends:
             left.late()
 
@@ -117,7 +117,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(made)
 
     def call_binop(self, context: Context, operator: str, left_one: Any, right: Any) -> Any:
-        """Compute what could become large at once."""
+        """Compute an operation with a large result, after a check."""
         if operator == "*":
             _ensure_product(left_one, right)
         elif operator == "**" and isinstance(left_one, int) and isinstance(right, int):
@@ -158,10 +158,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Ticking(NodeTransformer):
-    """Lets loops and macros look at the clock, and measures what `+` and `~` make."""
+    """Makes loops and macros check the time, and measures results of `+` and `~`."""
 
     printing = False
-    """Whether we are in an expression that is printed at once: what is printed is measured."""
+    """Whether the current expression is printed, and so measured, anyway."""
 
     def _tick(self, node: Any) -> Any:
         self.generic_visit(node)
@@ -201,7 +201,7 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 
 
 def _finalize(value: Any) -> Any:
-    """Measure what is printed: blocks and macros collect it before it is joined."""
+    """Measure printed values, which blocks and macros collect before joining."""
     if isinstance(value, str):
         left.printed += len(value)
         if left.printed > left.most:
@@ -289,12 +289,12 @@ def _ensure_product(one: Any, other: Any) -> None:
 
 def _ensure_format(form: str, values: Any) -> None:
     if WIDE.search(form):
-        raise SecurityError("it writes a value wider than four digits tell")
+        raise SecurityError("it formats a value with a width of more than four digits")
     measure([form, values])
 
 
 def _weight(value: Any, most: int) -> int:
-    """Count the characters of a value's text, about; stop where there are more than `most`."""
+    """Estimate the length of a value's text; stop above `most`."""
     weight, waiting = 0, [value]
     while waiting and weight <= most:
         one = waiting.pop()

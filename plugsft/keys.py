@@ -15,9 +15,9 @@ from .templates import training_template
 from .work import Work
 
 MAKERS = ("render", "encode")
-"""The hooks that say what the tokens are."""
-CORE = (jsonl, limits, rows, sources, formats, rows, jinja, templates, tokenizer, work_module)
-"""What makes tokens of rows, where no plugin does: other code may make others."""
+"""The hooks that decide about tokens."""
+CORE = (jsonl, limits, sources, formats, rows, jinja, templates, tokenizer, work_module)
+"""Modules that make tokens of rows: other code may make other tokens."""
 WORDS = {
     "format": "another version of the format",
     "data": "other data, or another split of it",
@@ -28,7 +28,7 @@ WORDS = {
 
 
 def makers(active: Active) -> dict[str, dict[str, Any]]:
-    """Return the plugins that say what the tokens are, with their options."""
+    """Return the plugins that decide about tokens, with their options."""
     return {
         name: options_of(plugin)
         for name, plugin in active.plugins.items()

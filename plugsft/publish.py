@@ -23,9 +23,9 @@ from .machine import free_disk
 
 MANIFEST = "manifest.json"
 PARTS = "data-*"
-"""Files of a dead builder that the next one goes on from: under such a name they are whole."""
+"""Finished files of a dead builder, which the next builder uses."""
 STALE = 86_400
-"""Seconds after which what another machine left half-built is swept."""
+"""Seconds after which other machines' unfinished builds are removed."""
 
 
 def _here() -> str:
@@ -41,7 +41,7 @@ HERE = _here()
 # How the writers of safetensors and tokenizers (in Rust) and of torch (in C++) say OSError.
 FOREIGN = ("(os error ", "inline_container", "iostream error")
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
-"""What a write to an open file fails with: Python then names no file."""
+"""Errors of writes to an open file, for which Python names no file."""
 FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 Stands = Callable[[Path], bool]
@@ -54,9 +54,9 @@ Stamp = tuple[int, str]
 def publish(
     folder: Path, replace: bool = False, stamps: Mapping[str, Stamp] | None = None
 ) -> Iterator[Path]:
-    """Give a new folder to fill; at the end it takes its real name, checked and synced to disk.
+    """Yield a temporary folder to fill; then sync it, and give it its real name.
 
-    `stamps` are those of files that other processes wrote and synced, filled in by then.
+    `stamps` are for files that other processes wrote and synced; filled in before the end.
     """
     building = folder.with_name(f".{folder.name}.{HERE}-{os.getpid()}.tmp")
     with writing(folder):
@@ -75,7 +75,7 @@ def publish(
 def finish(
     building: Path, folder: Path, stands: Stands, stamps: Mapping[str, Stamp] | None = None
 ) -> None:
-    """Give a folder that was built its real name, unless the one that has it may stay."""
+    """Give a built folder its real name, unless the folder of that name may stay."""
     known = stamps or {}
     for half in building.rglob(".*.tmp"):
         remove(half)
@@ -86,10 +86,10 @@ def finish(
         if name not in known:
             manifest[name] = stamp(path)
         elif path.stat().st_size != known[name][0]:
-            raise DiskError(f"{path}: is not as long as it was written", "try again")
+            raise DiskError(f"{path}: its size is not the one that was written", "try again")
     if missing := {*known} - {str(path.relative_to(building)) for path in files}:
         raise DiskError(
-            f"{building}: {min(missing)}, which another rank wrote, is not there",
+            f"{building}: {min(missing)}, which another rank wrote, is missing",
             "all nodes must write to one file system",
         )
     write_text(building / MANIFEST, json.dumps(manifest, indent=1))
@@ -112,7 +112,7 @@ def finish(
 def writing(place: Path) -> Iterator[None]:
     """Turn a failure to write there into one line with the reason and the free space.
 
-    Plugins may be called inside: their own errors, also with files elsewhere, pass unchanged.
+    Errors of plugins called inside, and of files elsewhere, pass unchanged.
     """
     try:
         yield
@@ -123,7 +123,7 @@ def writing(place: Path) -> Iterator[None]:
         several = isinstance(error, shutil.Error)
         reason = " ".join(str(error.args[0][0][2] if several else error).split())
         cure = "give another folder (output=...)"
-        # torch says no more than that it did not come as far as it wanted.
+        # "unexpected pos" is torch's only message for a full disk.
         full = any(sign in reason for sign in (*FULL, "unexpected pos"))
         if full:
             room = free_disk(place) / 2**20
@@ -134,7 +134,7 @@ def writing(place: Path) -> Iterator[None]:
 
 
 def _concerns(error: Exception, place: Path) -> bool:
-    """Tell whether an error means that a place, or a folder above or beside it, is unwritable."""
+    """Tell whether an error is about writing to a path or its folder."""
     if not isinstance(error, OSError):
         return any(sign in str(error) for sign in FOREIGN)
     if isinstance(error, shutil.Error):
@@ -146,12 +146,12 @@ def _concerns(error: Exception, place: Path) -> bool:
 
 
 def is_published(folder: Path) -> bool:
-    """Tell whether a folder was published, at the cost of one look."""
+    """Tell whether a folder was published, without reading its files."""
     return (folder / MANIFEST).is_file()
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether a folder was published and looks unharmed, without reading all of it."""
+    """Tell whether a folder was published and is undamaged, by a quick check."""
     return is_published(folder) and damage(folder, quick=True) is None
 
 
@@ -163,9 +163,8 @@ def damage(
 ) -> str | None:
     """Compare a published folder with its manifest; return what is wrong, or None.
 
-    Quick compares all sizes, and the bytes of *.json alone: it takes as long for any data.
-    With a share (rank, ranks) each rank compares its part of the files: about as many bytes as
-    the others, and every file is one rank's. With `names` it compares files of those names only.
+    `quick` compares all sizes, but only the bytes of *.json. With a `share` (rank, ranks) each rank
+    compares its own files, about as many bytes as the others. `names` limits it to these files.
     """
     rank, ranks = share
     try:
@@ -191,7 +190,7 @@ def damage(
 
 
 def listing(folder: Path) -> dict[str, int] | None:
-    """Return the files that a manifest lists, with their sizes; None where plugsft wrote none."""
+    """Return a manifest's files with their sizes; None if plugsft wrote no manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
         return {str(name): _size_in(entry) for name, entry in manifest.items()}
@@ -200,7 +199,7 @@ def listing(folder: Path) -> dict[str, int] | None:
 
 
 def foreign(folder: Path, sized: bool = False) -> list[Path]:
-    """Return the files of a folder that plugsft did not write; if `sized`, also those changed."""
+    """Return files that plugsft did not write; if `sized`, also those of another size."""
     if not folder.is_dir():
         return [folder] if folder.exists() else []
     files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
@@ -217,10 +216,10 @@ def foreign(folder: Path, sized: bool = False) -> list[Path]:
 
 
 def discard(folder: Path, sized: bool = True) -> Path | None:
-    """Remove a folder that plugsft wrote so that nobody ever sees half of it; return what stays.
+    """Remove a folder that plugsft wrote, at once for readers; return the rest, if any.
 
-    Where it holds files that are not ours, these stay in a folder beside it; if `sized`, a file
-    that has another size than we wrote is not ours. What cannot be removed stays, too.
+    Files that plugsft did not write are moved to `FOLDER.not-ours-1`; if `sized`, also files of
+    another size. Files that cannot be removed stay, too.
     """
     if not folder.is_symlink() and foreign(folder, sized):
         return _leave_foreign(folder, sized)
@@ -233,7 +232,7 @@ def discard(folder: Path, sized: bool = True) -> Path | None:
 
 
 def _leave_foreign(folder: Path, sized: bool) -> Path:
-    """Move a folder aside, and remove what we wrote in it."""
+    """Rename a folder, and remove the files that plugsft wrote in it."""
     numbers = (folder.with_name(f"{folder.name}.not-ours-{n}") for n in itertools.count(1))
     aside = next(path for path in numbers if not path.exists())
     folder.rename(aside)
@@ -246,7 +245,7 @@ def _leave_foreign(folder: Path, sized: bool) -> Path:
 
 
 def sweep(parent: Path, names: Sequence[str] = ("*",)) -> None:
-    """Remove what killed processes left half-built under names: of other machines after a day."""
+    """Remove unfinished builds of dead processes; other machines' after a day."""
     for path in [path for name in names for path in parent.glob(f".{name}.tmp")]:
         pid = path.name.removesuffix(".tmp").rpartition("-")[2]
         with suppress(OSError):
@@ -268,7 +267,7 @@ def remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new, never half of one."""
+    """Write a file atomically: readers find the old text or the new."""
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
@@ -293,7 +292,7 @@ def stamp(path: Path) -> Stamp:
 
 
 def _size_in(entry: Any) -> int:
-    """Return the size in an entry of a manifest; raise ValueError where it is none of ours."""
+    """Return the size in a manifest's entry; raise ValueError if plugsft did not write it."""
     match entry:
         case [int(size), str(checksum)] if re.fullmatch("[0-9a-f]{32}", checksum):
             return size

@@ -46,7 +46,7 @@ def quiet() -> None:
 
 
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:
-    """Bring up the process group, and make sure that it is the one that was asked for."""
+    """Start the process group, and check that it is as asked for."""
     asked = asked_of_launcher()
     if asked > machine.world_size:
         raise LaunchError(
@@ -105,7 +105,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
 
 
 def _ensure_heard(accelerator: Accelerator, recipe: Recipe) -> None:
-    """Refuse what the recipe or the launcher's file asks for and would not get."""
+    """Refuse settings of recipe and launcher that would have no effect."""
     if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
         raise LaunchError(
             f"train.keep_whole_gradients is for FSDP2, and this is {name_of(accelerator)}; "
@@ -116,9 +116,7 @@ def _ensure_heard(accelerator: Accelerator, recipe: Recipe) -> None:
     if state.dynamo_plugin.backend.value != "NO":
         wrong.append("dynamo_backend: a recipe compiles with [plugins.compile]; set it to 'no'")
     if accelerator.parallelism_config and accelerator.parallelism_config.total_size > 1:
-        wrong.append(
-            "parallelism_config: plugsft spreads models by DDP, FSDP2 and ZeRO-3; remove it"
-        )
+        wrong.append("parallelism_config: plugsft supports DDP, FSDP2 and ZeRO-3; remove it")
     kind = accelerator.distributed_type
     if kind == DistributedType.FSDP and state.fsdp_plugin.activation_checkpointing:
         wrong.append(
@@ -136,8 +134,8 @@ def _ensure_heard(accelerator: Accelerator, recipe: Recipe) -> None:
 def wait_for_all(machine: Machine) -> None:
     """Wait until every rank has prepared its data, however long that takes.
 
-    Nodes that share no file system prepare one copy each, and the process group would give up on
-    the slowest. The launcher keeps a store, which all can reach before there is a group.
+    Nodes without a shared file system prepare a copy each, and a process group would time out on
+    the slowest. The launcher's store works before there is a group.
     """
     if machine.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -151,12 +149,12 @@ def wait_for_all(machine: Machine) -> None:
 def exchange(
     accelerator: Accelerator, model: Module, last: bool, whole: bool = False
 ) -> Iterator[None]:
-    """Reduce gradients over the ranks: under DDP with the last micro-batch of a step only.
+    """Reduce gradients over ranks: under DDP only after a step's last micro-batch.
 
-    FSDP2 shards gradients as it reduces them, and so does it with every micro-batch, unless whole
-    gradients may be stored until the last one.
+    FSDP2 reduces and shards gradients after every micro-batch; with `whole`, ranks store whole
+    gradients until the last.
     """
-    # DeepSpeed takes its step inside backward, and looks here for when.
+    # DeepSpeed steps inside backward, and reads this to know when.
     accelerator.sync_gradients = last
     waits = not last and (whole or not accelerator.is_fsdp2)
     with accelerator.no_sync(model) if waits else nullcontext():

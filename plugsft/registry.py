@@ -86,7 +86,7 @@ class Active:
         return any(mark_of(type(self.plugins[name]), hook) for hook in hooks)
 
     def learned(self) -> dict[str, Any]:
-        """Return the options that change what is learned, where they are not the default."""
+        """Return the options that affect results and differ from the default."""
         found = {}
         for name, plugin in self.plugins.items():
             options, fields = options_of(plugin), type(plugin).__pydantic_fields__
@@ -254,7 +254,7 @@ def _configure(name: str, options: Any, found: Mapping[str, Found], path: str) -
 def _combine(
     made: Mapping[str, Any], tables: Mapping[str, Any], columns: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield what is wrong with this company of plugins, or with columns that none of it reads."""
+    """Yield conflicts between active plugins, and columns that no plugin reads."""
     replaced: dict[str, str] = {}
     for name, plugin in sorted(made.items()):
         contract = contract_of(plugin)

@@ -54,7 +54,7 @@ class _Plugin(BaseModel):
 
 
 class _Run(BaseModel):
-    """What readers of run.json rely on; it may hold more, and less."""
+    """The fields of run.json that readers use, if present."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,10 +68,10 @@ class _Run(BaseModel):
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read a run's run.json; raise ValueError where it is none that plugsft writes."""
+    """Read run.json; raise ValueError if plugsft did not write it."""
     record = json_of(text_of(folder / "run.json"))
     if not isinstance(record, dict):
-        raise ValueError("it holds no table")
+        raise ValueError("it is not a JSON object")
     try:
         _Run.model_validate(shallow(record, TABLES))
     except ValidationError as error:
@@ -120,7 +120,7 @@ def fill(name: str, head: str, sections: str, numbers: dict[str, Any]) -> str:
 
 
 def number(value: object) -> float | None:
-    """Return a finite number; None for what is none."""
+    """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # False for NaN and the infinities, and exact for integers of any size.

@@ -12,7 +12,7 @@ from .tokenizer import Tokenizer
 from .types import Rendered, Row
 
 Way = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
-"""What renders a row, with warnings, and what says where its spans come from."""
+"""The renderer of a row, with warnings, and the description of its spans."""
 
 
 def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
@@ -77,7 +77,7 @@ def without(row: Row, columns: Collection[str]) -> Row:
 
 
 def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
-    """Take out rows with columns that change what they mean and were not read; warn of others."""
+    """Remove rows with unread columns that change their meaning; warn of others."""
     read, refused = rendered.read, set[int]()
     if read is None:
         return
@@ -94,10 +94,10 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
             rendered.bad[number] = str(error)
             refused.add(number)
     if refused:
-        kept = [place for place, row in enumerate(rendered.rows) if row not in refused]
-        rendered.texts = [rendered.texts[place] for place in kept]
-        rendered.spans = [rendered.spans[place] for place in kept]
-        rendered.rows = [rendered.rows[place] for place in kept]
+        good = [index for index, row in enumerate(rendered.rows) if row not in refused]
+        rendered.texts = [rendered.texts[index] for index in good]
+        rendered.spans = [rendered.spans[index] for index in good]
+        rendered.rows = [rendered.rows[index] for index in good]
 
 
 def renamed(row: Row, columns: dict[str, str]) -> Row:

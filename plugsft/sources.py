@@ -68,7 +68,7 @@ def open_source(source: recipes.Source) -> Source:
 
 
 def ensure_columns(data: recipes.Data, opened: Sequence[Source]) -> None:
-    """Refuse names of columns that not one row of any source has: nobody would miss them."""
+    """Refuse configured columns that no row of any source has."""
     there, start = set[str](), 0
     while not there.issuperset([*data.columns.values(), *data.ignore]):
         if start >= max(map(len, opened), default=0):
@@ -114,7 +114,7 @@ class File:
     def _rows(self) -> JsonLines | Held:
         found = find_lines(self._path) if self._held is None else self._held
         if not len(found):
-            raise DataError(f"source {self._path}: the file holds no row, only blank lines")
+            raise DataError(f"source {self._path}: the file has no rows, only blank lines")
         picked = found.pick(_select(self._split, len(found), self._path))
         return _ensure_rows(picked, str(self._path), self._split)
 

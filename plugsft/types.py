@@ -21,7 +21,7 @@ Row: TypeAlias = dict[str, Any]
 """One row of a source, as JSON would give it."""
 
 Counted: TypeAlias = dict[str, Any]
-"""Some of many rows: their "count", and the "rows" with which they begin."""
+"""Counted rows: their "count", and the first "rows"."""
 
 Span: TypeAlias = tuple[int, int]
 """A trained stretch of a text: its first character, and the one after its last."""
@@ -36,7 +36,7 @@ class Rendered:
 
     texts: list[str] = field(default_factory=list)
     spans: list[list[Span]] = field(default_factory=list)
-    """For each text, what is trained on."""
+    """The trained spans of each text."""
     rows: list[int] = field(default_factory=list)
     """For each text, the number of its row in the batch."""
     bad: dict[int, str] = field(default_factory=dict)
@@ -46,12 +46,12 @@ class Rendered:
     mask: str = "every token of the text"
     """Where the spans come from, in words for the record."""
     warnings: dict[str, list[int]] = field(default_factory=dict)
-    """What may not be meant, and is trained on all the same -> numbers in the batch."""
+    """Warning -> numbers in the batch of rows that are trained on nevertheless."""
     read: Collection[str] | None = None
-    """Columns that were read. A row with another one that changes what it means (label, weight,
-    images, ...) is refused; None answers for all columns."""
+    """Columns that were read. Rows with an unread column that changes their meaning (label, weight,
+    images, ...) are refused; None turns this check off."""
     unread: list[str] = field(default_factory=list)
-    """The others, as the core finds them."""
+    """Unread columns; the core fills them in."""
 
 
 @dataclass
@@ -141,11 +141,11 @@ class Window:
     epoch: int
     layout: Layout
     total: int
-    """What its loss is divided by: its targets, over all ranks, or what a plugin counts."""
+    """The divisor of its loss: its targets over all ranks, or a plugin's count."""
     trained: int
     tokens: int
     imbalance: float = 1.0
-    """Tokens of the rank that has most, over the mean of all."""
+    """Tokens of the busiest rank over the average."""
 
     @property
     def examples(self) -> int:
@@ -169,7 +169,7 @@ class Fed:
 
     @property
     def slots(self) -> int:
-        """How many places for tokens this rank computes, padding included."""
+        """Number of tokens that this rank computes, padding included."""
         return sum(batch["input_ids"].numel() for batch in self.batches)
 
 
@@ -210,5 +210,5 @@ class ModelLoad(Protocol):
     path: str
     kwargs: dict[str, Any]
     empty: bool
-    """Whether weights stay in their files until the model is spread over ranks that each read
-    their own; a wrapper that needs to see them sets it to False."""
+    """Whether weights stay in their files until the model is sharded, when ranks read their own; a
+    wrapper that needs the weights sets it to False."""

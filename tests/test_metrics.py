@@ -45,7 +45,7 @@ def test_the_core_s_metrics_are_those_that_a_run_logs(company, tmp_path):
 @pytest.mark.parametrize("metric", [*sorted(METRICS), "eval_loss", "eval_x", "sharpness"])
 def test_a_name_that_is_taken_is_refused_with_its_owners(company, metric):
     active = load(company, [f"plugins.two.metric={metric}"])[1].answer(SimpleNamespace())
-    owner = {"sharpness": "of plugin '(one|two)'"}.get(metric, "plugsft itself|evaluation")
+    owner = {"sharpness": "of plugin '(one|two)'"}.get(metric, "a metric of plugsft|evaluation")
     with pytest.raises(PluginError, match=owner) as caught:
         active.hook.measure()
     assert f"its metric '{metric}'" in str(caught.value)
@@ -61,6 +61,6 @@ def test_a_plugin_may_measure_again_what_it_has_measured(company):
 def test_a_run_with_such_names_ends_before_a_weight_has_moved(company, tmp_path):
     done = run_plugsft(company, "plugins.two.metric=sharpness")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "its metric 'sharpness' has the name of one of plugin '" in done.stderr
+    assert "its metric 'sharpness' has the name of a metric of plugin '" in done.stderr
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
     assert not (tmp_path / "run/checkpoints").exists()

@@ -88,7 +88,7 @@ def model_folder(output: Path) -> Path:
 def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer, onto a GPU if there is one.
 
-    Code that comes with it runs only where the user trusts it.
+    The model's Python code runs only if the user trusts it.
     """
     options: dict[str, Any] = {"dtype": "auto", TRUST: trusted}
     if (folder / ADAPTER).is_file():

@@ -23,7 +23,7 @@ BUCKET = 25 * 2**20
 """Bytes of gradients that DDP sends at a time."""
 GB = 10**9
 MACHINE = 8
-"""GPUs of a machine, unless said."""
+"""Default number of GPUs of a machine."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _traffic(
     """Return the seconds of a step's traffic, and those of computing that it may hide behind."""
     if cluster.ranks == 1:
         return 0.0, 0.0
-    # Weights are gathered in the type of computing, gradients reduced in that of the weights.
+    # Weights are gathered in the computing type, gradients reduced in the weights' type.
     whole, trained = weights.count * at.computed, weights.trained
     units = len(weights.layers) + 2
     # The gradients' way begins with the last micro-batch's backward pass.

@@ -37,9 +37,9 @@ def export(
     without: Sequence[str] = (),
     trusted: bool = False,
 ) -> None:
-    """Copy a run's model, or merge its adapters into a whole one; into a folder that is new.
+    """Copy a run's model, or merge its adapters into a whole one, into a new folder.
 
-    A run may be someone else's: code of its model runs only where the user says `trusted`.
+    The model's Python code runs only if the user trusts it: the run may be someone else's.
     """
     if to is None and not merge:
         raise PlugsftError("--to: missing; name the folder to copy the model to")
@@ -71,7 +71,7 @@ def source_of(output: Path) -> Path:
     if is_published(folder) and (wrong := damage(folder)) is not None:
         raise CheckpointError(
             f"{folder}: is damaged: {wrong}; remove it, and run its recipe with --resume, which "
-            "writes it anew from the last checkpoint"
+            "writes it again from the last checkpoint"
         )
     return folder
 

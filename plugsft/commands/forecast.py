@@ -207,7 +207,7 @@ def notes(recipe: Recipe, cluster: Cluster, outcomes: Sequence[Outcome]) -> list
     if cluster.speed != 1:
         found[0] += f"; computing {cluster.speed:.2f} times as fast as that, as the probe has shown"
     if any(one.strategy is ZERO2 for one in outcomes):
-        found.append("ZeRO-2 stands here to compare with: plugsft does not launch it")
+        found.append("ZeRO-2 is listed for comparison: plugsft does not launch it")
     if chip.gpu and recipe.model.dtype == "float32":
         found.append(
             'note: computing in float32; model.dtype = "bfloat16" is far faster, and weights, '
@@ -215,8 +215,8 @@ def notes(recipe: Recipe, cluster: Cluster, outcomes: Sequence[Outcome]) -> list
         )
     if late := [one.strategy.name for one in outcomes if one.parts.activations < 1e6]:
         found.append(
-            f"note: the parts are those of the moment when a rank holds most: under "
-            f"{', '.join(late)} the end of the backward pass, when activations are freed"
+            f"note: the parts are those at peak memory: under {', '.join(late)} that is the end of "
+            "the backward pass, when activations are freed"
         )
     if recipe.has("liger") or recipe.has("compile"):
         found.append("note: what liger and compile keep out of memory is not taken off")

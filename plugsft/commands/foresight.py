@@ -54,12 +54,12 @@ class Outcome:
 
 
 class Seen(NamedTuple):
-    """What is known of a recipe on so many ranks."""
+    """Weights, batches and traces of a recipe on some ranks."""
 
     weights: Weights
     load: Workload
     traces: dict[bool, Trace]
-    """With weights as they are stored (False), and as FSDP2 and DeepSpeed cast them (True)."""
+    """With the stored weights (False), and as cast by FSDP2 and DeepSpeed (True)."""
 
 
 class Found(NamedTuple):
@@ -137,7 +137,7 @@ class Scope:
 
 
 def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
-    """Return the ways to spread a model over these."""
+    """Return the strategies for a cluster."""
     if cluster.ranks == 1:
         return [ONE]
     if recipe.model.weights == "bfloat16":  # DeepSpeed stores float32

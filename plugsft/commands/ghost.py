@@ -69,7 +69,7 @@ class Weights:
     largest: int
     """Numbers of the largest tensor."""
     persistent: int
-    """Numbers of tensors so small that ZeRO-3 leaves them whole."""
+    """Numbers in small tensors, which ZeRO-3 does not shard."""
     layers: list[Unit]
     table: Unit
     """Embeddings by themselves, where the head has other weights."""
@@ -78,10 +78,10 @@ class Weights:
 
 
 class Ghost:
-    """A model that has shapes and no memory.
+    """A model of shapes, without memory.
 
-    In bfloat16 it computes under autocast, as one process and DDP do; or, sharded, with weights
-    that FSDP2 and DeepSpeed have cast before.
+    In bfloat16 it computes under autocast, as one process and DDP do; or, if `sharded`, with
+    bfloat16 weights, as under FSDP2 and DeepSpeed.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Ghost:
         )
 
     def trace(self, batch: Batch, device: str, flash: bool) -> Trace:
-        """Send a micro-batch through, there and back."""
+        """Run a micro-batch forward and backward."""
         batch = merged(batch)
         masked = "attention_mask" in batch and not bool(batch["attention_mask"].all())
         if "attention_mask" in batch and not masked:

@@ -22,7 +22,7 @@ from ..step_folders import newest
 
 
 def checkpoint_of(output: Path) -> Path | None:
-    """Return a checkpoint: itself, or the newest of such a folder, or of a run without model."""
+    """Return the folder itself if it is a checkpoint, or the newest checkpoint in it."""
     own = (output / "state.json").is_file()
     path = output if own else newest(output / "checkpoints") or newest(output)
     if path and (wrong := damage(path)) is not None:
@@ -31,9 +31,9 @@ def checkpoint_of(output: Path) -> Path | None:
 
 
 def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> None:
-    """Write the model of a checkpoint as its run would have, at its end.
+    """Write a checkpoint's model as its run would have at the end.
 
-    The recipe beside it may be someone else's: it cannot have the code of its model run.
+    `trusted` overrides the run's recipe, which may be someone else's.
     """
     quiet()
     output = path.parent.parent

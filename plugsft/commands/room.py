@@ -32,13 +32,13 @@ def needed(recipe: Recipe, checkpoints: int) -> int | None:
     """Return the bytes of a run's model and checkpoints, if the model's size is known."""
     model = recipe.model
     written = _weights(model)
-    # Checkpoints have AdamW's two moments beside the weights.
+    # Checkpoints have the weights and AdamW's two moments.
     stored = 3 * BYTES[model.weights] / BYTES[model.dtype]
     return written and written + round(checkpoints * stored * written)
 
 
 def taken(recipe: Recipe) -> int:
-    """Return the bytes of an earlier run's results, which go when a new one begins."""
+    """Return the bytes of an earlier run's results, which a new run removes."""
     results = [*listed(recipe.folder / "checkpoints"), recipe.folder / "model"]
     found = [path for result in results for path in result.rglob("*")]
     return sum(path.stat().st_size for path in found if path.is_file())

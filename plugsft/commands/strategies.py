@@ -12,9 +12,9 @@ MIB = 2**20
 LIBRARIES, GROUP = 48 * MIB, 32 * MIB
 """On the host: code, threads and tables that the first steps bring along; and a process group."""
 WORKSPACE = 64 * MIB
-"""On a GPU: what its library for products of matrices keeps to itself."""
+"""Workspace of a GPU's matrix library."""
 SUMMED = 4
-"""Bytes of a gradient as DeepSpeed reduces it and adds it up: precision.py asks for float32."""
+"""Bytes of a gradient that DeepSpeed reduces and accumulates (float32, see precision.py)."""
 BUCKET, PREFETCH, REUSE = 500_000_000, 50_000_000, 1_000_000_000
 """Numbers that DeepSpeed gathers gradients in, fetches ahead, and keeps for another use: its own
 defaults, which recipes/accelerate/zero3.yaml leaves as they are."""
@@ -46,7 +46,7 @@ class Strategy:
     file: str
     """Of recipes/accelerate/, if there is one."""
     sharded: bool = False
-    """Whether FSDP2 or DeepSpeed cast the weights, and not autocast."""
+    """Whether FSDP2 or DeepSpeed casts the weights, instead of autocast."""
 
 
 ONE = Strategy("one process", "")
@@ -66,9 +66,9 @@ class Setting:
     """Micro-batches of a rank in a step, at most."""
     gpu: bool
     scale: float = 1.0
-    """What a probe has found activations to be, for one that is forecast."""
+    """Factor of activations, measured over forecast, from a probe."""
     computed: int = 4
-    """Bytes of a weight as it is computed with."""
+    """Bytes of a weight in computing."""
     whole: bool = False
     """Whether FSDP2 stores whole gradients (train.keep_whole_gradients)."""
 
@@ -139,9 +139,9 @@ def _fsdp2(weights: Weights, at: Setting) -> _Lasting:
     share = 1 / at.ranks
     layer = max((one.count for one in weights.layers), default=0)
     trained = max((one.trained_count for one in weights.layers), default=weights.trained_count)
-    # A layer as it is computed with, and as it arrives; a GPU fetches the next one meanwhile.
+    # A layer in computing and in the all-gather; a GPU fetches the next one meanwhile.
     gathered = at.computed * (layer * (3 if at.gpu else 2) + weights.tail.count)
-    # A gradient as it was computed, and as it is reduced.
+    # A gradient in its computed type, and in the type of the reduction.
     passing = at.computed + _stored(weights)
     tail = weights.tail.trained_count
     return _Lasting(
@@ -149,7 +149,7 @@ def _fsdp2(weights: Weights, at: Setting) -> _Lasting:
         weights.trained * (1 if at.whole and at.micro > 1 else share),
         2 * weights.trained * share,
         gathered + _own(at),
-        # The gradient of embeddings is there at the end, and so is that of a head that is tied.
+        # Gradients of embeddings, and of a tied head, are reduced at the end.
         passing=passing * max(trained, tail if weights.table.count else 0),
         emptying=passing * max(trained, tail, weights.table.trained_count),
     )
@@ -173,7 +173,7 @@ def _bucket(weights: Weights, at: Setting) -> float:
 def _zero3(weights: Weights, at: Setting) -> _Lasting:
     each = at.computed
     small = weights.persistent * each
-    # Layers near the turn are kept for the way back, and the next ones fetched.
+    # The last layers stay gathered for the backward pass, and the next ones are fetched.
     live = min(weights.count, REUSE / 2 + PREFETCH + weights.largest) * each
     bucket = _bucket(weights, at)
     own = (weights.count * each - small) / at.ranks + small

@@ -25,7 +25,7 @@ from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers, r
 from .room import ensure_room
 
 RESULTS = ("model.*", "checkpoints.*", "run.json.*", "recipe.toml.*", "metrics.jsonl.*")
-"""What a run writes into its output, each under a temporary name at first."""
+"""Results that a run writes under a temporary name first."""
 
 
 def train(
@@ -37,9 +37,9 @@ def train(
     overwrite: bool,
     auto: bool = False,
 ) -> None:
-    """Train a recipe, in a folder that holds no other run.
+    """Train a recipe in a folder without another run.
 
-    `auto` resumes where a run left a checkpoint, and starts where none has.
+    `auto` resumes from the last checkpoint, or starts if there is none.
     """
     watch_launcher()
     recipe, active = load(path, overrides, without)
@@ -73,13 +73,13 @@ def train(
 
 
 def begun(recipe: Recipe) -> bool:
-    """Tell whether there is a checkpoint; raise where there must have been one."""
+    """Tell whether there is a checkpoint; raise if it was removed."""
     folder = recipe.folder
     if listed(folder / "checkpoints"):
         return True
     done = max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
     total = (read_run(folder).get("steps") or {}).get("total") or 0
-    # The step after a checkpoint's is logged once that checkpoint is published.
+    # A step is logged only after the checkpoint of the step before is published.
     if done > recipe.checkpoint.interval(total) > 0:
         raise CheckpointError(
             f"--resume auto: the run in {folder} reached step {done:,}, and its checkpoints are "
@@ -91,7 +91,7 @@ def begun(recipe: Recipe) -> bool:
 
 
 def finished_alone(recipe: Recipe) -> str:
-    """Say what a finished run left whose checkpoints were removed; nothing where there is none."""
+    """Describe a finished run without checkpoints; an empty text if there is none."""
     folder = recipe.folder
     if listed(folder / "checkpoints") or read_run(folder).get("status") != "finished":
         return ""
