@@ -93,7 +93,7 @@ FAULT = """
 """
 EARLY = ("optimize_model", "optimizer", "annotate", "batches", "verdict")
 LATE = ("collate", "step", "score", "measure", "collate for evaluation")
-QUICK = {("optimize_model", 1), ("collate", 1), ("step", 0), ("log", 0), ("write", 0)}
+QUICK = {("optimize_model", 1), ("step", 0), ("write", 0)}
 PLACES = [
     *((place, rank) for place in (*EARLY, *LATE) for rank in (1, 0)),
     *((place, 0) for place in ("record", "log", "write")),  # the main rank's alone

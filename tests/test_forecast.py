@@ -102,7 +102,12 @@ def compared(folder, monkeypatch, kind, plugins, more):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, plugins",
-    [("one", {}), ("one", CHECKPOINTING), ("fsdp2", {}), ("zero3", {})],
+    [
+        pytest.param("one", {}, marks=only_full),
+        ("one", CHECKPOINTING),
+        pytest.param("fsdp2", {}, marks=only_full),
+        ("zero3", {}),
+    ],
     ids=["one", "checkpointing", "fsdp2", "zero3"],
 )
 def test_a_forecast_is_what_ranks_hold(tmp_path, monkeypatch, kind, plugins):

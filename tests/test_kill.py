@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import chats, run_plugsft, start_plugsft
 
-KILLS = 30 if os.environ.get("PLUGSFT_FULL") else 6
+KILLS = 30 if os.environ.get("PLUGSFT_FULL") else 3
 TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 30, "learning_rate": 1e-3, "log_every": 30}
 
 

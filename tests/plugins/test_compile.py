@@ -80,7 +80,9 @@ def learn(model, lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "again", [pytest.param(False, marks=only_full), True], ids=["kept", "checkpointed"]
+)
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else pytest.param(name, marks=only_full) for name in MODELS]
 )
@@ -163,7 +165,7 @@ def test_what_cannot_compile_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=only_full), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=only_full)])
 def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, ranks):
     """Alone with padded rows; on two ranks with packed ones, and layers computed again."""
     plugins, micro = {"compile": {}}, 2
