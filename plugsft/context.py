@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import list_repo_files
+from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from .errors import PlugsftError, RecipeError, TrainError, out_of_memory
 from .limits import object_of
 from .recipe import Model, Recipe
 
-PICKLE = "pytorch_model"
-"""How the names of files begin that hold weights as a pickle."""
+PICKLES = ("pytorch_model", "adapter_model")
+"""How the names of files begin that may hold weights as a pickle."""
 SETTINGS = (
     "config.json",
     "generation_config.json",
@@ -65,7 +66,7 @@ def ensure_safetensors(model: Model) -> None:
             names = list_repo_files(path, revision=model.revision)
     except Exception:  # without network: then loading refuses it
         return
-    pickles = [name for name in names if name.startswith(PICKLE) and name.endswith(".bin")]
+    pickles = [name for name in names if name.startswith(PICKLES) and name.endswith(".bin")]
     if not pickles or any(name.endswith(".safetensors") for name in names):
         return
     target = f"{Path(path).name}-safetensors"
@@ -80,6 +81,22 @@ def ensure_safetensors(model: Model) -> None:
         "when it is read; plugsft reads safetensors. If you trust who made it, convert it with: "
         f'python -c {shlex.quote(command)} and set model.path = "{target}"'
     )
+
+
+def ensure_whole_weights(model: Model) -> None:
+    """Refuse a folder without weights, or with a file that is cut off; only headers are read."""
+    folder = Path(str(model.path))
+    if not folder.is_dir():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RecipeError(f"model.path: '{folder}' holds no weights (*.safetensors)")
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except Exception as error:  # the library raises its own, and the system's
+            raise RecipeError(f"model.path: {file}: cannot be read ({error})") from error
 
 
 def check_ids(recipe: Recipe, largest: int) -> None:
@@ -121,7 +138,9 @@ def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
 def context_of(config: PretrainedConfig) -> int | None:
     """Return the longest sequence a model was made for, where its configuration says."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
+    context = getattr(text, "max_position_embeddings", None)
+    # XLNet says -1: no limit.
+    return context if context is None or context > 0 else None
 
 
 def not_loaded(path: str, error: Exception) -> PlugsftError:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any
 
@@ -119,20 +120,24 @@ def ensure_read(row: Row, read: Collection[str]) -> list[str]:
 
     `read` are the columns that are read. Null or empty columns do not count.
     """
-    unread = [
-        name
-        for name in _TELLING.intersection(row)
-        if name not in read and _says_something(row[name])
-    ]
-    if not unread:
-        return unread
+    unread = {
+        meaning: column
+        for meaning, column in _telling(tuple(row))
+        if column not in read and _says_something(row[column])
+    }
     for name in REFUSED:
         if name in unread:
             raise BadRow(
-                f"'{name}' {REFUSED[name]}, and no active plugin reads it; "
-                f'data.ignore = ["{name}"] trains without it'
+                f"'{unread[name]}' {REFUSED[name]}, and no active plugin reads it; "
+                f'data.ignore = ["{unread[name]}"] trains without it'
             )
-    return [f"'{name}' {WARNED[name]}, and nothing reads it" for name in sorted(unread)]
+    return [f"'{unread[name]}' {WARNED[name]}, and nothing reads it" for name in sorted(unread)]
+
+
+@lru_cache(maxsize=256)
+def _telling(columns: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the names of `REFUSED` and `WARNED` that columns have, in whatever case."""
+    return [(name.lower(), name) for name in columns if name.lower() in _TELLING]
 
 
 def _says_something(value: Any) -> bool:

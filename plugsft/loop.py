@@ -36,7 +36,7 @@ from .precision import truth
 from .prelude import Prelude
 from .prepare import Prepared, prepare
 from .pretrained import pad_id
-from .ranks import connect, exchange, name_of, quiet, seed_step
+from .ranks import connect, disconnect, exchange, name_of, quiet, seed_step
 from .recipe import LOSSY, Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
@@ -106,7 +106,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Pat
                 stop.end(accelerator, window.step, recipe.output)
             clock = time.perf_counter()
         save_model(accelerator, model, held, data.tokenizer, recipe)
-    accelerator.end_training()
+    disconnect(accelerator, model)
 
 
 def ensure_sound(

@@ -14,6 +14,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils import other as accelerate_other
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -38,8 +39,6 @@ def quiet() -> None:
     if not torch.cuda.is_available():
         # Else transformers, where DeepSpeed is installed, has it say that it found no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Threads are set below, to what the container grants.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         # Else the first save imports DeepSpeed, only to ask whether the model is its engine.
         accelerate_other.is_deepspeed_available = lambda: False
@@ -70,7 +69,10 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
     if cpu:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, machine.cores // local))
+        # Launchers of several processes set OMP_NUM_THREADS to 1; for one, the user has set it.
+        if local > 1 or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, machine.cores // local))
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # else accelerate sets them once more
         _prepare_cpu(fsdp, deepspeed)
     # Each rank reads its own rows. Told this, transformers would leave all ranks but one empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -102,6 +104,17 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
     in_float32(accelerator)
     return accelerator
+
+
+def disconnect(accelerator: Accelerator, model: Module) -> None:
+    """End the process group.
+
+    DDP's reducer ends first. As the last owner of a gloo group it would wait for the group's
+    thread while it holds Python's lock, and the thread may wait for that lock: neither would end.
+    """
+    if isinstance(model, DistributedDataParallel):
+        del model.logger, model.reducer
+    accelerator.end_training()
 
 
 def _ensure_heard(accelerator: Accelerator, recipe: Recipe) -> None:

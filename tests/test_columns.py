@@ -244,3 +244,10 @@ def test_check_and_inspect_name_them(tiny, tmp_path, capsys):
         assert "1 (row 5): two turns of the user in a row" in said
         assert "9 (rows 0, 1, 2, 3, 4, ...): 'score' says how good a row is" in said
         assert "not read: label, score, url" in said or "not read label, score, url" in said
+
+
+@pytest.mark.parametrize("name", ["Label", "IMAGES", "Input_IDs"])
+def test_the_case_of_a_name_hides_nothing(hooks, tokenizer, name):
+    row = ROWS["text"] | {name: [1]}
+    rendered = render(hooks("text"), Data(source="x"), "x", [row], tokenizer)
+    assert f"'{name}' " in rendered.bad[0] and f'data.ignore = ["{name}"]' in rendered.bad[0]

@@ -75,7 +75,10 @@ def plugins(tmp_path, monkeypatch):
             {"vectors": False},
             "leaves out 5 trainable weights (model.layers.0.input_layernorm.weight first); give",
         ),
-        ({"foreign": True}, "gives it 1 tensors that are not trainable weights of the model (of "),
+        (
+            {"foreign": True},
+            "gives it 1 tensors that are not trainable weights of the model (the",
+        ),
     ],
 )
 def test_an_optimizer_of_other_weights_is_refused(tiny, plugins, options, says):

@@ -1,5 +1,6 @@
 """Loading: tensors stay in their files only where those hold all that the model has."""
 
+import os
 import subprocess
 import sys
 
@@ -108,7 +109,8 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):
     (base / "model.safetensors").unlink()
     tables = tiny_tables(tmp_path) | {"model": {"path": str(base)}}
     recipe = write_recipe(tmp_path / "pickled.toml", tables)
-    for words in (("check", recipe), (recipe,)):
+    export = ("export", base, "--to", tmp_path / "copy")
+    for words in (("check", recipe), (recipe,), ("chat", base, "--ask", "who?"), export):
         done = run_plugsft(*words, cwd=tmp_path)
         assert done.returncode == 2, done.stdout
         assert "a pickle (pytorch_model.bin)" in done.stderr
@@ -117,6 +119,20 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):
     subprocess.run(command, shell=True, check=True, cwd=tmp_path, capture_output=True)
     checked = run_plugsft("check", recipe, "model.path=model-safetensors", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("size, says", [(None, "holds no weights"), (100, "cannot be read")])
+def test_a_model_without_whole_weights_is_refused_by_check(tiny, tmp_path, size, says):
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(EXPERTS["mixtral"]).save_pretrained(model)
+    weights = model / "model.safetensors"
+    if size is None:
+        weights.unlink()
+    else:
+        os.truncate(weights, size)
+    tables = tiny_tables(tmp_path) | {"model": {"path": str(model)}}
+    done = run_plugsft("check", write_recipe(tmp_path / "broken.toml", tables))
+    assert done.returncode == 2 and says in done.stderr, done.stderr
 
 
 def test_a_pickle_is_never_loaded(folder):

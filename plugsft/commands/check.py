@@ -14,7 +14,7 @@ from rich.text import Text
 from .. import registry
 from ..answers import DataAnswers
 from ..console import out, say, size_of
-from ..context import check_context, check_ids
+from ..context import check_context, check_ids, ensure_whole_weights
 from ..contracts import mark_of
 from ..errors import DataError, PlugsftError, RecipeError
 from ..keys import MAKERS
@@ -94,6 +94,7 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
     if recipe.model.path not in wrong:
         with findings.about("model"):
             check_context(recipe)
+            ensure_whole_weights(recipe.model)
             findings.ok("model", _describe(recipe))
     if recipe.model.weights == "bfloat16":
         findings.warn("model", LOSSY)
@@ -214,8 +215,6 @@ def _rows(
             f"{where} {shard.examples:,} can be used, with {shard.tokens / shard.examples:,.0f} "
             f"tokens each, {shard.trained / shard.tokens:.0%} of them trained on",
         )
-    else:
-        problems.append(f"{where} not one has a token to train on")
     for reason, numbers in sorted(shard.bad.items()):
         text = f"{where} {listed(numbers)}: {reason}"
         if data.on_bad_row == "error":
@@ -228,6 +227,8 @@ def _rows(
             problems.append(text + CURE_LONG)
         else:
             findings.warn("rows", f"{text}; they will be left out")
+    if not shard.examples and not problems:
+        problems.append(f"{where} not one has a token to train on")
     if shard.truncated:
         text = f"{where} {listed(shard.truncated)}: longer than {data.max_length} tokens"
         findings.warn("rows", f"{text}; they will be cut")
