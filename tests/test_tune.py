@@ -98,9 +98,13 @@ def lines_of(text):
 @pytest.mark.slow
 def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, peaks):
     room = int((peaks[1, False] + peaks[8, False]) / 2 / 0.95)
-    done = run_plugsft("tune", place / "my.toml", "--memory", room, "--steps", 3, cwd=place)
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
+    for _ in range(3):
+        done = run_plugsft("tune", place / "my.toml", "--memory", room, "--steps", 3, cwd=place)
+        print(done.stdout)
+        assert done.returncode == 0, done.stderr
+        # A test beside this one may take the core just when a larger size is measured.
+        if "nothing is written" not in done.stdout:
+            break
     probes = re.findall(r"probe \d+: (.*)", done.stdout)
     assert len(probes) <= 6 and "train.micro_batch = 1 (yours)" in probes[0]
     assert "B, " in probes[0]
