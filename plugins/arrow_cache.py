@@ -1,9 +1,11 @@
 """Keep prepared tokens in a folder that all runs share, and open them there in milliseconds."""
 
+import fcntl
 import functools
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -91,6 +93,11 @@ class ArrowCache:
             with suppress(OSError):
                 os.utime(entry / "manifest.json")  # its time says when the entry was last used
         kept = opened(read, entry, self.in_memory)
+        with suppress(OSError):  # a file system without locks
+            # `cache gc` leaves an entry while somebody has it open.
+            lock = os.open(entry / "manifest.json", os.O_RDONLY)
+            weakref.finalize(kept, os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         took = time.perf_counter() - started
         self.said.append(
             f"{found}, kept in {entry}"

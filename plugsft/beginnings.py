@@ -21,6 +21,10 @@ GROWTH = 4
 
 def shorten(rendered: Rendered, tokenizer: Tokenizer, limit: int) -> Rendered:
     """Cut texts whose first `limit` tokens, and that there are more, a beginning tells."""
+    # An expression may take a text away from its beginning to its end.
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    if normalizer is not None and "Regex" in repr(normalizer):
+        return rendered
     far = [n for n, text in enumerate(rendered.texts) if len(text) > FAR * (limit + FAR)]
     if not far:
         return rendered
@@ -61,8 +65,9 @@ def _settled(text: str, size: int, tokenizer: Tokenizer, limit: int) -> bool:
     end = encoded.offsets[border - 1][1]
     if len({_kind(character) for character in text[end:middle]}) < 2:
         return False
-    longer = backend.encode(text, add_special_tokens=False)
-    return bool(encoded.ids[:border] == longer.ids[:border])
+    # By two lengths that differ by one: groups of digits may be counted from the right.
+    longer = (backend.encode(text[: len(text) - n], add_special_tokens=False) for n in (0, 1))
+    return all(encoded.ids[:border] == one.ids[:border] for one in longer)
 
 
 def _border(encoded: Encoding, tokenizer: Tokenizer, first: int, middle: int) -> int | None:

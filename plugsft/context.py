@@ -48,11 +48,29 @@ def check_context(recipe: Recipe) -> None:
         ensure_plain_loss(config, str(recipe.model.path))
         ensure_safetensors(recipe.model)
         context = context_of(config)
+        ensure_one_rope(config, recipe)
     if context is not None and recipe.data.max_length > context:
         raise RecipeError(
             f"data.max_length: given {recipe.data.max_length}, but the model reads {context} "
             f"tokens at most; set data.max_length = {context}"
             + (", or raise model.scratch.context" if scratch else "")
+        )
+
+
+def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
+    """Refuse positions that depend on the longest row of a micro-batch (longrope, as Phi-3.5)."""
+    text = config.get_text_config()
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope" or recipe.train.micro_batch == 1:
+        return
+    short = rope.get("original_max_position_embeddings") or getattr(
+        text, "original_max_position_embeddings", None
+    )
+    if short is not None and recipe.data.max_length > short:
+        raise RecipeError(
+            f"data.max_length: given {recipe.data.max_length}, but where one row of a micro-batch "
+            f"has more than {short} tokens, this model (longrope) turns all of its rows otherwise; "
+            f"set data.max_length = {short}, or train.micro_batch = 1"
         )
 
 

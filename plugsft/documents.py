@@ -19,6 +19,10 @@ ATTENTION = "plugsft_documents"
 """The name of this attention in transformers."""
 
 
+IGNORABLE = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "keys"}
+"""Tensors given to attention that its documents already tell."""
+
+
 def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:
     """Pack examples into one row, padded to a length if given."""
     counts, seen = tokens.sequences(examples)
@@ -102,7 +106,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each document of a row."""
     if s_aux is not None:
@@ -110,6 +114,14 @@ def attend(
             "this model's attention has sinks, which attention per document cannot compute; "
             "remove [plugins.bfd_packing]"
         )
+    # transformers makes no mask for this attention: one that comes is the model's own.
+    given = {"attention_mask": attention_mask, **others}
+    for name, extra in given.items():
+        if isinstance(extra, Tensor) and name not in IGNORABLE:
+            raise RecipeError(
+                f"this model's attention is given '{name}', which attention per document cannot "
+                "apply; remove [plugins.bfd_packing]"
+            )
     if documents is None:
         documents = lone_document(query, key)
     chunk = chunk_of(module)

@@ -56,11 +56,19 @@ class Load:
             self.empty = False
             # Never a pickle, which can run code.
             safe = {"use_safetensors": True} | self.kwargs
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.path, **safe)
+            made: Any = AutoModelForCausalLM.from_pretrained(
+                self.path, output_loading_info=True, **safe
+            )
         except RecipeError:
             raise
         except Exception as error:  # transformers raises whatever its readers and the hub raise
             raise not_loaded(self.path, error) from error
+        model: PreTrainedModel = made[0]
+        if missing := sorted(made[1]["missing_keys"]):
+            raise RecipeError(
+                f"model.path: the files of '{self.path}' lack {len(missing):,} of the model's "
+                f"tensors ({missing[0]} first), which would be random; download the model again"
+            )
         self._ensure_as_in_files(model)
         return model
 

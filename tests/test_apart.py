@@ -5,6 +5,7 @@ import torch
 from conftest import only_full
 from test_documents import MODELS, make
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     BertConfig,
@@ -47,6 +48,11 @@ LONGROPE = {
     "long_factor": [8.0] * 48,
     "original_max_position_embeddings": 4096,
 }
+SPARSE = CONFIG_MAPPING["minimax_m3_vl_text"](
+    num_hidden_layers=2,
+    layer_types=["minimax_m3_sparse"] * 2,
+    mlp_layer_types=["dense", "sparse"],
+)
 # The real sizes, as a user has them: the twin shrinks them.
 PASS = {
     "llama": LlamaConfig(),
@@ -69,6 +75,8 @@ REFUSE = {
     "llama4": (Llama4TextConfig(), "differ from those alone"),
     # One document beyond the original length gives all others other rotary positions.
     "longrope": (Phi3Config(rope_parameters=LONGROPE), "differ from those alone"),
+    # Each token chooses blocks of keys, counted in the whole row.
+    "minimax_m3": (SPARSE, "is given 'block_indices'"),
 }
 
 

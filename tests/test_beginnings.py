@@ -86,7 +86,11 @@ def llama2():
     return of_tokenizers.Tokenizer(made)
 
 
+HEX = r"[0-9a-f]{1,4}(?=(?:[0-9a-f]{4})*\b)|\S|\s+"
+COMMENTS = normalizers.Replace(Regex(r"<!--[\s\S]*?-->"), "")
 KINDS = {
+    "hexadecimal from the right": lambda: byte_level(HEX),
+    "comments are taken out": lambda: byte_level(None, COMMENTS),
     "byte-level": byte_level,
     "llama 3": lambda: byte_level(LLAMA3),
     "NFC": lambda: byte_level(LLAMA3, normalizers.NFC()),
@@ -185,13 +189,16 @@ def test_a_beginning_gives_what_the_whole_text_gives(kinds, kind):
         shortened.append(any(map(str.__ne__, short.texts, texts)))
 
     same()
-    assert sum(shortened) > sum(tried) // 20, (sum(shortened), sum(tried))
+    if kind == "comments are taken out":
+        assert not any(shortened)
+    else:
+        assert sum(shortened) > sum(tried) // 20, (sum(shortened), sum(tried))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_of_one_character_and_late_answers(kinds, kind):
-    for unit in ("7", " ", "\n", "a", "日、", "12 "):
-        for size, end in ((9000, ""), (9001, "<|mask|>"), (9002, " a")):
+    for unit in ("7", " ", "\n", "a", "日、", "12 ", "3f9", "<!-- owls "):
+        for size, end in ((9000, ""), (9001, "<|mask|>"), (9002, " a"), (9003, "-->")):
             rendered = Rendered([unit * size + end], [[(0, size)]], rows=[0])
             check(kinds[kind], rendered, 7)
     # One answer is trained from the first words on, the other one far behind them.

@@ -407,6 +407,15 @@ def test_gc_removes_what_was_not_used_for_long(recipe, home):
     assert "; 2 entries left" in cache("gc").stdout
 
 
+def test_gc_leaves_what_a_run_uses(recipe, home):
+    made, active = opened(recipe(), [])
+    tokens = prepare.prepare(made, active).tokens
+    done = cache("gc", "--max-size", "0B")
+    assert "a run uses it" in done.stdout and tokens.folder.is_dir()
+    del tokens
+    assert "1 removed" in cache("gc", "--max-size", "0B").stdout and not [*home.iterdir()]
+
+
 BUILDER = """
 import sys, time
 from pathlib import Path

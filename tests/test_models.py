@@ -55,15 +55,6 @@ def test_a_tensor_that_has_another_shape_in_its_file_is_not_read_by_rows(folder)
         loaded(folder)
 
 
-def test_a_tensor_that_is_in_no_file_is_made_as_transformers_makes_it(folder):
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    del weights["model.norm.weight"]
-    save_file(weights, file, {"format": "pt"})
-    model, load = loaded(folder)
-    assert not load.empty and torch.equal(model.model.norm.weight, torch.ones(16))
-
-
 @pytest.mark.parametrize("more", ["buffer", "scalar"])
 def test_buffers_are_read_and_a_model_with_scalars_is_loaded_whole(folder, monkeypatch, more):
     """Otherwise they would keep what the config gives them."""
@@ -133,6 +124,25 @@ def test_a_model_without_whole_weights_is_refused_by_check(tiny, tmp_path, size,
     tables = tiny_tables(tmp_path) | {"model": {"path": str(model)}}
     done = run_plugsft("check", write_recipe(tmp_path / "broken.toml", tables))
     assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_tensor_that_the_files_lack_is_not_made_up(folder, empty):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"lack 1 of the model's tensors \(model.layers.0.mlp.up"):
+        Load(str(folder), {"dtype": torch.float32}, empty=empty).build()
+
+
+def test_what_is_no_number_in_the_file_is_loaded_as_that(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    model = Load(str(folder), {"dtype": torch.float32}).build()
+    assert model.model.layers[0].mlp.up_proj.weight[0, 0].isnan()
 
 
 def test_a_pickle_is_never_loaded(folder):

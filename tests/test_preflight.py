@@ -10,7 +10,14 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
 from making import LOUD, activate, install
-from transformers import AutoTokenizer, BambaConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import (
+    AutoTokenizer,
+    BambaConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Phi3Config,
+)
 
 from plugsft.commands import check as preflight
 from plugsft.commands.room import parameters
@@ -271,8 +278,9 @@ def test_a_model_in_a_folder_is_looked_at_without_its_weights(tiny, tmp_path, ch
     tables |= {"model": {"path": str(model)}, "output": str(tmp_path / "second")}
     path = write_recipe(tmp_path / "second.toml", tables)
     saved = AutoTokenizer.from_pretrained(model)
-    size = (model / "model.safetensors").stat().st_size
-    (model / "model.safetensors").write_bytes(bytes(size))
+    weights = (model / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(weights[:8], "little")
+    (model / "model.safetensors").write_bytes(weights[:header] + bytes(len(weights) - header))
     found = check(path)
     assert not found.problems and not found.warn, found.lines
     assert any(
@@ -300,6 +308,23 @@ def test_a_loss_besides_that_of_tokens_is_refused_by_check_and_train(
     assert any(says in problem for problem in check(recipe).problems)
     done = run_plugsft(recipe)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_positions_that_depend_on_the_micro_batch_are_refused(tiny, tmp_path, check):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 48,
+        "long_factor": [8.0] * 48,
+        "original_max_position_embeddings": 48,
+    }
+    Phi3Config(rope_parameters=rope).save_pretrained(tmp_path / "model")
+    tables = {**tomllib.loads(tiny().read_text()), "model": {"path": str(tmp_path / "model")}}
+    recipe = write_recipe(tmp_path / "long.toml", tables)
+    assert any("set data.max_length = 48, or train.micro" in one for one in check(recipe).problems)
+    tables["train"]["micro_batch"] = 1
+    recipe = write_recipe(tmp_path / "long.toml", tables)
+    assert not any("longrope" in one for one in check(recipe).problems)
 
 
 def test_a_coefficient_that_transformers_does_not_use_is_no_error():

@@ -1,5 +1,6 @@
 """`plugsft cache`: what is kept of prepared data, why a recipe finds it or not, and its end."""
 
+import fcntl
 import json
 import re
 import time
@@ -147,8 +148,10 @@ def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_r
         left -= last.size
         reason = f"not used for {keep_days:g} days" if too_old else "over --max-size"
         if not dry_run:
-            if _used(last.folder) != last.used:
-                continue  # somebody has just found it
+            if _used(last.folder) != last.used or _is_open(last.folder):
+                say(f"stays    {last.folder.name}  {size_of(last.size)}  a run uses it")
+                left += last.size
+                continue
             discard(last.folder, sized=False)
         say(f"{verb}  {last.folder.name}  {size_of(last.size)}  {reason}, from {last.sources}")
         gone, freed = gone + 1, freed + last.size
@@ -156,6 +159,16 @@ def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_r
         say(f"{verb}  {name}  {size_of(size)}  left half-built")
         gone, freed = gone + 1, freed + size
     say(f"{home}: {gone:,} {verb}, {size_of(freed)}; {_count(kept)} left, {size_of(left)}")
+
+
+def _is_open(entry: Path) -> bool:
+    """Tell whether a process uses an entry: it then holds a lock."""
+    with suppress(OSError), (entry / MANIFEST).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def verify(folder: Path | None, remove: bool) -> None:
