@@ -318,7 +318,8 @@ def test_positions_that_depend_on_the_micro_batch_are_refused(tiny, tmp_path, ch
         "long_factor": [8.0] * 48,
         "original_max_position_embeddings": 48,
     }
-    Phi3Config(rope_parameters=rope).save_pretrained(tmp_path / "model")
+    config = Phi3Config(rope_parameters=rope, original_max_position_embeddings=48)
+    config.save_pretrained(tmp_path / "model")
     tables = {**tomllib.loads(tiny().read_text()), "model": {"path": str(tmp_path / "model")}}
     recipe = write_recipe(tmp_path / "long.toml", tables)
     assert any("set data.max_length = 48, or train.micro" in one for one in check(recipe).problems)
