@@ -87,7 +87,8 @@ class BfdPacking:
         if recipe.train.micro_batch > 1:
             raise RecipeError(
                 "capacity sets the size of a micro-batch, so train.micro_batch has no effect; "
-                f"remove it, or set capacity to about {recipe.train.micro_batch} times your value"
+                f"remove it; capacity = {recipe.train.micro_batch * self.room} takes about as many "
+                "tokens at a time"
             )
         halves = [one.source for one in recipe.data.all_sources() if one.weight % 1]
         if self.overlong != "error" and recipe.has("dpo"):
