@@ -69,6 +69,7 @@ MEMORY = (
     "allocate memory",
     "Cannot allocate",
     "not enough memory",
+    "memory allocation of",  # Rust, in tokenizers and safetensors
     "bad_alloc",
     "ALLOC_FAILED",
 )

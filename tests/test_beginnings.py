@@ -195,7 +195,7 @@ def test_a_beginning_gives_what_the_whole_text_gives(kinds, kind):
         assert sum(shortened) > sum(tried) // 20, (sum(shortened), sum(tried))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "comments" not in kind])
 def test_runs_of_one_character_and_late_answers(kinds, kind):
     for unit in ("7", " ", "\n", "a", "日、", "12 ", "3f9", "<!-- owls "):
         for size, end in ((9000, ""), (9001, "<|mask|>"), (9002, " a"), (9003, "-->")):

@@ -34,3 +34,8 @@ def test_every_error_is_of_the_family_and_in_its_picture():
     assert all(one.__name__ in errors.__doc__ for one in family)
     # A mistake in what was given ends with 2; training that goes wrong by itself, with 1.
     assert {one for one in family if one.exit_code != 2} == {TrainError}
+
+
+@pytest.mark.parametrize("text", ["std::bad_alloc", "memory allocation of 262144 bytes failed"])
+def test_memory_that_runs_out_in_a_library_is_known(text):
+    assert errors.out_of_memory(RuntimeError(text)) and not errors.out_of_memory(OSError("x"))
