@@ -102,7 +102,7 @@ def test_any_kind_goes_on_from_the_checkpoint_of_another(tiny, tmp_path, first, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("kind", [pytest.param("fsdp2", marks=only_full), "zero3"])
 def test_sharded_runs_resume_bit_for_bit(tiny, tmp_path, kind):
     recipe = tiny(rows=chats(21), train=TRAIN, checkpoint={"every": 4}, eval=EVAL)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -378,6 +378,7 @@ def test_one_rank_prepares_for_longer_than_a_process_group_waits(slow, tmp_path,
     assert f"DDP of {ranks}" in out
 
 
+@only_full
 @pytest.mark.slow
 def test_a_rank_that_prepares_longer_than_the_others_is_waited_for(slow, tmp_path):
     """As a node does that has a disk of its own, and a slow one."""

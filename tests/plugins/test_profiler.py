@@ -276,7 +276,9 @@ def test_a_run_that_is_stopped_early_has_no_profile(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("cpu2", marks=only_full), "fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("cpu2", marks=only_full), "fsdp2", pytest.param("zero3", marks=only_full)]
+)
 def test_every_rank_of_every_kind(tiny, tmp_path, name):
     recipe = tiny(train=TRAIN | {"micro_batch": 2, "steps": 6}, plugins={"profiler": {}})
     code, _, err = finish(launch(*config(name), "-m", "plugsft", recipe))
