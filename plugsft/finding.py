@@ -14,6 +14,8 @@ from .hooks import PLUGIN
 
 BUNDLED = "plugsft.plugins"
 GROUP = "plugsft"
+OURS = "bundled"
+"""The origin of plugins that come with plugsft; others have their distribution's."""
 CORE = "core"
 """The name under which the core's own answers are registered, before any plugin."""
 
@@ -44,7 +46,7 @@ def find() -> dict[str, Found]:
     found = {}
     folder = Path(importlib.import_module(BUNDLED).__path__[0])
     for path in sorted(folder.glob("[!_]*.py")):
-        found[path.stem] = Found(path.stem, "bundled", f"{BUNDLED}.{path.stem}", path)
+        found[path.stem] = Found(path.stem, OURS, f"{BUNDLED}.{path.stem}", path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         other, dist = found.get(point.name), point.dist
         assert dist is not None, "entry_points() gives those of distributions"

@@ -1,12 +1,9 @@
 """The key of prepared data: all that it depends on, and what tells one key from another."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from . import formats, jinja, jsonl, limits, rows, sources, templates, tokenizer
-from . import work as work_module
-from .digests import digest, file_digest
+from .digests import digest
 from .reading import flatten
 from .registry import Active, contract_of, options_of
 from .shards import FORMAT
@@ -16,14 +13,17 @@ from .work import Work
 
 MAKERS = ("render", "encode")
 """The hooks that decide about tokens."""
-CORE = (jsonl, limits, sources, formats, rows, jinja, templates, tokenizer, work_module)
-"""Modules that make tokens of rows: other code may make other tokens."""
+VERSIONS = {"read": 1, "render": 1, "pairs": 1, "encode": 1, "mask": 1}
+"""Stage of preparing -> version of its output.
+
+Raise a stage's version when its output changes, and tokens are prepared again. tests/test_stages.py
+fails where an output has changed and its version has not.
+"""
 WORDS = {
     "format": "another version of the format",
     "data": "other data, or another split of it",
     "tokenizer": "another tokenizer",
     "template": "another chat template, or another variant of it in trl",
-    "core": "another version of plugsft's own reading, rendering and masking",
 }
 
 
@@ -37,9 +37,15 @@ def makers(active: Active) -> dict[str, dict[str, Any]]:
 
 
 def with_sources(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
-    """Return the plugins that have some of these hooks: options, and a checksum of the source."""
+    """Return the plugins that have some of these hooks: options, and version of the source.
+
+    The versions of bundled plugins are those of the stages.
+    """
     return {
-        name: {"options": _deciding(plugin), "source": active.source_digest(name)}
+        name: {
+            "options": _deciding(plugin),
+            "source": "" if active.is_bundled(name) else active.source_digest(name),
+        }
         for name, plugin in active.plugins.items()
         if active.implements(name, hooks)
     }
@@ -65,9 +71,7 @@ def key_of(work: Work, opened: Sequence[Source], active: Active) -> dict[str, An
         "template": digest(
             {"template": template, "training": template and training_template(template)}
         ),
-        "core": digest(
-            {module.__name__: file_digest(Path(str(module.__file__))) for module in CORE}
-        ),
+        "stages": VERSIONS,
         "plugins": with_sources(active, ("render",)),
         # By the law of `encode` they give the ids of the model's own tokenizer.
         "encoders": with_sources(active, ("encode",)),
@@ -79,7 +83,7 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
     for part, words in WORDS.items():
         if there.get(part) != here.get(part):
             yield words
-    for table in ("options", "plugins", "encoders"):
+    for table in ("options", "stages", "plugins", "encoders"):
         old, new = (flatten(key.get(table) or {}) for key in (there, here))
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
@@ -89,6 +93,8 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
 def _difference(table: str, name: str, old: Any, new: Any) -> str:
     if table == "options":
         return f"data.{name} was {old!r}, and is {new!r} here"
+    if table == "stages":
+        return f"another version of plugsft's stage '{name}'"
     plugin, _, rest = name.partition(".")
     if old is None or new is None:
         return f"plugins.{plugin} was {'off' if old is None else 'on'}"

@@ -25,9 +25,9 @@ from .contracts import (
     must_be_apart,
     must_return,
 )
-from .digests import file_digest
+from .digests import digest, file_digest
 from .errors import PluginError, PlugsftError, RecipeError, did_you_mean
-from .finding import CORE, Found, find, is_core, load_class
+from .finding import CORE, OURS, Found, find, is_core, load_class
 from .formats import COLUMNS
 from .hooks import PLUGIN, Contract, Hooks
 from .machine import Machine
@@ -96,9 +96,21 @@ class Active:
                     found[f"plugins.{name}.{option}"] = options[option]
         return found
 
+    def is_bundled(self, name: str) -> bool:
+        """Tell whether a plugin comes with plugsft."""
+        return self.found[name].origin == OURS
+
     def source_digest(self, name: str) -> str:
-        """Return a checksum of the file that a plugin's class stands in."""
-        return file_digest(Path(inspect.getfile(type(self.plugins[name]))))
+        """Return a checksum of a plugin: its file, or its package's version and files."""
+        file = Path(inspect.getfile(type(self.plugins[name])))
+        if self.is_bundled(name):
+            return file_digest(file)
+        top, _, inner = type(self.plugins[name]).__module__.partition(".")
+        folder = file.parents[inner.count(".")] if inner else file.parent
+        is_package = inner or file.name == "__init__.py"
+        files = sorted(folder.rglob("*.py")) if is_package else [file]
+        names = {str(path.relative_to(folder)): file_digest(path) for path in files}
+        return digest({"package": top, "origin": self.found[name].origin, "files": names})
 
     @contextmanager
     def named(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 from conftest import read_metrics, run_plugsft, start_ranks, tiny_tables, write_recipe
-from making import activate, install
+from making import LOUD, activate, install
 
 from plugsft import PluginError, RecipeError
 from plugsft.answers import DataAnswers
@@ -369,6 +369,23 @@ def test_a_plugin_s_source_is_part_of_what_it_makes(company):
     _, active = resolve(company(one=ANSWERS, two=WRAPS.format(contract="")))
     assert active.source_digest("one") != active.source_digest("two")
     assert active.implements("one", ["render", "feed"]) and not active.implements("one", ["render"])
+
+
+def test_every_file_of_a_plugins_package_is_part_of_its_source(tmp_path, monkeypatch):
+    site = install(tmp_path / "site", loud=LOUD)
+    (module,) = site.glob("*.py")
+    package = site / module.stem
+    package.mkdir()
+    module.rename(package / "__init__.py")
+    words = package / "inner" / "words.py"
+    words.parent.mkdir()
+    words.write_text("MARK = 1\n")
+    activate(site, monkeypatch)
+    _, active = resolve(tiny_tables(tmp_path) | {"plugins": {"loud": {}}})
+    before = active.source_digest("loud")
+    assert before == active.source_digest("loud")
+    words.write_text("MARK = 2\n")
+    assert active.source_digest("loud") != before
 
 
 def test_the_order_of_hooks_in_a_run(company, tmp_path):

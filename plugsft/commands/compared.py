@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlugsftError
+from ..finding import OURS
 from ..keys import differences
 from ..limits import json_of, text_of
 from ..reading import flatten, read
@@ -176,7 +177,7 @@ def _plugins(run: Run, names: list[str]) -> dict[str, Any]:
         name = one["name"]
         told |= {**flatten({name: one["options"]}), name: "on"}
         told[f"{name}: verdict"] = one.get("verdict")
-        if one.get("origin") != "bundled":
+        if one.get("origin") != OURS:
             told[f"{name}: from"] = one.get("origin")
     return told
 
