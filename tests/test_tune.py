@@ -128,6 +128,7 @@ def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, peaks):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@only_full  # between two limits 28 MiB apart, where other libraries may abort first
 @pytest.mark.slow
 def test_layers_are_computed_again_where_memory_forces_it(place, peaks):
     assert peaks[1, False] - peaks[1, True] > 25e6
