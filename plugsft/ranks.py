@@ -69,8 +69,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
     if cpu:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # Launchers of several processes set OMP_NUM_THREADS to 1; for one, the user has set it.
-        if local > 1 or "OMP_NUM_THREADS" not in os.environ:
+        if local > 1 or not threads_are_chosen():
             torch.set_num_threads(max(1, machine.cores // local))
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # else accelerate sets them once more
         _prepare_cpu(fsdp, deepspeed)
@@ -104,6 +103,14 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
     in_float32(accelerator)
     return accelerator
+
+
+def threads_are_chosen() -> bool:
+    """Tell whether the user has set OMP_NUM_THREADS; accelerate's launcher sets it to 1."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return threads is not None and not (
+        "ACCELERATE_MIXED_PRECISION" in os.environ and threads == "1"
+    )
 
 
 def disconnect(accelerator: Accelerator, model: Module) -> None:

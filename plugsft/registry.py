@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,12 +106,12 @@ class Active:
         file = Path(inspect.getfile(type(self.plugins[name])))
         if self.is_bundled(name):
             return file_digest(file)
-        top, _, inner = type(self.plugins[name]).__module__.partition(".")
-        folder = file.parents[inner.count(".")] if inner else file.parent
-        is_package = inner or file.name == "__init__.py"
-        files = sorted(folder.rglob("*.py")) if is_package else [file]
-        names = {str(path.relative_to(folder)): file_digest(path) for path in files}
-        return digest({"package": top, "origin": self.found[name].origin, "files": names})
+        package = sys.modules[type(self.plugins[name]).__module__.partition(".")[0]]
+        folders = [Path(folder) for folder in getattr(package, "__path__", ())]
+        files = sorted(path for folder in folders for path in folder.rglob("*.py")) or [file]
+        # Ranks and machines may have it in other places.
+        names = [(path.name, file_digest(path)) for path in files]
+        return digest({"origin": self.found[name].origin, "files": names})
 
     @contextmanager
     def named(self) -> Iterator[None]:

@@ -412,6 +412,7 @@ def test_gc_leaves_what_a_run_uses(recipe, home):
     tokens = prepare.prepare(made, active).tokens
     done = cache("gc", "--max-size", "0B")
     assert "a run uses it" in done.stdout and tokens.folder.is_dir()
+    assert "0 removed" in done.stdout and "; 1 entry left" in done.stdout
     del tokens
     assert "1 removed" in cache("gc", "--max-size", "0B").stdout and not [*home.iterdir()]
 

@@ -139,19 +139,17 @@ def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_r
     kept, gone, freed = list(entries(home)), 0, 0
     left = sum(one.size for one in kept)
     now, verb = time.time(), "would go" if dry_run else "removed"
-    while kept:
-        last = kept[-1]
+    for last in reversed(tuple(kept)):
         too_old = keep_days is not None and now - last.used > keep_days * 86_400
         if not too_old and (limit is None or left <= limit):
             break
-        kept.pop()
+        if _used(last.folder) != last.used or _is_open(last.folder):
+            say(f"stays    {last.folder.name}  {size_of(last.size)}  a run uses it")
+            continue
+        kept.remove(last)
         left -= last.size
         reason = f"not used for {keep_days:g} days" if too_old else "over --max-size"
         if not dry_run:
-            if _used(last.folder) != last.used or _is_open(last.folder):
-                say(f"stays    {last.folder.name}  {size_of(last.size)}  a run uses it")
-                left += last.size
-                continue
             discard(last.folder, sized=False)
         say(f"{verb}  {last.folder.name}  {size_of(last.size)}  {reason}, from {last.sources}")
         gone, freed = gone + 1, freed + last.size
