@@ -1,6 +1,6 @@
-"""Texts far longer than any example: only their beginning is encoded, if that gives equal tokens.
+"""Encode only the beginning of a very long text, if that gives the same tokens.
 
-Encoding a row of 50 MB, of which 512 tokens are used, takes minutes and gigabytes.
+Encoding a row of 50 MB takes minutes and gigabytes, even if only its first 512 tokens are used.
 """
 
 from collections import Counter
@@ -12,25 +12,22 @@ from .tokenizer import Tokenizer
 from .types import Rendered
 
 FAR = 64
-"""Characters for each token of the limit; a text with fewer is encoded whole."""
+"""Characters per token of the limit; a shorter text is encoded whole."""
 FIRST = 16
-"""Characters for each token of the limit in the shortest beginning that is tried."""
+"""Characters per token of the limit in the first beginning that is tried."""
 GROWTH = 4
-"""How many times as long the next beginning is."""
+"""Factor from one beginning to the next."""
 
 
 def shorten(rendered: Rendered, tokenizer: Tokenizer, limit: int) -> Rendered:
-    """Cut texts whose first `limit` tokens, and that there are more, a beginning tells."""
-    # An expression may take a text away from its beginning to its end.
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    if normalizer is not None and "Regex" in repr(normalizer):
-        return rendered
+    """Cut very long texts where a beginning gives the same first `limit` tokens, and one more."""
     far = [n for n, text in enumerate(rendered.texts) if len(text) > FAR * (limit + FAR)]
-    if not far:
+    # A regular expression in the normalizer may delete from the beginning to the end of a text.
+    if not far or "Regex" in repr(tokenizer.backend_tokenizer.normalizer):
         return rendered
     texts, spans, pieces = list(rendered.texts), list(rendered.spans), Counter(rendered.rows)
     for number in far:
-        # A pair of answers is compared from their first trained tokens on, wherever these are.
+        # Two answers of a pair are compared from their first trained tokens on.
         starts = [start for start, _ in spans[number]] if pieces[rendered.rows[number]] > 1 else []
         size = _enough(texts[number], tokenizer, limit, max(starts, default=0))
         texts[number] = texts[number][:size]
@@ -39,7 +36,7 @@ def shorten(rendered: Rendered, tokenizer: Tokenizer, limit: int) -> Rendered:
 
 
 def _enough(text: str, tokenizer: Tokenizer, limit: int, start: int) -> int:
-    """Return the length of a beginning that is enough, or of the text."""
+    """Return the length of a sufficient beginning, or of the whole text."""
     size = FIRST * (limit + FAR)
     while GROWTH * size < len(text):
         if start < size and _settled(text[: 2 * size], size, tokenizer, limit):
@@ -49,12 +46,12 @@ def _enough(text: str, tokenizer: Tokenizer, limit: int, start: int) -> int:
 
 
 def _settled(text: str, size: int, tokenizer: Tokenizer, limit: int) -> bool:
-    """Tell whether nothing behind a beginning of `size` characters can change its first tokens.
+    """Tell whether text after the first `size` characters cannot change the first tokens.
 
-    Behind the first `limit` + 1 tokens there must be a border that no token crosses, and between
-    it and the middle of the beginning characters of two kinds: spaces, digits or letters that
-    begin before the border, and are split by how many of them there are, end before the middle.
-    And a beginning twice as long must have the same tokens.
+    There must be a border that no token crosses after the first `limit` + 1 tokens. Between the
+    border and the middle of the beginning there must be characters of two kinds, so that a run of
+    spaces, digits or letters ends there: some patterns split a run by its length. And a beginning
+    twice as long must have the same tokens.
     """
     backend = tokenizer.backend_tokenizer
     encoded = backend.encode(text[:size], add_special_tokens=False)
@@ -65,13 +62,13 @@ def _settled(text: str, size: int, tokenizer: Tokenizer, limit: int) -> bool:
     end = encoded.offsets[border - 1][1]
     if len({_kind(character) for character in text[end:middle]}) < 2:
         return False
-    # By two lengths that differ by one: groups of digits may be counted from the right.
-    longer = (backend.encode(text[: len(text) - n], add_special_tokens=False) for n in (0, 1))
-    return all(encoded.ids[:border] == one.ids[:border] for one in longer)
+    # Two lengths that differ by one: some patterns group digits from the right.
+    longer = (backend.encode(part, add_special_tokens=False) for part in (text, text[:-1]))
+    return all(encoded.ids[:border] == other.ids[:border] for other in longer)
 
 
 def _border(encoded: Encoding, tokenizer: Tokenizer, first: int, middle: int) -> int | None:
-    """Return the first token from `first` on that cannot have been joined with the one before."""
+    """Return the first token, from `first` on, that cannot be joined to the one before."""
     words, tokens, offsets = encoded.word_ids, encoded.tokens, encoded.offsets
     for place in range(first, len(tokens)):
         if offsets[place][1] > middle:
@@ -84,6 +81,6 @@ def _border(encoded: Encoding, tokenizer: Tokenizer, first: int, middle: int) ->
 
 
 def _kind(character: str) -> int:
-    """Return what a character is, as the patterns that split texts have it."""
+    """Return the class of a character: space, number, letter or other."""
     kinds = (str.isspace, str.isnumeric, str.isalpha)
     return next((n for n, is_one in enumerate(kinds) if is_one(character)), len(kinds))

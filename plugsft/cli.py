@@ -251,7 +251,7 @@ def gc(
     folder: CacheFolder = None,
     keep_days: Annotated[
         float | None,
-        typer.Option(min=0, help="Remove entries unused for so many days.", show_default=False),
+        typer.Option(min=0, help="Remove entries unused for this many days.", show_default=False),
     ] = None,
     max_size: Annotated[
         str | None,

@@ -46,7 +46,7 @@ def check_context(recipe: Recipe) -> None:
     else:
         config = load_config(recipe.model)
         ensure_plain_loss(config, str(recipe.model.path))
-        ensure_safetensors(recipe.model)
+        ensure_safetensors(str(recipe.model.path), recipe.model.revision)
         context = context_of(config)
         ensure_one_rope(config, recipe)
     if context is not None and recipe.data.max_length > context:
@@ -69,29 +69,28 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
     if short is not None and recipe.data.max_length > short:
         raise RecipeError(
             f"data.max_length: given {recipe.data.max_length}, but where one row of a micro-batch "
-            f"has more than {short} tokens, this model (longrope) turns all of its rows otherwise; "
+            f"has more than {short} tokens, this model (longrope) changes the positions of all; "
             f"set data.max_length = {short}, or train.micro_batch = 1"
         )
 
 
-def ensure_safetensors(model: Model) -> None:
+def ensure_safetensors(path: str, revision: str | None = None) -> None:
     """Refuse weights that are there as a pickle only: whoever made one can run code with it."""
-    path = str(model.path)
     try:
         if Path(path).is_dir():
             names = [file.name for file in Path(path).iterdir()]
         else:
-            names = list_repo_files(path, revision=model.revision)
+            names = list_repo_files(path, revision=revision)
     except Exception:  # without network: then loading refuses it
         return
     pickles = [name for name in names if name.startswith(PICKLES) and name.endswith(".bin")]
     if not pickles or any(name.endswith(".safetensors") for name in names):
         return
     target = f"{Path(path).name}-safetensors"
-    revision = f", revision={model.revision!r}" if model.revision else ""
+    pinned = f", revision={revision!r}" if revision else ""
     kinds = ("AutoModelForCausalLM", "AutoTokenizer")
     steps = [
-        f"{kind}.from_pretrained({path!r}{revision}).save_pretrained({target!r})" for kind in kinds
+        f"{kind}.from_pretrained({path!r}{pinned}).save_pretrained({target!r})" for kind in kinds
     ]
     command = f"from transformers import {', '.join(kinds)}; {'; '.join(steps)}"
     raise RecipeError(
@@ -102,9 +101,9 @@ def ensure_safetensors(model: Model) -> None:
 
 
 def ensure_whole_weights(model: Model) -> None:
-    """Refuse a folder without weights, or with a file that is cut off; only headers are read."""
-    folder = Path(str(model.path))
-    if not folder.is_dir():
+    """Refuse a folder without weights, or with a truncated file; reads only headers."""
+    folder = Path(model.path or "")
+    if not model.path or not folder.is_dir():
         return
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -172,7 +171,7 @@ def not_loaded(path: str, error: Exception) -> PlugsftError:
 
 
 def reason_of(path: str, error: Exception) -> str:
-    """Say why transformers could not load what is in a folder: a broken file, or its own words."""
+    """Say why transformers failed to load a folder: a broken file, or its own message."""
     for name in SETTINGS:
         file = Path(path) / name
         try:

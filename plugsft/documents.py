@@ -20,7 +20,7 @@ ATTENTION = "plugsft_documents"
 
 
 IGNORABLE = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "keys"}
-"""Tensors given to attention that its documents already tell."""
+"""Tensors that attention per document does not need: `documents` says the same."""
 
 
 def pack(tokens: Tokens, examples: Ints, length: int | None = None) -> Batch:

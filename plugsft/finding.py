@@ -32,7 +32,7 @@ class Found:
 
     @property
     def summary(self) -> str:
-        """What it is for, in a line: its file's docstring, or what its package says of itself."""
+        """The first line of a file's docstring, or a package's own summary."""
         if isinstance(self.source, Path):
             text = ast.get_docstring(ast.parse(self.source.read_text(encoding="utf8"))) or ""
             return text.partition("\n")[0]

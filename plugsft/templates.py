@@ -34,9 +34,9 @@ WRONG = (
     ValueError,
 )
 MANY = 1000
-"""Answers of one chat that are told apart by comparing: each is rendered with all before it."""
+"""Most answers of a chat to find by comparing renderings; each needs one of all turns before it."""
 SAMPLE = 32
-"""Answers of one chat that `is_stable` looks at."""
+"""Most answers of a chat that `is_stable` checks."""
 REWRITES = (
     "the chat template rewrites earlier turns, so that the assistant's words cannot be told apart: "
 )
@@ -106,7 +106,7 @@ class Chat:
     def is_stable(self, talk: Talk) -> bool:
         """Tell whether answers stand behind what a model would be given to write them.
 
-        Of a long chat, a sample of its answers is looked at: each is rendered with all before it.
+        Checks a sample of a long chat's answers: each needs a rendering of all turns before it.
         """
         asked = {**self._variables(talk), "add_generation_prompt": True}
         for messages in spellings(talk.messages):

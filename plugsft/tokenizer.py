@@ -72,19 +72,19 @@ class Tokenizer:
 
     @cached_property
     def neighbours(self) -> frozenset[str]:
-        """All pairs of characters that stand side by side in a token."""
+        """All pairs of adjacent characters in the vocabulary's tokens."""
         vocab = self.backend_tokenizer.get_vocab(with_added_tokens=False)
         return frozenset(token[n : n + 2] for token in vocab for n in range(len(token) - 1))
 
     def never_joined(self, before: str, after: str) -> bool:
-        """Tell whether no token crosses the border between two tokens, whatever stands around."""
+        """Tell whether no token can cross the border between two tokens."""
         model = self.backend_tokenizer.model
         if not isinstance(model, tokenizers.models.BPE | tokenizers.models.Unigram):
             return False
         affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
         if any(getattr(model, name, None) for name in affixes):
             return False
-        # Bytes and unknown characters are not spelt by the names of their tokens.
+        # Names of byte tokens and of the unknown token are not their text.
         unknown = getattr(model, "unk_token", None)
         if any(one == unknown or (one[:1] + one[-1:]) == "<>" for one in (before, after)):
             return False

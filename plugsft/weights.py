@@ -218,7 +218,7 @@ class Weights:
         # Compared in the type of loading or saving: trained weights may have more digits.
         kind = dtype if dtype is not None and stored.is_floating_point() else ours.dtype
         ours, stored = ours.to(kind), stored.to(kind)
-        # What is no number is loaded right if it is none in the file either.
+        # NaN equals NaN here: it was loaded as it is in the file.
         return bool(((ours == stored) | ((ours != ours) & (stored != stored))).all())
 
     def _slice(self, name: str) -> Any:

@@ -111,20 +111,21 @@ class Work:
         return _cut(encoded, rendered, np.array(numbers, np.int64), self.data, shard)
 
     def _encode(self, rendered: Rendered) -> tuple[Rendered, Encoded]:
-        """Encode texts; of those far longer than data.max_length, only a beginning."""
-        limit = self.data.max_length
-        short = shorten(rendered, self.tokenizer, limit)
-        for texts in (short, rendered):
-            encoded = self.hook.encode(
-                texts=texts.texts,
-                tokenizer=self.tokenizer,
-                special_tokens=texts.special_tokens,
-            )
-            pairs = zip(texts.texts, rendered.texts, encoded.counts.tolist(), strict=True)
-            # A plugin may make fewer tokens than the model's own tokenizer.
-            if all(text is whole or count > limit for text, whole, count in pairs):
-                break
-        return texts, encoded
+        """Encode texts; only a beginning of those far longer than data.max_length."""
+        short = shorten(rendered, self.tokenizer, self.data.max_length)
+        encoded = self._ids(short)
+        pairs = zip(short.texts, rendered.texts, encoded.counts.tolist(), strict=True)
+        # A plugin may make fewer tokens than the model's own tokenizer.
+        if any(text is not whole and n <= self.data.max_length for text, whole, n in pairs):
+            return rendered, self._ids(rendered)
+        return short, encoded
+
+    def _ids(self, rendered: Rendered) -> Encoded:
+        return self.hook.encode(
+            texts=rendered.texts,
+            tokenizer=self.tokenizer,
+            special_tokens=rendered.special_tokens,
+        )
 
 
 def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tokenizer) -> Rendered:

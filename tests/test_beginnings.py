@@ -126,7 +126,7 @@ LONG = 60_000
 
 @st.composite
 def long_texts(draw):
-    """Texts of a few stretches, each of which repeats, or mixes, a few units."""
+    """Texts of a few parts; each part repeats or mixes a few units."""
     text, mixed = "", random.Random(draw(st.integers(0, 999)))
     for _ in range(draw(st.integers(1, 4))):
         units = draw(st.lists(st.sampled_from(UNITS), min_size=1, max_size=5))

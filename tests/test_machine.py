@@ -10,6 +10,7 @@ import pytest
 
 from plugsft import machine
 from plugsft.machine import free_disk, held_most, look, memory_limit, num_cores, slow_to_map
+from plugsft.ranks import threads_are_chosen
 
 
 @pytest.fixture
@@ -94,3 +95,16 @@ def test_windows_subsystem_is_recognised(monkeypatch):
 def test_a_windows_disk_is_slow_to_map_from_wsl_only(folder, slow):
     assert slow_to_map(Path(folder), replace(look(), wsl=True)) is slow
     assert not slow_to_map(Path(folder), replace(look(), wsl=False))
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("threads", [None, "1", "3"])
+def test_threads_that_a_user_has_set_are_known(monkeypatch, launched, threads):
+    """accelerate's launcher sets one thread if nobody has asked for any."""
+    for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    if launched:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert threads_are_chosen() == (threads == "3" or (threads == "1" and not launched))

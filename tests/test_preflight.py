@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
 from making import LOUD, activate, install
+from test_apart import LONGROPE
 from transformers import (
     AutoTokenizer,
     BambaConfig,
@@ -311,14 +312,7 @@ def test_a_loss_besides_that_of_tokens_is_refused_by_check_and_train(
 
 
 def test_positions_that_depend_on_the_micro_batch_are_refused(tiny, tmp_path, check):
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 48,
-        "long_factor": [8.0] * 48,
-        "original_max_position_embeddings": 48,
-    }
-    config = Phi3Config(rope_parameters=rope, original_max_position_embeddings=48)
+    config = Phi3Config(rope_parameters=LONGROPE, original_max_position_embeddings=48)
     config.save_pretrained(tmp_path / "model")
     tables = {**tomllib.loads(tiny().read_text()), "model": {"path": str(tmp_path / "model")}}
     recipe = write_recipe(tmp_path / "long.toml", tables)

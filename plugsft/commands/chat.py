@@ -23,7 +23,6 @@ from ..console import is_terminal, say
 from ..context import TRUST, context_of, cure_of, ensure_safetensors
 from ..errors import PlugsftError
 from ..pretrained import pad_id, stop_ids
-from ..recipe import Model
 from ..report import read_record
 from ..step_folders import newest
 from .places import ADAPTER, base_of, is_model, near
@@ -65,7 +64,7 @@ def model_folder(output: Path) -> Path:
     """Return the folder of a run's model, or of any Hugging Face model; say why there is none."""
     for folder in (output / "model", output):
         if is_model(folder):
-            ensure_safetensors(Model(path=str(folder)))
+            ensure_safetensors(str(folder))
             return folder
     if not output.exists():
         raise PlugsftError(f"{output}: no such folder{near(output)}")
