@@ -148,7 +148,7 @@ def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path
         done = run_plugsft(recipe, *words)
         assert done.returncode == 2 and "--overwrite" in done.stderr
         assert (run / "metrics.jsonl").read_bytes() == before
-    assert f"{steps} steps of a run that left no checkpoint" in run_plugsft(recipe).stderr
+    assert f"{steps} steps of a run without a checkpoint" in run_plugsft(recipe).stderr
     assert run_plugsft(recipe, "train.steps=2", "--overwrite").returncode == 0
 
 

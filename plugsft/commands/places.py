@@ -261,18 +261,18 @@ def leftovers(folder: Path) -> str:
     """Say what an earlier run left that a new one would remove, and the cure."""
     last = newest(folder / "checkpoints")
     steps = len([line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
-    anew = "start anew with --overwrite, or give another folder (output=...)"
+    other = "start again with --overwrite, or choose another folder (output=...)"
     if is_published(folder / "model"):
         model, first = folder / "model", ""
         if (model / ADAPTER).is_file():
             model, first = folder / "merged", f"plugsft export {folder} --merge, then "
         return (
-            f"a finished run: {anew}. To train its model on, {first}set model.path = "
+            f"a finished run: {other}. To train its model further, {first}set model.path = "
             f'"{model}" and another output'
         )
     if last:
-        return f"checkpoints up to {last.name}: go on with --resume, {anew}"
-    return f"{steps:,} steps of a run that left no checkpoint: {anew}" if steps else ""
+        return f"checkpoints up to {last.name}: resume with --resume, {other}"
+    return f"{steps:,} steps of a run without a checkpoint: {other}" if steps else ""
 
 
 def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
