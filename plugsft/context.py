@@ -61,7 +61,8 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
     """Refuse positions that depend on the longest row of a micro-batch (longrope, as Phi-3.5)."""
     text = config.get_text_config()
     rope: Any = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope" or recipe.train.micro_batch == 1:
+    pairs = recipe.has("dpo")  # two rows in every forward
+    if rope.get("rope_type") != "longrope" or (recipe.train.micro_batch == 1 and not pairs):
         return
     short = rope.get("original_max_position_embeddings") or getattr(
         text, "original_max_position_embeddings", None
@@ -70,7 +71,7 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
         raise RecipeError(
             f"data.max_length: given {recipe.data.max_length}, but where one row of a micro-batch "
             f"has more than {short} tokens, this model (longrope) changes the positions of all; "
-            f"set data.max_length = {short}, or train.micro_batch = 1"
+            f"set data.max_length = {short}" + ("" if pairs else ", or train.micro_batch = 1")
         )
 
 

@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     JsonValue,
     PlainSerializer,
+    field_validator,
     model_validator,
 )
 
@@ -260,6 +261,13 @@ class Train(Table):
     """Everything random follows from it."""
     log_every: Count = 10
     """Steps between console lines; metrics.jsonl has every step."""
+
+    @field_validator("epochs", mode="before")
+    @classmethod
+    def _whole_epochs(cls, epochs: Any) -> Any:
+        if isinstance(epochs, float):
+            raise ValueError(f"given {epochs}; it should be a whole number; or set train.steps")
+        return epochs
 
 
 class Checkpoint(Table):

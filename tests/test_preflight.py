@@ -320,6 +320,10 @@ def test_positions_that_depend_on_the_micro_batch_are_refused(tiny, tmp_path, ch
     tables["train"]["micro_batch"] = 1
     recipe = write_recipe(tmp_path / "long.toml", tables)
     assert not any("longrope" in one for one in check(recipe).problems)
+    tables["plugins"] = {"dpo": {}}  # two answers in a forward
+    recipe = write_recipe(tmp_path / "long.toml", tables)
+    [found] = [one for one in check(recipe).problems if "longrope" in one]
+    assert found.endswith("set data.max_length = 48")
 
 
 def test_a_coefficient_that_transformers_does_not_use_is_no_error():

@@ -46,6 +46,10 @@ def problems(path, *overrides):
         ({"train": {"batch_size": True}}, "train.batch_size: given True; it should be a valid int"),
         ({"train": {"batch_size": 0}}, "train.batch_size: given 0; it should be greater than or"),
         ({"train": {"epochs": 2**31}}, "train.epochs: given 2147483648; it should be less than"),
+        (
+            {"train": {"epochs": 0.2}},
+            "train.epochs: given 0.2; it should be a whole number; or set train.steps",
+        ),
         ({"train": {"seed": -1}}, "train.seed: given -1; it should be greater than or equal to 0"),
         (
             {"train": {"learning_rate": float("nan")}},

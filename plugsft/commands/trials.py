@@ -36,6 +36,8 @@ from ..types import Ints, Shard
 
 ELSEWHERE = ("tracker",)
 """Plugins that trials leave out: they tell others of every run."""
+NO_STACK = "can't start new thread"
+"""A limit of memory may leave no room for a thread's stack."""
 
 
 @dataclass
@@ -139,9 +141,9 @@ class Trials:
         words = [*self._launch, *(() if self._launch else (sys.executable,))]
         words += ["-m", "plugsft.commands.trial", str(path), str(memory)]
         code, seconds = ended(words, folder / "said.txt")
-        return self._read(folder, steps, code, seconds)
+        return self._read(folder, steps, code, seconds, memory)
 
-    def _read(self, folder: Path, steps: int, code: int, seconds: float) -> Trial:
+    def _read(self, folder: Path, steps: int, code: int, seconds: float, memory: int) -> Trial:
         trial = Trial(folder, seconds)
         trial.ranks = [json.loads(one.read_text()) for one in sorted(folder.glob("rank-*.json"))]
         trial.steps = read_metrics(folder / "run/metrics.jsonl")
@@ -153,9 +155,8 @@ class Trials:
             trial.error = "\n".join(dict.fromkeys(errors)) or said[-2000:] or f"exit code {code}"
             # Nobody else kills a process without a word.
             killed = code == -signal.SIGKILL or "SIGKILL" in said or "Signal 9" in said
-            trial.out_of_memory = killed or any(
-                sign in trial.error for sign in (*MEMORY, "MemoryError")
-            )
+            signs = (*MEMORY, "MemoryError", *((NO_STACK,) if memory else ()))
+            trial.out_of_memory = killed or any(sign in trial.error for sign in signs)
         return trial
 
 
