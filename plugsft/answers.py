@@ -13,12 +13,11 @@ from .console import progress, say
 from .digests import digest
 from .hooks import hookimpl
 from .machine import look, slow_to_map
-from .plan import Windows
-from .recipe import Data, Train
+from .recipe import Data
 from .rows import render_rows
 from .tokenizer import Tokenizer
 from .tokenizer import encode as encode_texts
-from .types import Build, Encoded, Feed, Ints, Kept, Layouts, Rendered, Row, Shard, Slice, Work
+from .types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
 
 T = TypeVar("T")
 
@@ -47,8 +46,8 @@ def opened(read: Callable[..., T], folder: Path, in_memory: bool = False) -> T:
 
 
 @dataclass
-class DataAnswers:
-    """From rows to windows, one after the other, in this process."""
+class DataDefaults:
+    """From rows to tokens, one slice after the other, in this process."""
 
     output: Path
 
@@ -79,13 +78,3 @@ class DataAnswers:
         """Keep tokens in the run's own output."""
         told_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
         return opened(read, once(self.output / "tokens" / digest(key), build, told_once))
-
-    @hookimpl
-    def batches(self, order: Ints, ranks: int, train: Train) -> Layouts:
-        """Take `batch_size` examples at a time, in order."""
-        return Windows(order, ranks, train)
-
-    @hookimpl
-    def feed(self, build: Build, steps: range) -> Feed:
-        """Build each window when it is asked for."""
-        return map(build, steps)

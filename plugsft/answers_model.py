@@ -17,8 +17,8 @@ from .tokens import Tokens
 from .types import Batch, Ints, Score
 
 
-class ModelAnswers:
-    """Padded batches, token cross-entropy, AdamW."""
+class ModelDefaults:
+    """The model as it is, token cross-entropy, AdamW."""
 
     @hookimpl
     def optimize_model(self, load: Load) -> Module:

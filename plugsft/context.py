@@ -9,21 +9,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from .errors import PlugsftError, RecipeError, TrainError, out_of_memory
-from .limits import object_of
+from .load_errors import reason_of
 from .recipe import Model, Recipe
 
 PICKLES = ("pytorch_model", "adapter_model")
 """How the names of files begin that may hold weights as a pickle."""
-SETTINGS = (
-    "config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-)
-"""Files of a model that each hold one JSON object."""
-TRUST = "trust_remote_code"
-"""Every error of transformers about a model's own code says this."""
 
 
 def load_config(model: Model) -> PretrainedConfig:
@@ -168,29 +158,4 @@ def not_loaded(path: str, error: Exception) -> PlugsftError:
     return RecipeError(
         f"model.path: no causal language model could be loaded from '{path}': "
         f"{reason_of(path, error)}"
-    )
-
-
-def reason_of(path: str, error: Exception) -> str:
-    """Say why transformers failed to load a folder: a broken file, or its own message."""
-    for name in SETTINGS:
-        file = Path(path) / name
-        try:
-            if file.is_file():
-                object_of(file)
-        except (OSError, ValueError) as broken:
-            return f"{name}: {broken}. Take the file from the model's source again"
-    first, _, rest = str(error).strip().partition("\n")
-    # "Validation error for field 'x':", and what is wrong with it on the next line.
-    detail = " " + rest.strip().partition("\n")[0] if first.endswith(":") else ""
-    return f"{type(error).__name__}: {first}{detail}{cure_of(error)}"
-
-
-def cure_of(error: Exception) -> str:
-    """Return the cure for a model or tokenizer whose own code may not run."""
-    if TRUST not in str(error):
-        return ""
-    return (
-        ". Python code that comes with a model runs only if you say so: model.trust_remote_code = "
-        "true in your recipe, or --trust-remote-code for chat and export"
     )

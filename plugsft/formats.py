@@ -4,24 +4,13 @@ import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 from .limits import json_of
+from .recipe import FORMATS
 from .types import Row
 
-FORMATS = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "conversation": ("conversation",),
-    "completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "preference": ("chosen", "rejected"),
-    "text": ("text",),
-}
-"""Formats, and the columns that each needs; the first whose columns are there is taken."""
-COLUMNS = [*chain(*FORMATS.values()), "input", "system", "history", "tools", "chat_template_kwargs"]
-"""All columns that are read."""
 TEXTS = ("text", "completion")
 """Formats that are no conversations."""
 _OF_CHATS = ("tools", "chat_template_kwargs")

@@ -26,7 +26,8 @@ from .optimizer_state import (
     old_description,
     widened,
 )
-from .parts import Part, Stored, part_of, short
+from .parts import Stored, short
+from .tensor_shards import Part, part_of
 
 WEIGHTS = "model"
 

@@ -17,12 +17,13 @@ from transformers import set_seed
 
 from .agree import agreed, ending_together, ensure_alike
 from .alike import CURE, ensure_same_inputs, model_facts, plan_facts
-from .answers import DataAnswers
-from .answers_model import ModelAnswers
+from .answers import DataDefaults
+from .answers_batches import BatchDefaults
+from .answers_model import ModelDefaults
 from .checkpoint import Checkpoints
 from .claims import once
 from .console import say
-from .context import check_context
+from .context import check_context, check_ids
 from .digests import digest
 from .errors import TrainError
 from .feeder import Feeder, rows_of
@@ -52,9 +53,10 @@ def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Pat
     """Train a recipe, from step 1 or from the first undamaged checkpoint."""
     quiet()
     record = Record(recipe, machine, active)
-    hook = active.answer(DataAnswers(recipe.folder), ModelAnswers(), record).hook
+    hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record).hook
     ensure_sound(recipe, active, machine)
     data = prepare(recipe, active)
+    check_ids(recipe, data.largest_id)
     scratch = scratch_model(recipe, data)
 
     accelerator = connect(recipe, machine)

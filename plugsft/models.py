@@ -27,8 +27,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .context import not_loaded
 from .digests import digest, remembered_digest
 from .errors import PluginError, RecipeError, TrainError
-from .parts import Part, local_part
 from .recipe import Model, Scratch
+from .tensor_shards import Part, local_part
 from .weights import Weights, files_of, skeleton
 
 

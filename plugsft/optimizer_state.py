@@ -23,7 +23,8 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
-from .parts import Part, Stored, part_of, short, widens
+from .parts import Stored, short, widens
+from .tensor_shards import Part, part_of
 
 STATES = "optimizer"
 USUAL = ("state", "param_groups")

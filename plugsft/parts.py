@@ -6,23 +6,20 @@ needs from whatever was written. Nothing is pickled, and no rank ever needs the 
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from .errors import CheckpointError
 from .publish import MANIFEST, Stamp, stamp, sync
+from .tensor_shards import Part
 
 PLACES = "places"
 """In a file's metadata: of each part, where in its tensor it begins, and that tensor's shape."""
@@ -31,48 +28,6 @@ MOST = 2**30
 OPEN = 256
 """Most files that a reader keeps open."""
 FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One rank's part of a tensor."""
-
-    values: Tensor
-    """Flat; a view of the tensor if possible."""
-    start: int
-    shape: tuple[int, ...]
-
-    own: bool = False
-    """Whether each rank writes its own copy, even of a whole tensor."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is all of its tensor."""
-        return self.values.numel() == math.prod(self.shape)
-
-
-def part_of(tensor: Tensor) -> Part:
-    """Return this rank's part of a tensor: its rows of a sharded DTensor, else all."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Part(tensor.detach().view(-1), 0, shape)
-    local: Any = tensor.detach()
-    start = 0
-    if not isinstance(tensor.placements[0], Replicate):
-        mesh = tensor.device_mesh
-        rows = min(mesh.get_local_rank() * -(-shape[0] // mesh.size()), shape[0])
-        start = rows * math.prod(shape[1:])
-    return Part(local.to_local().view(-1), start, shape)
-
-
-def local_part(tensor: Any) -> Part:
-    """Return this rank's part of a tensor, ZeRO-3's shards too."""
-    mine = getattr(tensor, "ds_tensor", None)
-    if mine is None:
-        return part_of(tensor)
-    start = dist.get_rank() * mine.ds_numel
-    size = max(0, min(mine.numel(), tensor.ds_numel - start))
-    return Part(mine.detach().view(-1)[:size], start, tuple(tensor.ds_shape))
 
 
 def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> dict[str, Stamp]:

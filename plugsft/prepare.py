@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from .answers import opened as mapped
 from .claims import once
 from .console import say
-from .context import check_ids
 from .digests import digest
 from .errors import DataError, PlugsftError, RecipeError
 from .keys import differences, key_of, makers, with_sources
@@ -47,6 +46,12 @@ class Prepared:
     tokens: Tokens
     held_out: Tokens | None
 
+    @property
+    def largest_id(self) -> int:
+        """The largest token id of all data."""
+        known = [one.facts["largest_id"] for one in (self.tokens, self.held_out) if one]
+        return int(max(known))
+
 
 def prepare(recipe: Recipe, active: Active) -> Prepared:
     """Return the tokens to train on, those to evaluate on, and the tokenizer."""
@@ -60,8 +65,6 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
     if recipe.eval is not None:
         job.work.sources = [eval_source(recipe)]
         held_out = _tokens(job.work, [open_source(job.work.sources[0])], active)
-    for some in (tokens, held_out):
-        check_ids(recipe, some.facts["largest_id"] if some else 0)
     return Prepared(job.tokenizer, job.tokenizer_folder, tokens, held_out)
 
 

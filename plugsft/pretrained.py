@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .context import reason_of
 from .errors import RecipeError
+from .load_errors import reason_of
 from .recipe import TRL, Model
 from .templates import CHATML, training_template
 from .tokenizer import Tokenizer, lighten

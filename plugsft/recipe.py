@@ -2,6 +2,7 @@
 
 import os
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -77,6 +78,18 @@ LOSSY = (
     "which rounds away most of a step at a learning rate of 1e-5; remove it where memory allows "
     "(16 bytes a weight in place of 8)"
 )
+FORMATS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "conversation": ("conversation",),
+    "completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "preference": ("chosen", "rejected"),
+    "text": ("text",),
+}
+"""Formats, and the columns that each needs; the first whose columns are there is taken."""
+COLUMNS = [*chain(*FORMATS.values()), "input", "system", "history", "tools", "chat_template_kwargs"]
+"""All columns that are read."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 

@@ -29,10 +29,9 @@ from .contracts import (
 from .digests import digest, file_digest
 from .errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from .finding import CORE, OURS, Found, find, is_core, load_class
-from .formats import COLUMNS
 from .hooks import PLUGIN, Contract, Hooks
 from .machine import Machine
-from .recipe import Recipe
+from .recipe import COLUMNS, Recipe
 
 
 class Active:

@@ -16,10 +16,10 @@ from .agree import agreed
 from .errors import CheckpointError, RecipeError
 from .held import Held
 from .models import lasting_buffers
-from .parts import Part, part_of
 from .pretrained import end_generation
 from .publish import publish
 from .recipe import Recipe
+from .tensor_shards import Part, part_of
 from .weights import Weights, files_of, shapes_made, skeleton
 
 SAMPLE = 64

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .agree import agreed
 from .errors import PluginError
 from .models import Load
-from .parts import local_part, part_of
+from .tensor_shards import local_part, part_of
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from . import loop
-from .answers import DataAnswers
+from .answers import DataDefaults
 from .errors import did_you_mean
 from .finding import find
 from .machine import look
@@ -163,7 +163,7 @@ def _train(raw: dict[str, Any]) -> tuple[list[Tables], dict[str, str]]:
 def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
     recipe, active = resolve(raw)
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder))
     check(active, recipe, look())
     job = job_of(recipe, active)
     rows, middle = len(job.opened[0]), len(job.opened[0]) // 2

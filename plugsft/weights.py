@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from .parts import Part
+from .tensor_shards import Part
 
 SAMPLE = 64
 """Numbers of each compared sample of a tensor."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .answers import DataAnswers
+from .answers import DataDefaults
 from .beginnings import shorten
 from .digests import file_digest, sealed, unsealed
 from .errors import DataError
@@ -50,7 +50,7 @@ class Work:
     @cached_property
     def hook(self) -> Hooks:
         """The hooks: of this run, or in another process, made again from the options."""
-        return self._hook or rebuild(self.plugins).answer(DataAnswers(self.folder)).hook
+        return self._hook or rebuild(self.plugins).answer(DataDefaults(self.folder)).hook
 
     def __call__(self, part: Slice) -> Shard:
         """Render, encode and mask a slice, and write it as one shard."""

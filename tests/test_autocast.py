@@ -8,8 +8,9 @@ from conftest import tiny_tables, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import look, registry
-from plugsft.answers import DataAnswers
-from plugsft.answers_model import ModelAnswers
+from plugsft.answers import DataDefaults
+from plugsft.answers_batches import BatchDefaults
+from plugsft.answers_model import ModelDefaults
 from plugsft.batches import IGNORED
 from plugsft.documents import documents_of
 from plugsft.models import load_of
@@ -72,7 +73,7 @@ def stepped(tmp_path, folder, plugins, dtype):
     tables["model"] = {"path": str(folder), "dtype": dtype, "tokenizer": str(folder)}
     tables["train"]["micro_batch"] = 1
     recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
-    active.answer(DataAnswers(tmp_path), ModelAnswers())
+    active.answer(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults())
     registry.check(active, recipe, look())
     torch.manual_seed(1)
     model = active.hook.optimize_model(load=load_of(recipe.model, tmp_path)).train()

@@ -31,8 +31,9 @@ from making import LOUD, activate, install
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft import DataError, PlugsftError, digests, keys, prepare
-from plugsft.answers import DataAnswers
-from plugsft.answers_model import ModelAnswers
+from plugsft.answers import DataDefaults
+from plugsft.answers_batches import BatchDefaults
+from plugsft.answers_model import ModelDefaults
 from plugsft.claims import PATIENCE
 from plugsft.commands.cache import parse_size
 from plugsft.digests import digest, remembered_digest, sealed, unsealed
@@ -53,7 +54,7 @@ def recipe(tmp_path, home):
         tables = tiny_tables(tmp_path, changes.pop("rows", None))
         if not (tmp_path / "tokenizer").exists():
             made, active = resolve({**tables, "output": str(tmp_path / "first")})
-            active.answer(DataAnswers(made.folder))
+            active.answer(DataDefaults(made.folder))
             shutil.copytree(prepare.prepare(made, active).tokenizer_folder, tmp_path / "tokenizer")
         tables["model"]["tokenizer"] = str(tmp_path / "tokenizer")
         tables["plugins"] = {"arrow_cache": {}}
@@ -71,7 +72,7 @@ def built(path, *overrides):
 
 def opened(path, overrides):
     made, active = load(path, overrides)
-    active.answer(DataAnswers(made.folder))
+    active.answer(DataDefaults(made.folder))
     return made, active
 
 
@@ -564,7 +565,7 @@ def write_tokens(folder, rows):
 def test_a_hit_costs_little_and_the_same_for_any_number_of_rows(tmp_path):
     tables = tiny_tables(tmp_path) | {"train": {"batch_size": 64, "learning_rate": 1.0}}
     recipe = Recipe.model_validate(tables)
-    hook = Active({}, {}).answer(DataAnswers(tmp_path), ModelAnswers()).hook
+    hook = Active({}, {}).answer(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults()).hook
     opened, first = {}, {}
     for rows in (10_000, 1_000_000):
         folder = tmp_path / str(rows)

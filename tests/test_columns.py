@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from making import activate, install
 
 from plugsft import DataError, PlugsftError, RecipeError, prepare, sources
-from plugsft.answers import DataAnswers
+from plugsft.answers import DataDefaults
 from plugsft.commands.check import check
 from plugsft.commands.inspection import inspect
 from plugsft.formats import READ, REFUSED, WARNED
@@ -57,7 +57,7 @@ def hooks(tmp_path_factory):
     def of(kind):
         plugins = {"dpo": {}} if kind == "preference" else {}
         recipe, active = resolve({**tables, "plugins": plugins})
-        return active.answer(DataAnswers(recipe.folder)).hook
+        return active.answer(DataDefaults(recipe.folder)).hook
 
     made = {kind: of(kind) for kind in ROWS}
     return made.__getitem__
@@ -122,7 +122,7 @@ def run_of(folder, rows, plugins=None, **data):
     tables = tiny_tables(folder, rows)
     tables["data"] |= data
     recipe, active = resolve({**tables, "plugins": plugins or {}})
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder))
     return prepare.prepare(recipe, active).tokens
 
 

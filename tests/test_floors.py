@@ -16,8 +16,12 @@ import plugsft
 from plugsft.contracts import SPECS
 
 HOUSE = ROOT / "plugsft"
-CORE = sorted(HOUSE.glob("*.py"))
-COMMANDS = sorted(HOUSE.glob("commands/*.py"))
+MODULES = sorted(
+    path
+    for path in HOUSE.rglob("*.py")
+    if not {"plugins", "skeleton_files"} & {*path.relative_to(HOUSE).parts}
+    and not (path.name == "__init__.py" and path.parent not in (HOUSE, HOUSE / "commands"))
+)
 PLUGINS = sorted((ROOT / "plugins").glob("*.py"))
 
 
@@ -27,17 +31,17 @@ def _words(text):
 
 # From the ground up: a module imports only what stands before it.
 FLOORS = _words("""
-    errors types machine limits
+    errors types machine limits load_errors
     digests recipe reading publish claims shards tokens console
     jsonl formats jinja_limits jinja tokenizer beginnings templates rows
     hooks
     contracts finding
     sources plan registry step_folders
-    answers context schedule pretrained
+    answers answers_batches context schedule pretrained
     work
     keys
     launcher notices agree
-    batches memory documents twin apart heads parts weights models shapes rules
+    batches memory documents twin apart heads tensor_shards parts weights models shapes rules
     answers_model
     optimizer_state held spread precision ranks stop
     feeder prelude
@@ -47,7 +51,7 @@ FLOORS = _words("""
     testing
     commands.sample commands.places commands.room
     commands.views commands.audit commands.inspection_page
-    commands.batch_sense commands.check commands.train commands.inspection
+    commands.batch_sense commands.findings commands.check commands.train commands.inspection
     commands.listing commands.overview
     commands.chat commands.restored commands.export commands.skeleton commands.cache
     commands.compared commands.diff_page commands.diff
@@ -86,12 +90,16 @@ def name_of(path):
 def imports_of(path):
     """The modules of plugsft that one of them imports, those of cli's late() among them."""
     found = set()
+    package = list(path.relative_to(HOUSE).parent.parts)
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            # One dot is the folder of the module, two are that of plugsft.
-            inside = "commands." if path in COMMANDS and node.level == 1 else ""
-            found |= {inside + ("__init__" if name == "__version__" else name) for name in names}
+            # One dot is the folder of the module, two are the one above.
+            base = package[: len(package) - node.level + 1]
+            for alias in node.names:
+                target = [*base, *(node.module.split(".") if node.module else [])]
+                if (HOUSE.joinpath(*target) / f"{alias.name}.py").exists():
+                    target.append(alias.name)
+                found.add(".".join(target) or "__init__")
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
             found.add(f"commands.{node.args[0].value}")
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -116,25 +124,21 @@ def lines_of_code(path):
 
 
 def test_every_module_stands_on_a_floor():
-    assert {name_of(path) for path in CORE + COMMANDS} == set(FLOORS)
+    assert {name_of(path) for path in MODULES} == set(FLOORS)
     assert len(set(FLOORS)) == len(FLOORS)
 
 
-@pytest.mark.parametrize("path", CORE + COMMANDS, ids=name_of)
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_imports_only_lower_floors(path):
     below = FLOORS[: FLOORS.index(name_of(path))]
     assert imports_of(path) - set(below) == set()
 
 
 def test_there_is_no_circle():
-    [
-        *TopologicalSorter(
-            {name_of(path): imports_of(path) for path in CORE + COMMANDS}
-        ).static_order()
-    ]
+    [*TopologicalSorter({name_of(path): imports_of(path) for path in MODULES}).static_order()]
 
 
-@pytest.mark.parametrize("path", CORE + COMMANDS + PLUGINS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MODULES + PLUGINS, ids=lambda path: path.stem)
 def test_no_import_is_hidden(path):
     hidden = [
         f"{path.name}:{inner.lineno}"
@@ -158,7 +162,7 @@ def test_plugins_import_public_names_only(path):
                 assert {alias.name for alias in node.names} <= set(plugsft.__all__)
 
 
-@pytest.mark.parametrize("path", CORE + COMMANDS + PLUGINS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MODULES + PLUGINS, ids=lambda path: path.stem)
 def test_files_and_functions_are_small(path):
     assert lines_of_code(path) <= FILE
     for node in ast.walk(parse(path)):
@@ -173,13 +177,13 @@ def main_path():
     while left:
         name = left.pop()
         reached.add(name)
-        left |= imports_of(HOUSE / f"{name}.py") - reached
-    return [path for path in CORE if path.stem in reached]
+        left |= imports_of(HOUSE / f"{name.replace('.', '/')}.py") - reached
+    return [path for path in MODULES if name_of(path) in reached]
 
 
 def test_the_core_is_read_in_one_sitting():
     total = sum(lines_of_code(path) for path in main_path())
-    everything = sum(lines_of_code(path) for path in CORE + COMMANDS)
+    everything = sum(lines_of_code(path) for path in MODULES)
     print(f"\n{total} lines of code on the main path, {everything} with every command")
     assert total <= TOTAL
 
@@ -224,7 +228,7 @@ def test_every_hook_is_explained_and_tested(hook):
 
 def test_every_public_name_has_a_docstring():
     silent = []
-    for path in CORE + COMMANDS + PLUGINS:
+    for path in MODULES + PLUGINS:
         tree = parse(path)
         assert ast.get_docstring(tree) or not tree.body, path
         for node in ast.walk(tree):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from making import activate, install
 
 from plugsft import DataError, PlugsftError, RecipeError, prepare, registry
-from plugsft.answers import DataAnswers
+from plugsft.answers import DataDefaults
 from plugsft.commands import inspection, inspection_page
 from plugsft.commands.audit import histogram, quantiles, spread
 from plugsft.templates import CHATML
@@ -67,7 +67,7 @@ def test_the_trained_tokens_of_a_row_stand_in_brackets(tiny, tmp_path, inspect):
 
 def prepare_tokens(path):
     recipe, active = registry.load(path)
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder))
     return prepare.prepare(recipe, active).tokens
 
 

@@ -10,8 +10,9 @@ from test_launch import config, finish, launch
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
 
-from plugsft.answers_model import ModelAnswers
-from plugsft.parts import Part, Stored
+from plugsft.answers_model import ModelDefaults
+from plugsft.parts import Stored
+from plugsft.tensor_shards import Part
 from plugsft.tokens import Tokens
 
 KINDS = [None, "cpu2", "fsdp2", "zero3"]
@@ -67,7 +68,7 @@ class Base:
         model.save_pretrained(self.path)
         self.weights = {name: one.detach().float() for name, one in model.named_parameters()}
         tokens = Tokens(next((base / "tokens").glob("*/facts.json")).parent)
-        batch = ModelAnswers().collate(tokens, np.arange(len(tokens)), 0)
+        batch = ModelDefaults().collate(tokens, np.arange(len(tokens)), 0)
         self.batch, self.count = batch, int((batch["labels"][:, 1:] >= 0).sum())
         self.loss = self.loss_of(self.weights)
         self.exact = {}
@@ -77,7 +78,7 @@ class Base:
         """Return the loss of weights, in float32, over all rows."""
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
         model.load_state_dict(weights, strict=False)
-        return float(ModelAnswers().score(model, self.batch, True)) / self.count
+        return float(ModelDefaults().score(model, self.batch, True)) / self.count
 
     def learn(self, steps, kind=None, micro=EXAMPLES, dtype="bfloat16", **keys):
         """Train from here on at 1e-5; return the fall of the loss and how the weights moved."""

@@ -10,8 +10,9 @@ from datasets import Dataset
 from making import TRL
 from transformers import AutoModelForCausalLM
 
-from plugsft.answers import DataAnswers
-from plugsft.answers_model import ModelAnswers
+from plugsft.answers import DataDefaults
+from plugsft.answers_batches import BatchDefaults
+from plugsft.answers_model import ModelDefaults
 from plugsft.loop import loss_of, scratch_model
 from plugsft.plan import Plan
 from plugsft.prepare import prepare
@@ -31,7 +32,7 @@ def ours(tmp_path_factory):
     tables = tiny_tables(tmp_path_factory.mktemp("ours"), ROWS)
     tables["train"] |= {"batch_size": 8, "micro_batch": 3}
     recipe, active = resolve(tables)
-    hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+    hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
     data = prepare(recipe, active)
     tokens = data.tokens
     folder = scratch_model(recipe, data)

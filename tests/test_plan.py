@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugsft import DataError, PluginError, Recipe, hookimpl
-from plugsft.answers import DataAnswers
+from plugsft.answers_batches import BatchDefaults
 from plugsft.plan import Plan, Windows, lay_out, shuffled
 from plugsft.registry import Active
 
@@ -44,7 +44,7 @@ def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, *
         units=np.arange(count) + 1,
         ensure_unchanged=lambda: None,
     )
-    return Plan(tokens, recipe, ranks, Active({}, {}).answer(core or DataAnswers(None)).hook)
+    return Plan(tokens, recipe, ranks, Active({}, {}).answer(core or BatchDefaults()).hook)
 
 
 def members(window):

@@ -12,7 +12,7 @@ from conftest import read_metrics, run_plugsft, start_ranks, tiny_tables, write_
 from making import LOUD, activate, install
 
 from plugsft import PluginError, RecipeError
-from plugsft.answers import DataAnswers
+from plugsft.answers import DataDefaults
 from plugsft.finding import find
 from plugsft.hooks import Hooks, hookimpl
 from plugsft.machine import look
@@ -231,7 +231,7 @@ def test_order_comes_from_after_and_names_never_from_the_recipe(company):
     seen = set()
     for shuffle in itertools.islice(itertools.permutations(names), 0, 720, 45):
         tables["plugins"] = {name: {} for name in shuffle}
-        active = resolve(tables)[1].answer(DataAnswers(None))
+        active = resolve(tables)[1].answer(DataDefaults(None))
         wraps = {hook: wraps for hook, _, _, wraps in active.describe()}
         assert list(active.plugins) == wraps["feed"]
         seen.add(tuple(active.plugins))
@@ -263,7 +263,7 @@ class Wraps:
         """,
         a_outer=body.format(name="outer", contract="after=['inner']"),
     )
-    active = resolve(tables)[1].answer(DataAnswers(None))
+    active = resolve(tables)[1].answer(DataDefaults(None))
     key = {"seen": []}
     assert active.hook.cache(key=key, build=None, read=None) == "here"
     assert key["seen"] == ["outer in", "inner in", "answer", "inner out", "outer out"]
@@ -286,7 +286,7 @@ def wrapping(body):
     ],
 )
 def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tmp_path):
-    active = resolve(company(one=wrapping(body)))[1].answer(DataAnswers(tmp_path))
+    active = resolve(company(one=wrapping(body)))[1].answer(DataDefaults(tmp_path))
     with pytest.raises(PluginError, match=expected) as caught:
         active.hook.tokenize(slices=[], work=None)
     assert "plugin 'one'" in str(caught.value)
@@ -294,16 +294,16 @@ def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tm
 
 def test_a_wrapper_may_pass_on_that_nobody_answered(company):
     source = wrapping("return (yield)").replace("tokenize", "render")
-    active = resolve(company(one=source))[1].answer(DataAnswers(None))
+    active = resolve(company(one=source))[1].answer(DataDefaults(None))
     assert active.hook.render(rows=[{"x": 1}], tokenizer=None, data=Ours()) is None
 
 
 def test_an_answer_of_nothing_is_named_unless_it_passes_the_question_on(company, tmp_path):
     answer = "@plugin()\nclass Answers:\n    @hookimpl\n    def {hook}(self):\n        pass\n"
-    active = resolve(company(one=answer.format(hook="batches")))[1].answer(DataAnswers(tmp_path))
+    active = resolve(company(one=answer.format(hook="batches")))[1].answer(DataDefaults(tmp_path))
     with pytest.raises(PluginError, match="plugin 'one': its answer to 'batches' is None"):
         active.hook.batches(order=None, lengths=None, ranks=1, train=None)
-    active = resolve(company(two=answer.format(hook="tokenize")))[1].answer(DataAnswers(tmp_path))
+    active = resolve(company(two=answer.format(hook="tokenize")))[1].answer(DataDefaults(tmp_path))
     assert active.hook.tokenize(slices=[], work=None) == []
 
 

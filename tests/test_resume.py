@@ -26,11 +26,12 @@ from plugsft.checkpoint import Checkpoints, _identity
 from plugsft.held import held_by
 from plugsft.machine import look
 from plugsft.models import Load
-from plugsft.parts import part_of, write
+from plugsft.parts import write
 from plugsft.publish import MANIFEST, publish, stamp
 from plugsft.ranks import connect
 from plugsft.registry import load
 from plugsft.spread import spread
+from plugsft.tensor_shards import part_of
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

@@ -17,7 +17,7 @@ from conftest import ROOT, tiny_tables
 from test_columns import ROWS
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from plugsft.answers import DataAnswers
+from plugsft.answers import DataDefaults
 from plugsft.jsonl import Held
 from plugsft.keys import VERSIONS
 from plugsft.recipe import Data, Source
@@ -99,7 +99,7 @@ def read(folder):
 
 def hooks(folder, **plugins):
     recipe, active = resolve(tiny_tables(folder) | {"plugins": plugins})
-    return active.answer(DataAnswers(recipe.folder)).hook
+    return active.answer(DataDefaults(recipe.folder)).hook
 
 
 def rendered(hook, rows, template, **data):

@@ -23,8 +23,8 @@ class Good:
 
     @hookimpl
     def collate(self, tokens, examples, pad):
-        from plugsft.answers_model import ModelAnswers
-        return ModelAnswers().collate(tokens, examples, pad)
+        from plugsft.answers_model import ModelDefaults
+        return ModelDefaults().collate(tokens, examples, pad)
 
     @hookimpl
     def verdict(self):

@@ -14,9 +14,9 @@ from typing import Any
 
 from rich.text import Text
 
-from ..answers import DataAnswers
+from ..answers import DataDefaults
 from ..claims import Watch, claim, is_claimed, parts_of
-from ..console import out, say, size_of
+from ..console import out, parse_size, say, size_of
 from ..digests import cache_folder, digest
 from ..errors import DataError, PlugsftError
 from ..keys import differences, key_of
@@ -31,8 +31,6 @@ NAME = re.compile("[0-9a-f]{16}")
 """Of an entry: the digest of its key."""
 UNDER_WAY = re.compile(r"\.(.+)\.(?:claim|parts)-\d+")
 """What stands beside an entry that is being built, or was when its builder died."""
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
 NEAREST = 2
 """Entries that a recipe is compared with."""
 
@@ -93,7 +91,7 @@ def explain(
     ensure_inputs(recipe, path)
     if recipe.data.tokens:
         raise PlugsftError(f"data.tokens: {recipe.data.tokens} is taken, whatever the cache holds")
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder))
     option = recipe.plugins.get("arrow_cache", {}).get("folder")
     places = {
         "cache": _home(folder or (Path(option) if option else None)),
@@ -250,14 +248,6 @@ def _abandoned(home: Path, watch: Watch) -> list[str]:
 def _under_way(home: Path) -> set[str]:
     matches = (UNDER_WAY.fullmatch(path.name) for path in home.glob(".*"))
     return {match[1] for match in matches if match}
-
-
-def parse_size(text: str, option: str = "--max-size") -> int:
-    """Return the bytes of "20GiB", "1.5 TB" or "1000000"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if match is None or match[2] not in UNITS:
-        raise PlugsftError(f"{option}: given '{text}'; write it as 20GiB, 500MB, or in bytes")
-    return round(float(match[1]) * UNITS[match[2]])
 
 
 def _home(folder: Path | None) -> Path:

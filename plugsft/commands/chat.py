@@ -20,8 +20,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..console import is_terminal, say
-from ..context import TRUST, context_of, cure_of, ensure_safetensors
+from ..context import context_of, ensure_safetensors
 from ..errors import PlugsftError
+from ..load_errors import TRUST, cure_of
 from ..pretrained import pad_id, stop_ids
 from ..report import read_record
 from ..step_folders import newest

@@ -2,21 +2,20 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from rich.text import Text
 
 from .. import registry
-from ..answers import DataAnswers
-from ..console import out, say, size_of
+from ..answers import DataDefaults
+from ..answers_batches import BatchDefaults
+from ..console import say, size_of
 from ..context import check_context, check_ids, ensure_whole_weights
 from ..contracts import mark_of
-from ..errors import DataError, PlugsftError, RecipeError
+from ..errors import DataError, RecipeError
 from ..keys import MAKERS
 from ..machine import free_disk, look
 from ..plan import shuffled
@@ -30,48 +29,19 @@ from ..types import Ints
 from ..work import CURE_BAD, CURE_LONG, Work, listed, warnings_of
 from .audit import judge_chats
 from .batch_sense import sense
+from .findings import Findings
 from .places import ensure_ours, leftovers, wrong_inputs
 from .room import TOKEN_BYTES, may_shrink, needed, parameters, taken
 from .sample import take, worker
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""
-STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-
-
-class Findings:
-    """One line for each thing looked at, and every problem kept for the end."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def ok(self, what: str, text: str) -> None:
-        """Say that something is well."""
-        self._line("ok", what, text)
-
-    def warn(self, what: str, text: str) -> None:
-        """Say what works, but may not be meant."""
-        self._line("warn", what, text)
-
-    @contextmanager
-    def about(self, what: str) -> Iterator[None]:
-        """Keep what goes wrong, so that the rest is looked at too."""
-        try:
-            yield
-        except PlugsftError as error:
-            new = [line for line in str(error).splitlines() if line not in self.problems]
-            self.problems += new
-            if new:
-                self._line("fail", what, "see the end" if len(new) == 1 else f"{len(new)} problems")
-
-    def _line(self, mark: str, what: str, text: str) -> None:
-        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{what:<12}", text))
 
 
 def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: int | None) -> None:
     """Look at everything, a line each; then raise all problems at once, or say ready."""
     recipe, active = registry.load(path, overrides, without)
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder), BatchDefaults())
     with active.named():
         _check(recipe, active, path, ranks)
     words = [str(path), *overrides, *(f"--without={name}" for name in without)]

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from ..console import say
-from ..context import cure_of
 from ..digests import file_digest
 from ..errors import CheckpointError, PlugsftError
+from ..load_errors import cure_of
 from ..pretrained import end_generation
 from ..publish import MANIFEST, damage, is_published, publish
 from ..ranks import quiet

@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 from rich.text import Text
 
 from .. import registry
-from ..answers import DataAnswers
-from ..console import out, progress, say
+from ..answers import DataDefaults
+from ..answers_batches import BatchDefaults
+from ..console import out, parse_size, progress, say
 from ..errors import PlugsftError, did_you_mean
 from ..reading import anchored
 from ..recipe import Recipe
-from .cache import parse_size
 from .chips import CHIPS, GB, HIDDEN, LINKS, MACHINE, PRODUCTS, STREAM, Chip, Cluster, here
 from .foresight import SPARE, Outcome, Scope, Seen, best_of, cures, probe
 from .places import ensure_inputs
@@ -50,7 +50,7 @@ def plan(path: Path, overrides: Sequence[str], without: Sequence[str], options: 
     if given and given <= spare:
         less = f"{gb(given)} is no more than the {gb(spare)} that {besides(chip)} take"
         raise PlugsftError(f"--memory: {less}")
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder), BatchDefaults())
     with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.named():
         scope = Scope(anchored(recipe), rows_of(recipe, active, Path(folder)), chip.gpu)
         if options.probe:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import registry
-from ..answers import DataAnswers
-from ..answers_model import ModelAnswers
+from ..answers import DataDefaults
+from ..answers_batches import BatchDefaults
+from ..answers_model import ModelDefaults
 from ..context import load_config
 from ..errors import PlugsftError
 from ..machine import look
@@ -87,7 +88,7 @@ class Scope:
         tables = changed(self.tables, changes)
         recipe, _ = registry.resolve(tables)
         _, active = registry.resolve(tables, [name for name in APART if recipe.has(name)])
-        active.answer(DataAnswers(recipe.folder), ModelAnswers())
+        active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
         registry.check(active, recipe, replace(look(), world_size=ranks), HOOKS)
         load = workload(recipe, active, self.rows, ranks)
         key = repr(sorted(changes.items()))

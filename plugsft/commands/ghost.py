@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
-from ..answers_model import ModelAnswers
+from ..answers_model import ModelDefaults
 from ..batches import IGNORED, heard
 from ..errors import PlugsftError, RecipeError
 from ..heads import Behind, Positions, fused_loss
@@ -161,7 +161,7 @@ class Ghost:
 
     def _loss(self, batch: Batch, positions: int, device: str) -> Tensor:
         if not self.recipe.has("fused_loss"):
-            return ModelAnswers().score(self.model, batch, True)
+            return ModelDefaults().score(self.model, batch, True)
         causal = getattr(self.model, "get_base_model", lambda: self.model)()
         head, found = causal.get_output_embeddings(), list[Tensor]()
         chunk = self.recipe.plugins["fused_loss"].get("chunk")

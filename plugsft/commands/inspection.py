@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from rich.text import Text
 
 from .. import registry
-from ..answers import DataAnswers
+from ..answers import DataDefaults
 from ..console import is_terminal, out, say
 from ..errors import DataError, RecipeError
 from ..hooks import DATA
@@ -44,7 +44,7 @@ def inspect(
         )
     if page:
         ensure_page(page, "--html")
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder))
     shown, audits = list[View](), list[Audit]()
     with active.named(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
         # A kernel that this machine cannot run is nothing to whoever looks at data.

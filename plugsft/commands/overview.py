@@ -7,8 +7,9 @@ from pathlib import Path
 from rich.text import Text
 
 from .. import registry
-from ..answers import DataAnswers
-from ..answers_model import ModelAnswers
+from ..answers import DataDefaults
+from ..answers_batches import BatchDefaults
+from ..answers_model import ModelDefaults
 from ..console import out, say
 from ..contracts import SPECS
 from ..finding import CORE
@@ -28,7 +29,7 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
     """Print who answers and who wraps each hook, then each plugin's options and verdict."""
     recipe, active = registry.load(path, overrides, without)
     record = Record(recipe, look(), active)
-    active.answer(DataAnswers(recipe.folder), ModelAnswers(), record)
+    active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record)
     wide = max(map(len, SPECS))
     for hook, is_stage, answers, wrappers in active.describe():
         # The core answers in several parts; which of them is nobody's concern.

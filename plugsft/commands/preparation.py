@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import loop
-from ..answers import DataAnswers
+from ..answers import DataDefaults
+from ..context import check_ids
 from ..digests import digest
 from ..errors import PlugsftError
 from ..hooks import DATA
@@ -25,14 +26,15 @@ def run(path: Path) -> dict[str, Any]:
     try:
         recipe, active = load(path)
         started = time.perf_counter()
-        active.answer(DataAnswers(recipe.folder))
+        active.answer(DataDefaults(recipe.folder))
         with active.named():
             loop.ensure_sound(recipe, active, look(), DATA)
-            tokens = prepare(recipe, active).tokens
+            data = prepare(recipe, active)
+            check_ids(recipe, data.largest_id)
         seconds = time.perf_counter() - started
     except (PlugsftError, MemoryError, RuntimeError) as error:
         return {"error": str(error) or type(error).__name__}
-    files = json.loads((tokens.folder / MANIFEST).read_text())
+    files = json.loads((data.tokens.folder / MANIFEST).read_text())
     made = digest({name: stamp for name, stamp in files.items() if name.endswith(".arrow")})
     return {"seconds": seconds, "made": made, "error": ""}
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ..answers import DataAnswers
-from ..answers_model import ModelAnswers
+from ..answers import DataDefaults
+from ..answers_batches import BatchDefaults
+from ..answers_model import ModelDefaults
 from ..errors import CheckpointError, PlugsftError
 from ..held import WEIGHTS, ensure_same, fill_weights
 from ..machine import look
@@ -39,7 +40,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
     output = path.parent.parent
     ours = [f"output={json.dumps(str(output))}", f"model.trust_remote_code={str(trusted).lower()}"]
     recipe, active = load(output / "recipe.toml", ours, without)
-    hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+    hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
     with active.named():
         check(active, recipe, look())
         made = recipe.model.scratch is not None

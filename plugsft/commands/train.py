@@ -7,9 +7,10 @@ from pathlib import Path
 from .. import loop
 from .. import prepare as preparation
 from ..agree import ending_together
-from ..answers import DataAnswers
+from ..answers import DataDefaults
 from ..checkpoint import find
 from ..console import say
+from ..context import check_ids
 from ..errors import CheckpointError, RecipeError
 from ..hooks import DATA
 from ..launcher import watch_launcher
@@ -113,11 +114,12 @@ def prepare(path: Path, overrides: Sequence[str], without: Sequence[str]) -> Non
             f"data.tokens: {recipe.data.tokens} is prepared already; leave data.tokens out to "
             "prepare data.source"
         )
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder))
     with active.named():
         # A kernel that this machine cannot run is nothing to who prepares data for another.
         loop.ensure_sound(recipe, active, look(), DATA)
         data = preparation.prepare(recipe, active)
+        check_ids(recipe, data.largest_id)
     for name, verdict in active.verdicts(DATA).items():
         if verdict != "active":
             say(f"plugin {name}: {verdict}")

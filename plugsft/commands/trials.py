@@ -20,7 +20,8 @@ import psutil
 import tomli_w
 
 from .. import loop
-from ..answers import DataAnswers
+from ..answers import DataDefaults
+from ..context import check_ids
 from ..errors import MEMORY
 from ..hooks import DATA
 from ..machine import look
@@ -69,10 +70,11 @@ def trials(
     with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as made, sigterm_is_heard():
         folder = Path(made)
         inside = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
-        active.answer(DataAnswers(inside.folder))
+        active.answer(DataDefaults(inside.folder))
         with active.named():
             loop.ensure_sound(inside, active, look(), DATA)
             data = prepare(inside, active)
+            check_ids(inside, data.largest_id)
         yield Trials(recipe, folder, data.tokens, data.tokenizer_folder, launch, examples)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ..console import out, say, size_of
+from ..console import out, parse_size, say, size_of
 from ..errors import PlugsftError, RecipeError
 from ..machine import look
 from ..plan import shuffled
@@ -22,7 +22,6 @@ from ..registry import load
 from ..rules import capacity
 from ..tokens import Tokens
 from ..types import Ints
-from .cache import parse_size
 from .measured import machine_facts, machine_line
 from .places import ensure_inputs
 from .rewritten import ensure_free, rewrite

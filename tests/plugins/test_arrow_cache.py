@@ -22,7 +22,7 @@ from conftest import (
 from making import activate, install
 
 from plugsft import RecipeError, answers, prepare, sources, testing
-from plugsft.answers import DataAnswers
+from plugsft.answers import DataDefaults
 from plugsft.digests import sealed, unsealed
 from plugsft.machine import look
 from plugsft.publish import damage, is_published, publish
@@ -60,7 +60,7 @@ def run(tmp_path, home):
                 **(tables or {}),
             }
         )
-        active.answer(DataAnswers(recipe.folder))
+        active.answer(DataDefaults(recipe.folder))
         check(active, recipe, look())
         tokens = prepare.prepare(recipe, active).tokens
         return tokens, active.verdicts()["arrow_cache"]

@@ -19,8 +19,9 @@ from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_table
 from making import activate, install
 
 from plugsft import PluginError, look, testing
-from plugsft.answers import DataAnswers
-from plugsft.answers_model import ModelAnswers
+from plugsft.answers import DataDefaults
+from plugsft.answers_batches import BatchDefaults
+from plugsft.answers_model import ModelDefaults
 from plugsft.feeder import Feeder
 from plugsft.plan import Plan
 from plugsft.plugins import async_collate
@@ -41,13 +42,13 @@ class World:
         tables = tiny_tables(folder, chats(43))
         self.tables = tables | {"train": TRAIN}
         recipe, active = resolve(self.tables)
-        active.answer(DataAnswers(recipe.folder), ModelAnswers())
+        active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
         self.tokens = prepare(recipe, active).tokens
 
     def feed(self, steps=STEPS, ranks=1, rank=0, **plugins):
         train = TRAIN | ({"micro_batch": 1} if "bfd_packing" in plugins else {})
         recipe, active = resolve(self.tables | {"train": train, "plugins": plugins})
-        hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+        hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
         check(active, recipe, look())
         place = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
         plan = Plan(self.tokens, recipe, ranks, hook)

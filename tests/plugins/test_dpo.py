@@ -29,8 +29,9 @@ from test_launch import TRAIN, config, finish, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from plugsft import DataError, RecipeError, look, prepare
-from plugsft.answers import DataAnswers
-from plugsft.answers_model import ModelAnswers
+from plugsft.answers import DataDefaults
+from plugsft.answers_batches import BatchDefaults
+from plugsft.answers_model import ModelDefaults
 from plugsft.feeder import Feeder
 from plugsft.loop import load, loss_of, noted, scratch_model
 from plugsft.plan import Plan
@@ -175,7 +176,7 @@ def prepared(tmp_path):
             tables["model"]["chat_template"] = str(template)
         tables["data"] |= data
         recipe, active = resolve({**tables, "plugins": {"dpo": {}}})
-        active.answer(DataAnswers(recipe.folder))
+        active.answer(DataDefaults(recipe.folder))
         made = prepare.prepare(recipe, active)
         return made.tokens, [in_words(made, number) for number in range(len(made.tokens))]
 
@@ -321,7 +322,9 @@ class Run:
         tables["train"] |= {"batch_size": len(self.rows), "micro_batch": 3}
         tables["plugins"] = options.pop("plugins", {}) | {"dpo": options}
         recipe, active = resolve(tables)
-        self.hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+        self.hook = active.answer(
+            DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
+        ).hook
         check(active, recipe, look())
         data = prepare.prepare(recipe, active)
         accelerator = Accelerator(cpu=True)

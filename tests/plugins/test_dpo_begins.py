@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from plugsft import prepare
-from plugsft.answers import DataAnswers
+from plugsft.answers import DataDefaults
 from plugsft.plugins.dpo import Dpo
 from plugsft.recipe import Data
 from plugsft.registry import resolve
@@ -142,7 +142,7 @@ def of_ours(tokenizer, rows, folder):
     tables["model"]["tokenizer"] = str(folder / "tokenizer")
     tables["data"]["max_length"] = 4096
     recipe, active = resolve({**tables, "plugins": {"dpo": {}}})
-    active.answer(DataAnswers(recipe.folder))
+    active.answer(DataDefaults(recipe.folder))
     tokens = prepare.prepare(recipe, active).tokens
     assert len(tokens) == len(rows)
     found = []

@@ -17,7 +17,7 @@ from tokenizers import normalizers as norm
 from tokenizers import pre_tokenizers as pre
 
 from plugsft import PluginError, RecipeError, prepare, sources, testing, tokenizer
-from plugsft.answers import DataAnswers
+from plugsft.answers import DataDefaults
 from plugsft.plugins import fast_tokenizer
 from plugsft.plugins.fast_tokenizer import ENGINES, OWN, FastTokenizer
 from plugsft.registry import resolve
@@ -496,7 +496,7 @@ def test_workers_encode_and_the_run_hears_how_much(tmp_path, monkeypatch):
         if name == "plain":
             tables["plugins"] = {}
         recipe, active = resolve(tables)
-        active.answer(DataAnswers(recipe.folder))
+        active.answer(DataDefaults(recipe.folder))
         folders[name] = prepare.prepare(recipe, active).tokens
     content = {
         name: [path.read_bytes() for path in sorted(tokens.folder.glob("data-*"))]

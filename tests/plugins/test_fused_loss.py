@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from plugsft import RecipeError, attend_per_document, documents_of, look, testing
-from plugsft.answers_model import ModelAnswers
+from plugsft.answers_model import ModelDefaults
 from plugsft.heads import Behind, Positions, fused_loss
 from plugsft.plugins.fused_loss import IGNORED, FusedLoss, head_of
 from plugsft.registry import check, resolve
@@ -123,7 +123,7 @@ def weighed(plugin, model, batch):
 
 
 def assert_equal(model, batch, plugin, tolerance=1e-5):
-    theirs, expected = stepped(ModelAnswers(), model, batch)
+    theirs, expected = stepped(ModelDefaults(), model, batch)
     ours, found = stepped(plugin, model, batch)
     assert float(ours) == pytest.approx(float(theirs), rel=tolerance, abs=1e-9)
     assert set(found) == set(expected)
@@ -149,7 +149,7 @@ def test_each_position_may_count_differently(name, frozen):
     for parameter in model.get_output_embeddings().parameters():
         parameter.requires_grad_(not frozen)
     (theirs, expected), (ours, found) = (
-        weighed(one, model, batch) for one in (ModelAnswers(), plugin)
+        weighed(one, model, batch) for one in (ModelDefaults(), plugin)
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert set(found) == set(expected)
@@ -245,7 +245,7 @@ def test_another_model_s_head_is_read_for_itself():
     counted = plugin.trained
     with torch.no_grad():
         ours = plugin.score(reference, batch, summed=False)
-        theirs = ModelAnswers().score(reference, batch, summed=False)
+        theirs = ModelDefaults().score(reference, batch, summed=False)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert plugin.trained == 2 * counted and "soft cap 1.7" in plugin.verdict()
     assert_equal(model, batch, plugin)
@@ -258,7 +258,7 @@ def test_no_logits_of_all_positions_ever_exist():
     with seen:
         stepped(plugin, model, batch)
     with plain:
-        stepped(ModelAnswers(), model, batch)
+        stepped(ModelDefaults(), model, batch)
 
     def rows(shapes):
         wide = {shape for shape in shapes if len(shape) > 1 and shape[-1] == VOCAB}
@@ -276,7 +276,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_plain_loss_is(name):
     exact, rounded = make(MODELS[name]), make(MODELS[name], dtype=torch.bfloat16)
     exact.load_state_dict({key: value.float() for key, value in rounded.state_dict().items()})
     batch = padded()
-    true_loss, true = stepped(ModelAnswers(), exact, batch)
+    true_loss, true = stepped(ModelDefaults(), exact, batch)
 
     def off(plugin):
         loss, found = stepped(plugin, rounded, batch)
@@ -285,7 +285,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_plain_loss_is(name):
         return abs(float(loss / true_loss) - 1), float(np.mean(errors))
 
     (loss, gradient), (plain_loss, plain_gradient) = (
-        off(one) for one in (fused(rounded, chunk=5), ModelAnswers())
+        off(one) for one in (fused(rounded, chunk=5), ModelDefaults())
     )
     assert gradient <= 1.1 * plain_gradient and loss <= plain_loss + 1e-3
 
@@ -306,7 +306,7 @@ def test_the_heads_gradient_is_summed_up_in_float32():
 def test_autocast_computes_in_its_type():
     model, batch = make(MODELS["llama"]), padded()
     plugin = fused(model, chunk=5)
-    true_loss, true = stepped(ModelAnswers(), model, batch)
+    true_loss, true = stepped(ModelDefaults(), model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         loss, found = stepped(plugin, model, batch)
     assert found["lm_head.weight"].dtype == torch.float32 and not plugin.exact
@@ -321,7 +321,7 @@ def test_without_gradients_nothing_is_computed_for_them():
     with torch.no_grad():
         with widest:
             loss = plugin.score(model, batch, summed=True)
-        plain = ModelAnswers().score(model, batch, summed=True)
+        plain = ModelDefaults().score(model, batch, summed=True)
     assert float(loss) == pytest.approx(float(plain), rel=1e-5)
     assert tuple(model.get_output_embeddings().weight.shape) not in widest.made
 
@@ -333,7 +333,7 @@ def test_a_freed_model_says_nothing_about_the_next_one_at_its_address():
         model, batch = make(config), padded()
         with torch.no_grad():
             loss = plugin.score(model, batch, summed=True)
-            plain = ModelAnswers().score(model, batch, summed=True)
+            plain = ModelDefaults().score(model, batch, summed=True)
         assert float(loss) == pytest.approx(float(plain), rel=1e-5), number
         del model
         gc.collect()

@@ -10,7 +10,7 @@ from conftest import ROOT
 from datasets import Dataset
 from test_dpo_begins import of_trl_alone, tokenizer_of
 
-from plugsft.answers import DataAnswers
+from plugsft.answers import DataDefaults
 from plugsft.jsonl import Held
 from plugsft.recipe import Data, Source
 from plugsft.registry import rebuild
@@ -68,7 +68,7 @@ def of_trl(tokenizer, row):
 def of_ours(tokenizer, row, folder):
     """Return [(ids, mask)] of a row as plugsft prepares it."""
     plugins = {"dpo": {}} if "chosen" in row else {}
-    hook = rebuild(plugins).answer(DataAnswers(folder)).hook
+    hook = rebuild(plugins).answer(DataDefaults(folder)).hook
     sources = [Source(source="rows")]
     work = Work(Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hook=hook)
     [part] = slices_of([Held([row])])

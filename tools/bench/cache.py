@@ -79,8 +79,9 @@ def first_batch(path: Path) -> float:
     """Go from a recipe to its first batch."""
     import torch
 
-    from plugsft.answers import DataAnswers
-    from plugsft.answers_model import ModelAnswers
+    from plugsft.answers import DataDefaults
+    from plugsft.answers_batches import BatchDefaults
+    from plugsft.answers_model import ModelDefaults
     from plugsft.plan import Plan
     from plugsft.prepare import prepare
     from plugsft.registry import load
@@ -90,7 +91,7 @@ def first_batch(path: Path) -> float:
     load(path)
     started = time.perf_counter()
     recipe, active = load(path)
-    hook = active.answer(DataAnswers(recipe.folder), ModelAnswers()).hook
+    hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
     tokens = prepare(recipe, active).tokens
     window = Plan(tokens, recipe, 1, hook).window(1)
     hook.collate(tokens=tokens, examples=window.layout[0][0], pad=0)

@@ -31,7 +31,7 @@ from transformers.utils import logging  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from plugsft import attend_per_document, pack  # noqa: E402
-from plugsft.answers_model import ModelAnswers  # noqa: E402
+from plugsft.answers_model import ModelDefaults  # noqa: E402
 from plugsft.models import Load, make_model  # noqa: E402
 from plugsft.plugins.lora import FastLinear, Lora  # noqa: E402
 from plugsft.pretrained import train_tokenizer  # noqa: E402
@@ -129,7 +129,7 @@ def documents(folder: Path, vocab: int) -> Any:
 
 def ours(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = False) -> Step:
     """Return a step of plugsft's loop, on a batch that is made already."""
-    plugin, core = Lora(r=R, alpha=ALPHA), ModelAnswers()
+    plugin, core = Lora(r=R, alpha=ALPHA), ModelDefaults()
     plugin.dtype = str(dtype).removeprefix("torch.")
     load = Load(str(folder / "model"), {"dtype": dtype})
     load.kwargs["attn_implementation"] = attend_per_document()

@@ -113,7 +113,7 @@ def measure(name: str, options: argparse.Namespace, **more: object) -> dict:
 def run_plugsft(options: argparse.Namespace) -> dict:
     """Prepare as a run does, and read an example."""
     from plugsft import prepare
-    from plugsft.answers import DataAnswers
+    from plugsft.answers import DataDefaults
     from plugsft.registry import resolve
 
     with tempfile.TemporaryDirectory() as output:
@@ -128,7 +128,7 @@ def run_plugsft(options: argparse.Namespace) -> dict:
         )
         started = time.perf_counter()
         recipe, active = resolve(raw)
-        active.answer(DataAnswers(recipe.folder))
+        active.answer(DataDefaults(recipe.folder))
         tokens = prepare.prepare(recipe, active).tokens
         tokens.example(len(tokens) // 2)
         return {"seconds": time.perf_counter() - started, "facts": tokens.facts["engines"]}
