@@ -1,8 +1,6 @@
-"""What commands are given, as the command line says it, and how their modules are found."""
+"""Arguments and options that several commands share."""
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -23,8 +21,3 @@ Trusted = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that comes with the model."),
 ]
-
-
-def late(module: str) -> ModuleType:
-    """Import a command's module when it is called: torch takes seconds, and --help must not."""
-    return importlib.import_module(f"plugsft.commands.{module}")

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .arguments import Overrides, RecipeFile, Trusted, Without, late
+from .arguments import Overrides, RecipeFile, Trusted, Without
 from .console import complain, say
 from .errors import PlugsftError, RecipeError, Stopped, did_you_mean
 from .measuring import measuring
@@ -75,15 +75,17 @@ def train(
     ] = False,
 ) -> None:
     """Train. The same as `plugsft RECIPE`."""
-    late("train").train(
-        recipe, overrides or [], without or [], resume, resume_from, overwrite, resume_auto
-    )
+    from .commands import train
+
+    train.train(recipe, overrides or [], without or [], resume, resume_from, overwrite, resume_auto)
 
 
 @app.command()
 def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = None) -> None:
     """Tokenize a recipe's data ahead of training."""
-    late("train").prepare(recipe, overrides or [], without or [])
+    from .commands import train
+
+    train.prepare(recipe, overrides or [], without or [])
 
 
 @app.command()
@@ -97,7 +99,9 @@ def check(
     ] = None,
 ) -> None:
     """Find mistakes in recipe, plugins, data and disk before training."""
-    late("check").check(recipe, overrides or [], without or [], ranks)
+    from .commands import check
+
+    check.check(recipe, overrides or [], without or [], ranks)
 
 
 @app.command()
@@ -115,9 +119,9 @@ def inspect(
     ] = None,
 ) -> None:
     """Show rows as the model will see them, and audit the data before it costs anything."""
-    late("inspection").inspect(
-        recipe, overrides or [], without or [], rows, first, everything, html
-    )
+    from .commands import inspection
+
+    inspection.inspect(recipe, overrides or [], without or [], rows, first, everything, html)
 
 
 @app.command()
@@ -131,9 +135,13 @@ def plugins(
 ) -> None:
     """List the plugins; with a recipe, who answers and wraps each hook."""
     if recipe is None:
-        late("listing").list_plugins()
+        from .commands import listing
+
+        listing.list_plugins()
     else:
-        late("overview").list_hooks(recipe, overrides or [], without or [])
+        from .commands import overview
+
+        overview.list_hooks(recipe, overrides or [], without or [])
 
 
 @app.command()
@@ -145,9 +153,13 @@ def show(
 ) -> None:
     """Show a recipe with all its defaults, or the results of a run."""
     if place.is_dir():
-        late("listing").show_run(place)
+        from .commands import listing
+
+        listing.show_run(place)
     else:
-        late("overview").show_recipe(place, overrides or [])
+        from .commands import overview
+
+        overview.show_recipe(place, overrides or [])
 
 
 @app.command()
@@ -164,13 +176,17 @@ def diff(
     ] = None,
 ) -> None:
     """Compare two runs: recipe, versions, data and results."""
-    late("diff").diff(first, second, html)
+    from .commands import diff
+
+    diff.diff(first, second, html)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of recipes, plugins included, for editors."""
-    late("listing").schema()
+    from .commands import listing
+
+    listing.schema()
 
 
 @app.command()
@@ -191,7 +207,9 @@ def chat(
     trust_remote_code: Trusted = False,
 ) -> None:
     """Talk to a trained model."""
-    late("chat").chat(output, ask or [], max_tokens, temperature, trust_remote_code)
+    from .commands import chat
+
+    chat.chat(output, ask or [], max_tokens, temperature, trust_remote_code)
 
 
 @app.command()
@@ -215,7 +233,9 @@ def export(
     trust_remote_code: Trusted = False,
 ) -> None:
     """Copy a trained model, or make one from a checkpoint; or merge adapters."""
-    late("export").export(output, merge, to, without or [], trust_remote_code)
+    from .commands import export
+
+    export.export(output, merge, to, without or [], trust_remote_code)
 
 
 @app.command()
@@ -226,13 +246,17 @@ def new_plugin(
     folder: Annotated[Path, typer.Option(help="Where to make its folder.")] = Path(),
 ) -> None:
     """Write the skeleton of a plugin of your own, with its test."""
-    late("skeleton").new_plugin(name, folder)
+    from .commands import skeleton
+
+    skeleton.new_plugin(name, folder)
 
 
 @cache.command()
 def ls(folder: CacheFolder = None) -> None:
     """List the entries, the last used first."""
-    late("cache").ls(folder)
+    from .commands import cache
+
+    cache.ls(folder)
 
 
 @cache.command()
@@ -243,7 +267,9 @@ def explain(
     folder: CacheFolder = None,
 ) -> None:
     """Say whether a recipe's data is cached, and if not, what differs from the entries."""
-    late("cache").explain(recipe, overrides or [], without or [], folder)
+    from .commands import cache
+
+    cache.explain(recipe, overrides or [], without or [], folder)
 
 
 @cache.command()
@@ -266,7 +292,9 @@ def gc(
     ] = False,
 ) -> None:
     """Remove unfinished builds of dead processes and, if asked to, unused entries."""
-    late("cache").gc(folder, keep_days, max_size, dry_run)
+    from .commands import cache
+
+    cache.gc(folder, keep_days, max_size, dry_run)
 
 
 @cache.command()
@@ -275,7 +303,9 @@ def verify(
     remove: Annotated[bool, typer.Option("--remove", help="Remove damaged entries.")] = False,
 ) -> None:
     """Read every byte of every entry; one that is damaged ends with exit code 2."""
-    late("cache").verify(folder, remove)
+    from .commands import cache
+
+    cache.verify(folder, remove)
 
 
 app.add_typer(cache, name="cache")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Overrides, RecipeFile, Without, late
+from .arguments import Overrides, RecipeFile, Without
 
 measuring = typer.Typer()
 
@@ -91,8 +91,9 @@ def bench(
     tolerance: Tolerance = 0.05,
 ) -> None:
     """Measure what each plugin costs and brings: alone, and left out of all, in fresh processes."""
-    module = late("bench")
-    options = module.Options(
+    from .commands import bench
+
+    options = bench.Options(
         rounds=rounds,
         steps=steps,
         warmup=warmup,
@@ -107,7 +108,7 @@ def bench(
         against=against,
         tolerance=tolerance,
     )
-    module.bench(recipe, overrides or [], without or [], options)
+    bench.bench(recipe, overrides or [], without or [], options)
 
 
 @measuring.command()
@@ -136,7 +137,9 @@ def tune(
     ] = None,
 ) -> None:
     """Find the fastest micro-batch or capacity that fits, by measure; write the recipe with it."""
-    late("tune").tune(recipe, overrides or [], without or [], memory, steps, launch, to)
+    from .commands import tune
+
+    tune.tune(recipe, overrides or [], without or [], memory, steps, launch, to)
 
 
 @measuring.command()
@@ -176,6 +179,7 @@ def plan(
     ] = False,
 ) -> None:
     """Forecast memory and step time on any GPUs, without weights; say what to change to fit."""
-    module = late("forecast")
-    options = module.Options(gpus, memory, gpu, tflops, bandwidth, probe)
-    module.plan(recipe, overrides or [], without or [], options)
+    from .commands import forecast
+
+    options = forecast.Options(gpus, memory, gpu, tflops, bandwidth, probe)
+    forecast.plan(recipe, overrides or [], without or [], options)
