@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
+from .base.errors import (
     CheckpointError,
     DataError,
     DiskError,
@@ -13,10 +13,8 @@ from .errors import (
     RecipeError,
     TrainError,
 )
-from .hooks import Hooks, Prelude, hookimpl, plugin, state
-from .machine import Machine, look
-from .recipe import Data, Folder, Place, Recipe, Train
-from .types import (
+from .base.machine import Machine, look
+from .base.types import (
     Batch,
     Build,
     Encoded,
@@ -36,18 +34,20 @@ from .types import (
     Window,
     Work,
 )
+from .hooks import Hooks, Prelude, hookimpl, plugin, state
+from .recipe import Data, Folder, Place, Recipe, Train
 
 if TYPE_CHECKING:
     from .answers import opened, tokenizing
     from .apart import ensure_apart, ensure_twin_apart, takes_documents
+    from .base.atomic import damage
+    from .base.build_once import once
+    from .base.checksums import cache_folder, digest
+    from .base.console import progress, say
     from .batches import heard
-    from .claims import once
-    from .console import progress, say
-    from .digests import cache_folder, digest
     from .documents import attend_per_document, documents_of, lone_document, pack
     from .heads import Behind, Positions, fused_loss
     from .models import decoder_layers, weights_digest
-    from .publish import damage
     from .rows import render_rows
     from .rules import Measured, bottlenecks
     from .shapes import Shapes, peak_flops, shapes_of
@@ -65,10 +65,10 @@ LATE = {
     "Tokens": "tokens",
     "attend_per_document": "documents",
     "bottlenecks": "rules",
-    "cache_folder": "digests",
-    "damage": "publish",
+    "cache_folder": "base.checksums",
+    "damage": "base.atomic",
     "decoder_layers": "models",
-    "digest": "digests",
+    "digest": "base.checksums",
     "documents_of": "documents",
     "encode": "tokenizer",
     "ensure_apart": "apart",
@@ -76,13 +76,13 @@ LATE = {
     "fused_loss": "heads",
     "heard": "batches",
     "lone_document": "documents",
-    "once": "claims",
+    "once": "base.build_once",
     "opened": "answers",
     "pack": "documents",
     "peak_flops": "shapes",
-    "progress": "console",
+    "progress": "base.console",
     "render_rows": "rows",
-    "say": "console",
+    "say": "base.console",
     "shapes_of": "shapes",
     "takes_documents": "apart",
     "tokenizing": "answers",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import xxhash
 from accelerate import Accelerator
 
-from .errors import LaunchError, Stopped, TrainError
+from .base.errors import LaunchError, Stopped, TrainError
 from .notices import failure, reason_of
 
 PATIENCE = 60.0

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.nn import Module
 
 from .agree import ensure_alike
-from .digests import digest
+from .base.checksums import digest
 from .models import Load
 from .plan import Plan
 from .prepare import Prepared

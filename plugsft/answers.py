@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .claims import once
-from .console import progress, say
-from .digests import digest
+from .base.build_once import once
+from .base.checksums import digest
+from .base.console import progress, say
+from .base.machine import look, slow_to_map
+from .base.types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
 from .hooks import hookimpl
-from .machine import look, slow_to_map
 from .recipe import Data
 from .rows import render_rows
 from .tokenizer import Tokenizer
 from .tokenizer import encode as encode_texts
-from .types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
 
 T = TypeVar("T")
 

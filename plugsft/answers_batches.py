@@ -1,9 +1,9 @@
 """The core's answers to the hooks of batches. They need no torch."""
 
+from .base.types import Build, Feed, Ints, Layouts
 from .hooks import hookimpl
 from .plan import Windows
 from .recipe import Train
-from .types import Build, Feed, Ints, Layouts
 
 
 class BatchDefaults:

@@ -9,12 +9,12 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
+from .base.types import Batch, Ints, Score
 from .batches import IGNORED, buffer, heard, label
 from .hooks import hookimpl
 from .models import Load
 from .recipe import Train
 from .tokens import Tokens
-from .types import Batch, Ints, Score
 
 
 class ModelDefaults:

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from .claims import once
-from .digests import cache_folder, digest
+from .base.atomic import write_text
+from .base.build_once import once
+from .base.checksums import cache_folder, digest
+from .base.errors import DiskError, PlugsftError, RecipeError
+from .base.types import Ints
 from .documents import ATTENTION, attend_per_document, documents_of
-from .errors import DiskError, PlugsftError, RecipeError
-from .publish import write_text
 from .twin import NEVER, Longest, build_twin, limits
-from .types import Ints
 
 VERSION = 2
 """To be raised when the probe of a twin changes, so that cached results are not used."""

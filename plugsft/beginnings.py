@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from tokenizers import Encoding
 
+from .base.types import Rendered
 from .tokenizer import Tokenizer
-from .types import Rendered
 
 FAR = 64
 """Characters per token of the limit; a shorter text is encoded whole."""

@@ -9,17 +9,17 @@ from typing import Any
 from accelerate import Accelerator
 
 from .agree import agreed, are_alike, ensure_alike, gathered
-from .console import say
-from .errors import CheckpointError
+from .base.atomic import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
+from .base.console import say
+from .base.errors import CheckpointError
+from .base.limits import object_of
+from .base.step_folders import folder_of, listed, step_of
 from .held import Held
-from .limits import object_of
 from .optimizer_state import CURE
 from .parts import Stored, write
-from .publish import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
 from .reading import anchored, default_of, flatten
 from .recipe import Recipe
 from .registry import Active
-from .step_folders import folder_of, listed, step_of
 from .tokens import Tokens
 
 FORMAT = 2

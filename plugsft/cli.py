@@ -14,8 +14,8 @@ import typer
 
 from . import __version__
 from .arguments import Overrides, RecipeFile, Trusted, Without
-from .console import complain, say
-from .errors import PlugsftError, RecipeError, Stopped, did_you_mean
+from .base.console import complain, say
+from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
 from .measuring import measuring
 
 app = typer.Typer(

@@ -8,8 +8,8 @@ from huggingface_hub import list_repo_files
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from .errors import PlugsftError, RecipeError, TrainError, out_of_memory
-from .load_errors import reason_of
+from .base.errors import PlugsftError, RecipeError, TrainError, out_of_memory
+from .base.load_errors import reason_of
 from .recipe import Model, Recipe
 
 PICKLES = ("pytorch_model", "adapter_model")

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .errors import PluginError, did_you_mean
+from .base.errors import PluginError, did_you_mean
 from .hooks import PASSES, Hooks
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}

@@ -10,10 +10,10 @@ from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from .base.errors import RecipeError, TrainError
+from .base.types import Batch, Ints
 from .batches import IGNORED, buffer, label
-from .errors import RecipeError, TrainError
 from .tokens import Tokens
-from .types import Batch, Ints
 
 ATTENTION = "plugsft_documents"
 """The name of this attention in transformers."""

@@ -9,7 +9,7 @@ from importlib.metadata import Distribution, entry_points
 from pathlib import Path
 from typing import Any, cast
 
-from .errors import PluginError
+from .base.errors import PluginError
 from .hooks import PLUGIN
 
 BUNDLED = "plugsft.plugins"

@@ -7,9 +7,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from .limits import json_of
+from .base.limits import json_of
+from .base.types import Row
 from .recipe import FORMATS
-from .types import Row
 
 TEXTS = ("text", "completion")
 """Formats that are no conversations."""

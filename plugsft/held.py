@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .console import say
-from .errors import CheckpointError
+from .base.console import say
+from .base.errors import CheckpointError
 from .optimizer_state import (
     CURE,
     STATES,

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from .machine import Machine
-    from .recipe import Data, Recipe, Train
-    from .tokenizer import Tokenizer
-    from .tokens import Tokens
-    from .types import (
+    from .base.machine import Machine
+    from .base.types import (
         Batch,
         Build,
         Encoded,
@@ -52,6 +49,9 @@ if TYPE_CHECKING:
         Slice,
         Work,
     )
+    from .recipe import Data, Recipe, Train
+    from .tokenizer import Tokenizer
+    from .tokens import Tokens
 
 hookimpl = pluggy.HookimplMarker("plugsft")
 notice = pluggy.HookspecMarker("plugsft")

@@ -19,8 +19,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
+from .base.types import Row, Span
 from .jinja_limits import BoundedEnvironment, left, measure
-from .types import Row, Span
 
 INDENT = 32
 """Spaces that tojson(indent=...) may ask for."""

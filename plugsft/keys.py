@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .digests import digest
+from .base.checksums import digest
 from .reading import flatten
 from .registry import Active, contract_of, options_of
 from .shards import FORMAT

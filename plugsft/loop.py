@@ -20,16 +20,17 @@ from .alike import CURE, ensure_same_inputs, model_facts, plan_facts
 from .answers import DataDefaults
 from .answers_batches import BatchDefaults
 from .answers_model import ModelDefaults
+from .base.build_once import once
+from .base.checksums import digest
+from .base.console import say
+from .base.errors import TrainError
+from .base.machine import Machine
+from .base.types import Batch, Window
 from .checkpoint import Checkpoints
-from .claims import once
-from .console import say
 from .context import check_context, check_ids
-from .digests import digest
-from .errors import TrainError
 from .feeder import Feeder, rows_of
 from .held import Held, held_by
 from .hooks import Hooks
-from .machine import Machine
 from .memory import fitting, loading
 from .models import Load, load_of, make_model
 from .plan import Plan
@@ -46,7 +47,6 @@ from .schedule import Schedule, check_schedule
 from .spread import casts, is_sharded, spread
 from .stop import Stop
 from .tokens import Tokens
-from .types import Batch, Window
 
 
 def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Path] = ()) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
-from .errors import TrainError, out_of_memory
+from .base.errors import TrainError, out_of_memory
+from .base.types import Ints, Window
 from .recipe import Recipe
 from .tokens import Tokens
-from .types import Ints, Window
 
 SAVERS = {
     "gradient_checkpointing": "activations are computed again, not stored",

@@ -24,9 +24,9 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .base.checksums import digest, remembered_digest
+from .base.errors import PluginError, RecipeError, TrainError
 from .context import not_loaded
-from .digests import digest, remembered_digest
-from .errors import PluginError, RecipeError, TrainError
 from .recipe import Model, Scratch
 from .tensor_shards import Part, local_part
 from .weights import Weights, files_of, skeleton

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
-from .errors import CheckpointError
+from .base.errors import CheckpointError
 from .parts import Stored, short, widens
 from .tensor_shards import Part, part_of
 

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import CheckpointError
-from .publish import MANIFEST, Stamp, stamp, sync
+from .base.atomic import MANIFEST, Stamp, stamp, sync
+from .base.errors import CheckpointError
 from .tensor_shards import Part
 
 PLACES = "places"

@@ -7,11 +7,11 @@ from typing import Self
 
 import numpy as np
 
-from .errors import DataError, PluginError
+from .base.errors import DataError, PluginError
+from .base.types import Ints, Layout, Layouts, OnDemand, Window
 from .hooks import Hooks
 from .recipe import Recipe, Train
 from .tokens import Tokens
-from .types import Ints, Layout, Layouts, OnDemand, Window
 
 
 class Windows(OnDemand):

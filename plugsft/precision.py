@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .errors import LaunchError
+from .base.errors import LaunchError
 from .held import Held
 from .recipe import Model, Recipe
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from .agree import PeerError, agreed, from_main
+from .base.types import Ints
 from .feeder import Feeder
 from .hooks import Hooks
 from .models import Load
 from .notices import reason_of
 from .spread import is_sharded, spread_frozen
 from .tokens import Tokens
-from .types import Ints
 
 BUILD, KEPT, FAILED = "build", "kept", "failed"
 """What the main process tells the others in `keep`."""

@@ -9,10 +9,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .answers import opened as mapped
-from .claims import once
-from .console import say
-from .digests import digest
-from .errors import DataError, PlugsftError, RecipeError
+from .base.build_once import once
+from .base.checksums import digest
+from .base.console import say
+from .base.errors import DataError, PlugsftError, RecipeError
+from .base.types import Rendered, Row, Shard
 from .keys import differences, key_of, makers, with_sources
 from .pretrained import Render, load_tokenizer, train_tokenizer
 from .recipe import Recipe, Source
@@ -22,7 +23,6 @@ from .sources import Source as Opened
 from .sources import ensure_columns, open_source, slices_of
 from .tokenizer import OWN, Tokenizer, lighten
 from .tokens import Tokens
-from .types import Rendered, Row, Shard
 from .work import Work, complain, joined, render, warnings_of
 
 

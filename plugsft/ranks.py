@@ -19,9 +19,9 @@ from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from .agree import host_group
-from .errors import LaunchError
+from .base.errors import LaunchError
+from .base.machine import Machine
 from .launcher import asked_of_launcher
-from .machine import Machine
 from .notices import failure, store, store_key
 from .precision import ensure_no_other, in_float32, mixed, on_cpu
 from .recipe import Recipe

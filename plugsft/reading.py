@@ -10,8 +10,8 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .errors import RecipeError, did_you_mean
-from .limits import TABLES, shallow, text_of, toml_of
+from .base.errors import RecipeError, did_you_mean
+from .base.limits import TABLES, shallow, text_of, toml_of
 from .recipe import TRL, Recipe, absolute, short
 
 

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from . import report
-from .console import say
-from .errors import PlugsftError, Stopped
+from .base.atomic import discard, is_published, write_text, writing
+from .base.console import say
+from .base.errors import PlugsftError, Stopped
+from .base.machine import Machine, held_most
+from .base.step_folders import listed
 from .hooks import hookimpl
-from .machine import Machine, held_most
-from .publish import discard, is_published, write_text, writing
 from .reading import resolved
 from .recipe import Recipe
 from .registry import Active, options_of
 from .report import read_metrics
-from .step_folders import listed
 from .tokens import Tokens
 
 MEASURED = (

@@ -16,7 +16,10 @@ import pluggy
 from pydantic import TypeAdapter, ValidationError
 
 from . import reading
-from .console import complain
+from .base.checksums import digest, file_digest
+from .base.console import complain
+from .base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
+from .base.machine import Machine
 from .contracts import (
     SPECS,
     inspect_hooks,
@@ -26,11 +29,8 @@ from .contracts import (
     must_be_apart,
     must_return,
 )
-from .digests import digest, file_digest
-from .errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from .finding import CORE, OURS, Found, find, is_core, load_class
 from .hooks import PLUGIN, Contract, Hooks
-from .machine import Machine
 from .recipe import COLUMNS, Recipe
 
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection
 from itertools import starmap
 from operator import lt
 
-from .errors import DataError
+from .base.errors import DataError
+from .base.types import Rendered, Row
 from .formats import READ, TEXTS, BadRow, ensure_read, kind_of, odd_turns, string_of, talk_of
 from .recipe import Data
 from .templates import Chat, Text
 from .tokenizer import Tokenizer
-from .types import Rendered, Row
 
 Way = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
 """The renderer of a row, with warnings, and the description of its spans."""

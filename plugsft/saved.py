@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from .agree import agreed
-from .errors import CheckpointError, RecipeError
+from .base.atomic import publish
+from .base.errors import CheckpointError, RecipeError
 from .held import Held
 from .models import lasting_buffers
 from .pretrained import end_generation
-from .publish import publish
 from .recipe import Recipe
 from .tensor_shards import Part, part_of
 from .weights import Weights, files_of, shapes_made, skeleton

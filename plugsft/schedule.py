@@ -4,7 +4,7 @@ import torch
 import transformers
 from torch.optim import Optimizer
 
-from .errors import RecipeError
+from .base.errors import RecipeError
 from .recipe import Train
 
 

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from .agree import agreed
-from .errors import PluginError
+from .base.errors import PluginError
 from .models import Load
 from .tensor_shards import local_part, part_of
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from accelerate import Accelerator
 
 from .agree import agreed
-from .errors import Stopped
+from .base.errors import Stopped
 from .launcher import lost
 
 

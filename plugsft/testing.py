@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 
 from . import loop
 from .answers import DataDefaults
-from .errors import did_you_mean
+from .base.errors import did_you_mean
+from .base.machine import look
+from .base.types import Slice
 from .finding import find
-from .machine import look
 from .prepare import job_of
 from .registry import check, resolve
 from .report import read_metrics
-from .types import Slice
 from .work import Work
 
 ROWS = 24

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from .errors import DataError
+from .base.errors import DataError
+from .base.types import Ints
 from .shards import INDEX, SCHEMA, checksum_of, numpy_of, offsets_of, read_facts, sums_of
-from .types import Ints
 
 Chunk = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
 """Columns of a record batch: ids, offsets, and the mask as bits."""

@@ -11,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .answers import DataDefaults
+from .base.atomic import write_text
+from .base.checksums import file_digest, sealed, unsealed
+from .base.errors import DataError
+from .base.types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Span
 from .beginnings import shorten
-from .digests import file_digest, sealed, unsealed
-from .errors import DataError
 from .hooks import Hooks
 from .jsonl import fault
-from .publish import write_text
 from .recipe import Data, Source
 from .registry import rebuild
 from .rows import judge_columns, without
 from .shards import Examples, sums_of, write_shard
 from .tokenizer import Tokenizer, size_of
-from .types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Span
 
 Marks = NDArray[np.bool_]
 """Yes or no for each of some tokens, texts or rows."""

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from plugsft import cli, console
+from plugsft import cli
+from plugsft.base import console
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"

@@ -23,9 +23,10 @@ from families import FAMILIES, VOCABULARY, build
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from plugsft import PlugsftError, console, loop
+from plugsft import PlugsftError, loop
+from plugsft.base import console
+from plugsft.base.machine import look
 from plugsft.checkpoint import find
-from plugsft.machine import look
 from plugsft.models import Load, tensors_of
 from plugsft.registry import load
 

@@ -13,7 +13,7 @@ from deepspeed import zero
 from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
 
-from plugsft.machine import look
+from plugsft.base.machine import look
 from plugsft.models import Load, tensors_of
 from plugsft.ranks import connect, quiet
 from plugsft.registry import load as load_recipe

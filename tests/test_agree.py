@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from conftest import FORKS, chats, start_ranks, tiny_tables, write_jsonl, write_recipe
 
 from plugsft.agree import agreed, ensure_alike
-from plugsft.errors import DiskError, LaunchError, TrainError
+from plugsft.base.errors import DiskError, LaunchError, TrainError
 
 RANKS = 4
 

@@ -23,10 +23,10 @@ from tokenizers import (
 )
 
 from plugsft import tokenizer as of_tokenizers
+from plugsft.base.types import Rendered, Shard
 from plugsft.beginnings import shorten
 from plugsft.recipe import Data
 from plugsft.tokenizer import encode
-from plugsft.types import Rendered, Shard
 from plugsft.work import _cut
 
 LLAMA3 = (

@@ -18,6 +18,7 @@ import pytest
 from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_tables, write_recipe
 from making import activate, install
 
+from plugsft.base.errors import RecipeError
 from plugsft.commands.bench_page import Scale, write_page
 from plugsft.commands.bench_words import brings, console_lines, markdown, ran
 from plugsft.commands.benched import Bench, costs, ensure_alike, worse
@@ -32,7 +33,6 @@ from plugsft.commands.measured import (
     times_as_fast,
     times_as_long,
 )
-from plugsft.errors import RecipeError
 from plugsft.registry import load
 
 NOTHING = """

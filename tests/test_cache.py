@@ -30,20 +30,21 @@ from conftest import (
 from making import LOUD, activate, install
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from plugsft import DataError, PlugsftError, digests, keys, prepare
+from plugsft import DataError, PlugsftError, keys, prepare
 from plugsft.answers import DataDefaults
 from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
-from plugsft.claims import PATIENCE
+from plugsft.base import checksums as digests
+from plugsft.base.atomic import HERE, damage, is_whole, publish
+from plugsft.base.build_once import PATIENCE
+from plugsft.base.checksums import digest, remembered_digest, sealed, unsealed
+from plugsft.base.types import Shard
 from plugsft.commands.cache import parse_size
-from plugsft.digests import digest, remembered_digest, sealed, unsealed
 from plugsft.plan import Plan
-from plugsft.publish import HERE, damage, is_whole, publish
 from plugsft.recipe import Recipe
 from plugsft.registry import Active, load, resolve
 from plugsft.shards import Examples, write_index, write_shard
 from plugsft.tokens import Tokens
-from plugsft.types import Shard
 
 
 @pytest.fixture
@@ -421,7 +422,7 @@ def test_gc_leaves_what_a_run_uses(recipe, home):
 BUILDER = """
 import sys, time
 from pathlib import Path
-from plugsft.claims import once
+from plugsft.base.build_once import once
 def build(folder):
     (folder / "data-1").write_text("x" * 5000)
     print("begun", flush=True)

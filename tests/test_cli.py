@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, run_plugsft
 
 from plugsft import __version__, cli
-from plugsft.errors import RecipeError
+from plugsft.base.errors import RecipeError
 
 COMMANDS = [
     *[

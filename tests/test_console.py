@@ -7,7 +7,7 @@ import pytest
 from conftest import run_plugsft
 from rich.console import Console
 
-from plugsft import console
+from plugsft.base import console
 
 
 @pytest.fixture

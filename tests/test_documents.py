@@ -17,11 +17,11 @@ from transformers import (
 )
 
 from plugsft import RecipeError, TrainError, attend_per_document, documents_of, pack
+from plugsft.base.types import Shard
 from plugsft.batches import IGNORED
 from plugsft.documents import ATTENTION, attend
 from plugsft.shards import Examples, write_index, write_shard
 from plugsft.tokens import Tokens
-from plugsft.types import Shard
 
 SMALL = {
     "vocab_size": 97,

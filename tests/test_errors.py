@@ -2,8 +2,8 @@
 
 import pytest
 
-from plugsft import errors
-from plugsft.errors import PlugsftError, RecipeError, TrainError, did_you_mean
+from plugsft.base import errors
+from plugsft.base.errors import PlugsftError, RecipeError, TrainError, did_you_mean
 
 
 @pytest.mark.parametrize(

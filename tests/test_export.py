@@ -10,9 +10,9 @@ from conftest import chats, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from plugsft.base.atomic import damage
+from plugsft.base.errors import PlugsftError
 from plugsft.commands.export import export
-from plugsft.errors import PlugsftError
-from plugsft.publish import damage
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 

@@ -113,7 +113,7 @@ LOADS = """
     import resource, sys
     from pathlib import Path
     import torch
-    from plugsft.errors import PlugsftError
+    from plugsft.base.errors import PlugsftError
     from plugsft.models import Load
     folder, spare = sys.argv[1], int(sys.argv[2])
     Load(folder, {"dtype": torch.float32}).build()  # all is imported

@@ -12,7 +12,7 @@ from conftest import FULL, ROOT, only_full
 from families import FAMILIES, build
 from family_runs import COLUMNS, FINE, Bench, committed, family_results
 
-from plugsft import console
+from plugsft.base import console
 
 # Their files name tensors otherwise than the models do, but for the last.
 RENAMED = ["mixtral", "qwen3_moe", "deepseek_v3", "minimax", "llama"]

@@ -7,7 +7,7 @@ import pytest
 from conftest import chats, only_full, start_ranks
 from making import activate, install
 
-from plugsft.publish import damage
+from plugsft.base.atomic import damage
 
 # It fails on one rank: in a hook, or as soon as a file grows beyond what the disk would grant.
 FAULT = """

@@ -31,12 +31,12 @@ def _words(text):
 
 # From the ground up: a module imports only what stands before it.
 FLOORS = _words("""
-    errors types machine limits load_errors
-    digests recipe reading publish claims shards tokens console
+    base.errors base.types base.machine base.limits base.load_errors
+    base.checksums recipe reading base.atomic base.build_once shards tokens base.console
     jsonl formats jinja_limits jinja tokenizer beginnings templates rows
     hooks
     contracts finding
-    sources plan registry step_folders
+    sources plan registry base.step_folders
     answers answers_batches context schedule pretrained
     work
     keys

@@ -21,6 +21,7 @@ from plugsft import registry
 from plugsft.answers import DataDefaults
 from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
+from plugsft.base.errors import RecipeError
 from plugsft.commands.chips import CHIPS, LINKS, Chip, Cluster, Took, took
 from plugsft.commands.forecast import notes
 from plugsft.commands.foresight import Outcome, Scope, cures
@@ -31,7 +32,6 @@ from plugsft.commands.trials import trials
 from plugsft.commands.tune import Tuning
 from plugsft.commands.workload import Rows, rows_of
 from plugsft.context import load_config
-from plugsft.errors import RecipeError
 from plugsft.models import load_of
 from plugsft.plan import shuffled
 from plugsft.pretrained import load_tokenizer

@@ -8,9 +8,9 @@ import pytest
 from conftest import FULL, run_plugsft, tiny_tables, write_recipe
 
 from plugsft import record
+from plugsft.base.atomic import MANIFEST, discard, publish
+from plugsft.base.errors import PlugsftError, RecipeError
 from plugsft.commands import places
-from plugsft.errors import PlugsftError, RecipeError
-from plugsft.publish import MANIFEST, discard, publish
 
 FOREIGN_MANIFESTS = ['{"name": "a web app"}', "{}", '{"thesis.txt": [6, "abc"]}', "[]", "{", ""]
 NAMES = ["thesis.txt", "notes/deep/a.md", "config.json", "step-000001", ".hidden", "data-1.arrow"]

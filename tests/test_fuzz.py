@@ -18,14 +18,14 @@ import tomli_w
 from conftest import chats, run_plugsft, tiny_tables, write_recipe
 
 from plugsft import DataError, report
+from plugsft.base.atomic import damage
+from plugsft.base.checksums import cache_folder, file_digest
+from plugsft.base.errors import PlugsftError
 from plugsft.cli import main
 from plugsft.commands.places import leftovers, read_run
-from plugsft.digests import cache_folder, file_digest
-from plugsft.errors import PlugsftError
 from plugsft.formats import COLUMNS
 from plugsft.jsonl import Held, fault, find_lines
 from plugsft.pretrained import train_tokenizer
-from plugsft.publish import damage
 from plugsft.reading import resolved
 from plugsft.recipe import Data
 from plugsft.registry import load

@@ -15,8 +15,8 @@ import pytest
 from conftest import ROOT, chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
 from making import activate, install
 
+from plugsft.base.atomic import HERE, damage, runs
 from plugsft.commands.places import is_held
-from plugsft.publish import HERE, damage, runs
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
 EVAL = {"every": 2, "split": "train[:5]"}

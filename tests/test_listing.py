@@ -8,9 +8,9 @@ import pytest
 from conftest import ROOT, run_plugsft
 from making import activate, install
 
+from plugsft.base.errors import RecipeError
 from plugsft.commands import listing, overview
 from plugsft.contracts import SPECS
-from plugsft.errors import RecipeError
 from plugsft.finding import find
 
 LOUD = '''

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plugsft import machine
-from plugsft.machine import free_disk, held_most, look, memory_limit, num_cores, slow_to_map
+from plugsft.base import machine
+from plugsft.base.machine import free_disk, held_most, look, memory_limit, num_cores, slow_to_map
 from plugsft.ranks import threads_are_chosen
 
 
@@ -51,9 +51,8 @@ def test_memory_is_the_container_s_if_that_is_less(container):
 
 def test_what_a_process_held_is_its_own_not_its_starter_s():
     filler = np.ones(2**26)  # half a gigabyte, touched
-    code = (
-        "from plugsft.machine import held_most; import numpy; numpy.ones(2**24); print(held_most())"
-    )
+    words = "import numpy; numpy.ones(2**24); print(held_most())"
+    code = f"from plugsft.base.machine import held_most; {words}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 2**27 < int(done.stdout) < filler.nbytes < held_most()
 

@@ -7,8 +7,8 @@ import pytest
 from conftest import run_plugsft
 from making import activate, install
 
+from plugsft.base.errors import PluginError
 from plugsft.contracts import METRICS
-from plugsft.errors import PluginError
 from plugsft.registry import load
 
 MEASURES = """

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables, write_recipe
 
+from plugsft.base.errors import RecipeError
 from plugsft.commands import places
-from plugsft.errors import RecipeError
 from plugsft.registry import load
 
 LONG = {"steps": 4000, "log_every": 4000}

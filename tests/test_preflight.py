@@ -20,10 +20,10 @@ from transformers import (
     Phi3Config,
 )
 
+from plugsft.base.errors import PlugsftError
 from plugsft.commands import check as preflight
 from plugsft.commands.room import parameters
 from plugsft.context import ensure_plain_loss
-from plugsft.errors import PlugsftError
 from plugsft.recipe import Scratch
 
 STRICT = """

@@ -21,10 +21,10 @@ from making import LOUD, activate, install
 
 from plugsft import DataError, RecipeError, prepare, sources
 from plugsft.answers import DataDefaults
+from plugsft.base.types import Slice
 from plugsft.registry import load, resolve
 from plugsft.templates import CHATML
 from plugsft.tokens import Tokens
-from plugsft.types import Slice
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 GOOD = {"messages": [ASK, TELL]}

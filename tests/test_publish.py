@@ -13,10 +13,10 @@ import time
 import pytest
 from conftest import ROOT, run_plugsft
 
-from plugsft import DiskError, PlugsftError, claims
-from plugsft import publish as publishing
-from plugsft.claims import claim, once
-from plugsft.publish import (
+from plugsft import DiskError, PlugsftError
+from plugsft.base import atomic as publishing
+from plugsft.base import build_once as claims
+from plugsft.base.atomic import (
     HERE,
     MANIFEST,
     damage,
@@ -28,6 +28,7 @@ from plugsft.publish import (
     write_text,
     writing,
 )
+from plugsft.base.build_once import claim, once
 
 BUILDER = """
 import os, sys, time

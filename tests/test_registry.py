@@ -13,9 +13,9 @@ from making import LOUD, activate, install
 
 from plugsft import PluginError, RecipeError
 from plugsft.answers import DataDefaults
+from plugsft.base.machine import look
 from plugsft.finding import find
 from plugsft.hooks import Hooks, hookimpl
-from plugsft.machine import look
 from plugsft.registry import Active, check, load, order, resolve
 
 WRAPS = """

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_map
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from plugsft import CheckpointError
+from plugsft.base.atomic import MANIFEST, publish, stamp
+from plugsft.base.machine import look
 from plugsft.checkpoint import Checkpoints, _identity
 from plugsft.held import held_by
-from plugsft.machine import look
 from plugsft.models import Load
 from plugsft.parts import write
-from plugsft.publish import MANIFEST, publish, stamp
 from plugsft.ranks import connect
 from plugsft.registry import load
 from plugsft.spread import spread

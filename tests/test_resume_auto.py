@@ -18,7 +18,7 @@ from conftest import (
 )
 
 from plugsft import cli
-from plugsft.publish import is_published
+from plugsft.base.atomic import is_published
 
 
 @pytest.mark.parametrize(

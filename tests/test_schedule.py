@@ -5,7 +5,7 @@ import torch
 from conftest import run_plugsft
 from transformers import get_scheduler
 
-from plugsft.errors import RecipeError
+from plugsft.base.errors import RecipeError
 from plugsft.recipe import Train
 from plugsft.schedule import Schedule, check_schedule
 

@@ -10,8 +10,8 @@ import pytest
 from test_resume import FSDP2, Run, on_ranks
 
 from plugsft import PlugsftError, parts
-from plugsft.publish import MANIFEST
-from plugsft.step_folders import listed
+from plugsft.base.atomic import MANIFEST
+from plugsft.base.step_folders import listed
 
 RANKS = 4
 _reading: list[list[str]] = []

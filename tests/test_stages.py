@@ -18,6 +18,7 @@ from test_columns import ROWS
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from plugsft.answers import DataDefaults
+from plugsft.base.types import Rendered, Shard, Slice
 from plugsft.jsonl import Held
 from plugsft.keys import VERSIONS
 from plugsft.recipe import Data, Source
@@ -25,7 +26,6 @@ from plugsft.registry import resolve
 from plugsft.sources import open_source
 from plugsft.templates import CHATML
 from plugsft.tokenizer import Tokenizer, encode
-from plugsft.types import Rendered, Shard, Slice
 from plugsft.work import Work, _cut, render
 
 GOLDEN = ROOT / "tests/golden/stages.json"

@@ -12,9 +12,9 @@ from conftest import run_plugsft
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from plugsft.base.atomic import MANIFEST, damage, publish, stamp
+from plugsft.base.step_folders import folder_of, listed, newest, step_of
 from plugsft.checkpoint import STATE
-from plugsft.publish import MANIFEST, damage, publish, stamp
-from plugsft.step_folders import folder_of, listed, newest, step_of
 
 # What users, other tools and file managers make of our names.
 COPIES = ["best", "000002.backup", "000002 (copy)", "", "000003-good", "٣٤", "1_000", "+3", " 3"]

@@ -16,8 +16,8 @@ from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from plugsft.base.errors import PlugsftError
 from plugsft.commands import chat as talk
-from plugsft.errors import PlugsftError
 from plugsft.pretrained import stop_ids
 
 ANSWERS = {

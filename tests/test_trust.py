@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from plugsft import cli
-from plugsft.publish import publish
+from plugsft.base.atomic import publish
 
 CODE = """
 from pathlib import Path

@@ -22,12 +22,12 @@ from conftest import (
     write_recipe,
 )
 
+from plugsft.base.errors import RecipeError
+from plugsft.base.machine import look
 from plugsft.commands.rewritten import body, edited, ensure_free, rewrite
 from plugsft.commands.search import Setting
 from plugsft.commands.trials import trials
 from plugsft.commands.tune import Tuning, windows_of
-from plugsft.errors import RecipeError
-from plugsft.machine import look
 from plugsft.plan import shuffled
 from plugsft.registry import load
 from plugsft.tokens import Tokens

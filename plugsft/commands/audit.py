@@ -10,7 +10,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..base.errors import DataError
+from ..base.types import Ints, Row
 from ..formats import TEXTS, BadRow, kind_of, talk_of
 from ..recipe import Data
 from ..registry import Active
@@ -18,7 +19,6 @@ from ..rows import renamed, without
 from ..sources import Source as Opened
 from ..templates import Chat
 from ..tokens import Tokens
-from ..types import Ints, Row
 from ..work import CURE_BAD, CURE_LONG, Work, listed, warnings_of
 from .sample import Sample, make
 

@@ -13,9 +13,9 @@ from typing import Any
 import tomli_w
 
 from .. import registry
-from ..console import counted, progress, say
-from ..errors import PlugsftError, RecipeError
-from ..publish import write_text
+from ..base.atomic import write_text
+from ..base.console import counted, progress, say
+from ..base.errors import PlugsftError, RecipeError
 from ..reading import value_of
 from ..recipe import Recipe
 from .bench_page import write_page

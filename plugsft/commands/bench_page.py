@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..console import counted
+from ..base.console import counted
 from ..report import STYLE
 from .bench_words import Table, brings, notes, prepared, ran, without_empty
 from .benched import Bench

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ..console import counted, size_of
+from ..base.console import counted, size_of
 from .benched import LEARNS, Bench, Figures, Line, costs, off
 from .lineup import BASELINE
 from .measured import NOISE, machine_line, spread

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import RecipeError
-from ..limits import object_of
+from ..base.errors import RecipeError
+from ..base.limits import object_of
 from ..reading import flatten
 from .lineup import ALL, BASELINE, all_but, alone
 from .measured import Ratio, machine_line, times_as_fast, times_as_long

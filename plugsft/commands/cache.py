@@ -15,13 +15,13 @@ from typing import Any
 from rich.text import Text
 
 from ..answers import DataDefaults
-from ..claims import Watch, claim, is_claimed, parts_of
-from ..console import out, parse_size, say, size_of
-from ..digests import cache_folder, digest
-from ..errors import DataError, PlugsftError
+from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
+from ..base.build_once import Watch, claim, is_claimed, parts_of
+from ..base.checksums import cache_folder, digest
+from ..base.console import out, parse_size, say, size_of
+from ..base.errors import DataError, PlugsftError
 from ..keys import differences, key_of
 from ..prepare import eval_source, job_of
-from ..publish import MANIFEST, damage, discard, is_published, remove, sweep
 from ..registry import load
 from ..sources import open_source
 from ..tokens import Tokens

@@ -19,13 +19,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ..console import is_terminal, say
+from ..base.console import is_terminal, say
+from ..base.errors import PlugsftError
+from ..base.load_errors import TRUST, cure_of
+from ..base.step_folders import newest
 from ..context import context_of, ensure_safetensors
-from ..errors import PlugsftError
-from ..load_errors import TRUST, cure_of
 from ..pretrained import pad_id, stop_ids
 from ..report import read_record
-from ..step_folders import newest
 from .places import ADAPTER, base_of, is_model, near
 
 with suppress(ImportError):  # Windows has none

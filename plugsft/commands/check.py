@@ -12,12 +12,13 @@ import numpy as np
 from .. import registry
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
-from ..console import say, size_of
+from ..base.console import say, size_of
+from ..base.errors import DataError, RecipeError
+from ..base.machine import free_disk, look
+from ..base.types import Ints
 from ..context import check_context, check_ids, ensure_whole_weights
 from ..contracts import mark_of
-from ..errors import DataError, RecipeError
 from ..keys import MAKERS
-from ..machine import free_disk, look
 from ..plan import shuffled
 from ..prepare import describe, eval_source, job_of, named
 from ..recipe import LOSSY, Recipe, Source, Train
@@ -25,7 +26,6 @@ from ..registry import Active
 from ..schedule import check_schedule
 from ..sources import Source as Opened
 from ..sources import ensure_columns, open_source
-from ..types import Ints
 from ..work import CURE_BAD, CURE_LONG, Work, listed, warnings_of
 from .audit import judge_chats
 from .batch_sense import sense

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..machine import look
+from ..base.machine import look
 from ..shapes import PEAKS, peak_flops
 from .ghost import Weights
 from .moments import Trace

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import PlugsftError
+from ..base.errors import PlugsftError
+from ..base.limits import json_of, text_of
 from ..finding import OURS
 from ..keys import differences
-from ..limits import json_of, text_of
 from ..reading import flatten, read
 from ..report import Points, finite, number, part_of, read_metrics, series_of
 from .places import is_held, near

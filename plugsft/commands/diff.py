@@ -4,8 +4,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..console import out, say
-from ..errors import PlugsftError
+from ..base.console import out, say
+from ..base.errors import PlugsftError
 from .compared import Row, Section, compare, read_run
 from .diff_page import write_page
 from .places import ensure_page

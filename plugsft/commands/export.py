@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from ..console import say
-from ..digests import file_digest
-from ..errors import CheckpointError, PlugsftError
-from ..load_errors import cure_of
+from ..base.atomic import MANIFEST, damage, is_published, publish
+from ..base.checksums import file_digest
+from ..base.console import say
+from ..base.errors import CheckpointError, PlugsftError
+from ..base.load_errors import cure_of
 from ..pretrained import end_generation
-from ..publish import MANIFEST, damage, is_published, publish
 from ..ranks import quiet
 from .chat import model_folder
 from .places import ADAPTER, base_of, is_model

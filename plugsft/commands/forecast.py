@@ -11,8 +11,8 @@ from rich.text import Text
 from .. import registry
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
-from ..console import out, parse_size, progress, say
-from ..errors import PlugsftError, did_you_mean
+from ..base.console import out, parse_size, progress, say
+from ..base.errors import PlugsftError, did_you_mean
 from ..reading import anchored
 from ..recipe import Recipe
 from .chips import CHIPS, GB, HIDDEN, LINKS, MACHINE, PRODUCTS, STREAM, Chip, Cluster, here

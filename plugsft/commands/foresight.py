@@ -13,9 +13,9 @@ from .. import registry
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
+from ..base.errors import PlugsftError
+from ..base.machine import look
 from ..context import load_config
-from ..errors import PlugsftError
-from ..machine import look
 from ..models import scratch_config
 from ..plan import shuffled
 from ..pretrained import load_tokenizer

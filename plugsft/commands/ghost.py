@@ -15,14 +15,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from ..answers_model import ModelDefaults
+from ..base.errors import PlugsftError, RecipeError
+from ..base.types import Batch
 from ..batches import IGNORED, heard
-from ..errors import PlugsftError, RecipeError
 from ..heads import Behind, Positions, fused_loss
 from ..models import Load, decoder_layers, load_of
 from ..precision import autocast_experts
 from ..recipe import Recipe
 from ..registry import Active
-from ..types import Batch
 from .moments import Trace, through
 
 FLASH = "plugsft_forecast"

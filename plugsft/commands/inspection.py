@@ -9,10 +9,10 @@ from rich.text import Text
 
 from .. import registry
 from ..answers import DataDefaults
-from ..console import is_terminal, out, say
-from ..errors import DataError, RecipeError
+from ..base.console import is_terminal, out, say
+from ..base.errors import DataError, RecipeError
+from ..base.machine import look
 from ..hooks import DATA
-from ..machine import look
 from ..sources import Source, ensure_columns, open_source
 from ..work import Work
 from .audit import Audit, audit, histogram

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..console import counted
+from ..base.console import counted
 from ..report import STYLE
 from .audit import Audit, histogram, quantiles
 from .views import Piece, View

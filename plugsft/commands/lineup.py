@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..base.errors import RecipeError, did_you_mean
 from ..contracts import SPECS, mark_of
-from ..errors import RecipeError, did_you_mean
 from ..hooks import DATA
 from ..registry import Active, contract_of
 from .trials import ELSEWHERE

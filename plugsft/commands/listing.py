@@ -14,13 +14,13 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema
 from rich.text import Text
 
-from ..console import out, say
-from ..errors import RecipeError
+from ..base.console import out, say
+from ..base.errors import RecipeError
+from ..base.step_folders import newest
 from ..finding import Found, find, load_class
 from ..reading import fields
 from ..recipe import Recipe
 from ..report import read_metrics, read_record
-from ..step_folders import newest
 from .places import is_held
 
 ENABLED = {

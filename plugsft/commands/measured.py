@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..machine import look
+from ..base.machine import look
 from ..record import PACKAGES
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from .. import registry
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
-from ..console import out, say
+from ..base.console import out, say
+from ..base.machine import look
 from ..contracts import SPECS
 from ..finding import CORE
-from ..machine import look
 from ..reading import resolved
 from ..record import Record
 from ..report import read_record

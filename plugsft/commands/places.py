@@ -11,13 +11,13 @@ from typing import Any
 
 import tomli_w
 
-from ..console import say
-from ..errors import PlugsftError, RecipeError, did_you_mean
-from ..limits import object_of, text_of, toml_of
-from ..publish import foreign, is_published, writing
+from ..base.atomic import foreign, is_published, writing
+from ..base.console import say
+from ..base.errors import PlugsftError, RecipeError, did_you_mean
+from ..base.limits import object_of, text_of, toml_of
+from ..base.step_folders import newest, step_of
 from ..recipe import TRL, Recipe
 from ..report import read_metrics, read_record
-from ..step_folders import newest, step_of
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
 """What a run writes, besides checkpoints/ and model/."""

@@ -11,13 +11,13 @@ from typing import Any
 
 from .. import loop
 from ..answers import DataDefaults
+from ..base.atomic import MANIFEST
+from ..base.checksums import digest
+from ..base.errors import PlugsftError
+from ..base.machine import look
 from ..context import check_ids
-from ..digests import digest
-from ..errors import PlugsftError
 from ..hooks import DATA
-from ..machine import look
 from ..prepare import prepare
-from ..publish import MANIFEST
 from ..registry import load
 
 

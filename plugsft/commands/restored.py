@@ -10,16 +10,16 @@ import torch
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
-from ..errors import CheckpointError, PlugsftError
+from ..base.atomic import damage, publish
+from ..base.errors import CheckpointError, PlugsftError
+from ..base.machine import look
+from ..base.step_folders import newest
 from ..held import WEIGHTS, ensure_same, fill_weights
-from ..machine import look
 from ..models import load_of
 from ..parts import Stored
 from ..pretrained import end_generation, load_tokenizer
-from ..publish import damage, publish
 from ..ranks import quiet
 from ..registry import check, load
-from ..step_folders import newest
 
 
 def checkpoint_of(output: Path) -> Path | None:

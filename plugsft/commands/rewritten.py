@@ -8,9 +8,9 @@ from typing import Any
 
 import tomli_w
 
-from ..digests import digest
-from ..errors import RecipeError
-from ..publish import write_text
+from ..base.atomic import write_text
+from ..base.checksums import digest
+from ..base.errors import RecipeError
 from .trials import changed
 
 MARK = "# Written by plugsft tune, which replaces it as long as nobody changes it: "

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from ..console import size_of
+from ..base.console import size_of
+from ..base.errors import RecipeError
+from ..base.machine import free_disk
+from ..base.step_folders import listed
 from ..context import load_config
-from ..errors import RecipeError
-from ..machine import free_disk
 from ..recipe import Model, Recipe, Scratch
 from ..registry import Active
-from ..step_folders import listed
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOKEN_BYTES = 4.2

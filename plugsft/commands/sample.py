@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
-from ..console import progress
-from ..errors import DataError
+from ..base.console import progress
+from ..base.errors import DataError
+from ..base.types import Shard, Slice
 from ..keys import makers
 from ..prepare import renderer
 from ..pretrained import load_tokenizer, train_tokenizer
@@ -15,7 +16,6 @@ from ..shards import write_index
 from ..sources import Source as Opened
 from ..tokenizer import lighten
 from ..tokens import Tokens
-from ..types import Shard, Slice
 from ..work import Work, joined
 
 

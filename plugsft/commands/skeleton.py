@@ -5,8 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
-from ..console import say
-from ..errors import PluginError
+from ..base.console import say
+from ..base.errors import PluginError
 from ..finding import find, is_core
 
 FILES = Path(__file__).with_name("skeleton_files")

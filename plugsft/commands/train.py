@@ -8,20 +8,20 @@ from .. import loop
 from .. import prepare as preparation
 from ..agree import ending_together
 from ..answers import DataDefaults
+from ..base.atomic import sweep
+from ..base.console import say
+from ..base.errors import CheckpointError, RecipeError
+from ..base.limits import text_of
+from ..base.machine import look
+from ..base.step_folders import listed
 from ..checkpoint import find
-from ..console import say
 from ..context import check_ids
-from ..errors import CheckpointError, RecipeError
 from ..hooks import DATA
 from ..launcher import watch_launcher
-from ..limits import text_of
-from ..machine import look
-from ..publish import sweep
 from ..reading import resolved
 from ..recipe import Recipe
 from ..registry import load
 from ..report import read_metrics
-from ..step_folders import listed
 from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers, read_run
 from .room import ensure_room
 

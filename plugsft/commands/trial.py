@@ -15,13 +15,13 @@ import psutil
 import torch
 
 from .. import loop
-from ..errors import PlugsftError
+from ..base.errors import PlugsftError
+from ..base.machine import held_most, look
+from ..base.types import Feed
 from ..finding import Found
 from ..hooks import hookimpl, plugin, state
-from ..machine import held_most, look
 from ..precision import on_cpu
 from ..registry import load
-from ..types import Feed
 
 
 class Over(PlugsftError):

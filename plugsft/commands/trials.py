@@ -21,10 +21,11 @@ import tomli_w
 
 from .. import loop
 from ..answers import DataDefaults
+from ..base.errors import MEMORY
+from ..base.machine import look
+from ..base.types import Ints, Shard
 from ..context import check_ids
-from ..errors import MEMORY
 from ..hooks import DATA
-from ..machine import look
 from ..plan import shuffled
 from ..prepare import prepare
 from ..reading import anchored
@@ -33,7 +34,6 @@ from ..registry import Active
 from ..report import read_metrics
 from ..shards import Examples, write_index, write_shard
 from ..tokens import Tokens
-from ..types import Ints, Shard
 
 ELSEWHERE = ("tracker",)
 """Plugins that trials leave out: they tell others of every run."""

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ..console import out, parse_size, say, size_of
-from ..errors import PlugsftError, RecipeError
-from ..machine import look
+from ..base.console import out, parse_size, say, size_of
+from ..base.errors import PlugsftError, RecipeError
+from ..base.machine import look
+from ..base.types import Ints
 from ..plan import shuffled
 from ..precision import on_cpu
 from ..reading import flatten, read
@@ -21,7 +22,6 @@ from ..recipe import Recipe
 from ..registry import load
 from ..rules import capacity
 from ..tokens import Tokens
-from ..types import Ints
 from .measured import machine_facts, machine_line
 from .places import ensure_inputs
 from .rewritten import ensure_free, rewrite

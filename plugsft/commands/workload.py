@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..base.types import Batch, Ints, Slice
 from ..plan import shuffled
 from ..prepare import job_of, named
 from ..recipe import Recipe
@@ -17,7 +18,6 @@ from ..rules import capacity
 from ..shards import write_index
 from ..sources import ensure_columns, open_source
 from ..tokens import Tokens
-from ..types import Batch, Ints, Slice
 from .sample import worker
 
 ROWS = 100

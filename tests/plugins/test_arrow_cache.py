@@ -23,9 +23,9 @@ from making import activate, install
 
 from plugsft import RecipeError, answers, prepare, sources, testing
 from plugsft.answers import DataDefaults
-from plugsft.digests import sealed, unsealed
-from plugsft.machine import look
-from plugsft.publish import damage, is_published, publish
+from plugsft.base.atomic import damage, is_published, publish
+from plugsft.base.checksums import sealed, unsealed
+from plugsft.base.machine import look
 from plugsft.registry import check, resolve
 from plugsft.tokens import Tokens
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from plugsft import DataError, RecipeError, look, testing
+from plugsft.base.types import Shard
 from plugsft.models import Load
 from plugsft.plan import Windows as Plain
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
@@ -28,7 +29,6 @@ from plugsft.recipe import Train
 from plugsft.registry import check, resolve
 from plugsft.shards import Examples, write_index, write_shard
 from plugsft.tokens import Tokens
-from plugsft.types import Shard
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=80)
 

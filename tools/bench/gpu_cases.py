@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from plugsft.types import Ints
+from plugsft.base.types import Ints
 
 WARM = 3
 """Steps that are not measured: memory is fetched, kernels are chosen, programs compiled."""

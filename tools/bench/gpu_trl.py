@@ -14,9 +14,9 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from plugsft.machine import held_most
+from plugsft.base.machine import held_most
+from plugsft.base.types import Ints
 from plugsft.plan import shuffled
-from plugsft.types import Ints
 
 
 def train(given: dict) -> dict[str, Any]:

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import tomli_w
 
+from plugsft.base.types import Ints, Shard
 from plugsft.commands import measured
 from plugsft.commands.measured import head, machine_line, spread, times_as_fast
 from plugsft.shards import Examples, write_index, write_shard
 from plugsft.tokens import Tokens
-from plugsft.types import Ints, Shard
 
 # What `plugsft bench` measures with.
 __all__ = ["head", "machine_line", "spread", "times_as_fast"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .publish import HERE, PARTS, Stands, discard, finish, is_whole, remove, runs, sweep, writing
+from .atomic import HERE, PARTS, Stands, discard, finish, is_whole, remove, runs, sweep, writing
 
 HEARTBEAT = 1.0
 PATIENCE = 30.0

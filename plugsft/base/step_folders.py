@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from .publish import is_published
+from .atomic import is_published
 
 NAME = re.compile(r"step-([0-9]+)")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from .digests import digest, file_digest
+from .checksums import digest, file_digest
 from .errors import DiskError, PlugsftError
 from .limits import json_of, text_of
 from .machine import free_disk

@@ -1,0 +1,1 @@
+"""The ground floor: errors, console, files and processes."""
