@@ -199,8 +199,8 @@ def test_an_output_changes_with_its_version_only(found, name):
     recorded = json.loads(GOLDEN.read_text())[name]
     if found[name]["version"] == recorded["version"]:
         assert found[name]["output"] == recorded["output"], (
-            f"the output of '{name}' has changed: raise VERSIONS['{name}'] in plugsft/keys.py, so "
-            "that data are prepared again, and run python tests/test_stages.py"
+            f"the output of '{name}' has changed: raise VERSIONS['{name}'] "
+            "beside the cache key, then run python tests/test_stages.py"
         )
     else:
         assert found[name] == recorded, "run python tests/test_stages.py to record this version"
