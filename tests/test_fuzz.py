@@ -23,11 +23,10 @@ from plugsft.base.checksums import cache_folder, file_digest
 from plugsft.base.errors import PlugsftError
 from plugsft.cli import main
 from plugsft.commands.places import leftovers, read_run
-from plugsft.formats import COLUMNS
 from plugsft.jsonl import Held, fault, find_lines
 from plugsft.pretrained import train_tokenizer
 from plugsft.reading import resolved
-from plugsft.recipe import Data
+from plugsft.recipe import COLUMNS, Data
 from plugsft.registry import load
 from plugsft.rows import render_rows
 from plugsft.tokenizer import encode as encode_texts
