@@ -35,7 +35,7 @@ from .base.types import (
     Work,
 )
 from .hooks import Hooks, Prelude, hookimpl, plugin, state
-from .recipe import Data, Folder, Place, Recipe, Train
+from .recipe.tables import Data, Folder, Place, Recipe, Train
 
 if TYPE_CHECKING:
     from .answers import opened, tokenizing

@@ -17,8 +17,8 @@ from .base.checksums import digest
 from .models import Load
 from .plan import Plan
 from .prepare import Prepared
-from .reading import flatten
-from .recipe import Recipe
+from .recipe.parse import flatten
+from .recipe.tables import Recipe
 from .registry import Active
 from .tokens import Tokens
 from .weights import files_of

@@ -14,7 +14,7 @@ from .base.console import progress, say
 from .base.machine import look, slow_to_map
 from .base.types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
 from .hooks import hookimpl
-from .recipe import Data
+from .recipe.tables import Data
 from .rows import render_rows
 from .tokenizer import Tokenizer
 from .tokenizer import encode as encode_texts

@@ -3,7 +3,7 @@
 from .base.types import Build, Feed, Ints, Layouts
 from .hooks import hookimpl
 from .plan import Windows
-from .recipe import Train
+from .recipe.tables import Train
 
 
 class BatchDefaults:

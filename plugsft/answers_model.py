@@ -13,7 +13,7 @@ from .base.types import Batch, Ints, Score
 from .batches import IGNORED, buffer, heard, label
 from .hooks import hookimpl
 from .models import Load
-from .recipe import Train
+from .recipe.tables import Train
 from .tokens import Tokens
 
 

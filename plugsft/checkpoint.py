@@ -17,8 +17,8 @@ from .base.step_folders import folder_of, listed, step_of
 from .held import Held
 from .optimizer_state import CURE
 from .parts import Stored, write
-from .reading import anchored, default_of, flatten
-from .recipe import Recipe
+from .recipe.parse import anchored, default_of, flatten
+from .recipe.tables import Recipe
 from .registry import Active
 from .tokens import Tokens
 

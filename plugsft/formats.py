@@ -9,7 +9,7 @@ from typing import Any
 
 from .base.limits import json_of
 from .base.types import Row
-from .recipe import FORMATS
+from .recipe.tables import FORMATS
 
 TEXTS = ("text", "completion")
 """Formats that are no conversations."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         Slice,
         Work,
     )
-    from .recipe import Data, Recipe, Train
+    from .recipe.tables import Data, Recipe, Train
     from .tokenizer import Tokenizer
     from .tokens import Tokens
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .base.checksums import digest
-from .reading import flatten
+from .recipe.parse import flatten
 from .registry import Active, contract_of, options_of
 from .shards import FORMAT
 from .sources import Source

@@ -39,7 +39,7 @@ from .prelude import Prelude
 from .prepare import Prepared, prepare
 from .pretrained import pad_id
 from .ranks import connect, disconnect, exchange, name_of, quiet, seed_step
-from .recipe import LOSSY, Recipe
+from .recipe.tables import LOSSY, Recipe
 from .record import Record, data_facts, memory_gib
 from .registry import Active, check
 from .saved import ensure_saveable, save_model

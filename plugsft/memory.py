@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from .base.errors import TrainError, out_of_memory
 from .base.types import Ints, Window
-from .recipe import Recipe
+from .recipe.tables import Recipe
 from .tokens import Tokens
 
 SAVERS = {

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .base.checksums import digest, remembered_digest
 from .base.errors import PluginError, RecipeError, TrainError
 from .context import not_loaded
-from .recipe import Model, Scratch
+from .recipe.tables import Model, Scratch
 from .tensor_shards import Part, local_part
 from .weights import Weights, files_of, skeleton
 

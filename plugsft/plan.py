@@ -10,7 +10,7 @@ import numpy as np
 from .base.errors import DataError, PluginError
 from .base.types import Ints, Layout, Layouts, OnDemand, Window
 from .hooks import Hooks
-from .recipe import Recipe, Train
+from .recipe.tables import Recipe, Train
 from .tokens import Tokens
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .base.errors import LaunchError
 from .held import Held
-from .recipe import Model, Recipe
+from .recipe.tables import Model, Recipe
 
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 LIBRARIES: list[Any] = []

@@ -16,7 +16,7 @@ from .base.errors import DataError, PlugsftError, RecipeError
 from .base.types import Rendered, Row, Shard
 from .keys import differences, key_of, makers, with_sources
 from .pretrained import Render, load_tokenizer, train_tokenizer
-from .recipe import Recipe, Source
+from .recipe.tables import Recipe, Source
 from .registry import Active
 from .shards import write_index
 from .sources import Source as Opened

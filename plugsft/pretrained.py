@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from .base.errors import RecipeError
 from .base.load_errors import reason_of
 from .base.types import Rendered, Row, Rows
-from .recipe import TRL, Model
+from .recipe.tables import TRL, Model
 from .templates import CHATML, training_template
 from .tokenizer import Tokenizer, lighten
 

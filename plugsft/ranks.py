@@ -24,7 +24,7 @@ from .base.machine import Machine
 from .launcher import asked_of_launcher
 from .notices import failure, store, store_key
 from .precision import ensure_no_other, in_float32, mixed, on_cpu
-from .recipe import Recipe
+from .recipe.tables import Recipe
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
 CURE = (

@@ -18,8 +18,8 @@ from .base.errors import PlugsftError, Stopped
 from .base.machine import Machine, held_most
 from .base.step_folders import listed
 from .hooks import hookimpl
-from .reading import resolved
-from .recipe import Recipe
+from .recipe.parse import resolved
+from .recipe.tables import Recipe
 from .registry import Active, options_of
 from .report import read_metrics
 from .tokens import Tokens

@@ -15,7 +15,6 @@ from typing import Any, cast
 import pluggy
 from pydantic import TypeAdapter, ValidationError
 
-from . import reading
 from .base.checksums import digest, file_digest
 from .base.console import complain
 from .base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
@@ -31,7 +30,8 @@ from .contracts import (
 )
 from .finding import CORE, OURS, Found, find, is_core, load_class
 from .hooks import PLUGIN, Contract, Hooks
-from .recipe import COLUMNS, Recipe
+from .recipe import parse as reading
+from .recipe.tables import COLUMNS, Recipe
 
 
 class Active:

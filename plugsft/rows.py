@@ -7,7 +7,7 @@ from operator import lt
 from .base.errors import DataError
 from .base.types import Rendered, Row
 from .formats import READ, TEXTS, BadRow, ensure_read, kind_of, odd_turns, string_of, talk_of
-from .recipe import Data
+from .recipe.tables import Data
 from .templates import Chat, Text
 from .tokenizer import Tokenizer
 

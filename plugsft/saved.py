@@ -18,7 +18,7 @@ from .base.errors import CheckpointError, RecipeError
 from .held import Held
 from .models import lasting_buffers
 from .pretrained import end_generation
-from .recipe import Recipe
+from .recipe.tables import Recipe
 from .tensor_shards import Part, part_of
 from .weights import Weights, files_of, shapes_made, skeleton
 

@@ -5,7 +5,7 @@ import transformers
 from torch.optim import Optimizer
 
 from .base.errors import RecipeError
-from .recipe import Train
+from .recipe.tables import Train
 
 
 class Schedule:

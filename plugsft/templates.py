@@ -12,7 +12,7 @@ from .base.types import Row, Span
 from .formats import BadRow, Talk, calls_of, spellings
 from .jinja import Compiled, compiled
 from .jinja import render as render_chat
-from .recipe import Data
+from .recipe.tables import Data
 from .tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")

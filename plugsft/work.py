@@ -18,7 +18,7 @@ from .base.types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Spa
 from .beginnings import shorten
 from .hooks import Hooks
 from .jsonl import fault
-from .recipe import Data, Source
+from .recipe.tables import Data, Source
 from .registry import rebuild
 from .rows import judge_columns, without
 from .shards import Examples, sums_of, write_shard

@@ -25,7 +25,7 @@ from tokenizers import (
 from plugsft import tokenizer as of_tokenizers
 from plugsft.base.types import Rendered, Shard
 from plugsft.beginnings import shorten
-from plugsft.recipe import Data
+from plugsft.recipe.tables import Data
 from plugsft.tokenizer import encode
 from plugsft.work import _cut
 

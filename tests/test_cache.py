@@ -41,7 +41,7 @@ from plugsft.base.checksums import digest, remembered_digest, sealed, unsealed
 from plugsft.base.types import Shard
 from plugsft.commands.cache import parse_size
 from plugsft.plan import Plan
-from plugsft.recipe import Recipe
+from plugsft.recipe.tables import Recipe
 from plugsft.registry import Active, load, resolve
 from plugsft.shards import Examples, write_index, write_shard
 from plugsft.tokens import Tokens

@@ -15,7 +15,7 @@ from plugsft.commands.inspection import inspect
 from plugsft.formats import READ, REFUSED, WARNED
 from plugsft.jsonl import Held
 from plugsft.pretrained import train_tokenizer
-from plugsft.recipe import Data
+from plugsft.recipe.tables import Data
 from plugsft.registry import resolve
 from plugsft.rows import render_rows
 from plugsft.tokenizer import lighten

@@ -32,7 +32,8 @@ def _words(text):
 # From the ground up: a module imports only what stands before it.
 FLOORS = _words("""
     base.errors base.types base.machine base.limits base.load_errors
-    base.checksums recipe reading base.atomic base.build_once shards tokens base.console
+    base.checksums recipe.tables recipe.parse base.atomic base.build_once shards tokens
+    base.console
     jsonl formats jinja_limits jinja tokenizer beginnings templates rows
     hooks
     contracts finding

@@ -35,7 +35,7 @@ from plugsft.context import load_config
 from plugsft.models import load_of
 from plugsft.plan import shuffled
 from plugsft.pretrained import load_tokenizer
-from plugsft.reading import anchored
+from plugsft.recipe.parse import anchored
 from plugsft.tokens import Tokens
 
 WORDS = TEXT.split()

@@ -25,8 +25,8 @@ from plugsft.cli import main
 from plugsft.commands.places import leftovers, read_run
 from plugsft.jsonl import Held, fault, find_lines
 from plugsft.pretrained import train_tokenizer
-from plugsft.reading import resolved
-from plugsft.recipe import COLUMNS, Data
+from plugsft.recipe.parse import resolved
+from plugsft.recipe.tables import COLUMNS, Data
 from plugsft.registry import load
 from plugsft.rows import render_rows
 from plugsft.tokenizer import encode as encode_texts

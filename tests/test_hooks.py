@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from plugsft import hookimpl, plugin, state
 from plugsft.hooks import PLUGIN
-from plugsft.reading import fields
+from plugsft.recipe.parse import fields
 
 
 @plugin(after=["a"], requires=["b"], conflicts={"c": "because"})

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft import LaunchError
 from plugsft.precision import autocast_experts, ensure_no_other, mixed, on_cpu
-from plugsft.reading import read, validate
-from plugsft.recipe import Model
+from plugsft.recipe.parse import read, validate
+from plugsft.recipe.tables import Model
 
 SEES = """
     import torch

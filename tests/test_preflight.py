@@ -24,7 +24,7 @@ from plugsft.base.errors import PlugsftError
 from plugsft.commands import check as preflight
 from plugsft.commands.room import parameters
 from plugsft.context import ensure_plain_loss
-from plugsft.recipe import Scratch
+from plugsft.recipe.tables import Scratch
 
 STRICT = """
 @plugin()

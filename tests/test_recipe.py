@@ -13,9 +13,9 @@ from making import activate, install
 from pydantic import BaseModel
 
 from plugsft import Recipe, RecipeError
-from plugsft import recipe as recipe_module
 from plugsft.finding import find, load_class
-from plugsft.reading import explain, fields, flatten, read, resolved, validate
+from plugsft.recipe import tables as recipe_module
+from plugsft.recipe.parse import explain, fields, flatten, read, resolved, validate
 from plugsft.registry import load
 
 

@@ -6,7 +6,7 @@ from conftest import run_plugsft
 from transformers import get_scheduler
 
 from plugsft.base.errors import RecipeError
-from plugsft.recipe import Train
+from plugsft.recipe.tables import Train
 from plugsft.schedule import Schedule, check_schedule
 
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 
 from plugsft import DataError, RecipeError, sources
-from plugsft.recipe import Data, Source
+from plugsft.recipe.tables import Data, Source
 from plugsft.sources import ensure_columns, open_source
 
 ROWS = chats(20)

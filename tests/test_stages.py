@@ -21,7 +21,7 @@ from plugsft.answers import DataDefaults
 from plugsft.base.types import Rendered, Shard, Slice
 from plugsft.jsonl import Held
 from plugsft.keys import VERSIONS
-from plugsft.recipe import Data, Source
+from plugsft.recipe.tables import Data, Source
 from plugsft.registry import resolve
 from plugsft.sources import open_source
 from plugsft.templates import CHATML

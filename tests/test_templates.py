@@ -17,8 +17,8 @@ from plugsft.formats import talk_of
 from plugsft.jinja import compiled
 from plugsft.jsonl import Held
 from plugsft.pretrained import load_tokenizer, train_tokenizer
-from plugsft.reading import anchored
-from plugsft.recipe import Data, Model, Recipe
+from plugsft.recipe.parse import anchored
+from plugsft.recipe.tables import Data, Model, Recipe
 from plugsft.rows import render_rows as render
 from plugsft.templates import CHATML, Chat, training_template
 from plugsft.tokenizer import encode, lighten

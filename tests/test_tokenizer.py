@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from plugsft import RecipeError
 from plugsft.jsonl import Held
 from plugsft.pretrained import SPECIAL, load_tokenizer, pad_id, train_tokenizer
-from plugsft.recipe import Data, Model
+from plugsft.recipe.tables import Data, Model
 from plugsft.rows import render_rows as render
 from plugsft.templates import CHATML
 from plugsft.tokenizer import encode, lighten

@@ -15,7 +15,7 @@ from plugsft.answers_batches import BatchDefaults
 from plugsft.base.checksums import digest
 from plugsft.base.types import Shard
 from plugsft.plan import Plan
-from plugsft.recipe import Recipe
+from plugsft.recipe.tables import Recipe
 from plugsft.registry import Active
 from plugsft.shards import Examples, write_index, write_shard
 from plugsft.tokens import Tokens

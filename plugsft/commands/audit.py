@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..base.errors import DataError
 from ..base.types import Ints, Row
 from ..formats import TEXTS, BadRow, kind_of, talk_of
-from ..recipe import Data
+from ..recipe.tables import Data
 from ..registry import Active
 from ..rows import renamed, without
 from ..sources import Source as Opened

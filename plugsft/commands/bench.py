@@ -16,8 +16,8 @@ from .. import registry
 from ..base.atomic import write_text
 from ..base.console import counted, progress, say
 from ..base.errors import PlugsftError, RecipeError
-from ..reading import value_of
-from ..recipe import Recipe
+from ..recipe.parse import value_of
+from ..recipe.tables import Recipe
 from .bench_page import write_page
 from .bench_words import TITLE, console_lines, duration, markdown
 from .benched import Bench, Figures, ensure_alike, read_report, worse

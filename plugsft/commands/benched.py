@@ -8,7 +8,7 @@ from typing import Any
 
 from ..base.errors import RecipeError
 from ..base.limits import object_of
-from ..reading import flatten
+from ..recipe.parse import flatten
 from .lineup import ALL, BASELINE, all_but, alone
 from .measured import Ratio, machine_line, times_as_fast, times_as_long
 

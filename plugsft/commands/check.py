@@ -21,7 +21,7 @@ from ..contracts import mark_of
 from ..keys import MAKERS
 from ..plan import shuffled
 from ..prepare import describe, eval_source, job_of, named
-from ..recipe import LOSSY, Recipe, Source, Train
+from ..recipe.tables import LOSSY, Recipe, Source, Train
 from ..registry import Active
 from ..schedule import check_schedule
 from ..sources import Source as Opened

@@ -11,7 +11,7 @@ from ..base.errors import PlugsftError
 from ..base.limits import json_of, text_of
 from ..finding import OURS
 from ..keys import differences
-from ..reading import flatten, read
+from ..recipe.parse import flatten, read
 from ..report import Points, finite, number, part_of, read_metrics, series_of
 from .places import is_held, near
 

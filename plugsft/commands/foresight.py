@@ -19,7 +19,7 @@ from ..context import load_config
 from ..models import scratch_config
 from ..plan import shuffled
 from ..pretrained import load_tokenizer
-from ..recipe import Recipe
+from ..recipe.tables import Recipe
 from ..rules import capacity
 from ..tokens import Tokens
 from .chips import GB, Cluster, Took, took

@@ -21,7 +21,7 @@ from ..batches import IGNORED, heard
 from ..heads import Behind, Positions, fused_loss
 from ..models import Load, decoder_layers, load_of
 from ..precision import autocast_experts
-from ..recipe import Recipe
+from ..recipe.tables import Recipe
 from ..registry import Active
 from .moments import Trace, through
 

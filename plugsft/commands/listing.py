@@ -18,8 +18,8 @@ from ..base.console import out, say
 from ..base.errors import RecipeError
 from ..base.step_folders import newest
 from ..finding import Found, find, load_class
-from ..reading import fields
-from ..recipe import Recipe
+from ..recipe.parse import fields
+from ..recipe.tables import Recipe
 from ..report import read_metrics, read_record
 from .places import is_held
 

@@ -14,7 +14,7 @@ from ..base.console import out, say
 from ..base.machine import look
 from ..contracts import SPECS
 from ..finding import CORE
-from ..reading import resolved
+from ..recipe.parse import resolved
 from ..record import Record
 from ..report import read_record
 

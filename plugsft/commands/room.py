@@ -9,7 +9,7 @@ from ..base.errors import RecipeError
 from ..base.machine import free_disk
 from ..base.step_folders import listed
 from ..context import load_config
-from ..recipe import Model, Recipe, Scratch
+from ..recipe.tables import Model, Recipe, Scratch
 from ..registry import Active
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

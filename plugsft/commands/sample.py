@@ -10,7 +10,7 @@ from ..base.types import Shard, Slice
 from ..keys import makers
 from ..prepare import renderer
 from ..pretrained import load_tokenizer, train_tokenizer
-from ..recipe import Recipe
+from ..recipe.tables import Recipe
 from ..registry import Active
 from ..shards import write_index
 from ..sources import Source as Opened

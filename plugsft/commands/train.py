@@ -18,8 +18,8 @@ from ..checkpoint import find
 from ..context import check_ids
 from ..hooks import DATA
 from ..launcher import watch_launcher
-from ..reading import resolved
-from ..recipe import Recipe
+from ..recipe.parse import resolved
+from ..recipe.tables import Recipe
 from ..registry import load
 from ..report import read_metrics
 from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers, read_run

@@ -28,8 +28,8 @@ from ..context import check_ids
 from ..hooks import DATA
 from ..plan import shuffled
 from ..prepare import prepare
-from ..reading import anchored
-from ..recipe import Recipe
+from ..recipe.parse import anchored
+from ..recipe.tables import Recipe
 from ..registry import Active
 from ..report import read_metrics
 from ..shards import Examples, write_index, write_shard

@@ -17,8 +17,8 @@ from ..base.machine import look
 from ..base.types import Ints
 from ..plan import shuffled
 from ..precision import on_cpu
-from ..reading import flatten, read
-from ..recipe import Recipe
+from ..recipe.parse import flatten, read
+from ..recipe.tables import Recipe
 from ..registry import load
 from ..rules import capacity
 from ..tokens import Tokens

@@ -12,7 +12,7 @@ import numpy as np
 from ..base.types import Batch, Ints, Slice
 from ..plan import shuffled
 from ..prepare import job_of, named
-from ..recipe import Recipe
+from ..recipe.tables import Recipe
 from ..registry import Active
 from ..rules import capacity
 from ..shards import write_index

@@ -25,7 +25,7 @@ from plugsft.base.types import Shard
 from plugsft.models import Load
 from plugsft.plan import Windows as Plain
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
-from plugsft.recipe import Train
+from plugsft.recipe.tables import Train
 from plugsft.registry import check, resolve
 from plugsft.shards import Examples, write_index, write_shard
 from plugsft.tokens import Tokens

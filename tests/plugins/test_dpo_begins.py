@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from plugsft import prepare
 from plugsft.answers import DataDefaults
 from plugsft.plugins.dpo import Dpo
-from plugsft.recipe import Data
+from plugsft.recipe.tables import Data
 from plugsft.registry import resolve
 from plugsft.templates import CHATML
 from plugsft.tokenizer import encode, lighten

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plugsft import testing
 from plugsft.plan import Windows, lay_out
 from plugsft.plugins.length_group import LengthGroup, Sorted, deal_again, padded
-from plugsft.recipe import Train
+from plugsft.recipe.tables import Train
 
 shapes = st.tuples(
     st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 5)

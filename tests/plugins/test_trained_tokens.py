@@ -12,7 +12,7 @@ from test_dpo_begins import of_trl_alone, tokenizer_of
 
 from plugsft.answers import DataDefaults
 from plugsft.jsonl import Held
-from plugsft.recipe import Data, Source
+from plugsft.recipe.tables import Data, Source
 from plugsft.registry import rebuild
 from plugsft.shards import write_index
 from plugsft.sources import slices_of

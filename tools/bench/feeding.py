@@ -182,7 +182,7 @@ def save_model(folder: Path) -> None:
 
     from plugsft.models import make_model
     from plugsft.ranks import quiet
-    from plugsft.recipe import Scratch
+    from plugsft.recipe.tables import Scratch
 
     quiet()
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")

@@ -36,7 +36,7 @@ from plugsft.base.types import Rendered  # noqa: E402
 from plugsft.models import Load, make_model  # noqa: E402
 from plugsft.plugins.lora import FastLinear, Lora  # noqa: E402
 from plugsft.pretrained import train_tokenizer  # noqa: E402
-from plugsft.recipe import Scratch, Train  # noqa: E402
+from plugsft.recipe.tables import Scratch, Train  # noqa: E402
 
 RATE = 1e-4
 SIZES = {"hidden": 256, "layers": 4, "heads": 4, "context": 4096}

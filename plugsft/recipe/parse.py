@@ -10,9 +10,9 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .base.errors import RecipeError, did_you_mean
-from .base.limits import TABLES, shallow, text_of, toml_of
-from .recipe import TRL, Recipe, absolute, short
+from ..base.errors import RecipeError, did_you_mean
+from ..base.limits import TABLES, shallow, text_of, toml_of
+from .tables import TRL, Recipe, absolute, short
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

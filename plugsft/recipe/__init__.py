@@ -1,0 +1,1 @@
+"""The recipe: typed tables, and the parser that explains mistakes."""
