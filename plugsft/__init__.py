@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from .rows import render_rows
     from .rules import Measured, bottlenecks
     from .shapes import Shapes, peak_flops, shapes_of
-    from .tokenizer import Tokenizer, encode
-    from .tokens import Tokens
+    from .tokens.store import Tokens
+    from .tokens.tokenizer import Tokenizer, encode
 
 __version__ = "0.1.0"
 
@@ -61,8 +61,8 @@ LATE = {
     "Measured": "rules",
     "Positions": "heads",
     "Shapes": "shapes",
-    "Tokenizer": "tokenizer",
-    "Tokens": "tokens",
+    "Tokenizer": "tokens.tokenizer",
+    "Tokens": "tokens.store",
     "attend_per_document": "documents",
     "bottlenecks": "rules",
     "cache_folder": "base.checksums",
@@ -70,7 +70,7 @@ LATE = {
     "decoder_layers": "models",
     "digest": "base.checksums",
     "documents_of": "documents",
-    "encode": "tokenizer",
+    "encode": "tokens.tokenizer",
     "ensure_apart": "apart",
     "ensure_twin_apart": "apart",
     "fused_loss": "heads",

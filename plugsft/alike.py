@@ -20,7 +20,7 @@ from .prepare import Prepared
 from .recipe.parse import flatten
 from .recipe.tables import Recipe
 from .registry import Active
-from .tokens import Tokens
+from .tokens.store import Tokens
 from .weights import files_of
 
 CURE = (

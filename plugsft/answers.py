@@ -16,8 +16,8 @@ from .base.types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
 from .hooks import hookimpl
 from .recipe.tables import Data
 from .rows import render_rows
-from .tokenizer import Tokenizer
-from .tokenizer import encode as encode_texts
+from .tokens.tokenizer import Tokenizer
+from .tokens.tokenizer import encode as encode_texts
 
 T = TypeVar("T")
 

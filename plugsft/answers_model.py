@@ -14,7 +14,7 @@ from .batches import IGNORED, buffer, heard, label
 from .hooks import hookimpl
 from .models import Load
 from .recipe.tables import Train
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 
 class ModelDefaults:

@@ -20,7 +20,7 @@ from .parts import Stored, write
 from .recipe.parse import anchored, default_of, flatten
 from .recipe.tables import Recipe
 from .registry import Active
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 FORMAT = 2
 """Of the files of a checkpoint: 1 had tensors alone, and no values of parameter groups."""

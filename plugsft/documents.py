@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from .base.errors import RecipeError, TrainError
 from .base.types import Batch, Ints
 from .batches import IGNORED, buffer, label
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 ATTENTION = "plugsft_documents"
 """The name of this attention in transformers."""

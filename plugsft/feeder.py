@@ -9,7 +9,7 @@ from torch import Tensor
 from .agree import agreed
 from .base.types import Batch, Fed, Ints, Window
 from .hooks import Hooks
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 NAMED = 20
 """Most rows that a message names."""

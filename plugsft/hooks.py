@@ -50,8 +50,8 @@ if TYPE_CHECKING:
         Work,
     )
     from .recipe.tables import Data, Recipe, Train
-    from .tokenizer import Tokenizer
-    from .tokens import Tokens
+    from .tokens.store import Tokens
+    from .tokens.tokenizer import Tokenizer
 
 hookimpl = pluggy.HookimplMarker("plugsft")
 notice = pluggy.HookspecMarker("plugsft")

@@ -6,9 +6,9 @@ from typing import Any
 from .base.checksums import digest
 from .recipe.parse import flatten
 from .registry import Active, contract_of, options_of
-from .shards import FORMAT
 from .sources import Source
 from .templates import training_template
+from .tokens.shards import FORMAT
 from .work import Work
 
 MAKERS = ("render", "encode")

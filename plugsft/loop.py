@@ -46,7 +46,7 @@ from .saved import ensure_saveable, save_model
 from .schedule import Schedule, check_schedule
 from .spread import casts, is_sharded, spread
 from .stop import Stop
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 
 def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Path] = ()) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from .base.errors import TrainError, out_of_memory
 from .base.types import Ints, Window
 from .recipe.tables import Recipe
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 SAVERS = {
     "gradient_checkpointing": "activations are computed again, not stored",

@@ -11,7 +11,7 @@ from .base.errors import DataError, PluginError
 from .base.types import Ints, Layout, Layouts, OnDemand, Window
 from .hooks import Hooks
 from .recipe.tables import Recipe, Train
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 
 class Windows(OnDemand):

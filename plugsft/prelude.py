@@ -17,7 +17,7 @@ from .hooks import Hooks
 from .models import Load
 from .notices import reason_of
 from .spread import is_sharded, spread_frozen
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 BUILD, KEPT, FAILED = "build", "kept", "failed"
 """What the main process tells the others in `keep`."""

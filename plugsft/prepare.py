@@ -18,11 +18,11 @@ from .keys import differences, key_of, makers, with_sources
 from .pretrained import Render, load_tokenizer, train_tokenizer
 from .recipe.tables import Recipe, Source
 from .registry import Active
-from .shards import write_index
 from .sources import Source as Opened
 from .sources import ensure_columns, open_source, slices_of
-from .tokenizer import OWN, Tokenizer, lighten
-from .tokens import Tokens
+from .tokens.shards import write_index
+from .tokens.store import Tokens
+from .tokens.tokenizer import OWN, Tokenizer, lighten
 from .work import Work, complain, joined, render, warnings_of
 
 

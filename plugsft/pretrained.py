@@ -14,7 +14,7 @@ from .base.load_errors import reason_of
 from .base.types import Rendered, Row, Rows
 from .recipe.tables import TRL, Model
 from .templates import CHATML, training_template
-from .tokenizer import Tokenizer, lighten
+from .tokens.tokenizer import Tokenizer, lighten
 
 Render = Callable[[list[Row], int, Tokenizer], Rendered]
 """Rows, the number of their source, a tokenizer -> text."""

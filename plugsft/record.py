@@ -22,7 +22,7 @@ from .recipe.parse import resolved
 from .recipe.tables import Recipe
 from .registry import Active, options_of
 from .report import read_metrics
-from .tokens import Tokens
+from .tokens.store import Tokens
 
 MEASURED = (
     "step_seconds",

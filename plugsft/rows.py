@@ -9,7 +9,7 @@ from .base.types import Rendered, Row
 from .formats import READ, TEXTS, BadRow, ensure_read, kind_of, odd_turns, string_of, talk_of
 from .recipe.tables import Data
 from .templates import Chat, Text
-from .tokenizer import Tokenizer
+from .tokens.tokenizer import Tokenizer
 
 Way = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
 """The renderer of a row, with warnings, and the description of its spans."""

@@ -13,7 +13,7 @@ from .formats import BadRow, Talk, calls_of, spellings
 from .jinja import Compiled, compiled
 from .jinja import render as render_chat
 from .recipe.tables import Data
-from .tokenizer import Tokenizer
+from .tokens.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 """The template of models made from scratch."""

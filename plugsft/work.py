@@ -21,8 +21,8 @@ from .jsonl import fault
 from .recipe.tables import Data, Source
 from .registry import rebuild
 from .rows import judge_columns, without
-from .shards import Examples, sums_of, write_shard
-from .tokenizer import Tokenizer, size_of
+from .tokens.shards import Examples, sums_of, write_shard
+from .tokens.tokenizer import Tokenizer, size_of
 
 Marks = NDArray[np.bool_]
 """Yes or no for each of some tokens, texts or rows."""

@@ -22,11 +22,11 @@ from tokenizers import (
     trainers,
 )
 
-from plugsft import tokenizer as of_tokenizers
 from plugsft.base.types import Rendered, Shard
 from plugsft.beginnings import shorten
 from plugsft.recipe.tables import Data
-from plugsft.tokenizer import encode
+from plugsft.tokens import tokenizer as of_tokenizers
+from plugsft.tokens.tokenizer import encode
 from plugsft.work import _cut
 
 LLAMA3 = (

@@ -43,8 +43,8 @@ from plugsft.commands.cache import parse_size
 from plugsft.plan import Plan
 from plugsft.recipe.tables import Recipe
 from plugsft.registry import Active, load, resolve
-from plugsft.shards import Examples, write_index, write_shard
-from plugsft.tokens import Tokens
+from plugsft.tokens.shards import Examples, write_index, write_shard
+from plugsft.tokens.store import Tokens
 
 
 @pytest.fixture

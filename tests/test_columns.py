@@ -18,7 +18,7 @@ from plugsft.pretrained import train_tokenizer
 from plugsft.recipe.tables import Data
 from plugsft.registry import resolve
 from plugsft.rows import render_rows
-from plugsft.tokenizer import lighten
+from plugsft.tokens.tokenizer import lighten
 from plugsft.work import render
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}

@@ -20,8 +20,8 @@ from plugsft import RecipeError, TrainError, attend_per_document, documents_of, 
 from plugsft.base.types import Shard
 from plugsft.batches import IGNORED
 from plugsft.documents import ATTENTION, attend
-from plugsft.shards import Examples, write_index, write_shard
-from plugsft.tokens import Tokens
+from plugsft.tokens.shards import Examples, write_index, write_shard
+from plugsft.tokens.store import Tokens
 
 SMALL = {
     "vocab_size": 97,

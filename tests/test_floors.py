@@ -32,9 +32,10 @@ def _words(text):
 # From the ground up: a module imports only what stands before it.
 FLOORS = _words("""
     base.errors base.types base.machine base.limits base.load_errors
-    base.checksums recipe.tables recipe.parse base.atomic base.build_once shards tokens
+    base.checksums recipe.tables recipe.parse base.atomic base.build_once tokens.shards
+    tokens.store
     base.console
-    jsonl formats jinja_limits jinja tokenizer beginnings templates rows
+    jsonl formats jinja_limits jinja tokens.tokenizer beginnings templates rows
     hooks
     contracts finding
     sources plan registry base.step_folders

@@ -36,7 +36,7 @@ from plugsft.models import load_of
 from plugsft.plan import shuffled
 from plugsft.pretrained import load_tokenizer
 from plugsft.recipe.parse import anchored
-from plugsft.tokens import Tokens
+from plugsft.tokens.store import Tokens
 
 WORDS = TEXT.split()
 KINDS = {"one": ONE, "cpu2": CPU_DDP, "fsdp2": FSDP2, "zero3": ZERO3}

@@ -29,8 +29,8 @@ from plugsft.recipe.parse import resolved
 from plugsft.recipe.tables import COLUMNS, Data
 from plugsft.registry import load
 from plugsft.rows import render_rows
-from plugsft.tokenizer import encode as encode_texts
-from plugsft.tokenizer import lighten
+from plugsft.tokens.tokenizer import encode as encode_texts
+from plugsft.tokens.tokenizer import lighten
 
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
 COUNT = 500 if FULL else 150

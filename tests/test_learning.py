@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from plugsft.answers_model import ModelDefaults
 from plugsft.parts import Stored
 from plugsft.tensor_shards import Part
-from plugsft.tokens import Tokens
+from plugsft.tokens.store import Tokens
 
 KINDS = [None, "cpu2", "fsdp2", "zero3"]
 EXAMPLES = 64 if FULL else 32

@@ -24,7 +24,7 @@ from plugsft.answers import DataDefaults
 from plugsft.base.types import Slice
 from plugsft.registry import load, resolve
 from plugsft.templates import CHATML
-from plugsft.tokens import Tokens
+from plugsft.tokens.store import Tokens
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 GOOD = {"messages": [ASK, TELL]}

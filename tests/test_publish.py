@@ -421,7 +421,7 @@ def fill_python(building):
 def fill_arrow(building):
     import numpy as np
 
-    from plugsft.shards import Examples, write_shard
+    from plugsft.tokens.shards import Examples, write_shard
 
     many = np.ones(800_000, np.int32)
     counts = np.array([len(many)])

@@ -25,7 +25,7 @@ from plugsft.recipe.tables import Data, Source
 from plugsft.registry import resolve
 from plugsft.sources import open_source
 from plugsft.templates import CHATML
-from plugsft.tokenizer import Tokenizer, encode
+from plugsft.tokens.tokenizer import Tokenizer, encode
 from plugsft.work import Work, _cut, render
 
 GOLDEN = ROOT / "tests/golden/stages.json"

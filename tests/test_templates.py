@@ -21,7 +21,7 @@ from plugsft.recipe.parse import anchored
 from plugsft.recipe.tables import Data, Model, Recipe
 from plugsft.rows import render_rows as render
 from plugsft.templates import CHATML, Chat, training_template
-from plugsft.tokenizer import encode, lighten
+from plugsft.tokens.tokenizer import encode, lighten
 from plugsft.work import mask_of
 
 # PLUGSFT_FULL=1 (tools/test --full) makes this many chats, otherwise a tenth.

@@ -16,7 +16,7 @@ from plugsft.pretrained import SPECIAL, load_tokenizer, pad_id, train_tokenizer
 from plugsft.recipe.tables import Data, Model
 from plugsft.rows import render_rows as render
 from plugsft.templates import CHATML
-from plugsft.tokenizer import encode, lighten
+from plugsft.tokens.tokenizer import encode, lighten
 
 
 def make(rows=None, vocab=500):

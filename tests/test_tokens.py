@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugsft import DataError
-from plugsft import shards as shards_module
 from plugsft.answers_batches import BatchDefaults
 from plugsft.base.checksums import digest
 from plugsft.base.types import Shard
 from plugsft.plan import Plan
 from plugsft.recipe.tables import Recipe
 from plugsft.registry import Active
-from plugsft.shards import Examples, write_index, write_shard
-from plugsft.tokens import Tokens
+from plugsft.tokens import shards as shards_module
+from plugsft.tokens.shards import Examples, write_index, write_shard
+from plugsft.tokens.store import Tokens
 
 SEQUENCE = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=40)
 EXAMPLE = st.lists(SEQUENCE, min_size=1, max_size=3)

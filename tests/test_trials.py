@@ -8,7 +8,7 @@ from conftest import ROOT, tiny_tables, write_recipe
 
 from plugsft.commands.trials import changed, spread_out, trials
 from plugsft.registry import load
-from plugsft.tokens import Tokens
+from plugsft.tokens.store import Tokens
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from plugsft.commands.trials import trials
 from plugsft.commands.tune import Tuning, windows_of
 from plugsft.plan import shuffled
 from plugsft.registry import load
-from plugsft.tokens import Tokens
+from plugsft.tokens.store import Tokens
 
 RECIPE = """\
 # My recipe.

@@ -18,7 +18,7 @@ from ..registry import Active
 from ..rows import renamed, without
 from ..sources import Source as Opened
 from ..templates import Chat
-from ..tokens import Tokens
+from ..tokens.store import Tokens
 from ..work import CURE_BAD, CURE_LONG, Work, listed, warnings_of
 from .sample import Sample, make
 

@@ -24,7 +24,7 @@ from ..keys import differences, key_of
 from ..prepare import eval_source, job_of
 from ..registry import load
 from ..sources import open_source
-from ..tokens import Tokens
+from ..tokens.store import Tokens
 from .places import ensure_inputs
 
 NAME = re.compile("[0-9a-f]{16}")

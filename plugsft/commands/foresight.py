@@ -21,7 +21,7 @@ from ..plan import shuffled
 from ..pretrained import load_tokenizer
 from ..recipe.tables import Recipe
 from ..rules import capacity
-from ..tokens import Tokens
+from ..tokens.store import Tokens
 from .chips import GB, Cluster, Took, took
 from .ghost import Ghost, Weights
 from .moments import Trace

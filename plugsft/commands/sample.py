@@ -12,10 +12,10 @@ from ..prepare import renderer
 from ..pretrained import load_tokenizer, train_tokenizer
 from ..recipe.tables import Recipe
 from ..registry import Active
-from ..shards import write_index
 from ..sources import Source as Opened
-from ..tokenizer import lighten
-from ..tokens import Tokens
+from ..tokens.shards import write_index
+from ..tokens.store import Tokens
+from ..tokens.tokenizer import lighten
 from ..work import Work, joined
 
 

@@ -32,8 +32,8 @@ from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
 from ..registry import Active
 from ..report import read_metrics
-from ..shards import Examples, write_index, write_shard
-from ..tokens import Tokens
+from ..tokens.shards import Examples, write_index, write_shard
+from ..tokens.store import Tokens
 
 ELSEWHERE = ("tracker",)
 """Plugins that trials leave out: they tell others of every run."""

@@ -21,7 +21,7 @@ from ..recipe.parse import flatten, read
 from ..recipe.tables import Recipe
 from ..registry import load
 from ..rules import capacity
-from ..tokens import Tokens
+from ..tokens.store import Tokens
 from .measured import machine_facts, machine_line
 from .places import ensure_inputs
 from .rewritten import ensure_free, rewrite

@@ -15,9 +15,9 @@ from ..prepare import job_of, named
 from ..recipe.tables import Recipe
 from ..registry import Active
 from ..rules import capacity
-from ..shards import write_index
 from ..sources import ensure_columns, open_source
-from ..tokens import Tokens
+from ..tokens.shards import write_index
+from ..tokens.store import Tokens
 from .sample import worker
 
 ROWS = 100

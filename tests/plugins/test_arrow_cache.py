@@ -27,7 +27,7 @@ from plugsft.base.atomic import damage, is_published, publish
 from plugsft.base.checksums import sealed, unsealed
 from plugsft.base.machine import look
 from plugsft.registry import check, resolve
-from plugsft.tokens import Tokens
+from plugsft.tokens.store import Tokens
 
 ROUNDS = 20 if os.environ.get("PLUGSFT_FULL") else 2
 # It notes who encodes a slice, and takes its time over it.

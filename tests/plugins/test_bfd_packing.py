@@ -27,8 +27,8 @@ from plugsft.plan import Windows as Plain
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
 from plugsft.recipe.tables import Train
 from plugsft.registry import check, resolve
-from plugsft.shards import Examples, write_index, write_shard
-from plugsft.tokens import Tokens
+from plugsft.tokens.shards import Examples, write_index, write_shard
+from plugsft.tokens.store import Tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=80)
 

@@ -22,7 +22,7 @@ from plugsft.plugins.dpo import Dpo
 from plugsft.recipe.tables import Data
 from plugsft.registry import resolve
 from plugsft.templates import CHATML
-from plugsft.tokenizer import encode, lighten
+from plugsft.tokens.tokenizer import encode, lighten
 from plugsft.work import begin_alike, mask_of
 
 with warnings.catch_warnings():

@@ -14,10 +14,10 @@ from plugsft.answers import DataDefaults
 from plugsft.jsonl import Held
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry import rebuild
-from plugsft.shards import write_index
 from plugsft.sources import slices_of
-from plugsft.tokenizer import lighten
-from plugsft.tokens import Tokens
+from plugsft.tokens.shards import write_index
+from plugsft.tokens.store import Tokens
+from plugsft.tokens.tokenizer import lighten
 from plugsft.work import Work
 
 with warnings.catch_warnings():

@@ -188,7 +188,7 @@ def compare(options: argparse.Namespace) -> dict:
         measure("plugsft", options, keep=Path(folder) / "ours")
         with np.load(theirs) as kept:
             ids, trained = kept["ids"], kept["labels"]
-        from plugsft.tokens import Tokens
+        from plugsft.tokens.store import Tokens
 
         (place,) = (Path(folder) / "ours/tokens").iterdir()
         tokens = Tokens(place)

@@ -19,8 +19,8 @@ import tomli_w
 from plugsft.base.types import Ints, Shard
 from plugsft.commands import measured
 from plugsft.commands.measured import head, machine_line, spread, times_as_fast
-from plugsft.shards import Examples, write_index, write_shard
-from plugsft.tokens import Tokens
+from plugsft.tokens.shards import Examples, write_index, write_shard
+from plugsft.tokens.store import Tokens
 
 # What `plugsft bench` measures with.
 __all__ = ["head", "machine_line", "spread", "times_as_fast"]

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
-from .base.checksums import sealed, unsealed
-from .base.types import Ints, Shard
+from ..base.checksums import sealed, unsealed
+from ..base.types import Ints, Shard
 
 FORMAT = 4
 SCHEMA = pa.schema(

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from .base.errors import DataError
-from .base.types import Ints
+from ..base.errors import DataError
+from ..base.types import Ints
 from .shards import INDEX, SCHEMA, checksum_of, numpy_of, offsets_of, read_facts, sums_of
 
 Chunk = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]

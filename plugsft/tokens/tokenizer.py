@@ -10,7 +10,7 @@ import pyarrow as pa
 import tokenizers
 from numpy.typing import NDArray
 
-from .base.types import Encoded, Ints
+from ..base.types import Encoded, Ints
 
 Ids = NDArray[np.int32]
 Engine = Callable[[list[str]], tuple[Ids, Ints]]

@@ -1,0 +1,1 @@
+"""Tokens on disk, and the tokenizer that makes them."""
