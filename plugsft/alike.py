@@ -19,7 +19,7 @@ from .plan import Plan
 from .prepare import Prepared
 from .recipe.parse import flatten
 from .recipe.tables import Recipe
-from .registry import Active
+from .registry.active import Active
 from .tokens.store import Tokens
 from .weights import files_of
 

@@ -19,7 +19,7 @@ from .optimizer_state import CURE
 from .parts import Stored, write
 from .recipe.parse import anchored, default_of, flatten
 from .recipe.tables import Recipe
-from .registry import Active
+from .registry.active import Active
 from .tokens.store import Tokens
 
 FORMAT = 2

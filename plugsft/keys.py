@@ -5,7 +5,7 @@ from typing import Any
 
 from .base.checksums import digest
 from .recipe.parse import flatten
-from .registry import Active, contract_of, options_of
+from .registry.active import Active, contract_of, options_of
 from .sources import Source
 from .templates import training_template
 from .tokens.shards import FORMAT

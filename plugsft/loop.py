@@ -41,7 +41,7 @@ from .pretrained import pad_id
 from .ranks import connect, disconnect, exchange, name_of, quiet, seed_step
 from .recipe.tables import LOSSY, Recipe
 from .record import Record, data_facts, memory_gib
-from .registry import Active, check
+from .registry.active import Active, check
 from .saved import ensure_saveable, save_model
 from .schedule import Schedule, check_schedule
 from .spread import casts, is_sharded, spread

@@ -17,7 +17,7 @@ from .base.types import Rendered, Row, Shard
 from .keys import differences, key_of, makers, with_sources
 from .pretrained import Render, load_tokenizer, train_tokenizer
 from .recipe.tables import Recipe, Source
-from .registry import Active
+from .registry.active import Active
 from .sources import Source as Opened
 from .sources import ensure_columns, open_source, slices_of
 from .tokens.shards import write_index

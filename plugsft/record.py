@@ -20,7 +20,7 @@ from .base.step_folders import listed
 from .hooks import hookimpl
 from .recipe.parse import resolved
 from .recipe.tables import Recipe
-from .registry import Active, options_of
+from .registry.active import Active, options_of
 from .report import read_metrics
 from .tokens.store import Tokens
 

@@ -28,9 +28,9 @@ from .answers import DataDefaults
 from .base.errors import did_you_mean
 from .base.machine import look
 from .base.types import Slice
-from .finding import find
 from .prepare import job_of
-from .registry import check, resolve
+from .registry.active import check, resolve
+from .registry.discover import find
 from .report import read_metrics
 from .work import Work
 

@@ -19,7 +19,7 @@ from .beginnings import shorten
 from .hooks import Hooks
 from .jsonl import fault
 from .recipe.tables import Data, Source
-from .registry import rebuild
+from .registry.active import rebuild
 from .rows import judge_columns, without
 from .tokens.shards import Examples, sums_of, write_shard
 from .tokens.tokenizer import Tokenizer, size_of

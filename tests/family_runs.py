@@ -28,7 +28,7 @@ from plugsft.base import console
 from plugsft.base.machine import look
 from plugsft.checkpoint import find
 from plugsft.models import Load, tensors_of
-from plugsft.registry import load
+from plugsft.registry.active import load
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")
 CLOSE = 2e-5

@@ -16,7 +16,7 @@ from transformers.integrations import deepspeed as integration
 from plugsft.base.machine import look
 from plugsft.models import Load, tensors_of
 from plugsft.ranks import connect, quiet
-from plugsft.registry import load as load_recipe
+from plugsft.registry.active import load as load_recipe
 from plugsft.spread import spread_frozen
 
 

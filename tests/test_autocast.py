@@ -7,13 +7,14 @@ from accelerate.utils import convert_outputs_to_fp32
 from conftest import tiny_tables, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from plugsft import look, registry
+from plugsft import look
 from plugsft.answers import DataDefaults
 from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
 from plugsft.batches import IGNORED
 from plugsft.documents import documents_of
 from plugsft.models import load_of
+from plugsft.registry import active as registry
 
 CONFIG = LlamaConfig(
     vocab_size=96,

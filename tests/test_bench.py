@@ -33,7 +33,7 @@ from plugsft.commands.measured import (
     times_as_fast,
     times_as_long,
 )
-from plugsft.registry import load
+from plugsft.registry.active import load
 
 NOTHING = """
     @plugin()

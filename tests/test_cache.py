@@ -42,7 +42,7 @@ from plugsft.base.types import Shard
 from plugsft.commands.cache import parse_size
 from plugsft.plan import Plan
 from plugsft.recipe.tables import Recipe
-from plugsft.registry import Active, load, resolve
+from plugsft.registry.active import Active, load, resolve
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 

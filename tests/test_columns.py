@@ -16,7 +16,7 @@ from plugsft.formats import READ, REFUSED, WARNED
 from plugsft.jsonl import Held
 from plugsft.pretrained import train_tokenizer
 from plugsft.recipe.tables import Data
-from plugsft.registry import resolve
+from plugsft.registry.active import resolve
 from plugsft.rows import render_rows
 from plugsft.tokens.tokenizer import lighten
 from plugsft.work import render

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 import plugsft
-from plugsft.contracts import SPECS
+from plugsft.registry.contracts import SPECS
 
 HOUSE = ROOT / "plugsft"
 MODULES = sorted(
@@ -37,8 +37,8 @@ FLOORS = _words("""
     base.console
     jsonl formats jinja_limits jinja tokens.tokenizer beginnings templates rows
     hooks
-    contracts finding
-    sources plan registry base.step_folders
+    registry.contracts registry.discover
+    sources plan registry.active base.step_folders
     answers answers_batches context schedule pretrained
     work
     keys

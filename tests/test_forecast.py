@@ -17,7 +17,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft import registry
 from plugsft.answers import DataDefaults
 from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
@@ -36,6 +35,7 @@ from plugsft.models import load_of
 from plugsft.plan import shuffled
 from plugsft.pretrained import load_tokenizer
 from plugsft.recipe.parse import anchored
+from plugsft.registry import active as registry
 from plugsft.tokens.store import Tokens
 
 WORDS = TEXT.split()

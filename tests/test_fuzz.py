@@ -27,7 +27,7 @@ from plugsft.jsonl import Held, fault, find_lines
 from plugsft.pretrained import train_tokenizer
 from plugsft.recipe.parse import resolved
 from plugsft.recipe.tables import COLUMNS, Data
-from plugsft.registry import load
+from plugsft.registry.active import load
 from plugsft.rows import render_rows
 from plugsft.tokens.tokenizer import encode as encode_texts
 from plugsft.tokens.tokenizer import lighten

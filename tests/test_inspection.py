@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import activate, install
 
-from plugsft import DataError, PlugsftError, RecipeError, prepare, registry
+from plugsft import DataError, PlugsftError, RecipeError, prepare
 from plugsft.answers import DataDefaults
 from plugsft.commands import inspection, inspection_page
 from plugsft.commands.audit import histogram, quantiles, spread
+from plugsft.registry import active as registry
 from plugsft.templates import CHATML
 
 UPPER = '''

@@ -10,8 +10,8 @@ from making import activate, install
 
 from plugsft.base.errors import RecipeError
 from plugsft.commands import listing, overview
-from plugsft.contracts import SPECS
-from plugsft.finding import find
+from plugsft.registry.contracts import SPECS
+from plugsft.registry.discover import find
 
 LOUD = '''
 @plugin()

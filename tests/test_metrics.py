@@ -8,8 +8,8 @@ from conftest import run_plugsft
 from making import activate, install
 
 from plugsft.base.errors import PluginError
-from plugsft.contracts import METRICS
-from plugsft.registry import load
+from plugsft.registry.active import load
+from plugsft.registry.contracts import METRICS
 
 MEASURES = """
     import torch

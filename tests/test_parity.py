@@ -17,7 +17,7 @@ from plugsft.loop import loss_of, scratch_model
 from plugsft.plan import Plan
 from plugsft.prepare import prepare
 from plugsft.pretrained import pad_id
-from plugsft.registry import resolve
+from plugsft.registry.active import resolve
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -10,7 +10,7 @@ from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_table
 
 from plugsft.base.errors import RecipeError
 from plugsft.commands import places
-from plugsft.registry import load
+from plugsft.registry.active import load
 
 LONG = {"steps": 4000, "log_every": 4000}
 

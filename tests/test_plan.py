@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plugsft import DataError, PluginError, Recipe, hookimpl
 from plugsft.answers_batches import BatchDefaults
 from plugsft.plan import Plan, Windows, lay_out, shuffled
-from plugsft.registry import Active
+from plugsft.registry.active import Active
 
 SIZES = {
     "count": st.integers(1, 60),

@@ -9,8 +9,8 @@ from conftest import ROOT
 import plugsft
 from plugsft import Hooks, testing
 from plugsft.commands.skeleton import FILES
-from plugsft.contracts import SPECS
-from plugsft.finding import find
+from plugsft.registry.contracts import SPECS
+from plugsft.registry.discover import find
 
 README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
 SKELETON = (FILES / "plugsft_my_plugin.py").read_text(encoding="utf8")

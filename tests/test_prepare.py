@@ -22,7 +22,7 @@ from making import LOUD, activate, install
 from plugsft import DataError, RecipeError, prepare, sources
 from plugsft.answers import DataDefaults
 from plugsft.base.types import Slice
-from plugsft.registry import load, resolve
+from plugsft.registry.active import load, resolve
 from plugsft.templates import CHATML
 from plugsft.tokens.store import Tokens
 

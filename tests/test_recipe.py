@@ -13,10 +13,10 @@ from making import activate, install
 from pydantic import BaseModel
 
 from plugsft import Recipe, RecipeError
-from plugsft.finding import find, load_class
 from plugsft.recipe import tables as recipe_module
 from plugsft.recipe.parse import explain, fields, flatten, read, resolved, validate
-from plugsft.registry import load
+from plugsft.registry.active import load
+from plugsft.registry.discover import find, load_class
 
 
 def problems(path, *overrides):

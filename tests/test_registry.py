@@ -14,9 +14,9 @@ from making import LOUD, activate, install
 from plugsft import PluginError, RecipeError
 from plugsft.answers import DataDefaults
 from plugsft.base.machine import look
-from plugsft.finding import find
 from plugsft.hooks import Hooks, hookimpl
-from plugsft.registry import Active, check, load, order, resolve
+from plugsft.registry.active import Active, check, load, order, resolve
+from plugsft.registry.discover import find
 
 WRAPS = """
 @plugin({contract})
@@ -62,8 +62,8 @@ def test_a_third_party_plugin_is_found_but_imported_only_if_active(company, tmp_
     path = write_recipe(tmp_path / "recipe.toml", tables)
     script = f"""
         import sys
-        from plugsft.finding import find
-        from plugsft.registry import load
+        from plugsft.registry.discover import find
+        from plugsft.registry.active import load
         targets = {{name: found.target for name, found in find().items()}}
         assert not set(targets.values()) & set(sys.modules), "finding imports nothing"
         load({str(path)!r})

@@ -29,7 +29,7 @@ from plugsft.held import held_by
 from plugsft.models import Load
 from plugsft.parts import write
 from plugsft.ranks import connect
-from plugsft.registry import load
+from plugsft.registry.active import load
 from plugsft.spread import spread
 from plugsft.tensor_shards import part_of
 

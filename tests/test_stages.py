@@ -22,7 +22,7 @@ from plugsft.base.types import Rendered, Shard, Slice
 from plugsft.jsonl import Held
 from plugsft.keys import VERSIONS
 from plugsft.recipe.tables import Data, Source
-from plugsft.registry import resolve
+from plugsft.registry.active import resolve
 from plugsft.sources import open_source
 from plugsft.templates import CHATML
 from plugsft.tokens.tokenizer import Tokenizer, encode

@@ -15,7 +15,7 @@ from plugsft.base.checksums import digest
 from plugsft.base.types import Shard
 from plugsft.plan import Plan
 from plugsft.recipe.tables import Recipe
-from plugsft.registry import Active
+from plugsft.registry.active import Active
 from plugsft.tokens import shards as shards_module
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens

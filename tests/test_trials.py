@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, tiny_tables, write_recipe
 
 from plugsft.commands.trials import changed, spread_out, trials
-from plugsft.registry import load
+from plugsft.registry.active import load
 from plugsft.tokens.store import Tokens
 
 

@@ -29,7 +29,7 @@ from plugsft.commands.search import Setting
 from plugsft.commands.trials import trials
 from plugsft.commands.tune import Tuning, windows_of
 from plugsft.plan import shuffled
-from plugsft.registry import load
+from plugsft.registry.active import load
 from plugsft.tokens.store import Tokens
 
 RECIPE = """\

@@ -14,7 +14,7 @@ from ..base.errors import DataError
 from ..base.types import Ints, Row
 from ..formats import TEXTS, BadRow, kind_of, talk_of
 from ..recipe.tables import Data
-from ..registry import Active
+from ..registry.active import Active
 from ..rows import renamed, without
 from ..sources import Source as Opened
 from ..templates import Chat

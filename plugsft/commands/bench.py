@@ -12,12 +12,12 @@ from typing import Any
 
 import tomli_w
 
-from .. import registry
 from ..base.atomic import write_text
 from ..base.console import counted, progress, say
 from ..base.errors import PlugsftError, RecipeError
 from ..recipe.parse import value_of
 from ..recipe.tables import Recipe
+from ..registry import active as registry
 from .bench_page import write_page
 from .bench_words import TITLE, console_lines, duration, markdown
 from .benched import Bench, Figures, ensure_alike, read_report, worse

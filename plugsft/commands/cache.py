@@ -22,7 +22,7 @@ from ..base.console import out, parse_size, say, size_of
 from ..base.errors import DataError, PlugsftError
 from ..keys import differences, key_of
 from ..prepare import eval_source, job_of
-from ..registry import load
+from ..registry.active import load
 from ..sources import open_source
 from ..tokens.store import Tokens
 from .places import ensure_inputs

@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from .. import registry
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..base.console import say, size_of
@@ -17,12 +16,13 @@ from ..base.errors import DataError, RecipeError
 from ..base.machine import free_disk, look
 from ..base.types import Ints
 from ..context import check_context, check_ids, ensure_whole_weights
-from ..contracts import mark_of
 from ..keys import MAKERS
 from ..plan import shuffled
 from ..prepare import describe, eval_source, job_of, named
 from ..recipe.tables import LOSSY, Recipe, Source, Train
-from ..registry import Active
+from ..registry import active as registry
+from ..registry.active import Active
+from ..registry.contracts import mark_of
 from ..schedule import check_schedule
 from ..sources import Source as Opened
 from ..sources import ensure_columns, open_source

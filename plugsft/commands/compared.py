@@ -9,9 +9,9 @@ from typing import Any
 
 from ..base.errors import PlugsftError
 from ..base.limits import json_of, text_of
-from ..finding import OURS
 from ..keys import differences
 from ..recipe.parse import flatten, read
+from ..registry.discover import OURS
 from ..report import Points, finite, number, part_of, read_metrics, series_of
 from .places import is_held, near
 

@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from .. import registry
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..base.console import out, parse_size, progress, say
 from ..base.errors import PlugsftError, did_you_mean
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
+from ..registry import active as registry
 from .chips import CHIPS, GB, HIDDEN, LINKS, MACHINE, PRODUCTS, STREAM, Chip, Cluster, here
 from .foresight import SPARE, Outcome, Scope, Seen, best_of, cures, probe
 from .places import ensure_inputs

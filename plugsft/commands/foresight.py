@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import registry
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
@@ -20,6 +19,7 @@ from ..models import scratch_config
 from ..plan import shuffled
 from ..pretrained import load_tokenizer
 from ..recipe.tables import Recipe
+from ..registry import active as registry
 from ..rules import capacity
 from ..tokens.store import Tokens
 from .chips import GB, Cluster, Took, took

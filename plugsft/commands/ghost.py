@@ -22,7 +22,7 @@ from ..heads import Behind, Positions, fused_loss
 from ..models import Load, decoder_layers, load_of
 from ..precision import autocast_experts
 from ..recipe.tables import Recipe
-from ..registry import Active
+from ..registry.active import Active
 from .moments import Trace, through
 
 FLASH = "plugsft_forecast"

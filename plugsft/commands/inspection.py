@@ -7,12 +7,12 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from .. import registry
 from ..answers import DataDefaults
 from ..base.console import is_terminal, out, say
 from ..base.errors import DataError, RecipeError
 from ..base.machine import look
 from ..hooks import DATA
+from ..registry import active as registry
 from ..sources import Source, ensure_columns, open_source
 from ..work import Work
 from .audit import Audit, audit, histogram

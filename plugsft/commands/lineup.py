@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..base.errors import RecipeError, did_you_mean
-from ..contracts import SPECS, mark_of
 from ..hooks import DATA
-from ..registry import Active, contract_of
+from ..registry.active import Active, contract_of
+from ..registry.contracts import SPECS, mark_of
 from .trials import ELSEWHERE
 
 BASELINE, ALL = "baseline", "all on"

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from rich.text import Text
 
-from .. import registry
 from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
 from ..base.console import out, say
 from ..base.machine import look
-from ..contracts import SPECS
-from ..finding import CORE
 from ..recipe.parse import resolved
 from ..record import Record
+from ..registry import active as registry
+from ..registry.contracts import SPECS
+from ..registry.discover import CORE
 from ..report import read_record
 
 

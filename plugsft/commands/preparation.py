@@ -18,7 +18,7 @@ from ..base.machine import look
 from ..context import check_ids
 from ..hooks import DATA
 from ..prepare import prepare
-from ..registry import load
+from ..registry.active import load
 
 
 def run(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..models import load_of
 from ..parts import Stored
 from ..pretrained import end_generation, load_tokenizer
 from ..ranks import quiet
-from ..registry import check, load
+from ..registry.active import check, load
 
 
 def checkpoint_of(output: Path) -> Path | None:

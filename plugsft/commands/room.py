@@ -10,7 +10,7 @@ from ..base.machine import free_disk
 from ..base.step_folders import listed
 from ..context import load_config
 from ..recipe.tables import Model, Recipe, Scratch
-from ..registry import Active
+from ..registry.active import Active
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOKEN_BYTES = 4.2

@@ -11,7 +11,7 @@ from ..keys import makers
 from ..prepare import renderer
 from ..pretrained import load_tokenizer, train_tokenizer
 from ..recipe.tables import Recipe
-from ..registry import Active
+from ..registry.active import Active
 from ..sources import Source as Opened
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens

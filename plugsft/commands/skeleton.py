@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..base.console import say
 from ..base.errors import PluginError
-from ..finding import find, is_core
+from ..registry.discover import find, is_core
 
 FILES = Path(__file__).with_name("skeleton_files")
 

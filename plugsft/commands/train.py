@@ -20,7 +20,7 @@ from ..hooks import DATA
 from ..launcher import watch_launcher
 from ..recipe.parse import resolved
 from ..recipe.tables import Recipe
-from ..registry import load
+from ..registry.active import load
 from ..report import read_metrics
 from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers, read_run
 from .room import ensure_room

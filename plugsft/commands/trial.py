@@ -18,10 +18,10 @@ from .. import loop
 from ..base.errors import PlugsftError
 from ..base.machine import held_most, look
 from ..base.types import Feed
-from ..finding import Found
 from ..hooks import hookimpl, plugin, state
 from ..precision import on_cpu
-from ..registry import load
+from ..registry.active import load
+from ..registry.discover import Found
 
 
 class Over(PlugsftError):

@@ -30,7 +30,7 @@ from ..plan import shuffled
 from ..prepare import prepare
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
-from ..registry import Active
+from ..registry.active import Active
 from ..report import read_metrics
 from ..tokens.shards import Examples, write_index, write_shard
 from ..tokens.store import Tokens

@@ -19,7 +19,7 @@ from ..plan import shuffled
 from ..precision import on_cpu
 from ..recipe.parse import flatten, read
 from ..recipe.tables import Recipe
-from ..registry import load
+from ..registry.active import load
 from ..rules import capacity
 from ..tokens.store import Tokens
 from .measured import machine_facts, machine_line

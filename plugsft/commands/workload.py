@@ -13,7 +13,7 @@ from ..base.types import Batch, Ints, Slice
 from ..plan import shuffled
 from ..prepare import job_of, named
 from ..recipe.tables import Recipe
-from ..registry import Active
+from ..registry.active import Active
 from ..rules import capacity
 from ..sources import ensure_columns, open_source
 from ..tokens.shards import write_index

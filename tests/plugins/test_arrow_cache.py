@@ -26,7 +26,7 @@ from plugsft.answers import DataDefaults
 from plugsft.base.atomic import damage, is_published, publish
 from plugsft.base.checksums import sealed, unsealed
 from plugsft.base.machine import look
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 from plugsft.tokens.store import Tokens
 
 ROUNDS = 20 if os.environ.get("PLUGSFT_FULL") else 2

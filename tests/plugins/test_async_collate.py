@@ -27,7 +27,7 @@ from plugsft.plan import Plan
 from plugsft.plugins import async_collate
 from plugsft.plugins.async_collate import Ahead
 from plugsft.prepare import prepare
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 
 # 43 examples in windows of 8: five whole ones and one of three, twice.
 TRAIN = {"epochs": 2, "batch_size": 8, "micro_batch": 2, "learning_rate": 1e-3}

@@ -26,7 +26,7 @@ from plugsft.models import Load
 from plugsft.plan import Windows as Plain
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
 from plugsft.recipe.tables import Train
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 

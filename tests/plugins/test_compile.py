@@ -15,7 +15,7 @@ from plugsft import RecipeError, TrainError, attend_per_document, documents_of, 
 from plugsft.plugins import compile as plugin_file
 from plugsft.plugins.compile import Compile, Unseen
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 
 # Those of torch, as its compiler is imported and traces.
 pytestmark = pytest.mark.filterwarnings("ignore")

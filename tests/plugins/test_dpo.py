@@ -38,7 +38,7 @@ from plugsft.plan import Plan
 from plugsft.plugins.dpo import pair_of
 from plugsft.prelude import Prelude
 from plugsft.pretrained import pad_id
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 from plugsft.templates import CHATML
 
 with warnings.catch_warnings():

@@ -20,7 +20,7 @@ from plugsft import prepare
 from plugsft.answers import DataDefaults
 from plugsft.plugins.dpo import Dpo
 from plugsft.recipe.tables import Data
-from plugsft.registry import resolve
+from plugsft.registry.active import resolve
 from plugsft.templates import CHATML
 from plugsft.tokens.tokenizer import encode, lighten
 from plugsft.work import begin_alike, mask_of

@@ -20,7 +20,7 @@ from plugsft import PluginError, RecipeError, prepare, sources, testing
 from plugsft.answers import DataDefaults
 from plugsft.plugins import fast_tokenizer
 from plugsft.plugins.fast_tokenizer import ENGINES, OWN, FastTokenizer
-from plugsft.registry import resolve
+from plugsft.registry.active import resolve
 from plugsft.tokens import tokenizer
 from plugsft.tokens.tokenizer import encode
 from plugsft.work import mask_of

@@ -34,7 +34,7 @@ from plugsft import RecipeError, attend_per_document, documents_of, look, testin
 from plugsft.answers_model import ModelDefaults
 from plugsft.heads import Behind, Positions, fused_loss
 from plugsft.plugins.fused_loss import IGNORED, FusedLoss, head_of
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 
 # peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

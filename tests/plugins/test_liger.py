@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Co
 
 from plugsft import PluginError, RecipeError, look
 from plugsft.plugins.liger import Liger, apply, modeling
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 
 SMALL = {
     "vocab_size": 61,

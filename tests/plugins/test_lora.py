@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from plugsft import PluginError, RecipeError, look
 from plugsft.models import Load
 from plugsft.plugins.lora import Lora
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 
 # Of transformers: what peft still calls by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

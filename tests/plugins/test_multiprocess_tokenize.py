@@ -14,7 +14,7 @@ from plugsft import DataError, PluginError, prepare, sources, testing
 from plugsft.answers import DataDefaults
 from plugsft.plugins import multiprocess_tokenize
 from plugsft.plugins.multiprocess_tokenize import MultiprocessTokenize
-from plugsft.registry import resolve
+from plugsft.registry.active import resolve
 
 MINE = multiprocess_tokenize.__name__
 

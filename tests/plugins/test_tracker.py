@@ -14,7 +14,7 @@ from making import activate, install
 
 from plugsft import RecipeError, look, testing
 from plugsft.plugins.tracker import Line, told
-from plugsft.registry import check, resolve
+from plugsft.registry.active import check, resolve
 
 ALL = ["tensorboard", "wandb", "trackio", "mlflow"]
 pytestmark = pytest.mark.skipif(
@@ -353,7 +353,7 @@ def test_no_package_is_imported_that_was_not_asked_for(tmp_path):
     script = """
 import sys
 from plugsft import look
-from plugsft.registry import check, load
+from plugsft.registry.active import check, load
 recipe, active = load(sys.argv[1])
 check(active.answer(), recipe, look())
 print(*{"tensorboard", "wandb", "trackio", "mlflow"} & set(sys.modules))

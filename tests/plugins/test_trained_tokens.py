@@ -13,7 +13,7 @@ from test_dpo_begins import of_trl_alone, tokenizer_of
 from plugsft.answers import DataDefaults
 from plugsft.jsonl import Held
 from plugsft.recipe.tables import Data, Source
-from plugsft.registry import rebuild
+from plugsft.registry.active import rebuild
 from plugsft.sources import slices_of
 from plugsft.tokens.shards import write_index
 from plugsft.tokens.store import Tokens

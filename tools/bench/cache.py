@@ -84,7 +84,7 @@ def first_batch(path: Path) -> float:
     from plugsft.answers_model import ModelDefaults
     from plugsft.plan import Plan
     from plugsft.prepare import prepare
-    from plugsft.registry import load
+    from plugsft.registry.active import load
 
     torch.set_num_threads(1)
     # Plugins are imported with the recipe that names them: these are imports too.

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from plugsft.hooks import hookimpl
-from plugsft.registry import Active
+from plugsft.registry.active import Active
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 15

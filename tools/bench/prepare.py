@@ -114,7 +114,7 @@ def run_plugsft(options: argparse.Namespace) -> dict:
     """Prepare as a run does, and read an example."""
     from plugsft import prepare
     from plugsft.answers import DataDefaults
-    from plugsft.registry import resolve
+    from plugsft.registry.active import resolve
 
     with tempfile.TemporaryDirectory() as output:
         raw = shared.tables(

@@ -15,10 +15,13 @@ from typing import Any, cast
 import pluggy
 from pydantic import TypeAdapter, ValidationError
 
-from .base.checksums import digest, file_digest
-from .base.console import complain
-from .base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
-from .base.machine import Machine
+from ..base.checksums import digest, file_digest
+from ..base.console import complain
+from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
+from ..base.machine import Machine
+from ..hooks import PLUGIN, Contract, Hooks
+from ..recipe import parse as reading
+from ..recipe.tables import COLUMNS, Recipe
 from .contracts import (
     SPECS,
     inspect_hooks,
@@ -28,10 +31,7 @@ from .contracts import (
     must_be_apart,
     must_return,
 )
-from .finding import CORE, OURS, Found, find, is_core, load_class
-from .hooks import PLUGIN, Contract, Hooks
-from .recipe import parse as reading
-from .recipe.tables import COLUMNS, Recipe
+from .discover import CORE, OURS, Found, find, is_core, load_class
 
 
 class Active:

@@ -9,8 +9,8 @@ from importlib.metadata import Distribution, entry_points
 from pathlib import Path
 from typing import Any, cast
 
-from .base.errors import PluginError
-from .hooks import PLUGIN
+from ..base.errors import PluginError
+from ..hooks import PLUGIN
 
 BUNDLED = "plugsft.plugins"
 GROUP = "plugsft"

@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .base.errors import PluginError, did_you_mean
-from .hooks import PASSES, Hooks
+from ..base.errors import PluginError, did_you_mean
+from ..hooks import PASSES, Hooks
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 

@@ -1,0 +1,1 @@
+"""Plugins: discovered, checked, ordered and called."""
