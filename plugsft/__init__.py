@@ -38,17 +38,17 @@ from .hooks import Hooks, Prelude, hookimpl, plugin, state
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 
 if TYPE_CHECKING:
-    from .answers import opened, tokenizing
     from .apart import ensure_apart, ensure_twin_apart, takes_documents
     from .base.atomic import damage
     from .base.build_once import once
     from .base.checksums import cache_folder, digest
     from .base.console import progress, say
     from .batches import heard
+    from .data.defaults import opened, tokenizing
+    from .data.render import render_rows
     from .documents import attend_per_document, documents_of, lone_document, pack
     from .heads import Behind, Positions, fused_loss
     from .models import decoder_layers, weights_digest
-    from .rows import render_rows
     from .rules import Measured, bottlenecks
     from .shapes import Shapes, peak_flops, shapes_of
     from .tokens.store import Tokens
@@ -77,15 +77,15 @@ LATE = {
     "heard": "batches",
     "lone_document": "documents",
     "once": "base.build_once",
-    "opened": "answers",
+    "opened": "data.defaults",
     "pack": "documents",
     "peak_flops": "shapes",
     "progress": "base.console",
-    "render_rows": "rows",
+    "render_rows": "data.render",
     "say": "base.console",
     "shapes_of": "shapes",
     "takes_documents": "apart",
-    "tokenizing": "answers",
+    "tokenizing": "data.defaults",
     "weights_digest": "models",
 }
 """Names whose modules bring numpy, Arrow or torch: imported when a plugin asks for them."""

@@ -17,7 +17,6 @@ from transformers import set_seed
 
 from .agree import agreed, ending_together, ensure_alike
 from .alike import CURE, ensure_same_inputs, model_facts, plan_facts
-from .answers import DataDefaults
 from .answers_batches import BatchDefaults
 from .answers_model import ModelDefaults
 from .base.build_once import once
@@ -28,6 +27,9 @@ from .base.machine import Machine
 from .base.types import Batch, Window
 from .checkpoint import Checkpoints
 from .context import check_context, check_ids
+from .data.defaults import DataDefaults
+from .data.load_tokenizer import pad_id
+from .data.prepare import Prepared, prepare
 from .feeder import Feeder, rows_of
 from .held import Held, held_by
 from .hooks import Hooks
@@ -36,8 +38,6 @@ from .models import Load, load_of, make_model
 from .plan import Plan
 from .precision import truth
 from .prelude import Prelude
-from .prepare import Prepared, prepare
-from .pretrained import pad_id
 from .ranks import connect, disconnect, exchange, name_of, quiet, seed_step
 from .recipe.tables import LOSSY, Recipe
 from .record import Record, data_facts, memory_gib

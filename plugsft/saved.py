@@ -15,9 +15,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from .agree import agreed
 from .base.atomic import publish
 from .base.errors import CheckpointError, RecipeError
+from .data.load_tokenizer import end_generation
 from .held import Held
 from .models import lasting_buffers
-from .pretrained import end_generation
 from .recipe.tables import Recipe
 from .tensor_shards import Part, part_of
 from .weights import Weights, files_of, shapes_made, skeleton

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from . import loop
-from .answers import DataDefaults
 from .base.errors import did_you_mean
 from .base.machine import look
 from .base.types import Slice
-from .prepare import job_of
+from .data.defaults import DataDefaults
+from .data.prepare import job_of
+from .data.slices import Work
 from .registry.active import check, resolve
 from .registry.discover import find
 from .report import read_metrics
-from .work import Work
 
 ROWS = 24
 TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that read them all"

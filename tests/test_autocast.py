@@ -8,10 +8,10 @@ from conftest import tiny_tables, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import look
-from plugsft.answers import DataDefaults
 from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
 from plugsft.batches import IGNORED
+from plugsft.data.defaults import DataDefaults
 from plugsft.documents import documents_of
 from plugsft.models import load_of
 from plugsft.registry import active as registry

@@ -30,8 +30,7 @@ from conftest import (
 from making import LOUD, activate, install
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from plugsft import DataError, PlugsftError, keys, prepare
-from plugsft.answers import DataDefaults
+from plugsft import DataError, PlugsftError
 from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
 from plugsft.base import checksums as digests
@@ -40,6 +39,9 @@ from plugsft.base.build_once import PATIENCE
 from plugsft.base.checksums import digest, remembered_digest, sealed, unsealed
 from plugsft.base.types import Shard
 from plugsft.commands.cache import parse_size
+from plugsft.data import cache_key as keys
+from plugsft.data import prepare
+from plugsft.data.defaults import DataDefaults
 from plugsft.plan import Plan
 from plugsft.recipe.tables import Recipe
 from plugsft.registry.active import Active, load, resolve
@@ -98,7 +100,7 @@ def test_each_change_of_what_the_tokens_depend_on_changes_the_key(recipe, tmp_pa
     activate(site, monkeypatch)
     path = recipe()
     template = tmp_path / "other.jinja"
-    chatml = (ROOT / "plugsft/chatml.jinja").read_text()
+    chatml = (ROOT / "plugsft/data/chatml.jinja").read_text()
     template.write_text(chatml + "{# the same, almost #}")
     names = [key(path)]
     for change in (

@@ -8,18 +8,19 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from making import activate, install
 
-from plugsft import DataError, PlugsftError, RecipeError, prepare, sources
-from plugsft.answers import DataDefaults
+from plugsft import DataError, PlugsftError, RecipeError
 from plugsft.commands.check import check
 from plugsft.commands.inspection import inspect
-from plugsft.formats import READ, REFUSED, WARNED
-from plugsft.jsonl import Held
-from plugsft.pretrained import train_tokenizer
+from plugsft.data import prepare, sources
+from plugsft.data.defaults import DataDefaults
+from plugsft.data.formats import READ, REFUSED, WARNED
+from plugsft.data.jsonl import Held
+from plugsft.data.load_tokenizer import train_tokenizer
+from plugsft.data.render import render_rows
+from plugsft.data.slices import render
 from plugsft.recipe.tables import Data
 from plugsft.registry.active import resolve
-from plugsft.rows import render_rows
 from plugsft.tokens.tokenizer import lighten
-from plugsft.work import render
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 POOR = {"role": "assistant", "content": "elks"}

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from plugsft.commands import chat
-from plugsft.pretrained import end_generation
+from plugsft.data.load_tokenizer import end_generation
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 # A template of each family, and the token that ends an assistant's turn in it.

@@ -35,23 +35,24 @@ FLOORS = _words("""
     base.checksums recipe.tables recipe.parse base.atomic base.build_once tokens.shards
     tokens.store
     base.console
-    jsonl formats jinja_limits jinja tokens.tokenizer beginnings templates rows
+    data.jsonl data.formats data.jinja_limits data.jinja tokens.tokenizer data.long_texts
+    data.chat data.render
     hooks
     registry.contracts registry.discover
-    sources plan registry.active base.step_folders
-    answers answers_batches context schedule pretrained
-    work
-    keys
+    data.sources plan registry.active base.step_folders
+    data.defaults answers_batches context schedule data.load_tokenizer
+    data.slices
+    data.cache_key
     launcher notices agree
     batches memory documents twin apart heads tensor_shards parts weights models shapes rules
     answers_model
     optimizer_state held spread precision ranks stop
     feeder prelude
-    prepare alike report
+    data.prepare alike report
     record checkpoint saved
     loop
     testing
-    commands.sample commands.places commands.room
+    data.sample commands.places commands.room
     commands.views commands.audit commands.inspection_page
     commands.batch_sense commands.findings commands.check commands.train commands.inspection
     commands.listing commands.overview

@@ -17,7 +17,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft.answers import DataDefaults
 from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
 from plugsft.base.errors import RecipeError
@@ -31,9 +30,10 @@ from plugsft.commands.trials import trials
 from plugsft.commands.tune import Tuning
 from plugsft.commands.workload import Rows, rows_of
 from plugsft.context import load_config
+from plugsft.data.defaults import DataDefaults
+from plugsft.data.load_tokenizer import load_tokenizer
 from plugsft.models import load_of
 from plugsft.plan import shuffled
-from plugsft.pretrained import load_tokenizer
 from plugsft.recipe.parse import anchored
 from plugsft.registry import active as registry
 from plugsft.tokens.store import Tokens

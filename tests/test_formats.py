@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from plugsft.formats import FORMATS, BadRow, kind_of, spellings, talk_of
+from plugsft.data.formats import FORMATS, BadRow, kind_of, spellings, talk_of
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 SYSTEM = {"role": "system", "content": "be brief"}

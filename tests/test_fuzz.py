@@ -23,12 +23,12 @@ from plugsft.base.checksums import cache_folder, file_digest
 from plugsft.base.errors import PlugsftError
 from plugsft.cli import main
 from plugsft.commands.places import leftovers, read_run
-from plugsft.jsonl import Held, fault, find_lines
-from plugsft.pretrained import train_tokenizer
+from plugsft.data.jsonl import Held, fault, find_lines
+from plugsft.data.load_tokenizer import train_tokenizer
+from plugsft.data.render import render_rows
 from plugsft.recipe.parse import resolved
 from plugsft.recipe.tables import COLUMNS, Data
 from plugsft.registry.active import load
-from plugsft.rows import render_rows
 from plugsft.tokens.tokenizer import encode as encode_texts
 from plugsft.tokens.tokenizer import lighten
 

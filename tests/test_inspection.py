@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import activate, install
 
-from plugsft import DataError, PlugsftError, RecipeError, prepare
-from plugsft.answers import DataDefaults
+from plugsft import DataError, PlugsftError, RecipeError
 from plugsft.commands import inspection, inspection_page
 from plugsft.commands.audit import histogram, quantiles, spread
+from plugsft.data import prepare
+from plugsft.data.chat import CHATML
+from plugsft.data.defaults import DataDefaults
 from plugsft.registry import active as registry
-from plugsft.templates import CHATML
 
 UPPER = '''
 @plugin()

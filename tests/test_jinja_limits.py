@@ -7,9 +7,9 @@ import pytest
 from conftest import FORKS
 from jinja2 import TemplateError
 
-from plugsft import jinja_limits
-from plugsft.jinja import compiled, render
-from plugsft.templates import WRONG
+from plugsft.data import jinja_limits
+from plugsft.data.chat import WRONG
+from plugsft.data.jinja import compiled, render
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
 TWICE = "{% set ns = namespace(x=['ab'], n=0) %}{% for i in range(60) %}"

@@ -19,11 +19,12 @@ from conftest import (
 )
 from making import LOUD, activate, install
 
-from plugsft import DataError, RecipeError, prepare, sources
-from plugsft.answers import DataDefaults
+from plugsft import DataError, RecipeError
 from plugsft.base.types import Slice
+from plugsft.data import prepare, sources
+from plugsft.data.chat import CHATML
+from plugsft.data.defaults import DataDefaults
 from plugsft.registry.active import load, resolve
-from plugsft.templates import CHATML
 from plugsft.tokens.store import Tokens
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}

@@ -12,8 +12,8 @@ from conftest import read_metrics, run_plugsft, start_ranks, tiny_tables, write_
 from making import LOUD, activate, install
 
 from plugsft import PluginError, RecipeError
-from plugsft.answers import DataDefaults
 from plugsft.base.machine import look
+from plugsft.data.defaults import DataDefaults
 from plugsft.hooks import Hooks, hookimpl
 from plugsft.registry.active import Active, check, load, order, resolve
 from plugsft.registry.discover import find

@@ -6,9 +6,10 @@ import datasets
 import pytest
 from conftest import chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 
-from plugsft import DataError, RecipeError, sources
+from plugsft import DataError, RecipeError
+from plugsft.data import sources
+from plugsft.data.sources import ensure_columns, open_source
 from plugsft.recipe.tables import Data, Source
-from plugsft.sources import ensure_columns, open_source
 
 ROWS = chats(20)
 

@@ -17,16 +17,16 @@ from conftest import ROOT, tiny_tables
 from test_columns import ROWS
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from plugsft.answers import DataDefaults
 from plugsft.base.types import Rendered, Shard, Slice
-from plugsft.jsonl import Held
-from plugsft.keys import VERSIONS
+from plugsft.data.cache_key import VERSIONS
+from plugsft.data.chat import CHATML
+from plugsft.data.defaults import DataDefaults
+from plugsft.data.jsonl import Held
+from plugsft.data.slices import Work, _cut, render
+from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.active import resolve
-from plugsft.sources import open_source
-from plugsft.templates import CHATML
 from plugsft.tokens.tokenizer import Tokenizer, encode
-from plugsft.work import Work, _cut, render
 
 GOLDEN = ROOT / "tests/golden/stages.json"
 TEXTS = [

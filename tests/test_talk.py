@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from plugsft.base.errors import PlugsftError
 from plugsft.commands import chat as talk
-from plugsft.pretrained import stop_ids
+from plugsft.data.load_tokenizer import stop_ids
 
 ANSWERS = {
     "What is red?": "Blood and roses.",

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from plugsft import DataError, RecipeError
 from plugsft.commands.places import wrong_inputs
-from plugsft.formats import talk_of
-from plugsft.jinja import compiled
-from plugsft.jsonl import Held
-from plugsft.pretrained import load_tokenizer, train_tokenizer
+from plugsft.data.chat import CHATML, Chat, training_template
+from plugsft.data.formats import talk_of
+from plugsft.data.jinja import compiled
+from plugsft.data.jsonl import Held
+from plugsft.data.load_tokenizer import load_tokenizer, train_tokenizer
+from plugsft.data.render import render_rows as render
+from plugsft.data.slices import mask_of
 from plugsft.recipe.parse import anchored
 from plugsft.recipe.tables import Data, Model, Recipe
-from plugsft.rows import render_rows as render
-from plugsft.templates import CHATML, Chat, training_template
 from plugsft.tokens.tokenizer import encode, lighten
-from plugsft.work import mask_of
 
 # PLUGSFT_FULL=1 (tools/test --full) makes this many chats, otherwise a tenth.
 COUNT = 2_000 if os.environ.get("PLUGSFT_FULL") == "1" else 200

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from plugsft import RecipeError
-from plugsft.jsonl import Held
-from plugsft.pretrained import SPECIAL, load_tokenizer, pad_id, train_tokenizer
+from plugsft.data.chat import CHATML
+from plugsft.data.jsonl import Held
+from plugsft.data.load_tokenizer import SPECIAL, load_tokenizer, pad_id, train_tokenizer
+from plugsft.data.render import render_rows as render
 from plugsft.recipe.tables import Data, Model
-from plugsft.rows import render_rows as render
-from plugsft.templates import CHATML
 from plugsft.tokens.tokenizer import encode, lighten
 
 

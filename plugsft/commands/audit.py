@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from ..base.errors import DataError
 from ..base.types import Ints, Row
-from ..formats import TEXTS, BadRow, kind_of, talk_of
+from ..data.chat import Chat
+from ..data.formats import TEXTS, BadRow, kind_of, talk_of
+from ..data.render import renamed, without
+from ..data.sample import Sample, make
+from ..data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
+from ..data.sources import Source as Opened
 from ..recipe.tables import Data
 from ..registry.active import Active
-from ..rows import renamed, without
-from ..sources import Source as Opened
-from ..templates import Chat
 from ..tokens.store import Tokens
-from ..work import CURE_BAD, CURE_LONG, Work, listed, warnings_of
-from .sample import Sample, make
 
 SAMPLE, STRETCHES = 1_000, 20
 STEP = 1_000

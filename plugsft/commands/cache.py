@@ -14,16 +14,16 @@ from typing import Any
 
 from rich.text import Text
 
-from ..answers import DataDefaults
 from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Watch, claim, is_claimed, parts_of
 from ..base.checksums import cache_folder, digest
 from ..base.console import out, parse_size, say, size_of
 from ..base.errors import DataError, PlugsftError
-from ..keys import differences, key_of
-from ..prepare import eval_source, job_of
+from ..data.cache_key import differences, key_of
+from ..data.defaults import DataDefaults
+from ..data.prepare import eval_source, job_of
+from ..data.sources import open_source
 from ..registry.active import load
-from ..sources import open_source
 from ..tokens.store import Tokens
 from .places import ensure_inputs
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.errors import PlugsftError
 from ..base.limits import json_of, text_of
-from ..keys import differences
+from ..data.cache_key import differences
 from ..recipe.parse import flatten, read
 from ..registry.discover import OURS
 from ..report import Points, finite, number, part_of, read_metrics, series_of

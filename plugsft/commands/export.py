@@ -18,7 +18,7 @@ from ..base.checksums import file_digest
 from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.load_errors import cure_of
-from ..pretrained import end_generation
+from ..data.load_tokenizer import end_generation
 from ..ranks import quiet
 from .chat import model_folder
 from .places import ADAPTER, base_of, is_model

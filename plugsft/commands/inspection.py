@@ -7,18 +7,18 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from ..answers import DataDefaults
 from ..base.console import is_terminal, out, say
 from ..base.errors import DataError, RecipeError
 from ..base.machine import look
+from ..data.defaults import DataDefaults
+from ..data.sample import take, worker
+from ..data.slices import Work
+from ..data.sources import Source, ensure_columns, open_source
 from ..hooks import DATA
 from ..registry import active as registry
-from ..sources import Source, ensure_columns, open_source
-from ..work import Work
 from .audit import Audit, audit, histogram
 from .inspection_page import write_page
 from .places import ensure_page
-from .sample import take, worker
 from .views import View, views
 
 BAR = 40

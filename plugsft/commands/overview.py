@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
 from ..base.console import out, say
 from ..base.machine import look
+from ..data.defaults import DataDefaults
 from ..recipe.parse import resolved
 from ..record import Record
 from ..registry import active as registry

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from ..answers import DataDefaults
 from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
 from ..base.atomic import damage, publish
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.machine import look
 from ..base.step_folders import newest
+from ..data.defaults import DataDefaults
+from ..data.load_tokenizer import end_generation, load_tokenizer
 from ..held import WEIGHTS, ensure_same, fill_weights
 from ..models import load_of
 from ..parts import Stored
-from ..pretrained import end_generation, load_tokenizer
 from ..ranks import quiet
 from ..registry.active import check, load
 

@@ -5,9 +5,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from .. import loop
-from .. import prepare as preparation
 from ..agree import ending_together
-from ..answers import DataDefaults
 from ..base.atomic import sweep
 from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError
@@ -16,6 +14,8 @@ from ..base.machine import look
 from ..base.step_folders import listed
 from ..checkpoint import find
 from ..context import check_ids
+from ..data import prepare as preparation
+from ..data.defaults import DataDefaults
 from ..hooks import DATA
 from ..launcher import watch_launcher
 from ..recipe.parse import resolved

@@ -20,14 +20,14 @@ import psutil
 import tomli_w
 
 from .. import loop
-from ..answers import DataDefaults
 from ..base.errors import MEMORY
 from ..base.machine import look
 from ..base.types import Ints, Shard
 from ..context import check_ids
+from ..data.defaults import DataDefaults
+from ..data.prepare import prepare
 from ..hooks import DATA
 from ..plan import shuffled
-from ..prepare import prepare
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
 from ..registry.active import Active

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from ..base.types import Batch, Ints, Slice
+from ..data.prepare import job_of, named
+from ..data.sample import worker
+from ..data.sources import ensure_columns, open_source
 from ..plan import shuffled
-from ..prepare import job_of, named
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..rules import capacity
-from ..sources import ensure_columns, open_source
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
-from .sample import worker
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""

@@ -21,11 +21,13 @@ from conftest import (
 )
 from making import activate, install
 
-from plugsft import RecipeError, answers, prepare, sources, testing
-from plugsft.answers import DataDefaults
+from plugsft import RecipeError, testing
 from plugsft.base.atomic import damage, is_published, publish
 from plugsft.base.checksums import sealed, unsealed
 from plugsft.base.machine import look
+from plugsft.data import defaults as answers
+from plugsft.data import prepare, sources
+from plugsft.data.defaults import DataDefaults
 from plugsft.registry.active import check, resolve
 from plugsft.tokens.store import Tokens
 

@@ -16,14 +16,14 @@ from test_dpo import Run, assert_trl_s, of_trl, say, shaken
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from plugsft import prepare
-from plugsft.answers import DataDefaults
+from plugsft.data import prepare
+from plugsft.data.chat import CHATML
+from plugsft.data.defaults import DataDefaults
+from plugsft.data.slices import begin_alike, mask_of
 from plugsft.plugins.dpo import Dpo
 from plugsft.recipe.tables import Data
 from plugsft.registry.active import resolve
-from plugsft.templates import CHATML
 from plugsft.tokens.tokenizer import encode, lighten
-from plugsft.work import begin_alike, mask_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -16,14 +16,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, processor
 from tokenizers import normalizers as norm
 from tokenizers import pre_tokenizers as pre
 
-from plugsft import PluginError, RecipeError, prepare, sources, testing
-from plugsft.answers import DataDefaults
+from plugsft import PluginError, RecipeError, testing
+from plugsft.data import prepare, sources
+from plugsft.data.defaults import DataDefaults
+from plugsft.data.slices import mask_of
 from plugsft.plugins import fast_tokenizer
 from plugsft.plugins.fast_tokenizer import ENGINES, OWN, FastTokenizer
 from plugsft.registry.active import resolve
 from plugsft.tokens import tokenizer
 from plugsft.tokens.tokenizer import encode
-from plugsft.work import mask_of
 
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
 CORPUS = [

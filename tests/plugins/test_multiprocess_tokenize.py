@@ -10,8 +10,9 @@ import pytest
 from conftest import chats, run_plugsft, start_plugsft, tiny_tables, write_jsonl, write_recipe
 from making import activate, install
 
-from plugsft import DataError, PluginError, prepare, sources, testing
-from plugsft.answers import DataDefaults
+from plugsft import DataError, PluginError, testing
+from plugsft.data import prepare, sources
+from plugsft.data.defaults import DataDefaults
 from plugsft.plugins import multiprocess_tokenize
 from plugsft.plugins.multiprocess_tokenize import MultiprocessTokenize
 from plugsft.registry.active import resolve

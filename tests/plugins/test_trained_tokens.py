@@ -10,15 +10,15 @@ from conftest import ROOT
 from datasets import Dataset
 from test_dpo_begins import of_trl_alone, tokenizer_of
 
-from plugsft.answers import DataDefaults
-from plugsft.jsonl import Held
+from plugsft.data.defaults import DataDefaults
+from plugsft.data.jsonl import Held
+from plugsft.data.slices import Work
+from plugsft.data.sources import slices_of
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.active import rebuild
-from plugsft.sources import slices_of
 from plugsft.tokens.shards import write_index
 from plugsft.tokens.store import Tokens
 from plugsft.tokens.tokenizer import lighten
-from plugsft.work import Work
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -33,9 +33,9 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 from plugsft import attend_per_document, pack  # noqa: E402
 from plugsft.answers_model import ModelDefaults  # noqa: E402
 from plugsft.base.types import Rendered  # noqa: E402
+from plugsft.data.load_tokenizer import train_tokenizer  # noqa: E402
 from plugsft.models import Load, make_model  # noqa: E402
 from plugsft.plugins.lora import FastLinear, Lora  # noqa: E402
-from plugsft.pretrained import train_tokenizer  # noqa: E402
 from plugsft.recipe.tables import Scratch, Train  # noqa: E402
 
 RATE = 1e-4

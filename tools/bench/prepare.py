@@ -112,8 +112,8 @@ def measure(name: str, options: argparse.Namespace, **more: object) -> dict:
 
 def run_plugsft(options: argparse.Namespace) -> dict:
     """Prepare as a run does, and read an example."""
-    from plugsft import prepare
-    from plugsft.answers import DataDefaults
+    from plugsft.data import prepare
+    from plugsft.data.defaults import DataDefaults
     from plugsft.registry.active import resolve
 
     with tempfile.TemporaryDirectory() as output:
@@ -206,7 +206,7 @@ def run_floor(options: argparse.Namespace) -> dict:
     import gigatoken
     from pydantic_core import from_json
 
-    from plugsft.jinja import compiled, render
+    from plugsft.data.jinja import compiled, render
 
     def timed(function, *arguments):
         started = time.perf_counter()

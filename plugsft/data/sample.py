@@ -7,16 +7,16 @@ from tempfile import mkdtemp
 from ..base.console import progress
 from ..base.errors import DataError
 from ..base.types import Shard, Slice
-from ..keys import makers
-from ..prepare import renderer
-from ..pretrained import load_tokenizer, train_tokenizer
 from ..recipe.tables import Recipe
 from ..registry.active import Active
-from ..sources import Source as Opened
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
 from ..tokens.tokenizer import lighten
-from ..work import Work, joined
+from .cache_key import makers
+from .load_tokenizer import load_tokenizer, train_tokenizer
+from .prepare import renderer
+from .slices import Work, joined
+from .sources import Source as Opened
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .base.limits import json_of
-from .base.types import Ints, Row, Rows
+from ..base.limits import json_of
+from ..base.types import Ints, Row, Rows
 
 PIECE = 1 << 20
 NEAR = 1 << 12

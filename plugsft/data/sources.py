@@ -10,12 +10,12 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from .base.checksums import digest, remembered_digest
-from .base.errors import DataError, RecipeError, did_you_mean
-from .base.limits import json_of
-from .base.types import Ints, Row, Rows, Slice
+from ..base.checksums import digest, remembered_digest
+from ..base.errors import DataError, RecipeError, did_you_mean
+from ..base.limits import json_of
+from ..base.types import Ints, Row, Rows, Slice
+from ..recipe import tables as recipes
 from .jsonl import Held, JsonLines, find_lines
-from .recipe import tables as recipes
 
 T = TypeVar("T", bound=Sized)
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}

@@ -8,22 +8,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .answers import opened as mapped
-from .base.build_once import once
-from .base.checksums import digest
-from .base.console import say
-from .base.errors import DataError, PlugsftError, RecipeError
-from .base.types import Rendered, Row, Shard
-from .keys import differences, key_of, makers, with_sources
-from .pretrained import Render, load_tokenizer, train_tokenizer
-from .recipe.tables import Recipe, Source
-from .registry.active import Active
+from ..base.build_once import once
+from ..base.checksums import digest
+from ..base.console import say
+from ..base.errors import DataError, PlugsftError, RecipeError
+from ..base.types import Rendered, Row, Shard
+from ..recipe.tables import Recipe, Source
+from ..registry.active import Active
+from ..tokens.shards import write_index
+from ..tokens.store import Tokens
+from ..tokens.tokenizer import OWN, Tokenizer, lighten
+from .cache_key import differences, key_of, makers, with_sources
+from .defaults import opened as mapped
+from .load_tokenizer import Render, load_tokenizer, train_tokenizer
+from .slices import Work, complain, joined, render, warnings_of
 from .sources import Source as Opened
 from .sources import ensure_columns, open_source, slices_of
-from .tokens.shards import write_index
-from .tokens.store import Tokens
-from .tokens.tokenizer import OWN, Tokenizer, lighten
-from .work import Work, complain, joined, render, warnings_of
 
 
 @dataclass

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .base.build_once import once
-from .base.checksums import digest
-from .base.console import progress, say
-from .base.machine import look, slow_to_map
-from .base.types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
-from .hooks import hookimpl
-from .recipe.tables import Data
-from .rows import render_rows
-from .tokens.tokenizer import Tokenizer
-from .tokens.tokenizer import encode as encode_texts
+from ..base.build_once import once
+from ..base.checksums import digest
+from ..base.console import progress, say
+from ..base.machine import look, slow_to_map
+from ..base.types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
+from ..hooks import hookimpl
+from ..recipe.tables import Data
+from ..tokens.tokenizer import Tokenizer
+from ..tokens.tokenizer import encode as encode_texts
+from .render import render_rows
 
 T = TypeVar("T")
 

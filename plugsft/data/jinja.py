@@ -19,7 +19,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from .base.types import Row, Span
+from ..base.types import Row, Span
 from .jinja_limits import BoundedEnvironment, left, measure
 
 INDENT = 32

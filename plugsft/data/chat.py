@@ -7,13 +7,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from .base.errors import DataError
-from .base.types import Row, Span
+from ..base.errors import DataError
+from ..base.types import Row, Span
+from ..recipe.tables import Data
+from ..tokens.tokenizer import Tokenizer
 from .formats import BadRow, Talk, calls_of, spellings
 from .jinja import Compiled, compiled
 from .jinja import render as render_chat
-from .recipe.tables import Data
-from .tokens.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 """The template of models made from scratch."""

@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection
 from itertools import starmap
 from operator import lt
 
-from .base.errors import DataError
-from .base.types import Rendered, Row
+from ..base.errors import DataError
+from ..base.types import Rendered, Row
+from ..recipe.tables import Data
+from ..tokens.tokenizer import Tokenizer
+from .chat import Chat, Text
 from .formats import READ, TEXTS, BadRow, ensure_read, kind_of, odd_turns, string_of, talk_of
-from .recipe.tables import Data
-from .templates import Chat, Text
-from .tokens.tokenizer import Tokenizer
 
 Way = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
 """The renderer of a row, with warnings, and the description of its spans."""

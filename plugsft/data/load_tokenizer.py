@@ -9,12 +9,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .base.errors import RecipeError
-from .base.load_errors import reason_of
-from .base.types import Rendered, Row, Rows
-from .recipe.tables import TRL, Model
-from .templates import CHATML, training_template
-from .tokens.tokenizer import Tokenizer, lighten
+from ..base.errors import RecipeError
+from ..base.load_errors import reason_of
+from ..base.types import Rendered, Row, Rows
+from ..recipe.tables import TRL, Model
+from ..tokens.tokenizer import Tokenizer, lighten
+from .chat import CHATML, training_template
 
 Render = Callable[[list[Row], int, Tokenizer], Rendered]
 """Rows, the number of their source, a tokenizer -> text."""

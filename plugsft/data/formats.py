@@ -7,9 +7,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from .base.limits import json_of
-from .base.types import Row
-from .recipe.tables import FORMATS
+from ..base.limits import json_of
+from ..base.types import Row
+from ..recipe.tables import FORMATS
 
 TEXTS = ("text", "completion")
 """Formats that are no conversations."""

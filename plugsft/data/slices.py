@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .answers import DataDefaults
-from .base.atomic import write_text
-from .base.checksums import file_digest, sealed, unsealed
-from .base.errors import DataError
-from .base.types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Span
-from .beginnings import shorten
-from .hooks import Hooks
+from ..base.atomic import write_text
+from ..base.checksums import file_digest, sealed, unsealed
+from ..base.errors import DataError
+from ..base.types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Span
+from ..hooks import Hooks
+from ..recipe.tables import Data, Source
+from ..registry.active import rebuild
+from ..tokens.shards import Examples, sums_of, write_shard
+from ..tokens.tokenizer import Tokenizer, size_of
+from .defaults import DataDefaults
 from .jsonl import fault
-from .recipe.tables import Data, Source
-from .registry.active import rebuild
-from .rows import judge_columns, without
-from .tokens.shards import Examples, sums_of, write_shard
-from .tokens.tokenizer import Tokenizer, size_of
+from .long_texts import shorten
+from .render import judge_columns, without
 
 Marks = NDArray[np.bool_]
 """Yes or no for each of some tokens, texts or rows."""

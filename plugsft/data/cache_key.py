@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .base.checksums import digest
-from .recipe.parse import flatten
-from .registry.active import Active, contract_of, options_of
+from ..base.checksums import digest
+from ..recipe.parse import flatten
+from ..registry.active import Active, contract_of, options_of
+from ..tokens.shards import FORMAT
+from .chat import training_template
+from .slices import Work
 from .sources import Source
-from .templates import training_template
-from .tokens.shards import FORMAT
-from .work import Work
 
 MAKERS = ("render", "encode")
 """The hooks that decide about tokens."""
