@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from .base.build_once import once
     from .base.checksums import cache_folder, digest
     from .base.console import progress, say
-    from .batches import heard
+    from .batches.labels import heard
+    from .batches.packed_rows import attend_per_document, documents_of, lone_document, pack
     from .data.defaults import opened, tokenizing
     from .data.render import render_rows
-    from .documents import attend_per_document, documents_of, lone_document, pack
     from .heads import Behind, Positions, fused_loss
     from .models import decoder_layers, weights_digest
     from .rules import Measured, bottlenecks
@@ -63,22 +63,22 @@ LATE = {
     "Shapes": "shapes",
     "Tokenizer": "tokens.tokenizer",
     "Tokens": "tokens.store",
-    "attend_per_document": "documents",
+    "attend_per_document": "batches.packed_rows",
     "bottlenecks": "rules",
     "cache_folder": "base.checksums",
     "damage": "base.atomic",
     "decoder_layers": "models",
     "digest": "base.checksums",
-    "documents_of": "documents",
+    "documents_of": "batches.packed_rows",
     "encode": "tokens.tokenizer",
     "ensure_apart": "apart",
     "ensure_twin_apart": "apart",
     "fused_loss": "heads",
-    "heard": "batches",
-    "lone_document": "documents",
+    "heard": "batches.labels",
+    "lone_document": "batches.packed_rows",
     "once": "base.build_once",
     "opened": "data.defaults",
-    "pack": "documents",
+    "pack": "batches.packed_rows",
     "peak_flops": "shapes",
     "progress": "base.console",
     "render_rows": "data.render",

@@ -14,9 +14,9 @@ from torch.nn import Module
 
 from .agree import ensure_alike
 from .base.checksums import digest
+from .batches.plan import Plan
 from .data.prepare import Prepared
 from .models import Load
-from .plan import Plan
 from .recipe.parse import flatten
 from .recipe.tables import Recipe
 from .registry.active import Active

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
 from .base.types import Batch, Ints, Score
-from .batches import IGNORED, buffer, heard, label
+from .batches.labels import IGNORED, buffer, heard, label
 from .hooks import hookimpl
 from .models import Load
 from .recipe.tables import Train

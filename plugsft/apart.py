@@ -23,7 +23,7 @@ from .base.build_once import once
 from .base.checksums import cache_folder, digest
 from .base.errors import DiskError, PlugsftError, RecipeError
 from .base.types import Ints
-from .documents import ATTENTION, attend_per_document, documents_of
+from .batches.packed_rows import ATTENTION, attend_per_document, documents_of
 from .twin import NEVER, Longest, build_twin, limits
 
 VERSION = 2

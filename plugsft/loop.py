@@ -17,7 +17,6 @@ from transformers import set_seed
 
 from .agree import agreed, ending_together, ensure_alike
 from .alike import CURE, ensure_same_inputs, model_facts, plan_facts
-from .answers_batches import BatchDefaults
 from .answers_model import ModelDefaults
 from .base.build_once import once
 from .base.checksums import digest
@@ -25,6 +24,8 @@ from .base.console import say
 from .base.errors import TrainError
 from .base.machine import Machine
 from .base.types import Batch, Window
+from .batches.defaults import BatchDefaults
+from .batches.plan import Plan
 from .checkpoint import Checkpoints
 from .context import check_context, check_ids
 from .data.defaults import DataDefaults
@@ -35,7 +36,6 @@ from .held import Held, held_by
 from .hooks import Hooks
 from .memory import fitting, loading
 from .models import Load, load_of, make_model
-from .plan import Plan
 from .precision import truth
 from .prelude import Prelude
 from .ranks import connect, disconnect, exchange, name_of, quiet, seed_step

@@ -36,7 +36,7 @@ from plugsft.apart import (
     problem_of,
     twin_facts,
 )
-from plugsft.documents import ATTENTION, attend, attend_per_document
+from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
 from plugsft.twin import NEVER, Longest, build_twin, limits
 
 LONGEST = Longest(10**9, 10**9)

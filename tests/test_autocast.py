@@ -8,11 +8,11 @@ from conftest import tiny_tables, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import look
-from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
-from plugsft.batches import IGNORED
+from plugsft.batches.defaults import BatchDefaults
+from plugsft.batches.labels import IGNORED
+from plugsft.batches.packed_rows import documents_of
 from plugsft.data.defaults import DataDefaults
-from plugsft.documents import documents_of
 from plugsft.models import load_of
 from plugsft.registry import active as registry
 

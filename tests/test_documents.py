@@ -18,8 +18,8 @@ from transformers import (
 
 from plugsft import RecipeError, TrainError, attend_per_document, documents_of, pack
 from plugsft.base.types import Shard
-from plugsft.batches import IGNORED
-from plugsft.documents import ATTENTION, attend
+from plugsft.batches.labels import IGNORED
+from plugsft.batches.packed_rows import ATTENTION, attend
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 

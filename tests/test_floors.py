@@ -39,12 +39,13 @@ FLOORS = _words("""
     data.chat data.render
     hooks
     registry.contracts registry.discover
-    data.sources plan registry.active base.step_folders
-    data.defaults answers_batches context schedule data.load_tokenizer
+    data.sources batches.plan registry.active base.step_folders
+    data.defaults batches.defaults context schedule data.load_tokenizer
     data.slices
     data.cache_key
     launcher notices agree
-    batches memory documents twin apart heads tensor_shards parts weights models shapes rules
+    batches.labels memory batches.packed_rows twin apart heads tensor_shards parts weights models
+    shapes rules
     answers_model
     optimizer_state held spread precision ranks stop
     feeder prelude

@@ -17,9 +17,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft.answers_batches import BatchDefaults
 from plugsft.answers_model import ModelDefaults
 from plugsft.base.errors import RecipeError
+from plugsft.batches.defaults import BatchDefaults
+from plugsft.batches.plan import shuffled
 from plugsft.commands.chips import CHIPS, LINKS, Chip, Cluster, Took, took
 from plugsft.commands.forecast import notes
 from plugsft.commands.foresight import Outcome, Scope, cures
@@ -33,7 +34,6 @@ from plugsft.context import load_config
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import load_tokenizer
 from plugsft.models import load_of
-from plugsft.plan import shuffled
 from plugsft.recipe.parse import anchored
 from plugsft.registry import active as registry
 from plugsft.tokens.store import Tokens

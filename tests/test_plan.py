@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugsft import DataError, PluginError, Recipe, hookimpl
-from plugsft.answers_batches import BatchDefaults
-from plugsft.plan import Plan, Windows, lay_out, shuffled
+from plugsft.batches.defaults import BatchDefaults
+from plugsft.batches.plan import Plan, Windows, lay_out, shuffled
 from plugsft.registry.active import Active
 
 SIZES = {

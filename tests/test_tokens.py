@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugsft import DataError
-from plugsft.answers_batches import BatchDefaults
 from plugsft.base.checksums import digest
 from plugsft.base.types import Shard
-from plugsft.plan import Plan
+from plugsft.batches.defaults import BatchDefaults
+from plugsft.batches.plan import Plan
 from plugsft.recipe.tables import Recipe
 from plugsft.registry.active import Active
 from plugsft.tokens import shards as shards_module

@@ -24,11 +24,11 @@ from conftest import (
 
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
+from plugsft.batches.plan import shuffled
 from plugsft.commands.rewritten import body, edited, ensure_free, rewrite
 from plugsft.commands.search import Setting
 from plugsft.commands.trials import trials
 from plugsft.commands.tune import Tuning, windows_of
-from plugsft.plan import shuffled
 from plugsft.registry.active import load
 from plugsft.tokens.store import Tokens
 

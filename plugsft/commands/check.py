@@ -9,11 +9,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ..answers_batches import BatchDefaults
 from ..base.console import say, size_of
 from ..base.errors import DataError, RecipeError
 from ..base.machine import free_disk, look
 from ..base.types import Ints
+from ..batches.defaults import BatchDefaults
+from ..batches.plan import shuffled
 from ..context import check_context, check_ids, ensure_whole_weights
 from ..data.cache_key import MAKERS
 from ..data.defaults import DataDefaults
@@ -22,7 +23,6 @@ from ..data.sample import take, worker
 from ..data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
 from ..data.sources import Source as Opened
 from ..data.sources import ensure_columns, open_source
-from ..plan import shuffled
 from ..recipe.tables import LOSSY, Recipe, Source, Train
 from ..registry import active as registry
 from ..registry.active import Active

@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from ..answers_batches import BatchDefaults
 from ..base.console import out, parse_size, progress, say
 from ..base.errors import PlugsftError, did_you_mean
+from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from ..answers_model import ModelDefaults
 from ..base.errors import PlugsftError, RecipeError
 from ..base.types import Batch
-from ..batches import IGNORED, heard
+from ..batches.labels import IGNORED, heard
 from ..heads import Behind, Positions, fused_loss
 from ..models import Load, decoder_layers, load_of
 from ..precision import autocast_experts

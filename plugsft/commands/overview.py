@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
 from ..base.console import out, say
 from ..base.machine import look
+from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..recipe.parse import resolved
 from ..record import Record

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ..answers_batches import BatchDefaults
 from ..answers_model import ModelDefaults
 from ..base.atomic import damage, publish
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.machine import look
 from ..base.step_folders import newest
+from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer
 from ..held import WEIGHTS, ensure_same, fill_weights

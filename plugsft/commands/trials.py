@@ -23,11 +23,11 @@ from .. import loop
 from ..base.errors import MEMORY
 from ..base.machine import look
 from ..base.types import Ints, Shard
+from ..batches.plan import shuffled
 from ..context import check_ids
 from ..data.defaults import DataDefaults
 from ..data.prepare import prepare
 from ..hooks import DATA
-from ..plan import shuffled
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
 from ..registry.active import Active

@@ -15,7 +15,7 @@ from ..base.console import out, parse_size, say, size_of
 from ..base.errors import PlugsftError, RecipeError
 from ..base.machine import look
 from ..base.types import Ints
-from ..plan import shuffled
+from ..batches.plan import shuffled
 from ..precision import on_cpu
 from ..recipe.parse import flatten, read
 from ..recipe.tables import Recipe

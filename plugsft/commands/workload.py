@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from ..base.types import Batch, Ints, Slice
+from ..batches.plan import shuffled
 from ..data.prepare import job_of, named
 from ..data.sample import worker
 from ..data.sources import ensure_columns, open_source
-from ..plan import shuffled
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..rules import capacity

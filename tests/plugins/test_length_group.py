@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugsft import testing
-from plugsft.plan import Windows, lay_out
+from plugsft.batches.plan import Windows, lay_out
 from plugsft.plugins.length_group import LengthGroup, Sorted, deal_again, padded
 from plugsft.recipe.tables import Train
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from plugsft import RecipeError, Tokens, Window, documents_of, pack
-from plugsft.documents import attend as attend_documents
+from plugsft.batches.packed_rows import attend as attend_documents
 from plugsft.feeder import Feeder
 from plugsft.plugins import flash_attention
 from plugsft.plugins.async_collate import AsyncCollate

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from plugsft.base.machine import held_most
 from plugsft.base.types import Ints
-from plugsft.plan import shuffled
+from plugsft.batches.plan import shuffled
 
 
 def train(given: dict) -> dict[str, Any]:

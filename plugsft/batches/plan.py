@@ -7,11 +7,11 @@ from typing import Self
 
 import numpy as np
 
-from .base.errors import DataError, PluginError
-from .base.types import Ints, Layout, Layouts, OnDemand, Window
-from .hooks import Hooks
-from .recipe.tables import Recipe, Train
-from .tokens.store import Tokens
+from ..base.errors import DataError, PluginError
+from ..base.types import Ints, Layout, Layouts, OnDemand, Window
+from ..hooks import Hooks
+from ..recipe.tables import Recipe, Train
+from ..tokens.store import Tokens
 
 
 class Windows(OnDemand):

@@ -1,9 +1,9 @@
 """The core's answers to the hooks of batches. They need no torch."""
 
-from .base.types import Build, Feed, Ints, Layouts
-from .hooks import hookimpl
+from ..base.types import Build, Feed, Ints, Layouts
+from ..hooks import hookimpl
+from ..recipe.tables import Train
 from .plan import Windows
-from .recipe.tables import Train
 
 
 class BatchDefaults:

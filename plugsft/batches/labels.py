@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .base.types import Batch
+from ..base.types import Batch
 
 IGNORED = -100
 """The label of a token that is not trained."""

@@ -10,10 +10,10 @@ from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from .base.errors import RecipeError, TrainError
-from .base.types import Batch, Ints
-from .batches import IGNORED, buffer, label
-from .tokens.store import Tokens
+from ..base.errors import RecipeError, TrainError
+from ..base.types import Batch, Ints
+from ..tokens.store import Tokens
+from .labels import IGNORED, buffer, label
 
 ATTENTION = "plugsft_documents"
 """The name of this attention in transformers."""

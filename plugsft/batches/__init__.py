@@ -1,0 +1,1 @@
+"""From tokens to batches: which examples make which step."""
