@@ -38,7 +38,6 @@ from .hooks import Hooks, Prelude, hookimpl, plugin, state
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 
 if TYPE_CHECKING:
-    from .apart import ensure_apart, ensure_twin_apart, takes_documents
     from .base.atomic import damage
     from .base.build_once import once
     from .base.checksums import cache_folder, digest
@@ -47,46 +46,47 @@ if TYPE_CHECKING:
     from .batches.packed_rows import attend_per_document, documents_of, lone_document, pack
     from .data.defaults import opened, tokenizing
     from .data.render import render_rows
-    from .heads import Behind, Positions, fused_loss
-    from .models import decoder_layers, weights_digest
+    from .model.document_probe import ensure_apart, ensure_twin_apart, takes_documents
+    from .model.flops import Shapes, peak_flops, shapes_of
+    from .model.fused_head import Behind, Positions, fused_loss
+    from .model.load import decoder_layers, weights_digest
     from .rules import Measured, bottlenecks
-    from .shapes import Shapes, peak_flops, shapes_of
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
 
 __version__ = "0.1.0"
 
 LATE = {
-    "Behind": "heads",
+    "Behind": "model.fused_head",
     "Measured": "rules",
-    "Positions": "heads",
-    "Shapes": "shapes",
+    "Positions": "model.fused_head",
+    "Shapes": "model.flops",
     "Tokenizer": "tokens.tokenizer",
     "Tokens": "tokens.store",
     "attend_per_document": "batches.packed_rows",
     "bottlenecks": "rules",
     "cache_folder": "base.checksums",
     "damage": "base.atomic",
-    "decoder_layers": "models",
+    "decoder_layers": "model.load",
     "digest": "base.checksums",
     "documents_of": "batches.packed_rows",
     "encode": "tokens.tokenizer",
-    "ensure_apart": "apart",
-    "ensure_twin_apart": "apart",
-    "fused_loss": "heads",
+    "ensure_apart": "model.document_probe",
+    "ensure_twin_apart": "model.document_probe",
+    "fused_loss": "model.fused_head",
     "heard": "batches.labels",
     "lone_document": "batches.packed_rows",
     "once": "base.build_once",
     "opened": "data.defaults",
     "pack": "batches.packed_rows",
-    "peak_flops": "shapes",
+    "peak_flops": "model.flops",
     "progress": "base.console",
     "render_rows": "data.render",
     "say": "base.console",
-    "shapes_of": "shapes",
-    "takes_documents": "apart",
+    "shapes_of": "model.flops",
+    "takes_documents": "model.document_probe",
     "tokenizing": "data.defaults",
-    "weights_digest": "models",
+    "weights_digest": "model.load",
 }
 """Names whose modules bring numpy, Arrow or torch: imported when a plugin asks for them."""
 

@@ -16,12 +16,12 @@ from .agree import ensure_alike
 from .base.checksums import digest
 from .batches.plan import Plan
 from .data.prepare import Prepared
-from .models import Load
+from .model.load import Load
+from .model.weight_files import files_of
 from .recipe.parse import flatten
 from .recipe.tables import Recipe
 from .registry.active import Active
 from .tokens.store import Tokens
-from .weights import files_of
 
 CURE = (
     "All machines must have the same recipe, plugins, data and model; check that each path has the "

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from .base.console import say
 from .base.errors import CheckpointError
+from .model.tensor_shards import Part, part_of
 from .optimizer_state import (
     CURE,
     STATES,
@@ -27,7 +28,6 @@ from .optimizer_state import (
     widened,
 )
 from .parts import Stored, short
-from .tensor_shards import Part, part_of
 
 WEIGHTS = "model"
 

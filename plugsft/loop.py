@@ -17,7 +17,6 @@ from transformers import set_seed
 
 from .agree import agreed, ending_together, ensure_alike
 from .alike import CURE, ensure_same_inputs, model_facts, plan_facts
-from .answers_model import ModelDefaults
 from .base.build_once import once
 from .base.checksums import digest
 from .base.console import say
@@ -27,7 +26,6 @@ from .base.types import Batch, Window
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan
 from .checkpoint import Checkpoints
-from .context import check_context, check_ids
 from .data.defaults import DataDefaults
 from .data.load_tokenizer import pad_id
 from .data.prepare import Prepared, prepare
@@ -35,7 +33,10 @@ from .feeder import Feeder, rows_of
 from .held import Held, held_by
 from .hooks import Hooks
 from .memory import fitting, loading
-from .models import Load, load_of, make_model
+from .model.config import check_context, check_ids
+from .model.defaults import ModelDefaults
+from .model.load import Load, load_of, make_model
+from .model.schedule import Schedule, check_schedule
 from .precision import truth
 from .prelude import Prelude
 from .ranks import connect, disconnect, exchange, name_of, quiet, seed_step
@@ -43,7 +44,6 @@ from .recipe.tables import LOSSY, Recipe
 from .record import Record, data_facts, memory_gib
 from .registry.active import Active, check
 from .saved import ensure_saveable, save_model
-from .schedule import Schedule, check_schedule
 from .spread import casts, is_sharded, spread
 from .stop import Stop
 from .tokens.store import Tokens

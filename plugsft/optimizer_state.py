@@ -23,8 +23,8 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from .base.errors import CheckpointError
+from .model.tensor_shards import Part, part_of
 from .parts import Stored, short, widens
-from .tensor_shards import Part, part_of
 
 STATES = "optimizer"
 USUAL = ("state", "param_groups")

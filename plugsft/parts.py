@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .base.atomic import MANIFEST, Stamp, stamp, sync
 from .base.errors import CheckpointError
-from .tensor_shards import Part
+from .model.tensor_shards import Part
 
 PLACES = "places"
 """In a file's metadata: of each part, where in its tensor it begins, and that tensor's shape."""

@@ -14,7 +14,7 @@ from .agree import PeerError, agreed, from_main
 from .base.types import Ints
 from .feeder import Feeder
 from .hooks import Hooks
-from .models import Load
+from .model.load import Load
 from .notices import reason_of
 from .spread import is_sharded, spread_frozen
 from .tokens.store import Tokens

@@ -17,10 +17,10 @@ from .base.atomic import publish
 from .base.errors import CheckpointError, RecipeError
 from .data.load_tokenizer import end_generation
 from .held import Held
-from .models import lasting_buffers
+from .model.load import lasting_buffers
+from .model.tensor_shards import Part, part_of
+from .model.weight_files import Weights, files_of, shapes_made, skeleton
 from .recipe.tables import Recipe
-from .tensor_shards import Part, part_of
-from .weights import Weights, files_of, shapes_made, skeleton
 
 SAMPLE = 64
 """Numbers of each adapter tensor that are compared after writing."""

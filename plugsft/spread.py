@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from .agree import agreed
 from .base.errors import PluginError
-from .models import Load
-from .tensor_shards import local_part, part_of
+from .model.load import Load
+from .model.tensor_shards import local_part, part_of
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

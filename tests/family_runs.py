@@ -27,7 +27,7 @@ from plugsft import PlugsftError, loop
 from plugsft.base import console
 from plugsft.base.machine import look
 from plugsft.checkpoint import find
-from plugsft.models import Load, tensors_of
+from plugsft.model.load import Load, tensors_of
 from plugsft.registry.active import load
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
 
 from plugsft.base.machine import look
-from plugsft.models import Load, tensors_of
+from plugsft.model.load import Load, tensors_of
 from plugsft.ranks import connect, quiet
 from plugsft.registry.active import load as load_recipe
 from plugsft.spread import spread_frozen

@@ -27,7 +27,8 @@ from transformers import (
 )
 
 from plugsft import RecipeError
-from plugsft.apart import (
+from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
+from plugsft.model.document_probe import (
     OWN_CODE,
     ROUTED,
     ensure_apart,
@@ -36,8 +37,7 @@ from plugsft.apart import (
     problem_of,
     twin_facts,
 )
-from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
-from plugsft.twin import NEVER, Longest, build_twin, limits
+from plugsft.model.twin import NEVER, Longest, build_twin, limits
 
 LONGEST = Longest(10**9, 10**9)
 CONV = ["conv", "full_attention", "conv", "conv"]

@@ -8,12 +8,12 @@ from conftest import tiny_tables, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import look
-from plugsft.answers_model import ModelDefaults
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.labels import IGNORED
 from plugsft.batches.packed_rows import documents_of
 from plugsft.data.defaults import DataDefaults
-from plugsft.models import load_of
+from plugsft.model.defaults import ModelDefaults
+from plugsft.model.load import load_of
 from plugsft.registry import active as registry
 
 CONFIG = LlamaConfig(

@@ -31,7 +31,6 @@ from making import LOUD, activate, install
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft import DataError, PlugsftError
-from plugsft.answers_model import ModelDefaults
 from plugsft.base import checksums as digests
 from plugsft.base.atomic import HERE, damage, is_whole, publish
 from plugsft.base.build_once import PATIENCE
@@ -43,6 +42,7 @@ from plugsft.commands.cache import parse_size
 from plugsft.data import cache_key as keys
 from plugsft.data import prepare
 from plugsft.data.defaults import DataDefaults
+from plugsft.model.defaults import ModelDefaults
 from plugsft.recipe.tables import Recipe
 from plugsft.registry.active import Active, load, resolve
 from plugsft.tokens.shards import Examples, write_index, write_shard

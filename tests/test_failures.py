@@ -114,7 +114,7 @@ LOADS = """
     from pathlib import Path
     import torch
     from plugsft.base.errors import PlugsftError
-    from plugsft.models import Load
+    from plugsft.model.load import Load
     folder, spare = sys.argv[1], int(sys.argv[2])
     Load(folder, {"dtype": torch.float32}).build()  # all is imported
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

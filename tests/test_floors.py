@@ -40,13 +40,14 @@ FLOORS = _words("""
     hooks
     registry.contracts registry.discover
     data.sources batches.plan registry.active base.step_folders
-    data.defaults batches.defaults context schedule data.load_tokenizer
+    data.defaults batches.defaults model.config model.schedule data.load_tokenizer
     data.slices
     data.cache_key
     launcher notices agree
-    batches.labels memory batches.packed_rows twin apart heads tensor_shards parts weights models
-    shapes rules
-    answers_model
+    batches.labels memory batches.packed_rows model.twin model.document_probe model.fused_head
+    model.tensor_shards parts model.weight_files model.load
+    model.flops rules
+    model.defaults
     optimizer_state held spread precision ranks stop
     feeder prelude
     data.prepare alike report

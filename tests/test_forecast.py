@@ -17,7 +17,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft.answers_model import ModelDefaults
 from plugsft.base.errors import RecipeError
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import shuffled
@@ -30,10 +29,11 @@ from plugsft.commands.strategies import held as held_at_most
 from plugsft.commands.trials import trials
 from plugsft.commands.tune import Tuning
 from plugsft.commands.workload import Rows, rows_of
-from plugsft.context import load_config
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import load_tokenizer
-from plugsft.models import load_of
+from plugsft.model.config import load_config
+from plugsft.model.defaults import ModelDefaults
+from plugsft.model.load import load_of
 from plugsft.recipe.parse import anchored
 from plugsft.registry import active as registry
 from plugsft.tokens.store import Tokens

@@ -10,9 +10,9 @@ from test_launch import config, finish, launch
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
 
-from plugsft.answers_model import ModelDefaults
+from plugsft.model.defaults import ModelDefaults
+from plugsft.model.tensor_shards import Part
 from plugsft.parts import Stored
-from plugsft.tensor_shards import Part
 from plugsft.tokens.store import Tokens
 
 KINDS = [None, "cpu2", "fsdp2", "zero3"]

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from plugsft import RecipeError
-from plugsft.models import Load
+from plugsft.model.load import Load
 
 SIZES = {
     "vocab_size": 40,

@@ -10,13 +10,13 @@ from datasets import Dataset
 from making import TRL
 from transformers import AutoModelForCausalLM
 
-from plugsft.answers_model import ModelDefaults
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import pad_id
 from plugsft.data.prepare import prepare
 from plugsft.loop import loss_of, scratch_model
+from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.active import resolve
 
 with warnings.catch_warnings():

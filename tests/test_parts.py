@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from plugsft import CheckpointError
 from plugsft import parts as module
+from plugsft.model.tensor_shards import Part
 from plugsft.parts import Stored, write
-from plugsft.tensor_shards import Part
 
 
 def cut(tensor, ranks, by):

@@ -23,7 +23,7 @@ from transformers import (
 from plugsft.base.errors import PlugsftError
 from plugsft.commands import check as preflight
 from plugsft.commands.room import parameters
-from plugsft.context import ensure_plain_loss
+from plugsft.model.config import ensure_plain_loss
 from plugsft.recipe.tables import Scratch
 
 STRICT = """

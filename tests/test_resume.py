@@ -26,12 +26,12 @@ from plugsft.base.atomic import MANIFEST, publish, stamp
 from plugsft.base.machine import look
 from plugsft.checkpoint import Checkpoints, _identity
 from plugsft.held import held_by
-from plugsft.models import Load
+from plugsft.model.load import Load
+from plugsft.model.tensor_shards import part_of
 from plugsft.parts import write
 from plugsft.ranks import connect
 from plugsft.registry.active import load
 from plugsft.spread import spread
-from plugsft.tensor_shards import part_of
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

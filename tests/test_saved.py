@@ -7,9 +7,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from plugsft import CheckpointError, RecipeError
-from plugsft.models import lasting_buffers
+from plugsft.model.load import lasting_buffers
+from plugsft.model.tensor_shards import Part, part_of
 from plugsft.saved import ensure_adapters, ensure_saveable, ensure_written
-from plugsft.tensor_shards import Part, part_of
 
 NAMES = {
     "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",

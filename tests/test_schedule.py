@@ -6,8 +6,8 @@ from conftest import run_plugsft
 from transformers import get_scheduler
 
 from plugsft.base.errors import RecipeError
+from plugsft.model.schedule import Schedule, check_schedule
 from plugsft.recipe.tables import Train
-from plugsft.schedule import Schedule, check_schedule
 
 
 def optimizer():

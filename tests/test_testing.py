@@ -23,7 +23,7 @@ class Good:
 
     @hookimpl
     def collate(self, tokens, examples, pad):
-        from plugsft.answers_model import ModelDefaults
+        from plugsft.model.defaults import ModelDefaults
         return ModelDefaults().collate(tokens, examples, pad)
 
     @hookimpl

@@ -23,8 +23,8 @@ from ..base.console import is_terminal, say
 from ..base.errors import PlugsftError
 from ..base.load_errors import TRUST, cure_of
 from ..base.step_folders import newest
-from ..context import context_of, ensure_safetensors
 from ..data.load_tokenizer import pad_id, stop_ids
+from ..model.config import context_of, ensure_safetensors
 from ..report import read_record
 from .places import ADAPTER, base_of, is_model, near
 

@@ -15,7 +15,6 @@ from ..base.machine import free_disk, look
 from ..base.types import Ints
 from ..batches.defaults import BatchDefaults
 from ..batches.plan import shuffled
-from ..context import check_context, check_ids, ensure_whole_weights
 from ..data.cache_key import MAKERS
 from ..data.defaults import DataDefaults
 from ..data.prepare import describe, eval_source, job_of, named
@@ -23,11 +22,12 @@ from ..data.sample import take, worker
 from ..data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
 from ..data.sources import Source as Opened
 from ..data.sources import ensure_columns, open_source
+from ..model.config import check_context, check_ids, ensure_whole_weights
+from ..model.schedule import check_schedule
 from ..recipe.tables import LOSSY, Recipe, Source, Train
 from ..registry import active as registry
 from ..registry.active import Active
 from ..registry.contracts import mark_of
-from ..schedule import check_schedule
 from .audit import judge_chats
 from .batch_sense import sense
 from .findings import Findings

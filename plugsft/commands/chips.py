@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..base.machine import look
-from ..shapes import PEAKS, peak_flops
+from ..model.flops import PEAKS, peak_flops
 from .ghost import Weights
 from .moments import Trace
 from .strategies import Setting, Strategy

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..answers_model import ModelDefaults
 from ..base.errors import PlugsftError
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..batches.plan import shuffled
-from ..context import load_config
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import load_tokenizer
-from ..models import scratch_config
+from ..model.config import load_config
+from ..model.defaults import ModelDefaults
+from ..model.load import scratch_config
 from ..recipe.tables import Recipe
 from ..registry import active as registry
 from ..rules import capacity

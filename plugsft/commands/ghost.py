@@ -14,12 +14,12 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
-from ..answers_model import ModelDefaults
 from ..base.errors import PlugsftError, RecipeError
 from ..base.types import Batch
 from ..batches.labels import IGNORED, heard
-from ..heads import Behind, Positions, fused_loss
-from ..models import Load, decoder_layers, load_of
+from ..model.defaults import ModelDefaults
+from ..model.fused_head import Behind, Positions, fused_loss
+from ..model.load import Load, decoder_layers, load_of
 from ..precision import autocast_experts
 from ..recipe.tables import Recipe
 from ..registry.active import Active

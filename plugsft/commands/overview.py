@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..answers_model import ModelDefaults
 from ..base.console import out, say
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
+from ..model.defaults import ModelDefaults
 from ..recipe.parse import resolved
 from ..record import Record
 from ..registry import active as registry

@@ -14,10 +14,10 @@ from ..base.atomic import MANIFEST
 from ..base.checksums import digest
 from ..base.errors import PlugsftError
 from ..base.machine import look
-from ..context import check_ids
 from ..data.defaults import DataDefaults
 from ..data.prepare import prepare
 from ..hooks import DATA
+from ..model.config import check_ids
 from ..registry.active import load
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..answers_model import ModelDefaults
 from ..base.atomic import damage, publish
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.machine import look
@@ -16,7 +15,8 @@ from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer
 from ..held import WEIGHTS, ensure_same, fill_weights
-from ..models import load_of
+from ..model.defaults import ModelDefaults
+from ..model.load import load_of
 from ..parts import Stored
 from ..ranks import quiet
 from ..registry.active import check, load

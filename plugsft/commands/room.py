@@ -8,7 +8,7 @@ from ..base.console import size_of
 from ..base.errors import RecipeError
 from ..base.machine import free_disk
 from ..base.step_folders import listed
-from ..context import load_config
+from ..model.config import load_config
 from ..recipe.tables import Model, Recipe, Scratch
 from ..registry.active import Active
 

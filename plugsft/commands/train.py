@@ -13,11 +13,11 @@ from ..base.limits import text_of
 from ..base.machine import look
 from ..base.step_folders import listed
 from ..checkpoint import find
-from ..context import check_ids
 from ..data import prepare as preparation
 from ..data.defaults import DataDefaults
 from ..hooks import DATA
 from ..launcher import watch_launcher
+from ..model.config import check_ids
 from ..recipe.parse import resolved
 from ..recipe.tables import Recipe
 from ..registry.active import load

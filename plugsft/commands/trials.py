@@ -24,10 +24,10 @@ from ..base.errors import MEMORY
 from ..base.machine import look
 from ..base.types import Ints, Shard
 from ..batches.plan import shuffled
-from ..context import check_ids
 from ..data.defaults import DataDefaults
 from ..data.prepare import prepare
 from ..hooks import DATA
+from ..model.config import check_ids
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
 from ..registry.active import Active

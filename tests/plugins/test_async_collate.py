@@ -19,12 +19,12 @@ from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_table
 from making import activate, install
 
 from plugsft import PluginError, look, testing
-from plugsft.answers_model import ModelDefaults
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.feeder import Feeder
+from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins import async_collate
 from plugsft.plugins.async_collate import Ahead
 from plugsft.registry.active import check, resolve

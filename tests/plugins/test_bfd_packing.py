@@ -23,7 +23,7 @@ from transformers import (
 from plugsft import DataError, RecipeError, look, testing
 from plugsft.base.types import Shard
 from plugsft.batches.plan import Windows as Plain
-from plugsft.models import Load
+from plugsft.model.load import Load
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
 from plugsft.recipe.tables import Train
 from plugsft.registry.active import check, resolve

@@ -29,7 +29,6 @@ from test_launch import TRAIN, config, finish, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from plugsft import DataError, RecipeError, look
-from plugsft.answers_model import ModelDefaults
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.data import prepare
@@ -38,6 +37,7 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import pad_id
 from plugsft.feeder import Feeder
 from plugsft.loop import load, loss_of, noted, scratch_model
+from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins.dpo import pair_of
 from plugsft.prelude import Prelude
 from plugsft.registry.active import check, resolve

@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from plugsft import RecipeError, attend_per_document, documents_of, look, testing
-from plugsft.answers_model import ModelDefaults
-from plugsft.heads import Behind, Positions, fused_loss
+from plugsft.model.defaults import ModelDefaults
+from plugsft.model.fused_head import Behind, Positions, fused_loss
 from plugsft.plugins.fused_loss import IGNORED, FusedLoss, head_of
 from plugsft.registry.active import check, resolve
 

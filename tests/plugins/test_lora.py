@@ -12,7 +12,7 @@ from test_launch import TRAIN, config, curve, finish, launch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from plugsft import PluginError, RecipeError, look
-from plugsft.models import Load
+from plugsft.model.load import Load
 from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check, resolve
 

@@ -79,11 +79,11 @@ def first_batch(path: Path) -> float:
     """Go from a recipe to its first batch."""
     import torch
 
-    from plugsft.answers_model import ModelDefaults
     from plugsft.batches.defaults import BatchDefaults
     from plugsft.batches.plan import Plan
     from plugsft.data.defaults import DataDefaults
     from plugsft.data.prepare import prepare
+    from plugsft.model.defaults import ModelDefaults
     from plugsft.registry.active import load
 
     torch.set_num_threads(1)

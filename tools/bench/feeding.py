@@ -180,7 +180,7 @@ def save_model(folder: Path) -> None:
     """Save the model that all runs start from, with its tokenizer."""
     from transformers import AutoTokenizer
 
-    from plugsft.models import make_model
+    from plugsft.model.load import make_model
     from plugsft.ranks import quiet
     from plugsft.recipe.tables import Scratch
 

@@ -4,8 +4,8 @@ import torch
 import transformers
 from torch.optim import Optimizer
 
-from .base.errors import RecipeError
-from .recipe.tables import Train
+from ..base.errors import RecipeError
+from ..recipe.tables import Train
 
 
 class Schedule:

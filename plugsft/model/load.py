@@ -24,12 +24,12 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .base.checksums import digest, remembered_digest
-from .base.errors import PluginError, RecipeError, TrainError
-from .context import not_loaded
-from .recipe.tables import Model, Scratch
+from ..base.checksums import digest, remembered_digest
+from ..base.errors import PluginError, RecipeError, TrainError
+from ..recipe.tables import Model, Scratch
+from .config import not_loaded
 from .tensor_shards import Part, local_part
-from .weights import Weights, files_of, skeleton
+from .weight_files import Weights, files_of, skeleton
 
 
 @dataclass

@@ -9,12 +9,12 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
-from .base.types import Batch, Ints, Score
-from .batches.labels import IGNORED, buffer, heard, label
-from .hooks import hookimpl
-from .models import Load
-from .recipe.tables import Train
-from .tokens.store import Tokens
+from ..base.types import Batch, Ints, Score
+from ..batches.labels import IGNORED, buffer, heard, label
+from ..hooks import hookimpl
+from ..recipe.tables import Train
+from ..tokens.store import Tokens
+from .load import Load
 
 
 class ModelDefaults:

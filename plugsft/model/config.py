@@ -8,9 +8,9 @@ from huggingface_hub import list_repo_files
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from .base.errors import PlugsftError, RecipeError, TrainError, out_of_memory
-from .base.load_errors import reason_of
-from .recipe.tables import Model, Recipe
+from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory
+from ..base.load_errors import reason_of
+from ..recipe.tables import Model, Recipe
 
 PICKLES = ("pytorch_model", "adapter_model")
 """How the names of files begin that may hold weights as a pickle."""

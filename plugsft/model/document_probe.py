@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from .base.atomic import write_text
-from .base.build_once import once
-from .base.checksums import cache_folder, digest
-from .base.errors import DiskError, PlugsftError, RecipeError
-from .base.types import Ints
-from .batches.packed_rows import ATTENTION, attend_per_document, documents_of
+from ..base.atomic import write_text
+from ..base.build_once import once
+from ..base.checksums import cache_folder, digest
+from ..base.errors import DiskError, PlugsftError, RecipeError
+from ..base.types import Ints
+from ..batches.packed_rows import ATTENTION, attend_per_document, documents_of
 from .twin import NEVER, Longest, build_twin, limits
 
 VERSION = 2

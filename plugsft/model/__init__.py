@@ -1,0 +1,1 @@
+"""The model: its files, its configuration, its loss, and proofs about it."""
