@@ -15,8 +15,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from transformers import set_seed
 
-from .agree import agreed, ending_together, ensure_alike
-from .alike import CURE, ensure_same_inputs, model_facts, plan_facts
 from .base.build_once import once
 from .base.checksums import digest
 from .base.console import say
@@ -29,23 +27,25 @@ from .checkpoint import Checkpoints
 from .data.defaults import DataDefaults
 from .data.load_tokenizer import pad_id
 from .data.prepare import Prepared, prepare
-from .feeder import Feeder, rows_of
-from .held import Held, held_by
 from .hooks import Hooks
-from .memory import fitting, loading
 from .model.config import check_context, check_ids
 from .model.defaults import ModelDefaults
 from .model.load import Load, load_of, make_model
 from .model.schedule import Schedule, check_schedule
-from .precision import truth
-from .prelude import Prelude
-from .ranks import connect, disconnect, exchange, name_of, quiet, seed_step
+from .ranks.agree import agreed, ending_together, ensure_alike
+from .ranks.columns import Prelude
+from .ranks.launch import connect, disconnect, exchange, name_of, quiet, seed_step
+from .ranks.load_batches import Feeder, rows_of
+from .ranks.out_of_memory import fitting, loading
+from .ranks.precision import truth
+from .ranks.same_inputs import CURE, ensure_same_inputs, model_facts, plan_facts
+from .ranks.sharding import casts, is_sharded, spread
+from .ranks.signals import Stop
+from .ranks.state import Held, held_by
 from .recipe.tables import LOSSY, Recipe
 from .record import Record, data_facts, memory_gib
 from .registry.active import Active, check
 from .saved import ensure_saveable, save_model
-from .spread import casts, is_sharded, spread
-from .stop import Stop
 from .tokens.store import Tokens
 
 

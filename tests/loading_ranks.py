@@ -15,9 +15,9 @@ from transformers.integrations import deepspeed as integration
 
 from plugsft.base.machine import look
 from plugsft.model.load import Load, tensors_of
-from plugsft.ranks import connect, quiet
+from plugsft.ranks.launch import connect, quiet
+from plugsft.ranks.sharding import spread_frozen
 from plugsft.registry.active import load as load_recipe
-from plugsft.spread import spread_frozen
 
 
 def whole(tensor):

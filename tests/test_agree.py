@@ -9,8 +9,8 @@ import pytest
 from accelerate import Accelerator
 from conftest import FORKS, chats, start_ranks, tiny_tables, write_jsonl, write_recipe
 
-from plugsft.agree import agreed, ensure_alike
 from plugsft.base.errors import DiskError, LaunchError, TrainError
+from plugsft.ranks.agree import agreed, ensure_alike
 
 RANKS = 4
 

@@ -43,14 +43,15 @@ FLOORS = _words("""
     data.defaults batches.defaults model.config model.schedule data.load_tokenizer
     data.slices
     data.cache_key
-    launcher notices agree
-    batches.labels memory batches.packed_rows model.twin model.document_probe model.fused_head
-    model.tensor_shards parts model.weight_files model.load
+    ranks.launcher ranks.failures ranks.agree
+    batches.labels ranks.out_of_memory batches.packed_rows model.twin model.document_probe
+    model.fused_head
+    model.tensor_shards ranks.shard_files model.weight_files model.load
     model.flops rules
     model.defaults
-    optimizer_state held spread precision ranks stop
-    feeder prelude
-    data.prepare alike report
+    ranks.optimizer_state ranks.state ranks.sharding ranks.precision ranks.launch ranks.signals
+    ranks.load_batches ranks.columns
+    data.prepare ranks.same_inputs report
     record checkpoint saved
     loop
     testing

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.tensor_shards import Part
-from plugsft.parts import Stored
+from plugsft.ranks.shard_files import Stored
 from plugsft.tokens.store import Tokens
 
 KINDS = [None, "cpu2", "fsdp2", "zero3"]

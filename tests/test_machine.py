@@ -10,7 +10,7 @@ import pytest
 
 from plugsft.base import machine
 from plugsft.base.machine import free_disk, held_most, look, memory_limit, num_cores, slow_to_map
-from plugsft.ranks import threads_are_chosen
+from plugsft.ranks.launch import threads_are_chosen
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from plugsft import CheckpointError
-from plugsft import parts as module
 from plugsft.model.tensor_shards import Part
-from plugsft.parts import Stored, write
+from plugsft.ranks import shard_files as module
+from plugsft.ranks.shard_files import Stored, write
 
 
 def cut(tensor, ranks, by):

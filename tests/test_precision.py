@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft import LaunchError
-from plugsft.precision import autocast_experts, ensure_no_other, mixed, on_cpu
+from plugsft.ranks.precision import autocast_experts, ensure_no_other, mixed, on_cpu
 from plugsft.recipe.parse import read, validate
 from plugsft.recipe.tables import Model
 

@@ -25,13 +25,13 @@ from plugsft import CheckpointError
 from plugsft.base.atomic import MANIFEST, publish, stamp
 from plugsft.base.machine import look
 from plugsft.checkpoint import Checkpoints, _identity
-from plugsft.held import held_by
 from plugsft.model.load import Load
 from plugsft.model.tensor_shards import part_of
-from plugsft.parts import write
-from plugsft.ranks import connect
+from plugsft.ranks.launch import connect
+from plugsft.ranks.shard_files import write
+from plugsft.ranks.sharding import spread
+from plugsft.ranks.state import held_by
 from plugsft.registry.active import load
-from plugsft.spread import spread
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

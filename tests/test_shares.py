@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from test_resume import FSDP2, Run, on_ranks
 
-from plugsft import PlugsftError, parts
+from plugsft import PlugsftError
 from plugsft.base.atomic import MANIFEST
 from plugsft.base.step_folders import listed
+from plugsft.ranks import shard_files as parts
 
 RANKS = 4
 _reading: list[list[str]] = []

@@ -20,7 +20,7 @@ from ..batches.labels import IGNORED, heard
 from ..model.defaults import ModelDefaults
 from ..model.fused_head import Behind, Positions, fused_loss
 from ..model.load import Load, decoder_layers, load_of
-from ..precision import autocast_experts
+from ..ranks.precision import autocast_experts
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from .moments import Trace, through

@@ -14,11 +14,11 @@ from ..base.step_folders import newest
 from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..data.load_tokenizer import end_generation, load_tokenizer
-from ..held import WEIGHTS, ensure_same, fill_weights
 from ..model.defaults import ModelDefaults
 from ..model.load import load_of
-from ..parts import Stored
-from ..ranks import quiet
+from ..ranks.launch import quiet
+from ..ranks.shard_files import Stored
+from ..ranks.state import WEIGHTS, ensure_same, fill_weights
 from ..registry.active import check, load
 
 

@@ -5,7 +5,6 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from .. import loop
-from ..agree import ending_together
 from ..base.atomic import sweep
 from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError
@@ -16,8 +15,9 @@ from ..checkpoint import find
 from ..data import prepare as preparation
 from ..data.defaults import DataDefaults
 from ..hooks import DATA
-from ..launcher import watch_launcher
 from ..model.config import check_ids
+from ..ranks.agree import ending_together
+from ..ranks.launcher import watch_launcher
 from ..recipe.parse import resolved
 from ..recipe.tables import Recipe
 from ..registry.active import load

@@ -19,7 +19,7 @@ from ..base.errors import PlugsftError
 from ..base.machine import held_most, look
 from ..base.types import Feed
 from ..hooks import hookimpl, plugin, state
-from ..precision import on_cpu
+from ..ranks.precision import on_cpu
 from ..registry.active import load
 from ..registry.discover import Found
 

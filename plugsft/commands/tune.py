@@ -16,7 +16,7 @@ from ..base.errors import PlugsftError, RecipeError
 from ..base.machine import look
 from ..base.types import Ints
 from ..batches.plan import shuffled
-from ..precision import on_cpu
+from ..ranks.precision import on_cpu
 from ..recipe.parse import flatten, read
 from ..recipe.tables import Recipe
 from ..registry.active import load

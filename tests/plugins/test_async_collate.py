@@ -23,10 +23,10 @@ from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
-from plugsft.feeder import Feeder
 from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins import async_collate
 from plugsft.plugins.async_collate import Ahead
+from plugsft.ranks.load_batches import Feeder
 from plugsft.registry.active import check, resolve
 
 # 43 examples in windows of 8: five whole ones and one of three, twice.

@@ -35,11 +35,11 @@ from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import pad_id
-from plugsft.feeder import Feeder
 from plugsft.loop import load, loss_of, noted, scratch_model
 from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins.dpo import pair_of
-from plugsft.prelude import Prelude
+from plugsft.ranks.columns import Prelude
+from plugsft.ranks.load_batches import Feeder
 from plugsft.registry.active import check, resolve
 
 with warnings.catch_warnings():

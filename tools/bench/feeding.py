@@ -181,7 +181,7 @@ def save_model(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     from plugsft.model.load import make_model
-    from plugsft.ranks import quiet
+    from plugsft.ranks.launch import quiet
     from plugsft.recipe.tables import Scratch
 
     quiet()

@@ -25,13 +25,13 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from plugsft import RecipeError, Tokens, Window, documents_of, pack
 from plugsft.batches.packed_rows import attend as attend_documents
-from plugsft.feeder import Feeder
 from plugsft.plugins import flash_attention
 from plugsft.plugins.async_collate import AsyncCollate
 from plugsft.plugins.flash_attention import Here, least_gpu, unavailable
 from plugsft.plugins.fused_loss import Behind, FusedLoss
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.lora import Lora
+from plugsft.ranks.load_batches import Feeder
 
 IGNORED = -100
 GPU = torch.cuda.is_available()

@@ -6,10 +6,10 @@ from collections.abc import Callable, Generator, Sequence
 from accelerate import Accelerator
 from torch import Tensor
 
+from ..base.types import Batch, Fed, Ints, Window
+from ..hooks import Hooks
+from ..tokens.store import Tokens
 from .agree import agreed
-from .base.types import Batch, Fed, Ints, Window
-from .hooks import Hooks
-from .tokens.store import Tokens
 
 NAMED = 20
 """Most rows that a message names."""

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .base.console import say
-from .base.errors import CheckpointError
-from .model.tensor_shards import Part, part_of
+from ..base.console import say
+from ..base.errors import CheckpointError
+from ..model.tensor_shards import Part, part_of
 from .optimizer_state import (
     CURE,
     STATES,
@@ -27,7 +27,7 @@ from .optimizer_state import (
     old_description,
     widened,
 )
-from .parts import Stored, short
+from .shard_files import Stored, short
 
 WEIGHTS = "model"
 

@@ -12,16 +12,16 @@ import xxhash
 from accelerate import Accelerator
 from torch.nn import Module
 
+from ..base.checksums import digest
+from ..batches.plan import Plan
+from ..data.prepare import Prepared
+from ..model.load import Load
+from ..model.weight_files import files_of
+from ..recipe.parse import flatten
+from ..recipe.tables import Recipe
+from ..registry.active import Active
+from ..tokens.store import Tokens
 from .agree import ensure_alike
-from .base.checksums import digest
-from .batches.plan import Plan
-from .data.prepare import Prepared
-from .model.load import Load
-from .model.weight_files import files_of
-from .recipe.parse import flatten
-from .recipe.tables import Recipe
-from .registry.active import Active
-from .tokens.store import Tokens
 
 CURE = (
     "All machines must have the same recipe, plugins, data and model; check that each path has the "

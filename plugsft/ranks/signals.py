@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from accelerate import Accelerator
 
+from ..base.errors import Stopped
 from .agree import agreed
-from .base.errors import Stopped
 from .launcher import lost
 
 

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
-from .base.errors import CheckpointError
-from .model.tensor_shards import Part, part_of
-from .parts import Stored, short, widens
+from ..base.errors import CheckpointError
+from ..model.tensor_shards import Part, part_of
+from .shard_files import Stored, short, widens
 
 STATES = "optimizer"
 USUAL = ("state", "param_groups")

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .base.atomic import MANIFEST, Stamp, stamp, sync
-from .base.errors import CheckpointError
-from .model.tensor_shards import Part
+from ..base.atomic import MANIFEST, Stamp, stamp, sync
+from ..base.errors import CheckpointError
+from ..model.tensor_shards import Part
 
 PLACES = "places"
 """In a file's metadata: of each part, where in its tensor it begins, and that tensor's shape."""

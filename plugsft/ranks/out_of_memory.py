@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
-from .base.errors import TrainError, out_of_memory
-from .base.types import Ints, Window
-from .recipe.tables import Recipe
-from .tokens.store import Tokens
+from ..base.errors import TrainError, out_of_memory
+from ..base.types import Ints, Window
+from ..recipe.tables import Recipe
+from ..tokens.store import Tokens
 
 SAVERS = {
     "gradient_checkpointing": "activations are computed again, not stored",

@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
 
-from .base.console import complain
-from .base.errors import PlugsftError
+from ..base.console import complain
+from ..base.errors import PlugsftError
 
 PAUSE = 0.5
 """Seconds between two checks for a failed rank."""

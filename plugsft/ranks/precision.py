@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .base.errors import LaunchError
-from .held import Held
-from .recipe.tables import Model, Recipe
+from ..base.errors import LaunchError
+from ..recipe.tables import Model, Recipe
+from .state import Held
 
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 LIBRARIES: list[Any] = []

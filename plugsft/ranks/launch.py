@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
+from ..base.errors import LaunchError
+from ..base.machine import Machine
+from ..recipe.tables import Recipe
 from .agree import host_group
-from .base.errors import LaunchError
-from .base.machine import Machine
+from .failures import failure, store, store_key
 from .launcher import asked_of_launcher
-from .notices import failure, store, store_key
 from .precision import ensure_no_other, in_float32, mixed, on_cpu
-from .recipe.tables import Recipe
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
 CURE = (

@@ -10,14 +10,14 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import Module
 
+from ..base.types import Ints
+from ..hooks import Hooks
+from ..model.load import Load
+from ..tokens.store import Tokens
 from .agree import PeerError, agreed, from_main
-from .base.types import Ints
-from .feeder import Feeder
-from .hooks import Hooks
-from .model.load import Load
-from .notices import reason_of
-from .spread import is_sharded, spread_frozen
-from .tokens.store import Tokens
+from .failures import reason_of
+from .load_batches import Feeder
+from .sharding import is_sharded, spread_frozen
 
 BUILD, KEPT, FAILED = "build", "kept", "failed"
 """What the main process tells the others in `keep`."""

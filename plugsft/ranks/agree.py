@@ -18,8 +18,8 @@ import torch.distributed as dist
 import xxhash
 from accelerate import Accelerator
 
-from .base.errors import LaunchError, Stopped, TrainError
-from .notices import failure, reason_of
+from ..base.errors import LaunchError, Stopped, TrainError
+from .failures import failure, reason_of
 
 PATIENCE = 60.0
 """Seconds that a failed rank waits for the others to agree, before it notifies them."""

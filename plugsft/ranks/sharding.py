@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ..base.errors import PluginError
+from ..model.load import Load
+from ..model.tensor_shards import local_part, part_of
 from .agree import agreed
-from .base.errors import PluginError
-from .model.load import Load
-from .model.tensor_shards import local_part, part_of
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

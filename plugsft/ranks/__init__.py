@@ -1,0 +1,1 @@
+"""The processes of a run: launched, sharded, and agreeing with each other."""
