@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .model.flops import Shapes, peak_flops, shapes_of
     from .model.fused_head import Behind, Positions, fused_loss
     from .model.load import decoder_layers, weights_digest
-    from .rules import Measured, bottlenecks
+    from .output.bottlenecks import Measured, bottlenecks
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
 
@@ -58,13 +58,13 @@ __version__ = "0.1.0"
 
 LATE = {
     "Behind": "model.fused_head",
-    "Measured": "rules",
+    "Measured": "output.bottlenecks",
     "Positions": "model.fused_head",
     "Shapes": "model.flops",
     "Tokenizer": "tokens.tokenizer",
     "Tokens": "tokens.store",
     "attend_per_document": "batches.packed_rows",
-    "bottlenecks": "rules",
+    "bottlenecks": "output.bottlenecks",
     "cache_folder": "base.checksums",
     "damage": "base.atomic",
     "decoder_layers": "model.load",

@@ -23,7 +23,6 @@ from .base.machine import Machine
 from .base.types import Batch, Window
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan
-from .checkpoint import Checkpoints
 from .data.defaults import DataDefaults
 from .data.load_tokenizer import pad_id
 from .data.prepare import Prepared, prepare
@@ -32,6 +31,9 @@ from .model.config import check_context, check_ids
 from .model.defaults import ModelDefaults
 from .model.load import Load, load_of, make_model
 from .model.schedule import Schedule, check_schedule
+from .output.checkpoint import Checkpoints
+from .output.final_model import ensure_saveable, save_model
+from .output.record import Record, data_facts, memory_gib
 from .ranks.agree import agreed, ending_together, ensure_alike
 from .ranks.columns import Prelude
 from .ranks.launch import connect, disconnect, exchange, name_of, quiet, seed_step
@@ -43,9 +45,7 @@ from .ranks.sharding import casts, is_sharded, spread
 from .ranks.signals import Stop
 from .ranks.state import Held, held_by
 from .recipe.tables import LOSSY, Recipe
-from .record import Record, data_facts, memory_gib
 from .registry.active import Active, check
-from .saved import ensure_saveable, save_model
 from .tokens.store import Tokens
 
 

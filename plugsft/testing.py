@@ -30,9 +30,9 @@ from .base.types import Slice
 from .data.defaults import DataDefaults
 from .data.prepare import job_of
 from .data.slices import Work
+from .output.report import read_metrics
 from .registry.active import check, resolve
 from .registry.discover import find
-from .report import read_metrics
 
 ROWS = 24
 TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that read them all"

@@ -26,8 +26,8 @@ from transformers.utils import logging
 from plugsft import PlugsftError, loop
 from plugsft.base import console
 from plugsft.base.machine import look
-from plugsft.checkpoint import find
 from plugsft.model.load import Load, tensors_of
+from plugsft.output.checkpoint import find
 from plugsft.registry.active import load
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")

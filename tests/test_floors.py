@@ -47,15 +47,15 @@ FLOORS = _words("""
     batches.labels ranks.out_of_memory batches.packed_rows model.twin model.document_probe
     model.fused_head
     model.tensor_shards ranks.shard_files model.weight_files model.load
-    model.flops rules
+    model.flops output.bottlenecks
     model.defaults
     ranks.optimizer_state ranks.state ranks.sharding ranks.precision ranks.launch ranks.signals
     ranks.load_batches ranks.columns
-    data.prepare ranks.same_inputs report
-    record checkpoint saved
+    data.prepare ranks.same_inputs output.report
+    output.record output.checkpoint output.final_model
     loop
     testing
-    data.sample commands.places commands.room
+    data.sample output.folder output.disk_space
     commands.views commands.audit commands.inspection_page
     commands.batch_sense commands.findings commands.check commands.train commands.inspection
     commands.listing commands.overview

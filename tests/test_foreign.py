@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from conftest import FULL, run_plugsft, tiny_tables, write_recipe
 
-from plugsft import record
 from plugsft.base.atomic import MANIFEST, discard, publish
 from plugsft.base.errors import PlugsftError, RecipeError
-from plugsft.commands import places
+from plugsft.output import folder as places
+from plugsft.output import record
 
 FOREIGN_MANIFESTS = ['{"name": "a web app"}', "{}", '{"thesis.txt": [6, "abc"]}', "[]", "{", ""]
 NAMES = ["thesis.txt", "notes/deep/a.md", "config.json", "step-000001", ".hidden", "data-1.arrow"]

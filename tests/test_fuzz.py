@@ -17,15 +17,16 @@ import pytest
 import tomli_w
 from conftest import chats, run_plugsft, tiny_tables, write_recipe
 
-from plugsft import DataError, report
+from plugsft import DataError
 from plugsft.base.atomic import damage
 from plugsft.base.checksums import cache_folder, file_digest
 from plugsft.base.errors import PlugsftError
 from plugsft.cli import main
-from plugsft.commands.places import leftovers, read_run
 from plugsft.data.jsonl import Held, fault, find_lines
 from plugsft.data.load_tokenizer import train_tokenizer
 from plugsft.data.render import render_rows
+from plugsft.output import report
+from plugsft.output.folder import leftovers, read_run
 from plugsft.recipe.parse import resolved
 from plugsft.recipe.tables import COLUMNS, Data
 from plugsft.registry.active import load

@@ -16,7 +16,7 @@ from conftest import ROOT, chats, only_full, read_metrics, run_plugsft, tiny_tab
 from making import activate, install
 
 from plugsft.base.atomic import HERE, damage, runs
-from plugsft.commands.places import is_held
+from plugsft.output.folder import is_held
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
 EVAL = {"every": 2, "split": "train[:5]"}

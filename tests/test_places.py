@@ -9,7 +9,7 @@ import pytest
 from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables, write_recipe
 
 from plugsft.base.errors import RecipeError
-from plugsft.commands import places
+from plugsft.output import folder as places
 from plugsft.registry.active import load
 
 LONG = {"steps": 4000, "log_every": 4000}

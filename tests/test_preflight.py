@@ -22,8 +22,8 @@ from transformers import (
 
 from plugsft.base.errors import PlugsftError
 from plugsft.commands import check as preflight
-from plugsft.commands.room import parameters
 from plugsft.model.config import ensure_plain_loss
+from plugsft.output.disk_space import parameters
 from plugsft.recipe.tables import Scratch
 
 STRICT = """

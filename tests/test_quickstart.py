@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from conftest import ROOT, read_metrics, run_plugsft
 
-from plugsft import report
+from plugsft.output import report
 
 GOLDEN = ROOT / "tests/golden/quickstart.json"
 RUN = ROOT / "runs/quickstart"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plugsft import report
+from plugsft.output import report
 from plugsft.plugins.dpo import MEASURES
 
 EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"

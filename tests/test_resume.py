@@ -24,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from plugsft import CheckpointError
 from plugsft.base.atomic import MANIFEST, publish, stamp
 from plugsft.base.machine import look
-from plugsft.checkpoint import Checkpoints, _identity
 from plugsft.model.load import Load
 from plugsft.model.tensor_shards import part_of
+from plugsft.output.checkpoint import Checkpoints, _identity
 from plugsft.ranks.launch import connect
 from plugsft.ranks.shard_files import write
 from plugsft.ranks.sharding import spread

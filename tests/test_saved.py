@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from plugsft import CheckpointError, RecipeError
 from plugsft.model.load import lasting_buffers
 from plugsft.model.tensor_shards import Part, part_of
-from plugsft.saved import ensure_adapters, ensure_saveable, ensure_written
+from plugsft.output.final_model import ensure_adapters, ensure_saveable, ensure_written
 
 NAMES = {
     "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",

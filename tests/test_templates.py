@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plugsft import DataError, RecipeError
-from plugsft.commands.places import wrong_inputs
 from plugsft.data.chat import CHATML, Chat, training_template
 from plugsft.data.formats import talk_of
 from plugsft.data.jinja import compiled
@@ -20,6 +19,7 @@ from plugsft.data.jsonl import Held
 from plugsft.data.load_tokenizer import load_tokenizer, train_tokenizer
 from plugsft.data.render import render_rows as render
 from plugsft.data.slices import mask_of
+from plugsft.output.folder import wrong_inputs
 from plugsft.recipe.parse import anchored
 from plugsft.recipe.tables import Data, Model, Recipe
 from plugsft.tokens.tokenizer import encode, lighten

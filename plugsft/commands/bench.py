@@ -15,6 +15,7 @@ import tomli_w
 from ..base.atomic import write_text
 from ..base.console import counted, progress, say
 from ..base.errors import PlugsftError, RecipeError
+from ..output.folder import ensure_inputs, ensure_page
 from ..recipe.parse import value_of
 from ..recipe.tables import Recipe
 from ..registry import active as registry
@@ -23,7 +24,6 @@ from .bench_words import TITLE, console_lines, duration, markdown
 from .benched import Bench, Figures, ensure_alike, read_report, worse
 from .lineup import Lineup, key, line_up
 from .measured import as_json, head, in_rounds
-from .places import ensure_inputs, ensure_page
 from .trials import Trial, Trials, changed, ended, trials
 
 JSON, MARKDOWN, PAGE = "bench.json", "bench.md", "bench.html"

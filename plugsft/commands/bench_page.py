@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from ..base.console import counted
-from ..report import STYLE
+from ..output.report import STYLE
 from .bench_words import Table, brings, notes, prepared, ran, without_empty
 from .benched import Bench
 from .measured import Ratio

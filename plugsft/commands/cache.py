@@ -23,9 +23,9 @@ from ..data.cache_key import differences, key_of
 from ..data.defaults import DataDefaults
 from ..data.prepare import eval_source, job_of
 from ..data.sources import open_source
+from ..output.folder import ensure_inputs
 from ..registry.active import load
 from ..tokens.store import Tokens
-from .places import ensure_inputs
 
 NAME = re.compile("[0-9a-f]{16}")
 """Of an entry: the digest of its key."""

@@ -25,8 +25,8 @@ from ..base.load_errors import TRUST, cure_of
 from ..base.step_folders import newest
 from ..data.load_tokenizer import pad_id, stop_ids
 from ..model.config import context_of, ensure_safetensors
-from ..report import read_record
-from .places import ADAPTER, base_of, is_model, near
+from ..output.folder import ADAPTER, base_of, is_model, near
+from ..output.report import read_record
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history

@@ -24,6 +24,8 @@ from ..data.sources import Source as Opened
 from ..data.sources import ensure_columns, open_source
 from ..model.config import check_context, check_ids, ensure_whole_weights
 from ..model.schedule import check_schedule
+from ..output.disk_space import TOKEN_BYTES, may_shrink, needed, parameters, taken
+from ..output.folder import ensure_ours, leftovers, wrong_inputs
 from ..recipe.tables import LOSSY, Recipe, Source, Train
 from ..registry import active as registry
 from ..registry.active import Active
@@ -31,8 +33,6 @@ from ..registry.contracts import mark_of
 from .audit import judge_chats
 from .batch_sense import sense
 from .findings import Findings
-from .places import ensure_ours, leftovers, wrong_inputs
-from .room import TOKEN_BYTES, may_shrink, needed, parameters, taken
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""

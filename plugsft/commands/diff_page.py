@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..report import Points, drawn, fill, part_of
+from ..output.report import Points, drawn, fill, part_of
 from .compared import Row, Run, Section
 
 

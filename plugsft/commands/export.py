@@ -19,9 +19,9 @@ from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError
 from ..base.load_errors import cure_of
 from ..data.load_tokenizer import end_generation
+from ..output.folder import ADAPTER, base_of, is_model
 from ..ranks.launch import quiet
 from .chat import model_folder
-from .places import ADAPTER, base_of, is_model
 from .restored import checkpoint_of, restore
 
 TOKENS = 32

@@ -18,9 +18,9 @@ from ..data.load_tokenizer import load_tokenizer
 from ..model.config import load_config
 from ..model.defaults import ModelDefaults
 from ..model.load import scratch_config
+from ..output.bottlenecks import capacity
 from ..recipe.tables import Recipe
 from ..registry import active as registry
-from ..rules import capacity
 from ..tokens.store import Tokens
 from .chips import GB, Cluster, Took, took
 from .ghost import Ghost, Weights

@@ -15,10 +15,10 @@ from ..data.sample import take, worker
 from ..data.slices import Work
 from ..data.sources import Source, ensure_columns, open_source
 from ..hooks import DATA
+from ..output.folder import ensure_page
 from ..registry import active as registry
 from .audit import Audit, audit, histogram
 from .inspection_page import write_page
-from .places import ensure_page
 from .views import View, views
 
 BAR = 40

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from ..base.console import counted
-from ..report import STYLE
+from ..output.report import STYLE
 from .audit import Audit, histogram, quantiles
 from .views import Piece, View
 

@@ -17,11 +17,11 @@ from rich.text import Text
 from ..base.console import out, say
 from ..base.errors import RecipeError
 from ..base.step_folders import newest
+from ..output.folder import is_held
+from ..output.report import read_metrics, read_record
 from ..recipe.parse import fields
 from ..recipe.tables import Recipe
 from ..registry.discover import Found, find, load_class
-from ..report import read_metrics, read_record
-from .places import is_held
 
 ENABLED = {
     "type": "boolean",

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..base.machine import look
-from ..record import PACKAGES
+from ..output.record import PACKAGES
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ from ..base.machine import look
 from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..model.defaults import ModelDefaults
+from ..output.record import Record
+from ..output.report import read_record
 from ..recipe.parse import resolved
-from ..record import Record
 from ..registry import active as registry
 from ..registry.contracts import SPECS
 from ..registry.discover import CORE
-from ..report import read_record
 
 
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:

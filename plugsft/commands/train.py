@@ -11,19 +11,19 @@ from ..base.errors import CheckpointError, RecipeError
 from ..base.limits import text_of
 from ..base.machine import look
 from ..base.step_folders import listed
-from ..checkpoint import find
 from ..data import prepare as preparation
 from ..data.defaults import DataDefaults
 from ..hooks import DATA
 from ..model.config import check_ids
+from ..output.checkpoint import find
+from ..output.disk_space import ensure_room
+from ..output.folder import alone, ensure_inputs, ensure_ours, is_finished, leftovers, read_run
+from ..output.report import read_metrics
 from ..ranks.agree import ending_together
 from ..ranks.launcher import watch_launcher
 from ..recipe.parse import resolved
 from ..recipe.tables import Recipe
 from ..registry.active import load
-from ..report import read_metrics
-from .places import alone, ensure_inputs, ensure_ours, is_finished, leftovers, read_run
-from .room import ensure_room
 
 RESULTS = ("model.*", "checkpoints.*", "run.json.*", "recipe.toml.*", "metrics.jsonl.*")
 """Results that a run writes under a temporary name first."""

@@ -28,10 +28,10 @@ from ..data.defaults import DataDefaults
 from ..data.prepare import prepare
 from ..hooks import DATA
 from ..model.config import check_ids
+from ..output.report import read_metrics
 from ..recipe.parse import anchored
 from ..recipe.tables import Recipe
 from ..registry.active import Active
-from ..report import read_metrics
 from ..tokens.shards import Examples, write_index, write_shard
 from ..tokens.store import Tokens
 

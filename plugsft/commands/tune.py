@@ -16,16 +16,16 @@ from ..base.errors import PlugsftError, RecipeError
 from ..base.machine import look
 from ..base.types import Ints
 from ..batches.plan import shuffled
+from ..output.bottlenecks import capacity
+from ..output.disk_space import BYTES
+from ..output.folder import ensure_inputs
 from ..ranks.precision import on_cpu
 from ..recipe.parse import flatten, read
 from ..recipe.tables import Recipe
 from ..registry.active import load
-from ..rules import capacity
 from ..tokens.store import Tokens
 from .measured import machine_facts, machine_line
-from .places import ensure_inputs
 from .rewritten import ensure_free, rewrite
-from .room import BYTES
 from .search import FLAT, Probe, Search, Setting
 from .trials import Trial, Trials, trials
 

@@ -14,9 +14,9 @@ from ..batches.plan import shuffled
 from ..data.prepare import job_of, named
 from ..data.sample import worker
 from ..data.sources import ensure_columns, open_source
+from ..output.bottlenecks import capacity
 from ..recipe.tables import Recipe
 from ..registry.active import Active
-from ..rules import capacity
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .base.limits import TABLES, json_of, shallow, text_of
+from ..base.limits import TABLES, json_of, shallow, text_of
 
 Points = list[tuple[float, float | None]]
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from .recipe.tables import Recipe
+from ..recipe.tables import Recipe
 
 Finding: TypeAlias = tuple[float, str]
 """Share of the time or memory, and the message."""

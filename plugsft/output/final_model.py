@@ -12,15 +12,15 @@ from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from .base.atomic import publish
-from .base.errors import CheckpointError, RecipeError
-from .data.load_tokenizer import end_generation
-from .model.load import lasting_buffers
-from .model.tensor_shards import Part, part_of
-from .model.weight_files import Weights, files_of, shapes_made, skeleton
-from .ranks.agree import agreed
-from .ranks.state import Held
-from .recipe.tables import Recipe
+from ..base.atomic import publish
+from ..base.errors import CheckpointError, RecipeError
+from ..data.load_tokenizer import end_generation
+from ..model.load import lasting_buffers
+from ..model.tensor_shards import Part, part_of
+from ..model.weight_files import Weights, files_of, shapes_made, skeleton
+from ..ranks.agree import agreed
+from ..ranks.state import Held
+from ..recipe.tables import Recipe
 
 SAMPLE = 64
 """Numbers of each adapter tensor that are compared after writing."""

@@ -11,18 +11,18 @@ from typing import Any, Self, TextIO
 import numpy as np
 import torch
 
+from ..base.atomic import discard, is_published, write_text, writing
+from ..base.console import say
+from ..base.errors import PlugsftError, Stopped
+from ..base.machine import Machine, held_most
+from ..base.step_folders import listed
+from ..hooks import hookimpl
+from ..recipe.parse import resolved
+from ..recipe.tables import Recipe
+from ..registry.active import Active, options_of
+from ..tokens.store import Tokens
 from . import report
-from .base.atomic import discard, is_published, write_text, writing
-from .base.console import say
-from .base.errors import PlugsftError, Stopped
-from .base.machine import Machine, held_most
-from .base.step_folders import listed
-from .hooks import hookimpl
-from .recipe.parse import resolved
-from .recipe.tables import Recipe
-from .registry.active import Active, options_of
 from .report import read_metrics
-from .tokens.store import Tokens
 
 MEASURED = (
     "step_seconds",

@@ -8,19 +8,19 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from .base.atomic import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
-from .base.console import say
-from .base.errors import CheckpointError
-from .base.limits import object_of
-from .base.step_folders import folder_of, listed, step_of
-from .ranks.agree import agreed, are_alike, ensure_alike, gathered
-from .ranks.optimizer_state import CURE
-from .ranks.shard_files import Stored, write
-from .ranks.state import Held
-from .recipe.parse import anchored, default_of, flatten
-from .recipe.tables import Recipe
-from .registry.active import Active
-from .tokens.store import Tokens
+from ..base.atomic import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
+from ..base.console import say
+from ..base.errors import CheckpointError
+from ..base.limits import object_of
+from ..base.step_folders import folder_of, listed, step_of
+from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
+from ..ranks.optimizer_state import CURE
+from ..ranks.shard_files import Stored, write
+from ..ranks.state import Held
+from ..recipe.parse import anchored, default_of, flatten
+from ..recipe.tables import Recipe
+from ..registry.active import Active
+from ..tokens.store import Tokens
 
 FORMAT = 2
 """Of the files of a checkpoint: 1 had tensors alone, and no values of parameter groups."""

@@ -17,7 +17,7 @@ from ..base.errors import PlugsftError, RecipeError, did_you_mean
 from ..base.limits import object_of, text_of, toml_of
 from ..base.step_folders import newest, step_of
 from ..recipe.tables import TRL, Recipe
-from ..report import read_metrics, read_record
+from .report import read_metrics, read_record
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
 """What a run writes, besides checkpoints/ and model/."""

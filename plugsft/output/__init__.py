@@ -1,0 +1,1 @@
+"""The output folder of a run: record, checkpoints, final model, report."""
