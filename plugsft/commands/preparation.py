@@ -1,4 +1,4 @@
-"""A preparation of a recipe's data that is timed: python -m plugsft.commands.preparation RECIPE.
+"""Prepare a recipe once, timed: python -m plugsft.commands.preparation RECIPE.
 
 A process of its own for each; its imports are done before the clock starts, and are nobody's.
 """

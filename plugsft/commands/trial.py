@@ -1,4 +1,4 @@
-"""A few steps of a recipe that leave nothing but figures: python -m plugsft.commands.trial RECIPE.
+"""One trial of a recipe: python -m plugsft.commands.trial RECIPE.
 
 A process of its own for each, so that none inherits what another has loaded, warmed up or filled.
 `accelerate launch -m plugsft.commands.trial` makes it one of several ranks.
