@@ -91,7 +91,7 @@ def bench(
     tolerance: Tolerance = 0.05,
 ) -> None:
     """Measure what each plugin costs and brings: alone, and left out of all, in fresh processes."""
-    from .commands import bench
+    from .lab.bench import run as bench
 
     options = bench.Options(
         rounds=rounds,
@@ -137,7 +137,7 @@ def tune(
     ] = None,
 ) -> None:
     """Find the fastest micro-batch or capacity that fits, by measure; write the recipe with it."""
-    from .commands import tune
+    from .lab.tune import run as tune
 
     tune.tune(recipe, overrides or [], without or [], memory, steps, launch, to)
 
@@ -179,7 +179,7 @@ def plan(
     ] = False,
 ) -> None:
     """Forecast memory and step time on any GPUs, without weights; say what to change to fit."""
-    from .commands import forecast
+    from .lab.forecast import run as forecast
 
     options = forecast.Options(gpus, memory, gpu, tflops, bandwidth, probe)
     forecast.plan(recipe, overrides or [], without or [], options)

@@ -19,11 +19,9 @@ from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_ta
 from making import activate, install
 
 from plugsft.base.errors import RecipeError
-from plugsft.commands.bench_page import Scale, write_page
-from plugsft.commands.bench_words import brings, console_lines, markdown, ran
-from plugsft.commands.benched import Bench, costs, ensure_alike, worse
-from plugsft.commands.lineup import BOTH, LEARNS, READS, line_up
-from plugsft.commands.measured import (
+from plugsft.lab.bench.page import Scale, write_page
+from plugsft.lab.bench.results import Bench, costs, ensure_alike, worse
+from plugsft.lab.bench.timing import (
     FASTER,
     NOISE,
     SLOWER,
@@ -33,6 +31,8 @@ from plugsft.commands.measured import (
     times_as_fast,
     times_as_long,
 )
+from plugsft.lab.bench.variants import BOTH, LEARNS, READS, line_up
+from plugsft.lab.bench.words import brings, console_lines, markdown, ran
 from plugsft.registry.active import load
 
 NOTHING = """

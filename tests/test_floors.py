@@ -61,12 +61,13 @@ FLOORS = _words("""
     commands.listing commands.overview
     commands.chat commands.restored commands.export commands.skeleton commands.cache
     commands.compared commands.diff_page commands.diff
-    commands.trial commands.trials
-    commands.measured commands.lineup commands.preparation commands.benched commands.bench_words
-    commands.bench_page commands.bench
-    commands.search commands.rewritten commands.tune
-    commands.moments commands.ghost commands.strategies commands.workload commands.chips
-    commands.foresight commands.forecast
+    lab.trials.trial lab.trials.runner
+    lab.bench.timing lab.bench.variants lab.bench.preparation lab.bench.results lab.bench.words
+    lab.bench.page lab.bench.run
+    lab.tune.search lab.tune.rewrite lab.tune.run
+    lab.forecast.peak_memory lab.forecast.meta_model lab.forecast.strategies lab.forecast.workload
+    lab.forecast.chips
+    lab.forecast.variants lab.forecast.run
     commands.__init__
     __init__ arguments measuring cli __main__
 """)

@@ -20,17 +20,17 @@ from transformers import (
 from plugsft.base.errors import RecipeError
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import shuffled
-from plugsft.commands.chips import CHIPS, LINKS, Chip, Cluster, Took, took
-from plugsft.commands.forecast import notes
-from plugsft.commands.foresight import Outcome, Scope, cures
-from plugsft.commands.ghost import Ghost
-from plugsft.commands.strategies import CPU_DDP, DDP, FSDP2, ONE, ZERO3, Setting
-from plugsft.commands.strategies import held as held_at_most
-from plugsft.commands.trials import trials
-from plugsft.commands.tune import Tuning
-from plugsft.commands.workload import Rows, rows_of
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import load_tokenizer
+from plugsft.lab.forecast.chips import CHIPS, LINKS, Chip, Cluster, Took, took
+from plugsft.lab.forecast.meta_model import Ghost
+from plugsft.lab.forecast.run import notes
+from plugsft.lab.forecast.strategies import CPU_DDP, DDP, FSDP2, ONE, ZERO3, Setting
+from plugsft.lab.forecast.strategies import held as held_at_most
+from plugsft.lab.forecast.variants import Outcome, Scope, cures
+from plugsft.lab.forecast.workload import Rows, rows_of
+from plugsft.lab.trials.runner import trials
+from plugsft.lab.tune.run import Tuning
 from plugsft.model.config import load_config
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.load import load_of

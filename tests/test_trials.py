@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, tiny_tables, write_recipe
 
-from plugsft.commands.trials import changed, spread_out, trials
+from plugsft.lab.trials.runner import changed, spread_out, trials
 from plugsft.registry.active import load
 from plugsft.tokens.store import Tokens
 

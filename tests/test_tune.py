@@ -25,10 +25,10 @@ from conftest import (
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
 from plugsft.batches.plan import shuffled
-from plugsft.commands.rewritten import body, edited, ensure_free, rewrite
-from plugsft.commands.search import Setting
-from plugsft.commands.trials import trials
-from plugsft.commands.tune import Tuning, windows_of
+from plugsft.lab.trials.runner import trials
+from plugsft.lab.tune.rewrite import body, edited, ensure_free, rewrite
+from plugsft.lab.tune.run import Tuning, windows_of
+from plugsft.lab.tune.search import Setting
 from plugsft.registry.active import load
 from plugsft.tokens.store import Tokens
 

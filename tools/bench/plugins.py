@@ -19,8 +19,8 @@ import chats
 import shared
 import tomli_w
 
-from plugsft.commands.bench_words import as_markdown, brings
-from plugsft.commands.benched import Bench
+from plugsft.lab.bench.results import Bench
+from plugsft.lab.bench.words import as_markdown, brings
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- tools/bench/plugins.py writes this -->\n", "<!-- to here -->\n"

@@ -17,8 +17,8 @@ import pyarrow as pa
 import tomli_w
 
 from plugsft.base.types import Ints, Shard
-from plugsft.commands import measured
-from plugsft.commands.measured import head, machine_line, spread, times_as_fast
+from plugsft.lab.bench import timing as measured
+from plugsft.lab.bench.timing import head, machine_line, spread, times_as_fast
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 

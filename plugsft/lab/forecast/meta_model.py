@@ -14,16 +14,16 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
-from ..base.errors import PlugsftError, RecipeError
-from ..base.types import Batch
-from ..batches.labels import IGNORED, heard
-from ..model.defaults import ModelDefaults
-from ..model.fused_head import Behind, Positions, fused_loss
-from ..model.load import Load, decoder_layers, load_of
-from ..ranks.precision import autocast_experts
-from ..recipe.tables import Recipe
-from ..registry.active import Active
-from .moments import Trace, through
+from ...base.errors import PlugsftError, RecipeError
+from ...base.types import Batch
+from ...batches.labels import IGNORED, heard
+from ...model.defaults import ModelDefaults
+from ...model.fused_head import Behind, Positions, fused_loss
+from ...model.load import Load, decoder_layers, load_of
+from ...ranks.precision import autocast_experts
+from ...recipe.tables import Recipe
+from ...registry.active import Active
+from .peak_memory import Trace, through
 
 FLASH = "plugsft_forecast"
 """Attention in one launch, as every kernel keeps its memory: what goes in, what comes out."""

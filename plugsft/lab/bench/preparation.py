@@ -1,4 +1,4 @@
-"""Prepare a recipe once, timed: python -m plugsft.commands.preparation RECIPE.
+"""Prepare a recipe once, timed: python -m plugsft.lab.bench.preparation RECIPE.
 
 A process of its own for each; its imports are done before the clock starts, and are nobody's.
 """
@@ -9,16 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import loop
-from ..base.atomic import MANIFEST
-from ..base.checksums import digest
-from ..base.errors import PlugsftError
-from ..base.machine import look
-from ..data.defaults import DataDefaults
-from ..data.prepare import prepare
-from ..hooks import DATA
-from ..model.config import check_ids
-from ..registry.active import load
+from ... import loop
+from ...base.atomic import MANIFEST
+from ...base.checksums import digest
+from ...base.errors import PlugsftError
+from ...base.machine import look
+from ...data.defaults import DataDefaults
+from ...data.prepare import prepare
+from ...hooks import DATA
+from ...model.config import check_ids
+from ...registry.active import load
 
 
 def run(path: Path) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..base.errors import RecipeError, did_you_mean
-from ..hooks import DATA
-from ..registry.active import Active, contract_of
-from ..registry.contracts import SPECS, mark_of
-from .trials import ELSEWHERE
+from ...base.errors import RecipeError, did_you_mean
+from ...hooks import DATA
+from ...registry.active import Active, contract_of
+from ...registry.contracts import SPECS, mark_of
+from ..trials.runner import ELSEWHERE
 
 BASELINE, ALL = "baseline", "all on"
 SILENT = ("check", "verdict", "record")

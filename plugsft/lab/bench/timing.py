@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..base.machine import look
-from ..output.record import PACKAGES
+from ...base.machine import look
+from ...output.record import PACKAGES
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import RecipeError
-from ..base.limits import object_of
-from ..recipe.parse import flatten
-from .lineup import ALL, BASELINE, all_but, alone
-from .measured import Ratio, machine_line, times_as_fast, times_as_long
+from ...base.errors import RecipeError
+from ...base.limits import object_of
+from ...recipe.parse import flatten
+from .timing import Ratio, machine_line, times_as_fast, times_as_long
+from .variants import ALL, BASELINE, all_but, alone
 
 Figures = dict[str, Any]
 """What one trial gave: lists of its steps' metrics, and the bytes it held."""

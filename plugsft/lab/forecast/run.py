@@ -8,17 +8,17 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from ..base.console import out, parse_size, progress, say
-from ..base.errors import PlugsftError, did_you_mean
-from ..batches.defaults import BatchDefaults
-from ..data.defaults import DataDefaults
-from ..output.folder import ensure_inputs
-from ..recipe.parse import anchored
-from ..recipe.tables import Recipe
-from ..registry import active as registry
+from ...base.console import out, parse_size, progress, say
+from ...base.errors import PlugsftError, did_you_mean
+from ...batches.defaults import BatchDefaults
+from ...data.defaults import DataDefaults
+from ...output.folder import ensure_inputs
+from ...recipe.parse import anchored
+from ...recipe.tables import Recipe
+from ...registry import active as registry
 from .chips import CHIPS, GB, HIDDEN, LINKS, MACHINE, PRODUCTS, STREAM, Chip, Cluster, here
-from .foresight import SPARE, Outcome, Scope, Seen, best_of, cures, probe
 from .strategies import ONE, ZERO2, Strategy
+from .variants import SPARE, Outcome, Scope, Seen, best_of, cures, probe
 from .workload import Rows, rows_of
 
 HEADS = ("weights", "gradients", "optimizer", "activations", "loss head", "buffers", "in all")

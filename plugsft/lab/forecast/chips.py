@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.machine import look
-from ..model.flops import PEAKS, peak_flops
-from .ghost import Weights
-from .moments import Trace
+from ...base.machine import look
+from ...model.flops import PEAKS, peak_flops
+from .meta_model import Weights
+from .peak_memory import Trace
 from .strategies import Setting, Strategy
 from .workload import Workload
 

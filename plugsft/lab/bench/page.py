@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..base.console import counted
-from ..output.report import STYLE
-from .bench_words import Table, brings, notes, prepared, ran, without_empty
-from .benched import Bench
-from .measured import Ratio
+from ...base.console import counted
+from ...output.report import STYLE
+from .results import Bench
+from .timing import Ratio
+from .words import Table, brings, notes, prepared, ran, without_empty
 
 SKELETON = Path(__file__).with_name("bench.html")
 TICKS = [0.001, 0.01, 0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10]

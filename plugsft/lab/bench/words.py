@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ..base.console import counted, size_of
-from .benched import LEARNS, Bench, Figures, Line, costs, off
-from .lineup import BASELINE
-from .measured import NOISE, machine_line, spread
+from ...base.console import counted, size_of
+from .results import LEARNS, Bench, Figures, Line, costs, off
+from .timing import NOISE, machine_line, spread
+from .variants import BASELINE
 
 Table = list[list[str]]
 """Rows of cells; the first names the columns."""

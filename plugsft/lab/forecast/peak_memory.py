@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..base.types import Ints
+from ...base.types import Ints
 
 LAYERS, HEAD = 0, 1
 """Whose memory it is: the layers' (and embeddings'), or what comes behind them."""

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ..base.console import out, parse_size, say, size_of
-from ..base.errors import PlugsftError, RecipeError
-from ..base.machine import look
-from ..base.types import Ints
-from ..batches.plan import shuffled
-from ..output.bottlenecks import capacity
-from ..output.disk_space import BYTES
-from ..output.folder import ensure_inputs
-from ..ranks.precision import on_cpu
-from ..recipe.parse import flatten, read
-from ..recipe.tables import Recipe
-from ..registry.active import load
-from ..tokens.store import Tokens
-from .measured import machine_facts, machine_line
-from .rewritten import ensure_free, rewrite
+from ...base.console import out, parse_size, say, size_of
+from ...base.errors import PlugsftError, RecipeError
+from ...base.machine import look
+from ...base.types import Ints
+from ...batches.plan import shuffled
+from ...output.bottlenecks import capacity
+from ...output.disk_space import BYTES
+from ...output.folder import ensure_inputs
+from ...ranks.precision import on_cpu
+from ...recipe.parse import flatten, read
+from ...recipe.tables import Recipe
+from ...registry.active import load
+from ...tokens.store import Tokens
+from ..bench.timing import machine_facts, machine_line
+from ..trials.runner import Trial, Trials, trials
+from .rewrite import ensure_free, rewrite
 from .search import FLAT, Probe, Search, Setting
-from .trials import Trial, Trials, trials
 
 WARMUP = 2
 """Steps before those that are measured; the most that memory has to hold is in them."""

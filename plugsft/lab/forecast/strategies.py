@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .ghost import Weights
-from .moments import HEAD, LAYERS, Trace
+from .meta_model import Weights
+from .peak_memory import HEAD, LAYERS, Trace
 
 MIB = 2**20
 LIBRARIES, GROUP = 48 * MIB, 32 * MIB

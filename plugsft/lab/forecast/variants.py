@@ -9,24 +9,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.errors import PlugsftError
-from ..base.machine import look
-from ..batches.defaults import BatchDefaults
-from ..batches.plan import shuffled
-from ..data.defaults import DataDefaults
-from ..data.load_tokenizer import load_tokenizer
-from ..model.config import load_config
-from ..model.defaults import ModelDefaults
-from ..model.load import scratch_config
-from ..output.bottlenecks import capacity
-from ..recipe.tables import Recipe
-from ..registry import active as registry
-from ..tokens.store import Tokens
+from ...base.errors import PlugsftError
+from ...base.machine import look
+from ...batches.defaults import BatchDefaults
+from ...batches.plan import shuffled
+from ...data.defaults import DataDefaults
+from ...data.load_tokenizer import load_tokenizer
+from ...model.config import load_config
+from ...model.defaults import ModelDefaults
+from ...model.load import scratch_config
+from ...output.bottlenecks import capacity
+from ...recipe.tables import Recipe
+from ...registry import active as registry
+from ...tokens.store import Tokens
+from ..trials.runner import changed, trials
 from .chips import GB, Cluster, Took, took
-from .ghost import Ghost, Weights
-from .moments import Trace
+from .meta_model import Ghost, Weights
+from .peak_memory import Trace
 from .strategies import CPU_DDP, DDP, FSDP2, ONE, ZERO2, ZERO3, Parts, Setting, Strategy, held
-from .trials import changed, trials
 from .workload import Rows, Workload, workload
 
 APART = ("flash_attention", "fused_loss", "liger", "compile", "tracker")

@@ -12,19 +12,19 @@ from typing import Any
 
 import tomli_w
 
-from ..base.atomic import write_text
-from ..base.console import counted, progress, say
-from ..base.errors import PlugsftError, RecipeError
-from ..output.folder import ensure_inputs, ensure_page
-from ..recipe.parse import value_of
-from ..recipe.tables import Recipe
-from ..registry import active as registry
-from .bench_page import write_page
-from .bench_words import TITLE, console_lines, duration, markdown
-from .benched import Bench, Figures, ensure_alike, read_report, worse
-from .lineup import Lineup, key, line_up
-from .measured import as_json, head, in_rounds
-from .trials import Trial, Trials, changed, ended, trials
+from ...base.atomic import write_text
+from ...base.console import counted, progress, say
+from ...base.errors import PlugsftError, RecipeError
+from ...output.folder import ensure_inputs, ensure_page
+from ...recipe.parse import value_of
+from ...recipe.tables import Recipe
+from ...registry import active as registry
+from ..trials.runner import Trial, Trials, changed, ended, trials
+from .page import write_page
+from .results import Bench, Figures, ensure_alike, read_report, worse
+from .timing import as_json, head, in_rounds
+from .variants import Lineup, key, line_up
+from .words import TITLE, console_lines, duration, markdown
 
 JSON, MARKDOWN, PAGE = "bench.json", "bench.md", "bench.html"
 AGAIN = "again"
@@ -292,7 +292,7 @@ def prepared(made: Trials, folder: Path, name: str, left_out: Sequence[str]) -> 
     tables["plugins"].get("arrow_cache", {}).pop("folder", None)
     path, said = inside / "recipe.toml", inside / "said.txt"
     path.write_text(tomli_w.dumps(tables))
-    words = [sys.executable, "-m", "plugsft.commands.preparation", str(path)]
+    words = [sys.executable, "-m", "plugsft.lab.bench.preparation", str(path)]
     code, _ = ended(words, said, PLUGSFT_CACHE=str(folder / "cache"))
     if code:
         return {"error": said.read_text(errors="replace").strip()[-2000:] or f"exit code {code}"}

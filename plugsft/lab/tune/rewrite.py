@@ -8,10 +8,10 @@ from typing import Any
 
 import tomli_w
 
-from ..base.atomic import write_text
-from ..base.checksums import digest
-from ..base.errors import RecipeError
-from .trials import changed
+from ...base.atomic import write_text
+from ...base.checksums import digest
+from ...base.errors import RecipeError
+from ..trials.runner import changed
 
 MARK = "# Written by plugsft tune, which replaces it as long as nobody changes it: "
 VALUE = r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*'|\[[^\]]*\]|[^\s,#}"'\[][^,#}\n]*?)"""

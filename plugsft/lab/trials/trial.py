@@ -1,7 +1,7 @@
-"""One trial of a recipe: python -m plugsft.commands.trial RECIPE.
+"""One trial of a recipe: python -m plugsft.lab.trials.trial RECIPE.
 
 A process of its own for each, so that none inherits what another has loaded, warmed up or filled.
-`accelerate launch -m plugsft.commands.trial` makes it one of several ranks.
+`accelerate launch -m plugsft.lab.trials.trial` makes it one of several ranks.
 """
 
 import json
@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import torch
 
-from .. import loop
-from ..base.errors import PlugsftError
-from ..base.machine import held_most, look
-from ..base.types import Feed
-from ..hooks import hookimpl, plugin, state
-from ..ranks.precision import on_cpu
-from ..registry.active import load
-from ..registry.discover import Found
+from ... import loop
+from ...base.errors import PlugsftError
+from ...base.machine import held_most, look
+from ...base.types import Feed
+from ...hooks import hookimpl, plugin, state
+from ...ranks.precision import on_cpu
+from ...registry.active import load
+from ...registry.discover import Found
 
 
 class Over(PlugsftError):

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base.types import Batch, Ints, Slice
-from ..batches.plan import shuffled
-from ..data.prepare import job_of, named
-from ..data.sample import worker
-from ..data.sources import ensure_columns, open_source
-from ..output.bottlenecks import capacity
-from ..recipe.tables import Recipe
-from ..registry.active import Active
-from ..tokens.shards import write_index
-from ..tokens.store import Tokens
+from ...base.types import Batch, Ints, Slice
+from ...batches.plan import shuffled
+from ...data.prepare import job_of, named
+from ...data.sample import worker
+from ...data.sources import ensure_columns, open_source
+from ...output.bottlenecks import capacity
+from ...recipe.tables import Recipe
+from ...registry.active import Active
+from ...tokens.shards import write_index
+from ...tokens.store import Tokens
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""

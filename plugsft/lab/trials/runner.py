@@ -19,21 +19,21 @@ import numpy as np
 import psutil
 import tomli_w
 
-from .. import loop
-from ..base.errors import MEMORY
-from ..base.machine import look
-from ..base.types import Ints, Shard
-from ..batches.plan import shuffled
-from ..data.defaults import DataDefaults
-from ..data.prepare import prepare
-from ..hooks import DATA
-from ..model.config import check_ids
-from ..output.report import read_metrics
-from ..recipe.parse import anchored
-from ..recipe.tables import Recipe
-from ..registry.active import Active
-from ..tokens.shards import Examples, write_index, write_shard
-from ..tokens.store import Tokens
+from ... import loop
+from ...base.errors import MEMORY
+from ...base.machine import look
+from ...base.types import Ints, Shard
+from ...batches.plan import shuffled
+from ...data.defaults import DataDefaults
+from ...data.prepare import prepare
+from ...hooks import DATA
+from ...model.config import check_ids
+from ...output.report import read_metrics
+from ...recipe.parse import anchored
+from ...recipe.tables import Recipe
+from ...registry.active import Active
+from ...tokens.shards import Examples, write_index, write_shard
+from ...tokens.store import Tokens
 
 ELSEWHERE = ("tracker",)
 """Plugins that trials leave out: they tell others of every run."""
@@ -141,7 +141,7 @@ class Trials:
         path = folder / "recipe.toml"
         path.write_text(tomli_w.dumps(tables))
         words = [*self._launch, *(() if self._launch else (sys.executable,))]
-        words += ["-m", "plugsft.commands.trial", str(path), str(memory)]
+        words += ["-m", "plugsft.lab.trials.trial", str(path), str(memory)]
         code, seconds = ended(words, folder / "said.txt")
         return self._read(folder, steps, code, seconds, memory)
 

@@ -1,0 +1,1 @@
+"""`plugsft bench`: cost and gain of each plugin, measured."""

@@ -1,0 +1,1 @@
+"""`plugsft plan`: memory and step time, forecast without weights."""

@@ -1,0 +1,1 @@
+"""Short runs of a recipe in fresh processes."""

@@ -1,0 +1,1 @@
+"""`plugsft tune`: the fastest micro-batch that fits."""
