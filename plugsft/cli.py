@@ -99,7 +99,7 @@ def check(
     ] = None,
 ) -> None:
     """Find mistakes in recipe, plugins, data and disk before training."""
-    from .commands import check
+    from .commands.audit import recipe as check
 
     check.check(recipe, overrides or [], without or [], ranks)
 
@@ -119,7 +119,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Show rows as the model will see them, and audit the data before it costs anything."""
-    from .commands import inspection
+    from .commands.audit import inspect as inspection
 
     inspection.inspect(recipe, overrides or [], without or [], rows, first, everything, html)
 
@@ -176,7 +176,7 @@ def diff(
     ] = None,
 ) -> None:
     """Compare two runs: recipe, versions, data and results."""
-    from .commands import diff
+    from .commands.runs import diff
 
     diff.diff(first, second, html)
 
@@ -246,7 +246,7 @@ def new_plugin(
     folder: Annotated[Path, typer.Option(help="Where to make its folder.")] = Path(),
 ) -> None:
     """Write the skeleton of a plugin of your own, with its test."""
-    from .commands import skeleton
+    from .commands import new_plugin as skeleton
 
     skeleton.new_plugin(name, folder)
 

@@ -56,11 +56,12 @@ FLOORS = _words("""
     loop
     testing
     data.sample output.folder output.disk_space
-    commands.views commands.audit commands.inspection_page
-    commands.batch_sense commands.findings commands.check commands.train commands.inspection
+    commands.audit.token_view commands.audit.rows commands.audit.page
+    commands.audit.batches commands.audit.findings commands.audit.recipe commands.train
+    commands.audit.inspect
     commands.listing commands.overview
-    commands.chat commands.restored commands.export commands.skeleton commands.cache
-    commands.compared commands.diff_page commands.diff
+    commands.chat commands.runs.from_checkpoint commands.export commands.new_plugin commands.cache
+    commands.runs.compare commands.runs.page commands.runs.diff
     lab.trials.trial lab.trials.runner
     lab.bench.timing lab.bench.variants lab.bench.preparation lab.bench.results lab.bench.words
     lab.bench.page lab.bench.run

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from making import activate, install
 
 from plugsft import DataError, PlugsftError, RecipeError
-from plugsft.commands import inspection, inspection_page
-from plugsft.commands.audit import histogram, quantiles, spread
+from plugsft.commands.audit import inspect as inspection
+from plugsft.commands.audit import page as inspection_page
+from plugsft.commands.audit.rows import histogram, quantiles, spread
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults

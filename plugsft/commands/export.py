@@ -22,7 +22,7 @@ from ..data.load_tokenizer import end_generation
 from ..output.folder import ADAPTER, base_of, is_model
 from ..ranks.launch import quiet
 from .chat import model_folder
-from .restored import checkpoint_of, restore
+from .runs.from_checkpoint import checkpoint_of, restore
 
 TOKENS = 32
 """So many tokens show that a merged model is the one with adapters."""

@@ -7,19 +7,19 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from ..base.console import is_terminal, out, say
-from ..base.errors import DataError, RecipeError
-from ..base.machine import look
-from ..data.defaults import DataDefaults
-from ..data.sample import take, worker
-from ..data.slices import Work
-from ..data.sources import Source, ensure_columns, open_source
-from ..hooks import DATA
-from ..output.folder import ensure_page
-from ..registry import active as registry
-from .audit import Audit, audit, histogram
-from .inspection_page import write_page
-from .views import View, views
+from ...base.console import is_terminal, out, say
+from ...base.errors import DataError, RecipeError
+from ...base.machine import look
+from ...data.defaults import DataDefaults
+from ...data.sample import take, worker
+from ...data.slices import Work
+from ...data.sources import Source, ensure_columns, open_source
+from ...hooks import DATA
+from ...output.folder import ensure_page
+from ...registry import active as registry
+from .page import write_page
+from .rows import Audit, audit, histogram
+from .token_view import View, views
 
 BAR = 40
 # Every other token is underlined, so that it shows where one ends.

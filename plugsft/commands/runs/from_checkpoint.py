@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from ..base.atomic import damage, publish
-from ..base.errors import CheckpointError, PlugsftError
-from ..base.machine import look
-from ..base.step_folders import newest
-from ..batches.defaults import BatchDefaults
-from ..data.defaults import DataDefaults
-from ..data.load_tokenizer import end_generation, load_tokenizer
-from ..model.defaults import ModelDefaults
-from ..model.load import load_of
-from ..ranks.launch import quiet
-from ..ranks.shard_files import Stored
-from ..ranks.state import WEIGHTS, ensure_same, fill_weights
-from ..registry.active import check, load
+from ...base.atomic import damage, publish
+from ...base.errors import CheckpointError, PlugsftError
+from ...base.machine import look
+from ...base.step_folders import newest
+from ...batches.defaults import BatchDefaults
+from ...data.defaults import DataDefaults
+from ...data.load_tokenizer import end_generation, load_tokenizer
+from ...model.defaults import ModelDefaults
+from ...model.load import load_of
+from ...ranks.launch import quiet
+from ...ranks.shard_files import Stored
+from ...ranks.state import WEIGHTS, ensure_same, fill_weights
+from ...registry.active import check, load
 
 
 def checkpoint_of(output: Path) -> Path | None:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..base.console import out, say
-from ..base.errors import PlugsftError
-from ..output.folder import ensure_page
-from .compared import Row, Section, compare, read_run
-from .diff_page import write_page
+from ...base.console import out, say
+from ...base.errors import PlugsftError
+from ...output.folder import ensure_page
+from .compare import Row, Section, compare, read_run
+from .page import write_page
 
 NARROW, WIDE = 12, 36
 """Characters that a column has at least and at most; a longer value has a line of its own."""

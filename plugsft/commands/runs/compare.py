@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import PlugsftError
-from ..base.limits import json_of, text_of
-from ..data.cache_key import differences
-from ..output.folder import is_held, near
-from ..output.report import Points, finite, number, part_of, read_metrics, series_of
-from ..recipe.parse import flatten, read
-from ..registry.discover import OURS
+from ...base.errors import PlugsftError
+from ...base.limits import json_of, text_of
+from ...data.cache_key import differences
+from ...output.folder import is_held, near
+from ...output.report import Points, finite, number, part_of, read_metrics, series_of
+from ...recipe.parse import flatten, read
+from ...registry.discover import OURS
 
 LEARNED = ("loss", "accuracy", "margin")
 """What is measured in training and is a result; all that is measured in evaluation is one."""

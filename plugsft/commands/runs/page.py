@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..output.report import Points, drawn, fill, part_of
-from .compared import Row, Run, Section
+from ...output.report import Points, drawn, fill, part_of
+from .compare import Row, Run, Section
 
 
 def write_page(path: Path, a: Run, b: Run, sections: Sequence[Section]) -> None:

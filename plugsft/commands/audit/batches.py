@@ -1,7 +1,7 @@
 """Whether batches make sense: how much a step holds, how full it is, and the known mistakes."""
 
-from ..base.types import Ints, Layouts
-from ..recipe.tables import Recipe
+from ...base.types import Ints, Layouts
+from ...recipe.tables import Recipe
 
 SEEN = 8
 """Steps of an epoch that are looked at."""

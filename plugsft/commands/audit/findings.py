@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from rich.text import Text
 
-from ..base.console import out
-from ..base.errors import PlugsftError
+from ...base.console import out
+from ...base.errors import PlugsftError
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..base.console import counted
-from ..output.report import STYLE
-from .audit import Audit, histogram, quantiles
-from .views import Piece, View
+from ...base.console import counted
+from ...output.report import STYLE
+from .rows import Audit, histogram, quantiles
+from .token_view import Piece, View
 
 SKELETON = Path(__file__).with_name("inspection.html")
 MOST = 100_000

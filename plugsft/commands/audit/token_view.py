@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from ..data.sample import Sample
-from ..data.slices import Work
+from ...data.sample import Sample
+from ...data.slices import Work
 
 
 class Piece(NamedTuple):

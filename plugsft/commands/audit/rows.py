@@ -10,17 +10,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..base.errors import DataError
-from ..base.types import Ints, Row
-from ..data.chat import Chat
-from ..data.formats import TEXTS, BadRow, kind_of, talk_of
-from ..data.render import renamed, without
-from ..data.sample import Sample, make
-from ..data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
-from ..data.sources import Source as Opened
-from ..recipe.tables import Data
-from ..registry.active import Active
-from ..tokens.store import Tokens
+from ...base.errors import DataError
+from ...base.types import Ints, Row
+from ...data.chat import Chat
+from ...data.formats import TEXTS, BadRow, kind_of, talk_of
+from ...data.render import renamed, without
+from ...data.sample import Sample, make
+from ...data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
+from ...data.sources import Source as Opened
+from ...recipe.tables import Data
+from ...registry.active import Active
+from ...tokens.store import Tokens
 
 SAMPLE, STRETCHES = 1_000, 20
 STEP = 1_000

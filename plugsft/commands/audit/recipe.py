@@ -9,30 +9,30 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ..base.console import say, size_of
-from ..base.errors import DataError, RecipeError
-from ..base.machine import free_disk, look
-from ..base.types import Ints
-from ..batches.defaults import BatchDefaults
-from ..batches.plan import shuffled
-from ..data.cache_key import MAKERS
-from ..data.defaults import DataDefaults
-from ..data.prepare import describe, eval_source, job_of, named
-from ..data.sample import take, worker
-from ..data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
-from ..data.sources import Source as Opened
-from ..data.sources import ensure_columns, open_source
-from ..model.config import check_context, check_ids, ensure_whole_weights
-from ..model.schedule import check_schedule
-from ..output.disk_space import TOKEN_BYTES, may_shrink, needed, parameters, taken
-from ..output.folder import ensure_ours, leftovers, wrong_inputs
-from ..recipe.tables import LOSSY, Recipe, Source, Train
-from ..registry import active as registry
-from ..registry.active import Active
-from ..registry.contracts import mark_of
-from .audit import judge_chats
-from .batch_sense import sense
+from ...base.console import say, size_of
+from ...base.errors import DataError, RecipeError
+from ...base.machine import free_disk, look
+from ...base.types import Ints
+from ...batches.defaults import BatchDefaults
+from ...batches.plan import shuffled
+from ...data.cache_key import MAKERS
+from ...data.defaults import DataDefaults
+from ...data.prepare import describe, eval_source, job_of, named
+from ...data.sample import take, worker
+from ...data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
+from ...data.sources import Source as Opened
+from ...data.sources import ensure_columns, open_source
+from ...model.config import check_context, check_ids, ensure_whole_weights
+from ...model.schedule import check_schedule
+from ...output.disk_space import TOKEN_BYTES, may_shrink, needed, parameters, taken
+from ...output.folder import ensure_ours, leftovers, wrong_inputs
+from ...recipe.tables import LOSSY, Recipe, Source, Train
+from ...registry import active as registry
+from ...registry.active import Active
+from ...registry.contracts import mark_of
+from .batches import sense
 from .findings import Findings
+from .rows import judge_chats
 
 ROWS = 100
 """Of each source, so many are rendered and encoded."""

@@ -1,0 +1,1 @@
+"""`plugsft check` and `plugsft inspect`: mistakes found before training."""
