@@ -14,7 +14,7 @@ import typer
 
 from . import __version__
 from .arguments import Overrides, RecipeFile, Trusted, Without
-from .base.console import complain, say
+from .base.console import print_error, say
 from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
 from .measuring import measuring
 
@@ -372,5 +372,5 @@ def _leave(error: PlugsftError) -> None:
         if isinstance(error, Stopped):
             sys.exit(error.exit_code)  # all ranks have this error, and the main process printed it
     for line in (*str(error).splitlines(), *getattr(error, "__notes__", ())):
-        complain(f"error: {line}")
+        print_error(f"error: {line}")
     sys.exit(error.exit_code)

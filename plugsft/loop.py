@@ -53,7 +53,7 @@ def train(recipe: Recipe, active: Active, machine: Machine, resume: Sequence[Pat
     """Train a recipe, from step 1 or from the first undamaged checkpoint."""
     quiet()
     record = Record(recipe, machine, active)
-    hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record).hook
+    hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record).hook
     ensure_sound(recipe, active, machine)
     data = prepare(recipe, active)
     check_ids(recipe, data.largest_id)

@@ -163,7 +163,7 @@ def _train(raw: dict[str, Any]) -> tuple[list[Tables], dict[str, str]]:
 def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
     recipe, active = resolve(raw)
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     check(active, recipe, look())
     job = job_of(recipe, active)
     rows, middle = len(job.opened[0]), len(job.opened[0]) // 2

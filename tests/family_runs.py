@@ -77,7 +77,7 @@ class Bench:
         if "bfd_packing" in plugins:
             tables["train"] = tables["train"] | {"micro_batch": 1}
         recipe, active = load(write_recipe(self.folder / "recipe.toml", tables))
-        with active.named():
+        with active.name_failing_plugin():
             checkpoint = find(recipe, active, resume, None)
             loop.train(recipe, active, look(), checkpoint)
         return Path(tables["output"])

@@ -74,7 +74,7 @@ def stepped(tmp_path, folder, plugins, dtype):
     tables["model"] = {"path": str(folder), "dtype": dtype, "tokenizer": str(folder)}
     tables["train"]["micro_batch"] = 1
     recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
-    active.answer(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults())
+    active.attach(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults())
     registry.check(active, recipe, look())
     torch.manual_seed(1)
     model = active.hook.optimize_model(load=load_of(recipe.model, tmp_path)).train()

@@ -34,7 +34,7 @@ from plugsft import DataError, PlugsftError
 from plugsft.base import checksums as digests
 from plugsft.base.atomic import HERE, damage, is_whole, publish
 from plugsft.base.build_once import PATIENCE
-from plugsft.base.checksums import digest, remembered_digest, sealed, unsealed
+from plugsft.base.checksums import add_checksum, cached_file_digest, digest, parse_checksummed
 from plugsft.base.types import Shard
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
@@ -57,7 +57,7 @@ def recipe(tmp_path, home):
         tables = tiny_tables(tmp_path, changes.pop("rows", None))
         if not (tmp_path / "tokenizer").exists():
             made, active = resolve({**tables, "output": str(tmp_path / "first")})
-            active.answer(DataDefaults(made.folder))
+            active.attach(DataDefaults(made.folder))
             shutil.copytree(prepare.prepare(made, active).tokenizer_folder, tmp_path / "tokenizer")
         tables["model"]["tokenizer"] = str(tmp_path / "tokenizer")
         tables["plugins"] = {"arrow_cache": {}}
@@ -75,7 +75,7 @@ def built(path, *overrides):
 
 def opened(path, overrides):
     made, active = load(path, overrides)
-    active.answer(DataDefaults(made.folder))
+    active.attach(DataDefaults(made.folder))
     return made, active
 
 
@@ -245,17 +245,17 @@ def seal(entry, facts):
     for shard in facts["shards"]:
         if (entry / str(shard["file"])).is_file():
             shard["size"] = (entry / shard["file"]).stat().st_size
-    (entry / "facts.json").write_text(json.dumps(sealed(facts)))
+    (entry / "facts.json").write_text(json.dumps(add_checksum(facts)))
 
 
 def other_facts(part, name, value):
     def harm(entry):
-        facts = unsealed((entry / "facts.json").read_text())
+        facts = parse_checksummed((entry / "facts.json").read_text())
         facts[part][0][name] = value
         seal(entry, facts)
         if name == "size":
             facts[part][0][name] = value
-            (entry / "facts.json").write_text(json.dumps(sealed(facts)))
+            (entry / "facts.json").write_text(json.dumps(add_checksum(facts)))
 
     return harm
 
@@ -273,7 +273,7 @@ def other_batch(file, **changes):
         table = pa.table(columns)
         with (pa.ipc.new_stream if stream else pa.ipc.new_file)(path, table.schema) as writer:
             writer.write(table)
-        seal(entry, unsealed((entry / "facts.json").read_text()))
+        seal(entry, parse_checksummed((entry / "facts.json").read_text()))
 
     return harm
 
@@ -500,7 +500,7 @@ def test_sizes_that_are_none_are_told(text):
 def big(tmp_path, home):
     """A file that is worth a note of its checksum, written a while ago."""
     path = tmp_path / "big.jsonl"
-    path.write_bytes(b"a" * digests.WORTH)
+    path.write_bytes(b"a" * digests.MIN_REMEMBERED_SIZE)
     os.utime(path, (1e9, 1e9))
     return path
 
@@ -510,45 +510,45 @@ def notes(home):
 
 
 def test_a_checksum_is_remembered_by_path_size_and_time(big, home, tmp_path):
-    known = remembered_digest(big)
+    known = cached_file_digest(big)
     (note,) = notes(home)
     note.write_text(note.read_text().replace(known, "remembered"))
-    assert remembered_digest(big) == "remembered"
+    assert cached_file_digest(big) == "remembered"
     other = tmp_path / "other.jsonl"
     shutil.copy2(big, other)
-    assert remembered_digest(other) == known, "another path"
+    assert cached_file_digest(other) == known, "another path"
     os.utime(big, (1e9, 1e9 + 1))
-    assert remembered_digest(big) == known, "another time"
+    assert cached_file_digest(big) == known, "another time"
     note.write_text(note.read_text().replace(known, "remembered"))
     shutil.copy2(big, other)
     other.replace(big)
-    assert remembered_digest(big) == known, "another file in its place"
+    assert cached_file_digest(big) == known, "another file in its place"
     note.write_text("{")
-    assert remembered_digest(big) == known
+    assert cached_file_digest(big) == known
     with big.open("ab") as file:
         file.write(b"b")
     os.utime(big, (1e9, 1e9 + 1))
-    assert remembered_digest(big) != known, "another size"
+    assert cached_file_digest(big) != known, "another size"
 
 
 def test_a_file_that_changes_within_a_tick_of_the_clock_is_read_again(big, home):
     now = time.time_ns()
     os.utime(big, ns=(now, now))
-    first = remembered_digest(big)
+    first = cached_file_digest(big)
     with big.open("r+b") as file:
         file.write(b"b")
     os.utime(big, ns=(now, now))
-    assert remembered_digest(big) != first and notes(home) == []
+    assert cached_file_digest(big) != first and notes(home) == []
 
 
 def test_small_files_and_unwritable_notes_do_no_harm(big, home, tmp_path):
     small = tmp_path / "small"
     small.write_bytes(b"a")
-    remembered_digest(small)
+    cached_file_digest(small)
     assert not notes(home)
     home.parent.mkdir(exist_ok=True)
     (home.parent / "files").write_text("in the way")
-    assert remembered_digest(big) == digests.file_digest(big)
+    assert cached_file_digest(big) == digests.file_digest(big)
 
 
 def write_tokens(folder, rows):
@@ -568,7 +568,7 @@ def write_tokens(folder, rows):
 def test_a_hit_costs_little_and_the_same_for_any_number_of_rows(tmp_path):
     tables = tiny_tables(tmp_path) | {"train": {"batch_size": 64, "learning_rate": 1.0}}
     recipe = Recipe.model_validate(tables)
-    hook = Active({}, {}).answer(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults()).hook
+    hook = Active({}, {}).attach(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults()).hook
     opened, first = {}, {}
     for rows in (10_000, 1_000_000):
         folder = tmp_path / str(rows)

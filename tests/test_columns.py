@@ -58,7 +58,7 @@ def hooks(tmp_path_factory):
     def of(kind):
         plugins = {"dpo": {}} if kind == "preference" else {}
         recipe, active = resolve({**tables, "plugins": plugins})
-        return active.answer(DataDefaults(recipe.folder)).hook
+        return active.attach(DataDefaults(recipe.folder)).hook
 
     made = {kind: of(kind) for kind in ROWS}
     return made.__getitem__
@@ -123,7 +123,7 @@ def run_of(folder, rows, plugins=None, **data):
     tables = tiny_tables(folder, rows)
     tables["data"] |= data
     recipe, active = resolve({**tables, "plugins": plugins or {}})
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     return prepare.prepare(recipe, active).tokens
 
 

@@ -22,7 +22,7 @@ def terminal(monkeypatch):
 def test_a_line_is_printed_as_it_is_and_never_broken(capsys):
     text = "[red]x[/red] data.jsonl:100: " + "word " * 100
     console.say(text)
-    console.complain(text)
+    console.print_error(text)
     said = capsys.readouterr()
     assert said.out == said.err == text + "\n"
 
@@ -30,7 +30,7 @@ def test_a_line_is_printed_as_it_is_and_never_broken(capsys):
 def test_other_ranks_are_silent_but_for_errors(monkeypatch, capsys):
     monkeypatch.setattr(console.out, "quiet", True)
     console.say("not this")
-    console.complain("this")
+    console.print_error("this")
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "this\n")
 

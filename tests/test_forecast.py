@@ -188,7 +188,7 @@ def test_weights_are_counted_as_the_real_model_has_them(tmp_path, config, plugin
     tables = tiny_tables(tmp_path) | {"plugins": plugins}
     tables["model"] = {"path": str(tmp_path / "base"), "dtype": "bfloat16"}
     recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
-    active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
+    active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
     ghost = Ghost(recipe, active, load_config(recipe.model))
     weights = ghost.weights()
     real = active.hook.optimize_model(load=load_of(recipe.model, tmp_path))
@@ -301,7 +301,7 @@ def test_a_probe_says_how_far_the_forecast_was_off_and_corrects_it(recipe):
 def test_a_model_that_shapes_do_not_tell_of_is_refused(tmp_path, recipe):
     config = BloomConfig(hidden_size=64, n_layer=2, n_head=2)
     scratch, active = registry.load(recipe)
-    active.answer(DataDefaults(scratch.folder), BatchDefaults(), ModelDefaults())
+    active.attach(DataDefaults(scratch.folder), BatchDefaults(), ModelDefaults())
     ghost = Ghost(scratch, active, config)
 
     def broken(*_, **__):
@@ -316,7 +316,7 @@ def test_a_model_that_shapes_do_not_tell_of_is_refused(tmp_path, recipe):
 def test_traffic_that_computing_cannot_hide_is_time(recipe, tmp_path):
     """Of DDP: each gradient goes around twice, in a ring as fast as its slowest part."""
     loaded, active = registry.load(recipe)
-    active.answer(DataDefaults(loaded.folder), BatchDefaults())
+    active.attach(DataDefaults(loaded.folder), BatchDefaults())
     scope = Scope(anchored(loaded), rows_of(loaded, active, tmp_path), gpu=True)
     _, seen = scope.see({}, 16)
     chip = replace(CHIPS["H100"], network=1e6)  # eight of them send 8 MB/s
@@ -336,7 +336,7 @@ def test_pairs_are_packed_into_twice_the_length_as_a_run_packs_them(tmp_path):
     tables["train"]["micro_batch"] = 1
     tables["plugins"] = {"dpo": {}, "bfd_packing": {"scope": "dataset"}}
     recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
-    active.answer(DataDefaults(recipe.folder), BatchDefaults())
+    active.attach(DataDefaults(recipe.folder), BatchDefaults())
     scope = Scope(anchored(recipe), rows_of(recipe, active, tmp_path), gpu=True)
     _, seen = scope.see({}, 1)
     assert seen.load.seen[0] == 400 == Tuning(changed_to_step(recipe), 0, 1).own.size
@@ -361,7 +361,7 @@ def test_activations_are_shown_under_fsdp2_or_said_to_be_freed(tmp_path, tied):
     tables = tiny_tables(tmp_path)
     tables["model"] = {"path": str(tmp_path / "base"), "dtype": "bfloat16"}
     recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
-    active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
+    active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
     batch = {name: torch.zeros(8, 100, dtype=torch.int64) for name in ("input_ids", "labels")}
     ghost = Ghost(recipe, active, config, sharded=True)
     trace, weights = (

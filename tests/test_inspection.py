@@ -70,7 +70,7 @@ def test_the_trained_tokens_of_a_row_stand_in_brackets(tiny, tmp_path, inspect):
 
 def prepare_tokens(path):
     recipe, active = registry.load(path)
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     return prepare.prepare(recipe, active).tokens
 
 

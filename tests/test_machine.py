@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from plugsft.base import machine
-from plugsft.base.machine import free_disk, held_most, look, memory_limit, num_cores, slow_to_map
+from plugsft.base.machine import (
+    free_disk,
+    is_slow_to_map,
+    look,
+    memory_limit,
+    num_cores,
+    peak_memory,
+)
 from plugsft.ranks.launch import threads_are_chosen
 
 
@@ -51,10 +58,10 @@ def test_memory_is_the_container_s_if_that_is_less(container):
 
 def test_what_a_process_held_is_its_own_not_its_starter_s():
     filler = np.ones(2**26)  # half a gigabyte, touched
-    words = "import numpy; numpy.ones(2**24); print(held_most())"
-    code = f"from plugsft.base.machine import held_most; {words}"
+    words = "import numpy; numpy.ones(2**24); print(peak_memory())"
+    code = f"from plugsft.base.machine import peak_memory; {words}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 2**27 < int(done.stdout) < filler.nbytes < held_most()
+    assert 2**27 < int(done.stdout) < filler.nbytes < peak_memory()
 
 
 def test_free_disk_of_a_folder_that_is_still_to_be_made(tmp_path, monkeypatch):
@@ -92,8 +99,8 @@ def test_windows_subsystem_is_recognised(monkeypatch):
     ],
 )
 def test_a_windows_disk_is_slow_to_map_from_wsl_only(folder, slow):
-    assert slow_to_map(Path(folder), replace(look(), wsl=True)) is slow
-    assert not slow_to_map(Path(folder), replace(look(), wsl=False))
+    assert is_slow_to_map(Path(folder), replace(look(), wsl=True)) is slow
+    assert not is_slow_to_map(Path(folder), replace(look(), wsl=False))
 
 
 @pytest.mark.parametrize("launched", [False, True])

@@ -44,7 +44,7 @@ def test_the_core_s_metrics_are_those_that_a_run_logs(company, tmp_path):
 
 @pytest.mark.parametrize("metric", [*sorted(METRICS), "eval_loss", "eval_x", "sharpness"])
 def test_a_name_that_is_taken_is_refused_with_its_owners(company, metric):
-    active = load(company, [f"plugins.two.metric={metric}"])[1].answer(SimpleNamespace())
+    active = load(company, [f"plugins.two.metric={metric}"])[1].attach(SimpleNamespace())
     owner = {"sharpness": "of plugin '(one|two)'"}.get(metric, "a metric of plugsft|evaluation")
     with pytest.raises(PluginError, match=owner) as caught:
         active.hook.measure()
@@ -54,7 +54,7 @@ def test_a_name_that_is_taken_is_refused_with_its_owners(company, metric):
 
 
 def test_a_plugin_may_measure_again_what_it_has_measured(company):
-    active = load(company)[1].answer(SimpleNamespace())
+    active = load(company)[1].attach(SimpleNamespace())
     assert active.hook.measure() and active.hook.measure()
 
 

@@ -32,7 +32,7 @@ def ours(tmp_path_factory):
     tables = tiny_tables(tmp_path_factory.mktemp("ours"), ROWS)
     tables["train"] |= {"batch_size": 8, "micro_batch": 3}
     recipe, active = resolve(tables)
-    hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
+    hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
     data = prepare(recipe, active)
     tokens = data.tokens
     folder = scratch_model(recipe, data)

@@ -44,7 +44,7 @@ def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, *
         units=np.arange(count) + 1,
         ensure_unchanged=lambda: None,
     )
-    return Plan(tokens, recipe, ranks, Active({}, {}).answer(core or BatchDefaults()).hook)
+    return Plan(tokens, recipe, ranks, Active({}, {}).attach(core or BatchDefaults()).hook)
 
 
 def members(window):

@@ -47,7 +47,7 @@ def run(tmp_path):
         if "sources" in data:
             del tables["data"]["source"]
         recipe, active = resolve({**tables, "plugins": plugins or {}})
-        active.answer(DataDefaults(recipe.folder))
+        active.attach(DataDefaults(recipe.folder))
         made = prepare.prepare(recipe, active)
         return made, made.tokens, made.held_out
 
@@ -257,7 +257,7 @@ def test_what_changes_the_tokens_changes_the_key_and_nothing_else_does(tmp_path,
             merge = isinstance(tables.get(name), dict)
             tables[name] = {**tables[name], **change} if merge else change
         recipe, active = resolve(tables)
-        active.answer(DataDefaults(recipe.folder))
+        active.attach(DataDefaults(recipe.folder))
         return prepare.prepare(recipe, active).tokens.facts["key"]
 
     other = tmp_path / "other.jinja"
@@ -338,7 +338,7 @@ def test_work_travels_to_another_process(run, tmp_path):
     tables = tiny_tables(tmp_path)
     tables["data"] = {"sources": [{"source": str(one), "weight": 0.5}], "max_length": 64}
     recipe, active = resolve(tables)
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     tokens = prepare.prepare(recipe, active).tokens
     job = prepare.job_of(recipe, active)
     work, part = job.work, job.opened[0].part(0, 30)
@@ -373,11 +373,11 @@ def test_tokens_on_disk_tell_what_they_are(run):
 def test_a_resolved_recipe_prepares_the_same_tokens(tmp_path):
     path = write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path))
     recipe, active = load(path)
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     tokens = prepare.prepare(recipe, active).tokens
     tables = recipe.model_dump(exclude_none=True)
     recipe, active = resolve(tables)
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     assert prepare.prepare(recipe, active).tokens.folder == tokens.folder
 
 

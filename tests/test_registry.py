@@ -231,7 +231,7 @@ def test_order_comes_from_after_and_names_never_from_the_recipe(company):
     seen = set()
     for shuffle in itertools.islice(itertools.permutations(names), 0, 720, 45):
         tables["plugins"] = {name: {} for name in shuffle}
-        active = resolve(tables)[1].answer(DataDefaults(None))
+        active = resolve(tables)[1].attach(DataDefaults(None))
         wraps = {hook: wraps for hook, _, _, wraps in active.describe()}
         assert list(active.plugins) == wraps["feed"]
         seen.add(tuple(active.plugins))
@@ -263,7 +263,7 @@ class Wraps:
         """,
         a_outer=body.format(name="outer", contract="after=['inner']"),
     )
-    active = resolve(tables)[1].answer(DataDefaults(None))
+    active = resolve(tables)[1].attach(DataDefaults(None))
     key = {"seen": []}
     assert active.hook.cache(key=key, build=None, read=None) == "here"
     assert key["seen"] == ["outer in", "inner in", "answer", "inner out", "outer out"]
@@ -286,7 +286,7 @@ def wrapping(body):
     ],
 )
 def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tmp_path):
-    active = resolve(company(one=wrapping(body)))[1].answer(DataDefaults(tmp_path))
+    active = resolve(company(one=wrapping(body)))[1].attach(DataDefaults(tmp_path))
     with pytest.raises(PluginError, match=expected) as caught:
         active.hook.tokenize(slices=[], work=None)
     assert "plugin 'one'" in str(caught.value)
@@ -294,16 +294,16 @@ def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tm
 
 def test_a_wrapper_may_pass_on_that_nobody_answered(company):
     source = wrapping("return (yield)").replace("tokenize", "render")
-    active = resolve(company(one=source))[1].answer(DataDefaults(None))
+    active = resolve(company(one=source))[1].attach(DataDefaults(None))
     assert active.hook.render(rows=[{"x": 1}], tokenizer=None, data=Ours()) is None
 
 
 def test_an_answer_of_nothing_is_named_unless_it_passes_the_question_on(company, tmp_path):
     answer = "@plugin()\nclass Answers:\n    @hookimpl\n    def {hook}(self):\n        pass\n"
-    active = resolve(company(one=answer.format(hook="batches")))[1].answer(DataDefaults(tmp_path))
+    active = resolve(company(one=answer.format(hook="batches")))[1].attach(DataDefaults(tmp_path))
     with pytest.raises(PluginError, match="plugin 'one': its answer to 'batches' is None"):
         active.hook.batches(order=None, lengths=None, ranks=1, train=None)
-    active = resolve(company(two=answer.format(hook="tokenize")))[1].answer(DataDefaults(tmp_path))
+    active = resolve(company(two=answer.format(hook="tokenize")))[1].attach(DataDefaults(tmp_path))
     assert active.hook.tokenize(slices=[], work=None) == []
 
 
@@ -324,9 +324,9 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
         def tokenize(self):
             return 1 / 0
 
-    active = resolve(company(one=wrapping(body)))[1].answer(Core())
+    active = resolve(company(one=wrapping(body)))[1].attach(Core())
     assert active.hook.tokenize(slices=[], work=None) == "mended"
-    active = resolve(company(two=wrapping("return (yield)")))[1].answer(Core())
+    active = resolve(company(two=wrapping("return (yield)")))[1].attach(Core())
     with pytest.raises(ZeroDivisionError):
         active.hook.tokenize(slices=[], work=None)
 
@@ -341,7 +341,7 @@ def test_check_hears_every_objection(company):
     """
     recipe, active = resolve(company(one=objects, two=objects))
     with pytest.raises(RecipeError) as caught:
-        check(active.answer(), recipe, look())
+        check(active.attach(), recipe, look())
     assert sorted(caught.value.problems) == [
         "plugins.one: epochs 1",
         "plugins.one: ranks 1",
@@ -362,7 +362,7 @@ def test_verdicts(company):
     """
     _, active = resolve(company(one=speaks, two=WRAPS.format(contract="")))
     active.plugins["one"].count = 49
-    assert active.answer().verdicts() == {"one": "49 modules patched", "two": "active"}
+    assert active.attach().verdicts() == {"one": "49 modules patched", "two": "active"}
 
 
 def test_a_plugin_s_source_is_part_of_what_it_makes(company):
@@ -444,10 +444,10 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
 def test_tracing_is_off_unless_asked_for(company, monkeypatch, capsys, tmp_path):
     tables = company(one=ANSWERS)
     monkeypatch.delenv("PLUGSFT_TRACE", raising=False)
-    resolve(tables)[1].answer().hook.feed(build=str, steps=range(2))
+    resolve(tables)[1].attach().hook.feed(build=str, steps=range(2))
     assert "trace" not in capsys.readouterr().err
     monkeypatch.setenv("PLUGSFT_TRACE", "1")
-    resolve(tables)[1].answer().hook.feed(build=str, steps=range(2))
+    resolve(tables)[1].attach().hook.feed(build=str, steps=range(2))
     assert "trace feed(build, steps) by one -> map, " in capsys.readouterr().err
 
 
@@ -484,7 +484,7 @@ def test_a_plugin_that_names_itself_is_named_once(company):
     """
     recipe, active = resolve(company(one=objects))
     with pytest.raises(RecipeError) as caught:
-        check(active.answer(), recipe, look())
+        check(active.attach(), recipe, look())
     assert caught.value.problems == [*words[:2], "plugins.one: too long"]
 
 
@@ -514,8 +514,8 @@ def test_an_unforeseen_error_names_the_plugin_and_the_hook_it_came_from(company)
         (False, None, []),
     ):
         tables["plugins"]["one"]["fails"] = fails
-        active = resolve(tables)[1].answer(Core())
-        with pytest.raises((ZeroDivisionError, TypeError)) as caught, active.named():
+        active = resolve(tables)[1].attach(Core())
+        with pytest.raises((ZeroDivisionError, TypeError)) as caught, active.name_failing_plugin():
             active.hook.feed(build=build, steps=range(2))
         assert getattr(caught.value, "__notes__", []) == notes
 

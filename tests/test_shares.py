@@ -11,7 +11,7 @@ from test_resume import FSDP2, Run, on_ranks
 
 from plugsft import PlugsftError
 from plugsft.base.atomic import MANIFEST
-from plugsft.base.step_folders import listed
+from plugsft.base.step_folders import list_checkpoints
 from plugsft.ranks import shard_files as parts
 
 RANKS = 4
@@ -62,7 +62,7 @@ def shares(name, accelerator, recipe, active):
         run.checkpoints.save(2)
     run.train(range(3, 5))
     run.checkpoints.save(4)
-    found = [*reversed(listed(recipe.folder / "checkpoints"))]
+    found = [*reversed(list_checkpoints(recipe.folder / "checkpoints"))]
     with counted() as said["restore"]:
         run.checkpoints.restore(found)
     said["newest"] = run.checkpoints.saved
@@ -85,7 +85,7 @@ def shares(name, accelerator, recipe, active):
         data[-1] ^= 1
         file.write_bytes(data)
     accelerator.wait_for_everyone()
-    run.checkpoints.restore([*reversed(listed(recipe.folder / "checkpoints"))])
+    run.checkpoints.restore([*reversed(list_checkpoints(recipe.folder / "checkpoints"))])
     said["flipped"] = run.checkpoints.saved
     return said
 

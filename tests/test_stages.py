@@ -99,7 +99,7 @@ def read(folder):
 
 def hooks(folder, **plugins):
     recipe, active = resolve(tiny_tables(folder) | {"plugins": plugins})
-    return active.answer(DataDefaults(recipe.folder)).hook
+    return active.attach(DataDefaults(recipe.folder)).hook
 
 
 def rendered(hook, rows, template, **data):

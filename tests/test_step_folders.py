@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plugsft.base.atomic import MANIFEST, damage, publish, stamp
-from plugsft.base.step_folders import folder_of, listed, newest, step_of
+from plugsft.base.step_folders import list_checkpoints, newest_checkpoint, parse_step, step_folder
 from plugsft.output.checkpoint import STATE
 
 # What users, other tools and file managers make of our names.
@@ -35,16 +35,16 @@ def test_only_numbers_are_ours_and_they_are_compared_as_numbers(tmp_path_factory
         with publish(folder / f"step-{suffix}"):
             pass
     ours = [suffix for suffix in suffixes if re.fullmatch("[0-9]+", suffix)]
-    found = listed(folder)
+    found = list_checkpoints(folder)
     assert {path.name for path in found} == {f"step-{suffix}" for suffix in ours}
-    steps = [step_of(path) for path in found]
+    steps = [parse_step(path) for path in found]
     assert steps == sorted(map(int, ours))
-    assert newest(folder) == (found[-1] if found else None)
+    assert newest_checkpoint(folder) == (found[-1] if found else None)
 
 
 @given(st.integers(0, 10**12))
 def test_a_step_s_folder_is_that_step_s(tmp_path_factory, step):
-    assert step_of(folder_of(tmp_path_factory.getbasetemp(), step)) == step
+    assert parse_step(step_folder(tmp_path_factory.getbasetemp(), step)) == step
 
 
 def edited(checkpoint, step, **recipe):
@@ -56,7 +56,7 @@ def edited(checkpoint, step, **recipe):
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     manifest[STATE] = stamp(checkpoint / STATE)
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    return checkpoint.rename(folder_of(checkpoint.parent, step))
+    return checkpoint.rename(step_folder(checkpoint.parent, step))
 
 
 def test_a_run_goes_on_past_a_million_steps_and_leaves_copies_alone(tiny, tmp_path):
@@ -68,7 +68,7 @@ def test_a_run_goes_on_past_a_million_steps_and_leaves_copies_alone(tiny, tmp_pa
     done = run_plugsft(recipe, "train.steps=1000001", "--resume")
     assert done.returncode == 0, done.stderr
     assert "going on after step 999997" in done.stdout
-    assert [path.name for path in listed(folder)] == ["step-1000000", "step-1000001"]
+    assert [path.name for path in list_checkpoints(folder)] == ["step-1000000", "step-1000001"]
     assert all(damage(copy) is None for copy in copies)
     # Only the person can name a copy; a new run in this folder leaves it where it is.
     shutil.rmtree(tmp_path / "run/model")
@@ -76,7 +76,7 @@ def test_a_run_goes_on_past_a_million_steps_and_leaves_copies_alone(tiny, tmp_pa
     assert done.returncode == 0 and "going on after step 999997" in done.stdout, done.stderr
     done = run_plugsft(recipe, "train.steps=1", "--overwrite")
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in listed(folder)] == ["step-000001"]
+    assert [path.name for path in list_checkpoints(folder)] == ["step-000001"]
     assert all(damage(copy) is None for copy in copies)
 
 

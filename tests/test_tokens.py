@@ -143,7 +143,7 @@ def test_a_file_that_is_cut_short_under_a_run_is_named(tmp_path, name, size):
     tokens = Tokens(tmp_path)
     tables = tiny_tables(tmp_path / "recipe")
     tokens.facts["sources"][0]["weight"] = 1.0
-    hook = Active({}, {}).answer(BatchDefaults()).hook
+    hook = Active({}, {}).attach(BatchDefaults()).hook
     plan = Plan(tokens, Recipe.model_validate(tables), 1, hook)
     tokens.gather(plan.window(1).layout[0][0])
     path = tmp_path / name

@@ -18,7 +18,7 @@ import psutil
 
 from .checksums import digest, file_digest
 from .errors import DiskError, PlugsftError
-from .limits import json_of, text_of
+from .limits import parse_json, read_text
 from .machine import free_disk
 
 MANIFEST = "manifest.json"
@@ -168,7 +168,7 @@ def damage(
     """
     rank, ranks = share
     try:
-        manifest = json_of(text_of(folder / MANIFEST))
+        manifest = parse_json(read_text(folder / MANIFEST))
         if not manifest:
             return "its manifest lists no file"
         total, before = sum(size for size, _ in manifest.values()), 0

@@ -12,9 +12,9 @@ import xxhash
 
 from .errors import PlugsftError
 
-WORTH = 1 << 22
+MIN_REMEMBERED_SIZE = 1 << 22
 """Bytes from which remembering is worth a file."""
-SETTLED = 2.0
+SETTLED_SECONDS = 2.0
 """Seconds after which a file's time tells one content from the next."""
 
 
@@ -23,14 +23,14 @@ def digest(key: dict[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def sealed(facts: dict[str, Any]) -> dict[str, Any]:
+def add_checksum(facts: dict[str, Any]) -> dict[str, Any]:
     """Return facts with their checksum, for a JSON file."""
     # As it will be read: in JSON keys are strings, and tuples are lists.
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain | {"checksum": digest(plain)}
 
 
-def unsealed(text: str) -> dict[str, Any]:
+def parse_checksummed(text: str) -> dict[str, Any]:
     """Return the facts of such a file; raise ValueError if their checksum is wrong."""
     facts = json.loads(text)
     if not isinstance(facts, dict) or facts.pop("checksum", None) != digest(facts):
@@ -60,10 +60,10 @@ def cache_folder() -> Path:
     return Path(place)
 
 
-def remembered_digest(path: Path) -> str:
+def cached_file_digest(path: Path) -> str:
     """Return a file's checksum, from memory where its path, size and time are known."""
     now, facts = time.time(), path.stat()
-    if facts.st_size < WORTH:
+    if facts.st_size < MIN_REMEMBERED_SIZE:
         return file_digest(path)
     identity = [str(path.resolve()), facts.st_size, facts.st_mtime_ns, facts.st_ino]
     note = cache_folder() / "files" / f"{digest({'path': identity[0]})}.json"
@@ -73,7 +73,7 @@ def remembered_digest(path: Path) -> str:
             return str(kept["digest"])
     known = file_digest(path)
     # A file that was written a moment ago may change again within the same tick of its clock.
-    if now - facts.st_mtime > SETTLED:
+    if now - facts.st_mtime > SETTLED_SECONDS:
         with suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
             half = note.with_suffix(f".{os.getpid()}.tmp")

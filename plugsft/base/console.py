@@ -28,7 +28,7 @@ def say(text: str) -> None:
     out.print(text, markup=False)
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Print an error, on whichever process has it."""
     err.print(text, markup=False, style="red" if err.is_terminal else "")
 
@@ -38,12 +38,12 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and not out.quiet
 
 
-def counted(number: int, word: str) -> str:
+def format_count(number: int, word: str) -> str:
     """Return a number with its thing: 1 round, 2,000 rows."""
     return f"{number:,} {word}{'s' * (number != 1)}"
 
 
-def size_of(count: float) -> str:
+def format_size(count: float) -> str:
     """Write bytes as a person reads them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:

@@ -21,7 +21,7 @@ LARGEST = 1 << 28
 """Bytes of a file of settings or facts that is read at once."""
 
 
-def json_of(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Parse JSON; raise ValueError where it is none, or is nested too deeply."""
     try:
         return from_json(text, cache_strings="keys")
@@ -31,20 +31,20 @@ def json_of(text: str | bytes) -> Any:
             value = json.loads(text)
         except RecursionError:
             raise ValueError(f"nested deeper than {DEPTH} levels") from None
-        return shallow(value, DEPTH)
+        return check_depth(value, DEPTH)
 
 
-def toml_of(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML; raise ValueError where it is none, or is nested too deeply."""
     try:
         tables = tomllib.loads(text)
     except RecursionError:
         raise ValueError(f"nested deeper than {TABLES} levels") from None
-    shallow(tables, TABLES)
+    check_depth(tables, TABLES)
     return tables
 
 
-def shallow(value: Any, most: int) -> Any:
+def check_depth(value: Any, most: int) -> Any:
     """Return a value of dicts and lists; raise ValueError where it is nested too deeply."""
     level, depth = [value], 0
     while level := [inner for one in level for inner in _inside(one)]:
@@ -54,7 +54,7 @@ def shallow(value: Any, most: int) -> Any:
     return value
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Read a small text file; raise ValueError where it is too large, or not UTF-8."""
     with path.open("rb") as file:
         # Asked for more bytes than there are, Python takes the memory for all of them first.
@@ -65,9 +65,9 @@ def text_of(path: Path) -> str:
     return raw.decode()
 
 
-def object_of(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raise ValueError where it holds anything else."""
-    value = json_of(text_of(path))
+    value = parse_json(read_text(path))
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
     return value

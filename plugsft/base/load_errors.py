@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .limits import object_of
+from .limits import read_json_object
 
 SETTINGS = (
     "config.json",
@@ -16,22 +16,22 @@ TRUST = "trust_remote_code"
 """Every error of transformers about a model's own code says this."""
 
 
-def reason_of(path: str, error: Exception) -> str:
+def explain_load_error(path: str, error: Exception) -> str:
     """Say why transformers failed to load a folder: a broken file, or its own message."""
     for name in SETTINGS:
         file = Path(path) / name
         try:
             if file.is_file():
-                object_of(file)
+                read_json_object(file)
         except (OSError, ValueError) as broken:
             return f"{name}: {broken}. Take the file from the model's source again"
     first, _, rest = str(error).strip().partition("\n")
     # "Validation error for field 'x':", and what is wrong with it on the next line.
     detail = " " + rest.strip().partition("\n")[0] if first.endswith(":") else ""
-    return f"{type(error).__name__}: {first}{detail}{cure_of(error)}"
+    return f"{type(error).__name__}: {first}{detail}{trust_hint(error)}"
 
 
-def cure_of(error: Exception) -> str:
+def trust_hint(error: Exception) -> str:
     """Return the cure for a model or tokenizer whose own code may not run."""
     if TRUST not in str(error):
         return ""

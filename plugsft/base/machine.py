@@ -59,7 +59,7 @@ def memory_limit() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def held_most() -> int:
+def peak_memory() -> int:
     """Return the most bytes of memory this process has held at once."""
     # Linux starts a process with the ru_maxrss of its starter: the peak of another program.
     if found := re.search(r"VmHWM:\s*(\d+)", _text("/proc/self/status")):
@@ -75,7 +75,7 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def slow_to_map(folder: Path, machine: Machine) -> bool:
+def is_slow_to_map(folder: Path, machine: Machine) -> bool:
     """Tell whether a folder is on a Windows disk, seen from WSL: each page is fetched by itself."""
     return machine.wsl and re.match("/mnt/[a-z]/", f"{folder.resolve()}/") is not None
 

@@ -8,24 +8,24 @@ from .atomic import is_published
 NAME = re.compile(r"step-([0-9]+)")
 
 
-def folder_of(checkpoints: Path, step: int) -> Path:
+def step_folder(checkpoints: Path, step: int) -> Path:
     """Return the folder of the checkpoint after a step."""
     return checkpoints / f"step-{step:06d}"
 
 
-def step_of(path: Path) -> int | None:
+def parse_step(path: Path) -> int | None:
     """Return the step of a checkpoint folder; None for any other name."""
     match = NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
-def listed(checkpoints: Path) -> list[Path]:
+def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the published checkpoints of a run, in the order of their steps."""
-    steps = [(step_of(path), path) for path in checkpoints.glob("step-*")]
+    steps = [(parse_step(path), path) for path in checkpoints.glob("step-*")]
     own = [(step, path) for step, path in steps if step is not None and is_published(path)]
     return [path for _, path in sorted(own)]
 
 
-def newest(checkpoints: Path) -> Path | None:
+def newest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the published checkpoint of the last step, if any."""
-    return next(reversed(listed(checkpoints)), None)
+    return next(reversed(list_checkpoints(checkpoints)), None)

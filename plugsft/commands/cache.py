@@ -17,7 +17,7 @@ from rich.text import Text
 from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Watch, claim, is_claimed, parts_of
 from ..base.checksums import cache_folder, digest
-from ..base.console import out, parse_size, say, size_of
+from ..base.console import format_size, out, parse_size, say
 from ..base.errors import DataError, PlugsftError
 from ..data.cache_key import differences, key_of
 from ..data.defaults import DataDefaults
@@ -63,7 +63,7 @@ def ls(folder: Path | None) -> None:
             one.folder.name,
             f"{one.facts.get('rows', 0):,}",
             f"{one.facts.get('tokens', 0):,}",
-            size_of(one.size),
+            format_size(one.size),
             _when(one.made),
             _when(one.used),
             f"damaged: {one.harm}" if one.harm else "sizes fit",
@@ -80,7 +80,7 @@ def ls(folder: Path | None) -> None:
         out.print(Text("  ".join(cells).rstrip(), "" if number else "bold"))
     under_way = len(_under_way(home))
     note = f"; {under_way} being built, or left half-built" if under_way else ""
-    say(f"{home}: {_count(found)}, {size_of(sum(one.size for one in found))}{note}")
+    say(f"{home}: {_count(found)}, {format_size(sum(one.size for one in found))}{note}")
 
 
 def explain(
@@ -91,7 +91,7 @@ def explain(
     ensure_inputs(recipe, path)
     if recipe.data.tokens:
         raise PlugsftError(f"data.tokens: {recipe.data.tokens} is taken, whatever the cache holds")
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     option = recipe.plugins.get("arrow_cache", {}).get("folder")
     places = {
         "cache": _home(folder or (Path(option) if option else None)),
@@ -142,19 +142,19 @@ def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_r
         if not too_old and (limit is None or left <= limit):
             break
         if _used(last.folder) != last.used or _is_open(last.folder):
-            say(f"stays    {last.folder.name}  {size_of(last.size)}  a run uses it")
+            say(f"stays    {last.folder.name}  {format_size(last.size)}  a run uses it")
             continue
         kept.remove(last)
         left -= last.size
         reason = f"not used for {keep_days:g} days" if too_old else "over --max-size"
         if not dry_run:
             discard(last.folder, sized=False)
-        say(f"{verb}  {last.folder.name}  {size_of(last.size)}  {reason}, from {last.sources}")
+        say(f"{verb}  {last.folder.name}  {format_size(last.size)}  {reason}, from {last.sources}")
         gone, freed = gone + 1, freed + last.size
     for name, size in _clear(home, dry_run):
-        say(f"{verb}  {name}  {size_of(size)}  left half-built")
+        say(f"{verb}  {name}  {format_size(size)}  left half-built")
         gone, freed = gone + 1, freed + size
-    say(f"{home}: {gone:,} {verb}, {size_of(freed)}; {_count(kept)} left, {size_of(left)}")
+    say(f"{home}: {gone:,} {verb}, {format_size(freed)}; {_count(kept)} left, {format_size(left)}")
 
 
 def _is_open(entry: Path) -> bool:

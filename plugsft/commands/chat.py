@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from ..base.console import is_terminal, say
 from ..base.errors import PlugsftError
-from ..base.load_errors import TRUST, cure_of
-from ..base.step_folders import newest
+from ..base.load_errors import TRUST, trust_hint
+from ..base.step_folders import newest_checkpoint
 from ..data.load_tokenizer import pad_id, stop_ids
 from ..model.config import context_of, ensure_safetensors
 from ..output.folder import ADAPTER, base_of, is_model, near
@@ -79,7 +79,7 @@ def model_folder(output: Path) -> Path:
             f"{output}: holds no model; give the output folder of a finished run, or a Hugging "
             "Face folder with a config.json"
         ) from None
-    resume = " --resume" if newest(output / "checkpoints") else ""
+    resume = " --resume" if newest_checkpoint(output / "checkpoints") else ""
     raise PlugsftError(
         f"{output}: its run is at step {done} of {total} and has left no model yet; wait for its "
         f"end, or go on with: plugsft {shlex.quote(str(output / 'recipe.toml'))}{resume}"
@@ -102,7 +102,8 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     except Exception as error:  # transformers raises whatever its readers raise
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
-            f"{folder}: no model could be loaded: {type(error).__name__}: {first}" + cure_of(error)
+            f"{folder}: no model could be loaded: {type(error).__name__}: {first}"
+            + trust_hint(error)
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))

@@ -17,7 +17,7 @@ from ..base.atomic import MANIFEST, damage, is_published, publish
 from ..base.checksums import file_digest
 from ..base.console import say
 from ..base.errors import CheckpointError, PlugsftError
-from ..base.load_errors import cure_of
+from ..base.load_errors import trust_hint
 from ..data.load_tokenizer import end_generation
 from ..output.folder import ADAPTER, base_of, is_model
 from ..ranks.launch import quiet
@@ -141,7 +141,7 @@ def adapted(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
             f"{folder}: its adapters cannot be loaded onto {base}, which they are for: "
-            f"{type(error).__name__}: {first}{cure_of(error)}"
+            f"{type(error).__name__}: {first}{trust_hint(error)}"
         ) from error
     if not hasattr(model, "merge_and_unload"):
         raise PlugsftError(f"{folder}: adapters of the kind {model.peft_type} cannot be merged")

@@ -16,12 +16,12 @@ from rich.text import Text
 
 from ..base.console import out, say
 from ..base.errors import RecipeError
-from ..base.step_folders import newest
+from ..base.step_folders import newest_checkpoint
 from ..output.folder import is_held
 from ..output.report import read_metrics, read_record
 from ..recipe.parse import fields
 from ..recipe.tables import Recipe
-from ..registry.discover import Found, find, load_class
+from ..registry.discover import FoundPlugin, find, load_class
 
 ENABLED = {
     "type": "boolean",
@@ -51,7 +51,7 @@ def schema() -> None:
     print(json.dumps(made, indent=2))
 
 
-def make_schema(found: dict[str, Found]) -> dict[str, Any]:
+def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
     """Return the schema of recipes, where [plugins] has a property for each plugin."""
     classes, missing = {}, {}
     for name, plugin in found.items():
@@ -118,7 +118,7 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
         lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
         steps, final = (steps and steps | {"done": len(lines)}), lines[-1] if lines else final
         if not is_held(folder):
-            go_on = "--resume" if newest(folder / "checkpoints") else "--overwrite"
+            go_on = "--resume" if newest_checkpoint(folder / "checkpoints") else "--overwrite"
             recipe = shlex.quote(str(folder / "recipe.toml"))
             status, reason = "killed", f"go on with plugsft {recipe} {go_on}"
     yield "status", status + (f": {reason}" if reason else "")

@@ -29,7 +29,7 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
     """Print who answers and who wraps each hook, then each plugin's options and verdict."""
     recipe, active = registry.load(path, overrides, without)
     record = Record(recipe, look(), active)
-    active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record)
+    active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record)
     wide = max(map(len, SPECS))
     for hook, is_stage, answers, wrappers in active.describe():
         # The core answers in several parts; which of them is nobody's concern.

@@ -8,9 +8,9 @@ from .. import loop
 from ..base.atomic import sweep
 from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError
-from ..base.limits import text_of
+from ..base.limits import read_text
 from ..base.machine import look
-from ..base.step_folders import listed
+from ..base.step_folders import list_checkpoints
 from ..data import prepare as preparation
 from ..data.defaults import DataDefaults
 from ..hooks import DATA
@@ -67,7 +67,7 @@ def train(
         if resume and is_finished(recipe, found[0]):
             say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
             return
-        with active.named(), ending_together(recipe.output):
+        with active.name_failing_plugin(), ending_together(recipe.output):
             loop.train(recipe, active, machine, found)
     say(f"model: {folder / 'model'}")
     say(f"report: {folder / 'report.html'}")
@@ -76,7 +76,7 @@ def train(
 def begun(recipe: Recipe) -> bool:
     """Tell whether there is a checkpoint; raise if it was removed."""
     folder = recipe.folder
-    if listed(folder / "checkpoints"):
+    if list_checkpoints(folder / "checkpoints"):
         return True
     done = max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
     total = (read_run(folder).get("steps") or {}).get("total") or 0
@@ -94,11 +94,11 @@ def begun(recipe: Recipe) -> bool:
 def finished_alone(recipe: Recipe) -> str:
     """Describe a finished run without checkpoints; an empty text if there is none."""
     folder = recipe.folder
-    if listed(folder / "checkpoints") or read_run(folder).get("status") != "finished":
+    if list_checkpoints(folder / "checkpoints") or read_run(folder).get("status") != "finished":
         return ""
     left = leftovers(folder)
     with suppress(OSError, ValueError):
-        if left and text_of(folder / "recipe.toml") == resolved(recipe):
+        if left and read_text(folder / "recipe.toml") == resolved(recipe):
             return left
     if left:
         raise RecipeError(f"--resume auto: {recipe.output} holds another recipe's run: {left}")
@@ -114,8 +114,8 @@ def prepare(path: Path, overrides: Sequence[str], without: Sequence[str]) -> Non
             f"data.tokens: {recipe.data.tokens} is prepared already; leave data.tokens out to "
             "prepare data.source"
         )
-    active.answer(DataDefaults(recipe.folder))
-    with active.named():
+    active.attach(DataDefaults(recipe.folder))
+    with active.name_failing_plugin():
         # A kernel that this machine cannot run is nothing to who prepares data for another.
         loop.ensure_sound(recipe, active, look(), DATA)
         data = preparation.prepare(recipe, active)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import progress, say
-from ..base.machine import look, slow_to_map
+from ..base.machine import is_slow_to_map, look
 from ..base.types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
 from ..hooks import hookimpl
 from ..recipe.tables import Data
@@ -39,7 +39,7 @@ def tokenizing(slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
 
 def opened(read: Callable[..., T], folder: Path, in_memory: bool = False) -> T:
     """Map what a folder holds, or read it at once where mapping is slow."""
-    if not in_memory and slow_to_map(folder, look()):
+    if not in_memory and is_slow_to_map(folder, look()):
         say(f"tokens: read into memory, since {folder} is on a Windows disk, slow to map from WSL")
         in_memory = True
     return read(folder, in_memory)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from ..base.limits import json_of
+from ..base.limits import parse_json
 from ..base.types import Row
 from ..recipe.tables import FORMATS
 
@@ -278,7 +278,7 @@ def _other_arguments(message: Row) -> Row:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json_of(arguments)
+                arguments = parse_json(arguments)
             except ValueError:
                 return message
         elif arguments is not None:
@@ -338,7 +338,7 @@ def _parsed(given: Any, what: str) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return json_of(given)
+        return parse_json(given)
     except ValueError:
         raise BadRow(f"{what} is no JSON") from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.limits import json_of
+from ..base.limits import parse_json
 from ..base.types import Ints, Row, Rows
 
 PIECE = 1 << 20
@@ -84,7 +84,7 @@ class Held:
 
 def _parse(line: bytes) -> Row | None:
     try:
-        row = json_of(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
@@ -96,7 +96,7 @@ def fault(rows: Rows, number: int) -> str:
         start, stop = rows.starts[number], rows.stops[number]
         line = np.fromfile(rows.path, np.uint8, stop - start, offset=start).tobytes()
         try:
-            json_of(line.decode())
+            parse_json(line.decode())
         except UnicodeDecodeError:
             return "not UTF-8"
         except ValueError as error:

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..base.errors import RecipeError
-from ..base.load_errors import reason_of
+from ..base.load_errors import explain_load_error
 from ..base.types import Rendered, Row, Rows
 from ..recipe.tables import TRL, Model
 from ..tokens.tokenizer import Tokenizer, lighten
@@ -33,7 +33,7 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers raises whatever its readers and the hub raise
         raise RecipeError(
             f"model.{'tokenizer' if model.tokenizer else 'path'}: no tokenizer could be loaded "
-            f"from '{where}': {reason_of(where, error)}"
+            f"from '{where}': {explain_load_error(where, error)}"
         ) from error
     if not tokenizer.is_fast:
         raise RecipeError(

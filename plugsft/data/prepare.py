@@ -21,7 +21,7 @@ from ..tokens.tokenizer import OWN, Tokenizer, lighten
 from .cache_key import differences, key_of, makers, with_sources
 from .defaults import opened as mapped
 from .load_tokenizer import Render, load_tokenizer, train_tokenizer
-from .slices import Work, complain, joined, render, warnings_of
+from .slices import Work, joined, print_error, render, warnings_of
 from .sources import Source as Opened
 from .sources import ensure_columns, open_source, slices_of
 
@@ -164,7 +164,7 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
         if not facts["trained_tokens"]:
             raise DataError(
                 f"{', '.join(source.source for source in work.sources)}: not one token to train "
-                f"on. {complain(joined(shards).bad, 'the data')}"
+                f"on. {print_error(joined(shards).bad, 'the data')}"
             )
         write_index(folder, shards, facts)
         for shard in shards:

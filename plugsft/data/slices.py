@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.atomic import write_text
-from ..base.checksums import file_digest, sealed, unsealed
+from ..base.checksums import add_checksum, file_digest, parse_checksummed
 from ..base.errors import DataError
 from ..base.types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Span
 from ..hooks import Hooks
@@ -50,7 +50,7 @@ class Work:
     @cached_property
     def hook(self) -> Hooks:
         """The hooks: of this run, or in another process, made again from the options."""
-        return self._hook or rebuild(self.plugins).answer(DataDefaults(self.folder)).hook
+        return self._hook or rebuild(self.plugins).attach(DataDefaults(self.folder)).hook
 
     def __call__(self, part: Slice) -> Shard:
         """Render, encode and mask a slice, and write it as one shard."""
@@ -61,17 +61,17 @@ class Work:
         )
         examples = self._examples(part, shard)
         if shard.bad and self.data.on_bad_row == "error":
-            raise DataError(complain(shard.bad, self.where(part)) + CURE_BAD)
+            raise DataError(print_error(shard.bad, self.where(part)) + CURE_BAD)
         longer = {f"longer than {self.data.max_length} tokens": shard.too_long}
         if shard.too_long and self.data.too_long == "error":
-            raise DataError(complain(longer, self.where(part)) + CURE_LONG)
+            raise DataError(print_error(longer, self.where(part)) + CURE_LONG)
         shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
         shard.largest = int(examples.ids.max(initial=0))
         path = self.folder / shard.file
         shard.trained = write_shard(path, examples)
         shard.stamp = [path.stat().st_size, file_digest(path)]
         # Written last: a shard that has it is whole, and need not be made again after a kill.
-        write_text(path.with_suffix(".json"), json.dumps(sealed(asdict(shard))))
+        write_text(path.with_suffix(".json"), json.dumps(add_checksum(asdict(shard))))
         return shard
 
     def where(self, part: Slice) -> str:
@@ -84,7 +84,7 @@ class Work:
         """Return the shard of a slice that a killed build left behind, if it is whole."""
         path = self.folder / f"data-{part.source:02d}-{part.start:012d}.arrow"
         try:
-            shard = Shard(**unsealed(path.with_suffix(".json").read_text()))
+            shard = Shard(**parse_checksummed(path.with_suffix(".json").read_text()))
             whole = shard.stamp == [path.stat().st_size, file_digest(path)]
         except (OSError, ValueError, TypeError):
             return None
@@ -150,7 +150,7 @@ def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tok
     return rendered
 
 
-def complain(bad: dict[str, list[int]], where: str) -> str:
+def print_error(bad: dict[str, list[int]], where: str) -> str:
     """Say which rows are bad and why, the most frequent reason first."""
     count = sum(map(len, bad.values()))
     found = sorted(bad.items(), key=lambda item: -len(item[1]))

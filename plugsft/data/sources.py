@@ -10,9 +10,9 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.checksums import digest, remembered_digest
+from ..base.checksums import cached_file_digest, digest
 from ..base.errors import DataError, RecipeError, did_you_mean
-from ..base.limits import json_of
+from ..base.limits import parse_json
 from ..base.types import Ints, Row, Rows, Slice
 from ..recipe import tables as recipes
 from .jsonl import Held, JsonLines, find_lines
@@ -140,14 +140,14 @@ class File:
 
 
 def _identity(path: Path, split: str) -> dict[str, str]:
-    return {"file": remembered_digest(path), "split": split}
+    return {"file": cached_file_digest(path), "split": split}
 
 
 def _array_in(path: Path) -> Held | None:
     """Return the rows of a .json file that is an array of them; else it may hold lines."""
     content = path.read_bytes()
     try:
-        rows = json_of(content)
+        rows = parse_json(content)
     except ValueError as error:
         if content[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
             raise DataError(f"source {path}: is not JSON: {error}") from error
@@ -214,7 +214,7 @@ class Table(Stretch):
             return _identity(path, split)
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            known = {str(file.relative_to(path)): remembered_digest(file) for file in files}
+            known = {str(file.relative_to(path)): cached_file_digest(file) for file in files}
             return {"folder": digest(known), "split": split}
         return {"data": self._data._fingerprint, "split": split}
 

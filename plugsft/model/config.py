@@ -9,7 +9,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory
-from ..base.load_errors import reason_of
+from ..base.load_errors import explain_load_error
 from ..recipe.tables import Model, Recipe
 
 PICKLES = ("pytorch_model", "adapter_model")
@@ -157,5 +157,5 @@ def not_loaded(path: str, error: Exception) -> PlugsftError:
         return TrainError(f"model.path: out of memory while '{path}' was loaded")
     return RecipeError(
         f"model.path: no causal language model could be loaded from '{path}': "
-        f"{reason_of(path, error)}"
+        f"{explain_load_error(path, error)}"
     )

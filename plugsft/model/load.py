@@ -24,7 +24,7 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..base.checksums import digest, remembered_digest
+from ..base.checksums import cached_file_digest, digest
 from ..base.errors import PluginError, RecipeError, TrainError
 from ..recipe.tables import Model, Scratch
 from .config import not_loaded
@@ -185,7 +185,7 @@ def weights_digest(path: str, revision: str | None) -> str:
     files = sorted({*files_of(path, revision).values()})
     if not files:
         raise RecipeError(f"{path}: its weights are not in safetensors; save them so")
-    return digest({Path(file).name: remembered_digest(Path(file)) for file in files})
+    return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})
 
 
 def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from ..base.atomic import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
 from ..base.console import say
 from ..base.errors import CheckpointError
-from ..base.limits import object_of
-from ..base.step_folders import folder_of, listed, step_of
+from ..base.limits import read_json_object
+from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_state import CURE
 from ..ranks.shard_files import Stored, write
@@ -68,7 +68,7 @@ class Checkpoints:
         if self.saved == step:
             return
         accelerator, doing = self._accelerator, f"saving step {step}"
-        target, stamps = folder_of(self.folder, step), dict[str, Stamp]()
+        target, stamps = step_folder(self.folder, step), dict[str, Stamp]()
         with ExitStack() as stack:
             building = None
             with agreed(accelerator, doing):
@@ -112,7 +112,7 @@ class Checkpoints:
     def _remove_oldest(self, step: int) -> None:
         """Remove all but the newest checkpoints; where one cannot be removed, say so."""
         # Where an earlier checkpoint was gone on from, later ones are there: they stay.
-        found = [path for path in listed(self.folder) if (step_of(path) or 0) <= step]
+        found = [path for path in list_checkpoints(self.folder) if (parse_step(path) or 0) <= step]
         for old in found[: -self._recipe.checkpoint.keep]:
             try:
                 left, reason = discard(old), "its files are in use or not ours"
@@ -174,7 +174,7 @@ def _write_json(path: Path, facts: dict[str, Any]) -> Stamp:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return object_of(path)
+        return read_json_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); name another one") from error
 
@@ -187,7 +187,7 @@ def find(recipe: Recipe, active: Active, resume: bool, given: Path | None) -> li
         found = [given]
     elif resume:
         folder = recipe.folder / "checkpoints"
-        found = [*reversed(listed(folder))]
+        found = [*reversed(list_checkpoints(folder))]
         if not found:
             raise CheckpointError(
                 f"--resume: there is no checkpoint in {folder}; start again, with --overwrite in "
@@ -228,7 +228,7 @@ def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
         # Data counts by the checksum of its tokens: moved files are the same, changed ones not.
         if key != "plugins" and not key.startswith((*FREE, "data.source", "data.split"))
     }
-    return own | active.learned()
+    return own | active.options_affecting_results()
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from ..base.console import size_of
+from ..base.console import format_size
 from ..base.errors import RecipeError
 from ..base.machine import free_disk
-from ..base.step_folders import listed
+from ..base.step_folders import list_checkpoints
 from ..model.config import load_config
 from ..recipe.tables import Model, Recipe, Scratch
 from ..registry.active import Active
@@ -23,8 +23,8 @@ def ensure_room(recipe: Recipe, active: Active, overwrite: bool) -> None:
     need = needed(recipe, 1)
     if need is not None and need > free and not may_shrink(active):
         raise RecipeError(
-            f"output: the first checkpoint and the model need about {size_of(need)}, and "
-            f"{size_of(free)} are free; free some, or give another folder (output=...)"
+            f"output: the first checkpoint and the model need about {format_size(need)}, and "
+            f"{format_size(free)} are free; free some, or give another folder (output=...)"
         )
 
 
@@ -39,7 +39,7 @@ def needed(recipe: Recipe, checkpoints: int) -> int | None:
 
 def taken(recipe: Recipe) -> int:
     """Return the bytes of an earlier run's results, which a new run removes."""
-    results = [*listed(recipe.folder / "checkpoints"), recipe.folder / "model"]
+    results = [*list_checkpoints(recipe.folder / "checkpoints"), recipe.folder / "model"]
     found = [path for result in results for path in result.rglob("*")]
     return sum(path.stat().st_size for path in found if path.is_file())
 

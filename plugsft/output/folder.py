@@ -14,8 +14,8 @@ import tomli_w
 from ..base.atomic import foreign, is_published, writing
 from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean
-from ..base.limits import object_of, text_of, toml_of
-from ..base.step_folders import newest, step_of
+from ..base.limits import parse_toml, read_json_object, read_text
+from ..base.step_folders import newest_checkpoint, parse_step
 from ..recipe.tables import TRL, Recipe
 from .report import read_metrics, read_record
 
@@ -79,7 +79,7 @@ def is_model(folder: Path) -> bool:
 def base_of(folder: Path) -> tuple[str, str | None]:
     """Return the model that adapters are for, and its revision."""
     try:
-        config = object_of(folder / ADAPTER)
+        config = read_json_object(folder / ADAPTER)
         base, revision = str(config["base_model_name_or_path"]), config.get("revision")
     except (ValueError, LookupError) as error:
         raise PlugsftError(f"{folder / ADAPTER}: names no model that it is for") from error
@@ -146,7 +146,7 @@ def _maker(place: Path, recipe: Path) -> Path | None:
     """Return the recipe, of those beside this one, whose run leaves a model at a place."""
     for other in sorted(recipe.parent.glob("*.toml")):
         with suppress(OSError, ValueError):
-            output = toml_of(text_of(other)).get("output")
+            output = parse_toml(read_text(other)).get("output")
             if isinstance(output, str) and Path(output, "model") == place:
                 return other
     return None
@@ -210,7 +210,7 @@ def ensure_ours(folder: Path) -> None:
 def strange_files(path: Path) -> list[Path]:
     """Return the files in the place of a checkpoint that are not of one."""
     # Any other name is a user's own copy, which no run touches.
-    return foreign(path) if step_of(path) is not None else []
+    return foreign(path) if parse_step(path) is not None else []
 
 
 def is_result(path: Path) -> bool:
@@ -226,8 +226,8 @@ def is_result(path: Path) -> bool:
         return is_page(begin)
     # A run writes its recipe beside its record, in a form that a person hardly writes.
     try:
-        text = text_of(path)
-        canonical = tomli_w.dumps(toml_of(text)) == text
+        text = read_text(path)
+        canonical = tomli_w.dumps(parse_toml(text)) == text
     except (OSError, ValueError):
         return False
     return canonical and "format" in read_run(path.parent)
@@ -259,7 +259,7 @@ def ensure_page(path: Path, option: str) -> None:
 
 def leftovers(folder: Path) -> str:
     """Say what an earlier run left that a new one would remove, and the cure."""
-    last = newest(folder / "checkpoints")
+    last = newest_checkpoint(folder / "checkpoints")
     steps = len([line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
     other = "start again with --overwrite, or choose another folder (output=...)"
     if is_published(folder / "model"):
@@ -281,7 +281,7 @@ def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
     had = {one["name"]: one["options"] for one in run.get("plugins", [])}
     if run.get("status") != "finished" or not is_published(folder / "model"):
         return False
-    if step_of(checkpoint) != run["steps"]["total"]:
+    if parse_step(checkpoint) != run["steps"]["total"]:
         return False
     if differing := sorted(
         name for name in {*had, *recipe.plugins} if had.get(name) != recipe.plugins.get(name)

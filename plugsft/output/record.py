@@ -14,8 +14,8 @@ import torch
 from ..base.atomic import discard, is_published, write_text, writing
 from ..base.console import say
 from ..base.errors import PlugsftError, Stopped
-from ..base.machine import Machine, held_most
-from ..base.step_folders import listed
+from ..base.machine import Machine, peak_memory
+from ..base.step_folders import list_checkpoints
 from ..hooks import hookimpl
 from ..recipe.parse import resolved
 from ..recipe.tables import Recipe
@@ -194,7 +194,7 @@ class Record:
 
 def clear(folder: Path) -> None:
     """Remove an earlier run's checkpoints and model, but no file of the user."""
-    for path in (*listed(folder / "checkpoints"), folder / "model"):
+    for path in (*list_checkpoints(folder / "checkpoints"), folder / "model"):
         if is_published(path) and (rest := discard(path)):
             say(f"warning: {path} held files that plugsft did not write; they are in {rest}")
 
@@ -250,7 +250,7 @@ def memory_gib() -> float:
     """Return the most memory this process has held: the GPU's where there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    return held_most() / 2**30
+    return peak_memory() / 2**30
 
 
 def _versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..base.limits import TABLES, json_of, shallow, text_of
+from ..base.limits import TABLES, check_depth, parse_json, read_text
 
 Points = list[tuple[float, float | None]]
 
@@ -69,11 +69,11 @@ class _Run(BaseModel):
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Read run.json; raise ValueError if plugsft did not write it."""
-    record = json_of(text_of(folder / "run.json"))
+    record = parse_json(read_text(folder / "run.json"))
     if not isinstance(record, dict):
         raise ValueError("it is not a JSON object")
     try:
-        _Run.model_validate(shallow(record, TABLES))
+        _Run.model_validate(check_depth(record, TABLES))
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
@@ -85,7 +85,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = []
     for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(TypeError, ValueError):
-            if isinstance(line := shallow(json_of(text), 2), dict):
+            if isinstance(line := check_depth(parse_json(text), 2), dict):
                 lines.append(line)
     return lines
 

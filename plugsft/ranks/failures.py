@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
 
-from ..base.console import complain
+from ..base.console import print_error
 from ..base.errors import PlugsftError
 
 PAUSE = 0.5
@@ -79,7 +79,7 @@ class Failure:
         if self.text and not self._ending.wait(GRACE):
             # NCCL waits for a lost rank forever, and nothing can be raised there.
             if os.environ.get("RANK", "0") == "0":
-                complain(f"error: {self.text}")
+                print_error(f"error: {self.text}")
             os._exit(1)
 
 

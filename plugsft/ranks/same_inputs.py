@@ -41,7 +41,7 @@ def ensure_same_inputs(
     """Refuse ranks with different recipes, plugins or data."""
     flat = flatten(recipe.model_dump(exclude_none=True) | {"plugins": {}})
     facts = {key: repr(value) for key, value in flat.items() if not key.startswith(PLACES)}
-    facts |= {key: repr(value) for key, value in active.learned().items()}
+    facts |= {key: repr(value) for key, value in active.options_affecting_results().items()}
     facts |= {f"the code of plugin {name}": active.source_digest(name) for name in active.plugins}
     facts["the version of plugsft"] = importlib.metadata.version("plugsft")
     facts["the training data"] = _tokens(data.tokens)

@@ -11,14 +11,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..base.errors import RecipeError, did_you_mean
-from ..base.limits import TABLES, shallow, text_of, toml_of
+from ..base.limits import TABLES, check_depth, parse_toml, read_text
 from .tables import TRL, Recipe, absolute, short
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file, and set `key.path=value` overrides in it."""
     try:
-        raw = toml_of(text_of(Path(path)))
+        raw = parse_toml(read_text(Path(path)))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # TOML's, UTF-8's, ours, and int's limit of digits
@@ -29,7 +29,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
             raise RecipeError(f"'{override}': an override is written key.path=value")
         _put(raw, key.strip().split("."), value_of(text), override)
     try:
-        shallow(raw, TABLES)
+        check_depth(raw, TABLES)
     except ValueError as error:
         raise RecipeError(f"an override: {error}") from error
     return raw
@@ -161,7 +161,7 @@ def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
 def value_of(text: str) -> Any:
     """Read a value as TOML; what is not TOML is a bare string, so that paths need no quotes."""
     try:
-        parsed = toml_of(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text

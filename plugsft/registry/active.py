@@ -16,7 +16,7 @@ import pluggy
 from pydantic import TypeAdapter, ValidationError
 
 from ..base.checksums import digest, file_digest
-from ..base.console import complain
+from ..base.console import print_error
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine
 from ..hooks import PLUGIN, Contract, Hooks
@@ -24,20 +24,20 @@ from ..recipe import parse as reading
 from ..recipe.tables import COLUMNS, Recipe
 from .contracts import (
     SPECS,
+    hook_mark,
     inspect_hooks,
     is_stage,
-    mark_of,
-    must_answer,
-    must_be_apart,
-    must_return,
+    refuse_lost_result,
+    refuse_none,
+    refuse_taken_metric_names,
 )
-from .discover import CORE, OURS, Found, find, is_core, load_class
+from .discover import BUNDLED, CORE, FoundPlugin, find, is_core, load_class
 
 
 class Active:
     """The core's answers and the plugins of one recipe, checked, in order."""
 
-    def __init__(self, plugins: Mapping[str, Any], found: Mapping[str, Found]) -> None:
+    def __init__(self, plugins: Mapping[str, Any], found: Mapping[str, FoundPlugin]) -> None:
         self.plugins = dict(plugins)
         self.found = found
         self._manager = pluggy.PluginManager("plugsft")
@@ -47,7 +47,7 @@ class Active:
         # The type checker sees the specs: a missing argument or a wrong result is an error there.
         self.hook = cast(Hooks, self._manager.hook)
 
-    def answer(self, *answers: object) -> "Active":
+    def attach(self, *answers: object) -> "Active":
         """Register the core's answers, and after them the plugins, so that these come first."""
         for number, core in enumerate(answers):
             self._manager.register(core, f"{CORE}{number or ''}")
@@ -59,9 +59,9 @@ class Active:
                 if is_core(impl.plugin_name) or not (is_stage(hook) or hook == "measure"):
                     continue
                 if hook == "measure":
-                    checked = must_be_apart(impl.function, impl.plugin_name, metrics)
+                    checked = refuse_taken_metric_names(impl.function, impl.plugin_name, metrics)
                 else:
-                    guard = must_return if impl.wrapper else must_answer
+                    guard = refuse_lost_result if impl.wrapper else refuse_none
                     checked = guard(impl.function, impl.plugin_name, hook)
                 # pluggy has no seam of its own around a single implementation.
                 object.__setattr__(impl, "function", checked)
@@ -83,9 +83,9 @@ class Active:
 
     def implements(self, name: str, hooks: Sequence[str]) -> bool:
         """Tell whether a plugin answers or wraps one of these hooks."""
-        return any(mark_of(type(self.plugins[name]), hook) for hook in hooks)
+        return any(hook_mark(type(self.plugins[name]), hook) for hook in hooks)
 
-    def learned(self) -> dict[str, Any]:
+    def options_affecting_results(self) -> dict[str, Any]:
         """Return the options that affect results and differ from the default."""
         found = {}
         for name, plugin in self.plugins.items():
@@ -98,7 +98,7 @@ class Active:
 
     def is_bundled(self, name: str) -> bool:
         """Tell whether a plugin comes with plugsft."""
-        return self.found[name].origin == OURS
+        return self.found[name].origin == BUNDLED
 
     def source_digest(self, name: str) -> str:
         """Return a checksum of a plugin: its file, or its package's version and files."""
@@ -113,7 +113,7 @@ class Active:
         return digest({"origin": self.found[name].origin, "files": names})
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def name_failing_plugin(self) -> Iterator[None]:
         """Let an unforeseen error say in which plugin's hook it was raised."""
         try:
             yield
@@ -236,7 +236,7 @@ def check(
         raise RecipeError(problems)
 
 
-def _configure(name: str, options: Any, found: Mapping[str, Found], path: str) -> Any:
+def _configure(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str) -> Any:
     where = f"{path}: plugins.{name}"
     if name not in found:
         hint = did_you_mean(name, found) or ";"
@@ -278,7 +278,7 @@ def _combine(
             if other in made:
                 yield f"plugins.{name}: cannot be used with '{other}': {reason}. Remove one."
         for hook in SPECS:
-            mark = mark_of(type(plugin), hook)
+            mark = hook_mark(type(plugin), hook)
             if mark and not mark["wrapper"] and is_stage(hook):
                 first = replaced.setdefault(hook, name)
                 if first != name:
@@ -286,7 +286,7 @@ def _combine(
                         f"plugins.{name}: answers '{hook}', and so does '{first}': "
                         "remove one, or switch it off with --without"
                     )
-    if not any(mark_of(type(plugin), "render") for plugin in made.values()):
+    if not any(hook_mark(type(plugin), "render") for plugin in made.values()):
         for name in sorted({*columns} - {*COLUMNS}):
             hint = did_you_mean(name, COLUMNS) or ";"
             yield f"data.columns: unknown name '{name}'{hint} known are {', '.join(COLUMNS)}"
@@ -305,6 +305,6 @@ def _trace(manager: pluggy.PluginManager) -> None:
         who = ", ".join(impl.plugin_name for impl in reversed(impls))
         result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
         depth = "  " * len(here.started)
-        complain(f"trace {depth}{hook}({', '.join(args)}) by {who} -> {result}, {took:.3f} ms")
+        print_error(f"trace {depth}{hook}({', '.join(args)}) by {who} -> {result}, {took:.3f} ms")
 
     manager.add_hookcall_monitoring(before, after)

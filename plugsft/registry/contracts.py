@@ -37,7 +37,7 @@ METRICS = frozenset(
 def inspect_hooks(cls: type[Any], name: str) -> None:
     """Refuse mistakes that pluggy ignores: misspelt hooks, missing marks, wrong names."""
     for attribute, value in inspect.getmembers_static(cls, inspect.isfunction):
-        mark = mark_of(cls, attribute)
+        mark = hook_mark(cls, attribute)
         where = f"plugin '{name}': {attribute}()"
         if mark is None:
             if attribute in SPECS:
@@ -72,7 +72,7 @@ def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> N
             raise PluginError(f"{where}: write '{argument}' as a plain argument, with no default")
 
 
-def mark_of(cls: type[Any], hook: str) -> dict[str, Any] | None:
+def hook_mark(cls: type[Any], hook: str) -> dict[str, Any] | None:
     """Return what @hookimpl left on a method, the class's own or inherited."""
     return getattr(inspect.getattr_static(cls, hook, None), "plugsft_impl", None)
 
@@ -82,7 +82,7 @@ def is_stage(hook: str) -> bool:
     return bool(vars(SPECS[hook])["plugsft_spec"]["firstresult"])
 
 
-def must_answer(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+def refuse_none(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
     """Wrap an answer to refuse None, unless the hook allows it."""
     if hook in PASSES:
         return function
@@ -97,7 +97,7 @@ def must_answer(function: Callable[..., Any], name: str, hook: str) -> Callable[
     return checked
 
 
-def must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
+def refuse_lost_result(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
     """Wrap a wrapper to refuse a lost result."""
     where = f"plugin '{name}': its wrapper of '{hook}'"
 
@@ -128,7 +128,7 @@ def must_return(function: Callable[..., Any], name: str, hook: str) -> Callable[
     return checked
 
 
-def must_be_apart(
+def refuse_taken_metric_names(
     function: Callable[..., Any], plugin: str, owners: dict[str, str]
 ) -> Callable[..., Any]:
     """Wrap `measure` to refuse metric names of the core or of another plugin.

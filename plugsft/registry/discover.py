@@ -12,16 +12,16 @@ from typing import Any, cast
 from ..base.errors import PluginError
 from ..hooks import PLUGIN
 
-BUNDLED = "plugsft.plugins"
+PLUGIN_PACKAGE = "plugsft.plugins"
 GROUP = "plugsft"
-OURS = "bundled"
+BUNDLED = "bundled"
 """The origin of plugins that come with plugsft; others have their distribution's."""
 CORE = "core"
 """The name under which the core's own answers are registered, before any plugin."""
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlugin:
     """A plugin that is there, not imported yet."""
 
     name: str
@@ -41,12 +41,12 @@ class Found:
         return metadata.get("Summary") or ""
 
 
-def find() -> dict[str, Found]:
+def find() -> dict[str, FoundPlugin]:
     """Return every plugin of this installation by name, without importing one."""
     found = {}
-    folder = Path(importlib.import_module(BUNDLED).__path__[0])
+    folder = Path(importlib.import_module(PLUGIN_PACKAGE).__path__[0])
     for path in sorted(folder.glob("[!_]*.py")):
-        found[path.stem] = Found(path.stem, OURS, f"{BUNDLED}.{path.stem}", path)
+        found[path.stem] = FoundPlugin(path.stem, BUNDLED, f"{PLUGIN_PACKAGE}.{path.stem}", path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         other, dist = found.get(point.name), point.dist
         assert dist is not None, "entry_points() gives those of distributions"
@@ -57,7 +57,7 @@ def find() -> dict[str, Found]:
             raise PluginError(
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
-        found[point.name] = Found(point.name, origin, point.value, dist)
+        found[point.name] = FoundPlugin(point.name, origin, point.value, dist)
     return found
 
 
@@ -66,7 +66,7 @@ def is_core(name: str) -> bool:
     return name.rstrip("0123456789") == CORE
 
 
-def load_class(found: Found) -> type[Any]:
+def load_class(found: FoundPlugin) -> type[Any]:
     """Import a plugin; return its class."""
     module_name, _, class_name = found.target.partition(":")
     try:

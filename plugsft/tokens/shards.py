@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
-from ..base.checksums import sealed, unsealed
+from ..base.checksums import add_checksum, parse_checksummed
 from ..base.types import Ints, Shard
 
 FORMAT = 4
@@ -208,7 +208,7 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         for shard in shards
     ]
     made = {"format": FORMAT, "index": checksum, "pairs": pairs, "shards": listed}
-    (folder / "facts.json").write_text(json.dumps(sealed(facts | made), indent=1))
+    (folder / "facts.json").write_text(json.dumps(add_checksum(facts | made), indent=1))
 
 
 def read_facts(text: str) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def read_facts(text: str) -> dict[str, Any]:
     facts = json.loads(text)
     if isinstance(facts, dict) and facts.get("format") != FORMAT:
         raise ValueError("it was written by another version of plugsft")
-    facts = unsealed(text)
+    facts = parse_checksummed(text)
     _Facts.model_validate(facts)
     return facts
 

@@ -23,7 +23,7 @@ from making import activate, install
 
 from plugsft import RecipeError, testing
 from plugsft.base.atomic import damage, is_published, publish
-from plugsft.base.checksums import sealed, unsealed
+from plugsft.base.checksums import add_checksum, parse_checksummed
 from plugsft.base.machine import look
 from plugsft.data import defaults as answers
 from plugsft.data import prepare, sources
@@ -62,7 +62,7 @@ def run(tmp_path, home):
                 **(tables or {}),
             }
         )
-        active.answer(DataDefaults(recipe.folder))
+        active.attach(DataDefaults(recipe.folder))
         check(active, recipe, look())
         tokens = prepare.prepare(recipe, active).tokens
         return tokens, active.verdicts()["arrow_cache"]
@@ -150,9 +150,9 @@ def flip(path, at=-1):
 
 
 def other_key(entry):
-    facts = unsealed((entry / "facts.json").read_text())
+    facts = parse_checksummed((entry / "facts.json").read_text())
     facts["key_parts"]["options"]["max_length"] = 3
-    (entry / "facts.json").write_text(json.dumps(sealed(facts)))
+    (entry / "facts.json").write_text(json.dumps(add_checksum(facts)))
     again = entry.with_name("again")
     with publish(again) as folder:
         for path in entry.glob("[!m]*"):
@@ -232,7 +232,7 @@ def test_a_file_in_the_folder_s_place_is_refused(tmp_path):
     (tmp_path / "mine").write_text("")
     table = {"plugins": {"arrow_cache": {"folder": str(tmp_path / "mine")}}}
     recipe, active = resolve(tiny_tables(tmp_path) | table)
-    active.answer()
+    active.attach()
     with pytest.raises(RecipeError, match=r"plugins.arrow_cache: folder: .*/mine is a file; give"):
         check(active, recipe, look())
 
@@ -282,7 +282,7 @@ def test_in_memory_reads_at_once(run):
 
 def test_a_windows_disk_is_read_at_once_and_that_is_said(run, monkeypatch, capsys):
     run()
-    monkeypatch.setattr(answers, "slow_to_map", lambda folder, machine: True)
+    monkeypatch.setattr(answers, "is_slow_to_map", lambda folder, machine: True)
     tokens, _ = run()
     shard = next(tokens.folder.glob("data-*"))
     assert "is on a Windows disk" in capsys.readouterr().out

@@ -42,13 +42,13 @@ class World:
         tables = tiny_tables(folder, chats(43))
         self.tables = tables | {"train": TRAIN}
         recipe, active = resolve(self.tables)
-        active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
+        active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
         self.tokens = prepare(recipe, active).tokens
 
     def feed(self, steps=STEPS, ranks=1, rank=0, **plugins):
         train = TRAIN | ({"micro_batch": 1} if "bfd_packing" in plugins else {})
         recipe, active = resolve(self.tables | {"train": train, "plugins": plugins})
-        hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
+        hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
         check(active, recipe, look())
         place = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
         plan = Plan(self.tokens, recipe, ranks, hook)

@@ -372,7 +372,7 @@ def test_half_an_epoch_anew_each_time_cannot_fill_the_same_number_of_rows(tiny):
     tables["plugins"] = {"bfd_packing": {"scope": "dataset"}}
     recipe, active = resolve(tables)
     with pytest.raises(RecipeError, match="give it a whole weight"):
-        check(active.answer(), recipe, look())
+        check(active.attach(), recipe, look())
 
 
 def test_overlong_examples_are_named_by_their_rows():

@@ -158,7 +158,7 @@ def test_what_cannot_compile_is_refused_before_anything_is_loaded(
         "plugins": {"compile": {}},
     }
     recipe, active = resolve(tables)
-    check(active.answer(), recipe, look())
+    check(active.attach(), recipe, look())
     monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=words):
         check(active, recipe, look())

@@ -177,7 +177,7 @@ def prepared(tmp_path):
             tables["model"]["chat_template"] = str(template)
         tables["data"] |= data
         recipe, active = resolve({**tables, "plugins": {"dpo": {}}})
-        active.answer(DataDefaults(recipe.folder))
+        active.attach(DataDefaults(recipe.folder))
         made = prepare.prepare(recipe, active)
         return made.tokens, [in_words(made, number) for number in range(len(made.tokens))]
 
@@ -323,7 +323,7 @@ class Run:
         tables["train"] |= {"batch_size": len(self.rows), "micro_batch": 3}
         tables["plugins"] = options.pop("plugins", {}) | {"dpo": options}
         recipe, active = resolve(tables)
-        self.hook = active.answer(
+        self.hook = active.attach(
             DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
         ).hook
         check(active, recipe, look())
@@ -765,7 +765,7 @@ def test_what_would_not_be_heard_is_refused(tiny, options, tables, says):
     recipe = tiny(train={"micro_batch": 1}, **{name: it for name, it in more.items() if it})
     recipe, active = resolve(tomllib.loads(recipe.read_text()))
     with pytest.raises(RecipeError) as refused:
-        check(active.answer(), recipe, look())
+        check(active.attach(), recipe, look())
     assert any(says in line for line in refused.value.problems), refused.value.problems
 
 
@@ -835,7 +835,7 @@ def test_packed_rows_have_room_for_a_pair(tiny):
         recipe, active = resolve(
             tomllib.loads(tiny(plugins={"bfd_packing": {}, **plugins}, train=train).read_text())
         )
-        check(active.answer(), recipe, look())
+        check(active.attach(), recipe, look())
         assert active.plugins["bfd_packing"].room == room
 
 

@@ -142,7 +142,7 @@ def of_ours(tokenizer, rows, folder):
     tables["model"]["tokenizer"] = str(folder / "tokenizer")
     tables["data"]["max_length"] = 4096
     recipe, active = resolve({**tables, "plugins": {"dpo": {}}})
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     tokens = prepare.prepare(recipe, active).tokens
     assert len(tokens) == len(rows)
     found = []

@@ -498,7 +498,7 @@ def test_workers_encode_and_the_run_hears_how_much(tmp_path, monkeypatch):
         if name == "plain":
             tables["plugins"] = {}
         recipe, active = resolve(tables)
-        active.answer(DataDefaults(recipe.folder))
+        active.attach(DataDefaults(recipe.folder))
         folders[name] = prepare.prepare(recipe, active).tokens
     content = {
         name: [path.read_bytes() for path in sorted(tokens.folder.glob("data-*"))]

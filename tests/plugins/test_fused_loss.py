@@ -404,7 +404,7 @@ def test_a_loss_that_is_another_is_refused():
 
 def refuse(tiny, **tables):
     recipe, active = resolve(tomllib.loads(tiny(**tables).read_text()))
-    active.answer()
+    active.attach()
     with pytest.raises(RecipeError) as refused:
         check(active, recipe, look())
     return str(refused.value)

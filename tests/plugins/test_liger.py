@@ -137,7 +137,7 @@ def test_what_it_would_change_for_all_models_is_an_error(monkeypatch):
 
 def refuse(path):
     recipe, active = resolve(tomllib.loads(Path(path).read_text()))
-    active.answer()
+    active.attach()
     with pytest.raises(RecipeError) as refused:
         check(active, recipe, look())
     return str(refused.value)

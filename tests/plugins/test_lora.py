@@ -246,7 +246,7 @@ REFUSED = [
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tiny, options, says):
     recipe, active = resolve(tomllib.loads(tiny(plugins={"lora": options}).read_text()))
     with pytest.raises(RecipeError, match=r"plugins\.lora") as refused:
-        check(active.answer(), recipe, look())
+        check(active.attach(), recipe, look())
     [line] = refused.value.problems
     assert says in line
 
@@ -263,7 +263,7 @@ def test_a_head_that_is_trained_is_not_read_raw(tiny, base, tied, options):
     tables = tomllib.loads(tiny(plugins={"lora": options}).read_text())
     tables["model"] = {"path": str(base(tied))}
     recipe, active = resolve(tables)
-    check(active.answer(), recipe, look())
+    check(active.attach(), recipe, look())
     recipe = recipe.model_copy(update={"plugins": {**recipe.plugins, "fused_loss": {}}})
     with pytest.raises(RecipeError, match=r"\[plugins.fused_loss\] reads the frozen weight"):
         check(active, recipe, look())

@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch):
             {"multiprocess_tokenize": {"workers": workers}} if workers else {}
         )
         recipe, active = resolve(tables)
-        active.answer(DataDefaults(recipe.folder))
+        active.attach(DataDefaults(recipe.folder))
         folder = prepare.prepare(recipe, active).tokens.folder
         return folder, active.plugins.get("multiprocess_tokenize")
 
@@ -213,7 +213,7 @@ def test_a_worker_has_one_thread_and_no_torch(run, tmp_path, monkeypatch):
     looks = {"looks": {"sign": str(tmp_path / "sign")}}
     tables["plugins"] = looks | {"multiprocess_tokenize": {"workers": 2}}
     recipe, active = resolve(tables)
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     made = prepare.prepare(recipe, active)
     texts = {made.tokenizer.decode(made.tokens.example(one)[0]) for one in range(40)}
     assert {text for text in texts if "another" not in text} == {"['1', '1'] torch False"}

@@ -308,7 +308,7 @@ def refused(place, /, **options):
     tables = tiny_tables(place) | {"plugins": {"tracker": options}}
     recipe, active = resolve(tables)
     with pytest.raises(RecipeError) as refusal:
-        check(active.answer(), recipe, look())
+        check(active.attach(), recipe, look())
     return str(refusal.value)
 
 
@@ -355,7 +355,7 @@ import sys
 from plugsft import look
 from plugsft.registry.active import check, load
 recipe, active = load(sys.argv[1])
-check(active.answer(), recipe, look())
+check(active.attach(), recipe, look())
 print(*{"tensorboard", "wandb", "trackio", "mlflow"} & set(sys.modules))
 """
     recipe = recipe_of(tmp_path, {"to": ["trackio"]})

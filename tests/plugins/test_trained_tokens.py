@@ -68,7 +68,7 @@ def of_trl(tokenizer, row):
 def of_ours(tokenizer, row, folder):
     """Return [(ids, mask)] of a row as plugsft prepares it."""
     plugins = {"dpo": {}} if "chosen" in row else {}
-    hook = rebuild(plugins).answer(DataDefaults(folder)).hook
+    hook = rebuild(plugins).attach(DataDefaults(folder)).hook
     sources = [Source(source="rows")]
     work = Work(Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hook=hook)
     [part] = slices_of([Held([row])])

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from plugsft.base.machine import held_most
+from plugsft.base.machine import peak_memory
 from plugsft.base.types import Ints
 from plugsft.batches.plan import shuffled
 
@@ -75,7 +75,7 @@ def train(given: dict) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     counts = [float(sum(parts)) for parts in seen[: given["steps"]]]
-    peak = held_most() / 2**30
+    peak = peak_memory() / 2**30
     return {
         "loss": loss,
         "seconds": times,

@@ -128,7 +128,7 @@ def run_plugsft(options: argparse.Namespace) -> dict:
         )
         started = time.perf_counter()
         recipe, active = resolve(raw)
-        active.answer(DataDefaults(recipe.folder))
+        active.attach(DataDefaults(recipe.folder))
         tokens = prepare.prepare(recipe, active).tokens
         tokens.example(len(tokens) // 2)
         return {"seconds": time.perf_counter() - started, "facts": tokens.facts["engines"]}

@@ -44,9 +44,9 @@ def inspect(
         )
     if page:
         ensure_page(page, "--html")
-    active.answer(DataDefaults(recipe.folder))
+    active.attach(DataDefaults(recipe.folder))
     shown, audits = list[View](), list[Audit]()
-    with active.named(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
+    with active.name_failing_plugin(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
         # A kernel that this machine cannot run is nothing to whoever looks at data.
         registry.check(active, recipe, look(), DATA)
         opened = [open_source(source) for source in recipe.data.all_sources()]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ...base.console import counted
+from ...base.console import format_count
 from ...output.report import STYLE
 from .rows import Audit, histogram, quantiles
 from .token_view import Piece, View
@@ -28,20 +28,22 @@ def _head(name: str, audits: Sequence[Audit]) -> str:
     found = [("error", one.name, text) for one in audits for text in one.errors]
     found += [("warning", one.name, text) for one in audits for text in one.warnings]
     kinds = [kind for kind, *_ in found]
-    counts = [counted(kinds.count(kind), kind) for kind in ("error", "warning") if kind in kinds]
+    counts = [
+        format_count(kinds.count(kind), kind) for kind in ("error", "warning") if kind in kinds
+    ]
     status, mark = " and ".join(counts) or "nothing to mend", kinds[0] if found else "good"
     items = "".join(
         f'<li class="{kind}"><b>{kind}</b><span>{escape(where)}</span>{escape(text)}</li>\n'
         for kind, where, text in found
     )
     looked = sum(len(one.sample.rows) for one in audits)
-    rows = counted(sum(one.total for one in audits), "row")
+    rows = format_count(sum(one.total for one in audits), "row")
     tokens = sum(one.sample.shard.tokens for one in audits)
     trained = sum(one.sample.shard.trained for one in audits)
     share = f", {trained / tokens:.0%} of them trained on" if tokens else ""
     return f"""<p class="meta"><span class="status {mark}">{status}</span></p>
 <h1>{escape(name)}</h1>
-<p class="result">{looked:,} of {rows} looked at: {counted(tokens, "token")}{share}.</p>
+<p class="result">{looked:,} of {rows} looked at: {format_count(tokens, "token")}{share}.</p>
 <ul class="findings">{items}</ul>"""
 
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ...base.console import say, size_of
+from ...base.console import format_size, say
 from ...base.errors import DataError, RecipeError
 from ...base.machine import free_disk, look
 from ...base.types import Ints
@@ -29,7 +29,7 @@ from ...output.folder import ensure_ours, leftovers, wrong_inputs
 from ...recipe.tables import LOSSY, Recipe, Source, Train
 from ...registry import active as registry
 from ...registry.active import Active
-from ...registry.contracts import mark_of
+from ...registry.contracts import hook_mark
 from .batches import sense
 from .findings import Findings
 from .rows import judge_chats
@@ -41,8 +41,8 @@ ROWS = 100
 def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: int | None) -> None:
     """Look at everything, a line each; then raise all problems at once, or say ready."""
     recipe, active = registry.load(path, overrides, without)
-    active.answer(DataDefaults(recipe.folder), BatchDefaults())
-    with active.named():
+    active.attach(DataDefaults(recipe.folder), BatchDefaults())
+    with active.name_failing_plugin():
         _check(recipe, active, path, ranks)
     words = [str(path), *overrides, *(f"--without={name}" for name in without)]
     say(f"ready: plugsft {shlex.join(words)}")
@@ -239,7 +239,7 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
 
 def _layers(active: Active) -> list[str]:
     """Return the plugins that lay windows out."""
-    return [name for name, one in active.plugins.items() if mark_of(type(one), "batches")]
+    return [name for name, one in active.plugins.items() if hook_mark(type(one), "batches")]
 
 
 def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ranks: int) -> int:
@@ -302,11 +302,11 @@ def _disk(
     free = free_disk(recipe.folder.absolute()) + taken(recipe)
     if need is None:
         findings.warn(
-            "disk", f"{size_of(free)} free; the model's size is known once it is downloaded"
+            "disk", f"{format_size(free)} free; the model's size is known once it is downloaded"
         )
         return
     need += round(tokens * TOKEN_BYTES)
-    text = f"about {size_of(need)} needed, {size_of(free)} free"
+    text = f"about {format_size(need)} needed, {format_size(free)} free"
     if need < free:
         findings.ok("disk", text)
         return

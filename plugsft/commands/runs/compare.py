@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import PlugsftError
-from ...base.limits import json_of, text_of
+from ...base.limits import parse_json, read_text
 from ...data.cache_key import differences
 from ...output.folder import is_held, near
 from ...output.report import Points, finite, number, part_of, read_metrics, series_of
 from ...recipe.parse import flatten, read
-from ...registry.discover import OURS
+from ...registry.discover import BUNDLED
 
 LEARNED = ("loss", "accuracy", "margin")
 """What is measured in training and is a result; all that is measured in evaluation is one."""
@@ -85,7 +85,7 @@ def read_run(name: str, folder: Path) -> Run:
         why = "is a file" if folder.exists() else f"no such folder{near(folder)}"
         raise PlugsftError(f"{folder}: {why}; name a run's output folder")
     try:
-        facts = json_of(text_of(folder / "run.json"))
+        facts = parse_json(read_text(folder / "run.json"))
     except OSError as error:
         raise PlugsftError(
             f"{folder}: is no run's output: it has no readable run.json; name one that has"
@@ -177,7 +177,7 @@ def _plugins(run: Run, names: list[str]) -> dict[str, Any]:
         name = one["name"]
         told |= {**flatten({name: one["options"]}), name: "on"}
         told[f"{name}: verdict"] = one.get("verdict")
-        if one.get("origin") != OURS:
+        if one.get("origin") != BUNDLED:
             told[f"{name}: from"] = one.get("origin")
     return told
 

@@ -10,7 +10,7 @@ import torch
 from ...base.atomic import damage, publish
 from ...base.errors import CheckpointError, PlugsftError
 from ...base.machine import look
-from ...base.step_folders import newest
+from ...base.step_folders import newest_checkpoint
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
 from ...data.load_tokenizer import end_generation, load_tokenizer
@@ -25,7 +25,7 @@ from ...registry.active import check, load
 def checkpoint_of(output: Path) -> Path | None:
     """Return the folder itself if it is a checkpoint, or the newest checkpoint in it."""
     own = (output / "state.json").is_file()
-    path = output if own else newest(output / "checkpoints") or newest(output)
+    path = output if own else newest_checkpoint(output / "checkpoints") or newest_checkpoint(output)
     if path and (wrong := damage(path)) is not None:
         raise CheckpointError(f"{path}: the checkpoint is damaged: {wrong}; name another")
     return path
@@ -40,8 +40,8 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
     output = path.parent.parent
     ours = [f"output={json.dumps(str(output))}", f"model.trust_remote_code={str(trusted).lower()}"]
     recipe, active = load(output / "recipe.toml", ours, without)
-    hook = active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
-    with active.named():
+    hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
+    with active.name_failing_plugin():
         check(active, recipe, look())
         made = recipe.model.scratch is not None
         scratch = only(output / "scratch", "model-*") if made else Path()

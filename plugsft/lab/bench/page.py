@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ...base.console import counted
+from ...base.console import format_count
 from ...output.report import STYLE
 from .results import Bench
 from .timing import Ratio
@@ -36,8 +36,8 @@ def write_page(path: Path, bench: Bench) -> None:
 def _head(bench: Bench) -> str:
     status = str(bench.report["status"])
     date = str(bench.report["date"])[:16].replace("T", " ")
-    name, count = escape(str(bench.report["name"])), counted(len(bench.measured), "plugin")
-    rounds = counted(len(bench.report["rounds"]) or len(bench.report["preparations"]), "round")
+    name, count = escape(str(bench.report["name"])), format_count(len(bench.measured), "plugin")
+    rounds = format_count(len(bench.report["rounds"]) or len(bench.report["preparations"]), "round")
     return f"""<p class="meta"><span class="status {STATES[status]}">{status}</span>
 <time>{date}</time></p>
 <h1>What the plugins of {name} bring</h1>

@@ -26,8 +26,8 @@ def run(path: Path) -> dict[str, Any]:
     try:
         recipe, active = load(path)
         started = time.perf_counter()
-        active.answer(DataDefaults(recipe.folder))
-        with active.named():
+        active.attach(DataDefaults(recipe.folder))
+        with active.name_failing_plugin():
             loop.ensure_sound(recipe, active, look(), DATA)
             data = prepare(recipe, active)
             check_ids(recipe, data.largest_id)

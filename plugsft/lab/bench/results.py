@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import RecipeError
-from ...base.limits import object_of
+from ...base.limits import read_json_object
 from ...recipe.parse import flatten
 from .timing import Ratio, machine_line, times_as_fast, times_as_long
 from .variants import ALL, BASELINE, all_but, alone
@@ -179,7 +179,7 @@ def differing(one: Figures, other: Figures) -> str:
 def read_report(path: Path) -> dict[str, Any]:
     """Read an earlier bench's file."""
     try:
-        report = object_of(path)
+        report = read_json_object(path)
         Bench(report)
     except OSError as error:
         raise RecipeError(f"--against {path}: cannot be read ({error.strerror})") from error

@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from ...base.atomic import write_text
-from ...base.console import counted, progress, say
+from ...base.console import format_count, progress, say
 from ...base.errors import PlugsftError, RecipeError
 from ...output.folder import ensure_inputs, ensure_page
 from ...recipe.parse import value_of
@@ -170,7 +170,7 @@ class Running:
     def done(self) -> str:
         """How much of it is measured."""
         steps, prepared = len(self.report["rounds"]), len(self.report["preparations"])
-        return f"{counted(steps, 'whole round')} of steps and {prepared} of preparing"
+        return f"{format_count(steps, 'whole round')} of steps and {prepared} of preparing"
 
     def measure(self, made: Trials) -> None:
         """Run all rounds of steps, then those of preparing."""
@@ -178,14 +178,14 @@ class Running:
         steps = line.trials_of(line.steppers)
         if line.steppers:
             took = self.first(made, steps["none"])
-            count, rounds = options.rounds * len(steps), counted(options.rounds, "round")
+            count, rounds = options.rounds * len(steps), format_count(options.rounds, "round")
             say(f"steps: {count} trials in {rounds}, {duration(count * took)}")
             self.in_turn("rounds", options.rounds, self.step_trials(made, steps))
         again = options.rounds if options.prepare_rounds is None else options.prepare_rounds
         prepared = line.trials_of(line.preparers)
         # Tokens that the recipe names are made already.
         if again and line.preparers and not self.recipe.data.tokens:
-            say(f"preparing: {2 * again * len(prepared)} times, in {counted(again, 'round')}")
+            say(f"preparing: {2 * again * len(prepared)} times, in {format_count(again, 'round')}")
             self.in_turn("preparations", again, preparations(made, prepared))
 
     def first(self, made: Trials, left_out: Sequence[str]) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ...base.errors import RecipeError, did_you_mean
 from ...hooks import DATA
 from ...registry.active import Active, contract_of
-from ...registry.contracts import SPECS, mark_of
+from ...registry.contracts import SPECS, hook_mark
 from ..trials.runner import ELSEWHERE
 
 BASELINE, ALL = "baseline", "all on"
@@ -103,7 +103,7 @@ def line_up(active: Active, keep: Sequence[str], only: Sequence[str]) -> Lineup:
 
 def _needed(active: Active, name: str) -> str:
     """Say why a recipe cannot do without a plugin, if so."""
-    marks = {hook: mark_of(type(active.plugins[name]), hook) for hook in ("render", "step")}
+    marks = {hook: hook_mark(type(active.plugins[name]), hook) for hook in ("render", "step")}
     answers = [hook for hook, mark in marks.items() if mark and not mark["wrapper"]]
     if answers:
         return READS if "render" in answers else LEARNS

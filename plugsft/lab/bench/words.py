@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ...base.console import counted, size_of
+from ...base.console import format_count, format_size
 from .results import LEARNS, Bench, Figures, Line, costs, off
 from .timing import NOISE, machine_line, spread
 from .variants import BASELINE
@@ -77,7 +77,7 @@ def beside(one: Figures, baseline: Sequence[Figures]) -> list[str]:
 def most(some: Sequence[Figures], place: str) -> str:
     """Write the most bytes that was held somewhere."""
     held = [one[place] for one in some if place in one]
-    return size_of(statistics.median(held)) if held else ""
+    return format_size(statistics.median(held)) if held else ""
 
 
 def prepared(bench: Bench) -> Table:
@@ -104,7 +104,7 @@ def notes(bench: Bench) -> Iterator[str]:
     report, settings = bench.report, bench.report["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"{machine_line(report['machine'])}; {versions}; {report['date'][:10]}."
-    rounds = counted(len(report["rounds"]), "round")
+    rounds = format_count(len(report["rounds"]), "round")
     launched = f", launched by `{settings['launch']}`" if settings["launch"] else ""
     yield (
         f"Medians of {rounds}, with the least and the most; each run is a "

@@ -94,7 +94,7 @@ class Ghost:
         if sharded:
             how.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
         # The plugins know models whose weights are still in their files: of FSDP2.
-        with torch.device("meta"), active.named():
+        with torch.device("meta"), active.name_failing_plugin():
             load = Bare(how.path, dict(how.kwargs), config=config)
             self.model: Any = active.hook.optimize_model(load=load)
         with self._mode:

@@ -50,8 +50,8 @@ def plan(path: Path, overrides: Sequence[str], without: Sequence[str], options: 
     if given and given <= spare:
         less = f"{gb(given)} is no more than the {gb(spare)} that {besides(chip)} take"
         raise PlugsftError(f"--memory: {less}")
-    active.answer(DataDefaults(recipe.folder), BatchDefaults())
-    with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.named():
+    active.attach(DataDefaults(recipe.folder), BatchDefaults())
+    with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.name_failing_plugin():
         scope = Scope(anchored(recipe), rows_of(recipe, active, Path(folder)), chip.gpu)
         if options.probe:
             found = probe(scope.tables, cluster)

@@ -88,7 +88,7 @@ class Scope:
         tables = changed(self.tables, changes)
         recipe, _ = registry.resolve(tables)
         _, active = registry.resolve(tables, [name for name in APART if recipe.has(name)])
-        active.answer(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
+        active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
         registry.check(active, recipe, replace(look(), world_size=ranks), HOOKS)
         load = workload(recipe, active, self.rows, ranks)
         key = repr(sorted(changes.items()))

@@ -70,8 +70,8 @@ def trials(
     with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as made, sigterm_is_heard():
         folder = Path(made)
         inside = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
-        active.answer(DataDefaults(inside.folder))
-        with active.named():
+        active.attach(DataDefaults(inside.folder))
+        with active.name_failing_plugin():
             loop.ensure_sound(inside, active, look(), DATA)
             data = prepare(inside, active)
             check_ids(inside, data.largest_id)

@@ -16,12 +16,12 @@ import torch
 
 from ... import loop
 from ...base.errors import PlugsftError
-from ...base.machine import held_most, look
+from ...base.machine import look, peak_memory
 from ...base.types import Feed
 from ...hooks import hookimpl, plugin, state
 from ...ranks.precision import on_cpu
 from ...registry.active import load
-from ...registry.discover import Found
+from ...registry.discover import FoundPlugin
 
 
 class Over(PlugsftError):
@@ -65,21 +65,24 @@ def run(path: Path, limit: int) -> dict[str, Any]:
     recipe, active = load(path)
     trial = Trial(last=recipe.train.steps or 0)
     active.plugins["trial"] = trial
-    active.found = {**active.found, "trial": Found("trial", "bundled", __name__, Path(__file__))}
+    active.found = {
+        **active.found,
+        "trial": FoundPlugin("trial", "bundled", __name__, Path(__file__)),
+    }
     found: dict[str, Any] = {"error": ""}
     try:
         if on_cpu(recipe):
             confine(limit)
         else:
             trial.limit = limit
-        with active.named():
+        with active.name_failing_plugin():
             loop.train(recipe, active, look())
     except Over:
         pass
     except (PlugsftError, MemoryError, RuntimeError) as error:
         found["error"] = str(error) or type(error).__name__
     found["before"] = trial.before
-    found["host"] = held_most()
+    found["host"] = peak_memory()
     if torch.cuda.is_available():
         found["device"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ...base.console import out, parse_size, say, size_of
+from ...base.console import format_size, out, parse_size, say
 from ...base.errors import PlugsftError, RecipeError
 from ...base.machine import look
 from ...base.types import Ints
@@ -147,7 +147,7 @@ class Tuning:
         )
         say(
             f"sizes: {len(self.sizes)}, from {self.sizes[0]:,} to {self.sizes[-1]:,}; "
-            f"memory: {size_of(self._limit)} a rank, of which {MARGIN:.0%} stay free"
+            f"memory: {format_size(self._limit)} a rank, of which {MARGIN:.0%} stay free"
         )
         while (setting := self._search.next()) is not None:
             self._search.probes.append(self.probe(made, setting))
@@ -169,7 +169,7 @@ class Tuning:
         peak = max((one.get("device") or one["host"] for one in trial.ranks), default=0)
         if not trial.error:
             probe = Probe(setting, speed_of(trial), peak)
-            came = f"{probe.speed:,.0f} tokens/s, {size_of(peak)}"
+            came = f"{probe.speed:,.0f} tokens/s, {format_size(peak)}"
         elif trial.out_of_memory:
             probe, came = Probe(setting, 0.0, peak), "out of memory"
         elif setting == self.own:
@@ -198,7 +198,7 @@ class Tuning:
         return f"best of {len(self._search.probes)} so far: {self._told(best)}"
 
     def _told(self, probe: Probe) -> str:
-        return f"{self.name(probe.setting)}: {probe.speed:,.0f} tokens/s, {size_of(probe.peak)}"
+        return f"{self.name(probe.setting)}: {probe.speed:,.0f} tokens/s, {format_size(probe.peak)}"
 
     def conclude(self) -> tuple[Setting, list[str]]:
         """Show all probes; return the best setting and why; raise, where nothing fits."""
@@ -206,7 +206,7 @@ class Tuning:
         if best is None:
             tried = "; ".join(self.name(one.setting) for one in self._search.probes)
             raise RecipeError(
-                f"nothing fits into {size_of(self._most)} a rank; tried: {tried}. The last: "
+                f"nothing fits into {format_size(self._most)} a rank; tried: {tried}. The last: "
                 f"{self._trial.error}. More memory (--memory), a smaller data.max_length, and "
                 "[plugins.lora] help"
             )
@@ -223,7 +223,7 @@ class Tuning:
             lines.append(f"of those within {1 - FLAT:.1%} of the fastest, it takes least memory")
         lines.append(
             f"{len(self._search.probes)} probes of {self._steps} steps, in "
-            f"{size_of(self._limit)} a rank less {MARGIN:.0%}"
+            f"{format_size(self._limit)} a rank less {MARGIN:.0%}"
         )
         return best.setting, lines
 
@@ -238,7 +238,7 @@ class Tuning:
                     "computed again" if one.setting.again else "kept",
                     f"{one.speed:,.0f}" if one.speed else "out of memory",
                     f"{one.speed / own.speed:.2f}" if one.speed and own.speed else "",
-                    size_of(one.peak) if one.speed else "",
+                    format_size(one.peak) if one.speed else "",
                     ", ".join(name for name, true in notes.items() if true),
                 ]
             )
