@@ -164,22 +164,12 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    tflops: Annotated[
-        float | None,
-        typer.Option(min=1e-3, help="Its dense peak, instead.", show_default=False),
-    ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-3, help="GB/s that a machine sends to others, instead.", show_default=False
-        ),
-    ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Correct the forecast by some real steps here.")
+        bool, typer.Option("--probe", help="Correct the forecast by real steps on this machine.")
     ] = False,
 ) -> None:
-    """Forecast memory and step time on any GPUs, without weights; say what to change to fit."""
+    """Forecast memory on any GPUs, without weights; say what fits, or what to change."""
     from .lab.forecast import run as forecast
 
-    options = forecast.Options(gpus, memory, gpu, tflops, bandwidth, probe)
+    options = forecast.Options(gpus, memory, gpu, probe)
     forecast.plan(recipe, overrides or [], without or [], options)

@@ -1,4 +1,4 @@
-"""A recipe's model without its weights: shapes, counts, and a micro-batch's way through it."""
+"""A recipe's model without data: its parameters' sizes, and the memory of a micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,24 +23,24 @@ from ...model.load import Load, decoder_layers, load_of
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active
-from .peak_memory import Trace, through
+from .trace import Trace, trace_memory
 
 FLASH = "plugsft_forecast"
-"""Attention in one launch, as every kernel keeps its memory: what goes in, what comes out."""
+"""Attention as a fused kernel: it stores inputs and output only."""
 DOCUMENTS = 16
-"""So many documents of a row are computed apart: more hold the same, and take longer to count."""
-ROOM = {"cpu": 2**28, "cuda": 2**30}
+"""Documents of a packed row that are traced: more take the same memory, and longer."""
+LOGITS = {"cpu": 2**28, "cuda": 2**30}
 """Bytes of logits that [plugins.fused_loss] holds at a time."""
 
 
 @dataclass
-class Bare(Load):
-    """Makes the model of a configuration; inside a mode of torch that gives it no memory."""
+class _ConfigLoad(Load):
+    """Makes the model from its configuration, without weight files."""
 
     config: PretrainedConfig = field(kw_only=True)
 
     def build(self) -> Any:
-        """Make it."""
+        """Make the model."""
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
         make: Any = AutoModelForCausalLM.from_config
         return make(self.config, **rest)
@@ -48,59 +48,58 @@ class Bare(Load):
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the model, as sharding gathers and frees it."""
+    """A part of the model that sharding gathers and frees as a whole."""
 
     count: int = 0
+    """Number of parameters."""
     trained_count: int = 0
-    whole: int = 0
-    """Bytes of its weights."""
-    trained: int = 0
-    """Of these, bytes of trained ones."""
+    bytes: int = 0
+    trained_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a model's weights are, in all and by parts."""
+    """The sizes of a model's weights, in all and by units."""
 
     count: int
     trained_count: int
-    whole: int
-    trained: int
+    bytes: int
+    trained_bytes: int
     largest: int
-    """Numbers of the largest tensor."""
-    persistent: int
-    """Numbers in small tensors, which ZeRO-3 does not shard."""
+    """Elements of the largest tensor."""
+    unsharded_count: int
+    """Elements in small tensors, which ZeRO-3 does not shard."""
     layers: list[Unit]
-    table: Unit
-    """Embeddings by themselves, where the head has other weights."""
+    embeddings: Unit
+    """Empty where the head has the same weights."""
     tail: Unit
     """Norm and head, with the embeddings where these are one weight."""
 
 
-class Ghost:
-    """A model of shapes, without memory.
+class MetaModel:
+    """A model whose tensors have shapes but no data.
 
-    In bfloat16 it computes under autocast, as one process and DDP do; or, if `sharded`, with
+    In bfloat16 it computes under autocast, as one process and DDP do; or, if `casts_weights`, with
     bfloat16 weights, as under FSDP2 and DeepSpeed.
     """
 
     def __init__(
-        self, recipe: Recipe, active: Active, config: PretrainedConfig, sharded: bool = False
+        self, recipe: Recipe, active: Active, config: PretrainedConfig, casts_weights: bool = False
     ) -> None:
         self.recipe = recipe
         self._mode = FakeTensorMode()
         AttentionInterface.register(FLASH, _attend)
-        how = load_of(recipe.model, recipe.folder)
-        if sharded:
-            how.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
-        # The plugins know models whose weights are still in their files: of FSDP2.
+        load = load_of(recipe.model, recipe.folder)
+        if casts_weights:
+            load.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
+        # Plugins accept a model on the meta device: FSDP2 loads so, too.
         with torch.device("meta"), active.name_failing_plugin():
-            load = Bare(how.path, dict(how.kwargs), config=config)
+            load = _ConfigLoad(load.path, dict(load.kwargs), config=config)
             self.model: Any = active.hook.optimize_model(load=load)
         with self._mode:
-            _place(self.model)
+            _make_fake(self.model)
         self.model.train()
-        if recipe.model.dtype != recipe.model.weights and not sharded:
+        if recipe.model.dtype != recipe.model.weights and not casts_weights:
             # As a run does.
             autocast_experts()
             computed = torch.autocast("cpu", torch.bfloat16)(self.model.forward)
@@ -111,51 +110,54 @@ class Ghost:
             self.layers = []
         for layer in self.layers:
             if layer.gradient_checkpointing:
-                layer._gradient_checkpointing_func = _again
+                layer._gradient_checkpointing_func = _checkpoint
 
-    def weights(self, persistent: int = 100_000) -> Weights:
-        """Count them."""
-        sizes = list(self.model.parameters())
-        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        tied = head is not None and head.weight is table.weight
-        inside = {id(one) for layer in self.layers for one in layer.parameters()}
-        tabled = {id(one) for one in table.parameters()} if not tied else set()
-        rest = [one for one in sizes if id(one) not in inside | tabled]
-        whole = _unit(sizes)
+    def weights(self, unsharded: int = 100_000) -> Weights:
+        """Count the parameters; tensors up to `unsharded` elements stay whole under ZeRO-3."""
+        parameters = list(self.model.parameters())
+        embeddings = self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings()
+        tied = head is not None and head.weight is embeddings.weight
+        in_layers = {id(weight) for layer in self.layers for weight in layer.parameters()}
+        embedded = set[int]() if tied else {id(weight) for weight in embeddings.parameters()}
+        tail = [weight for weight in parameters if id(weight) not in in_layers | embedded]
+        whole = _unit(parameters)
         return Weights(
             count=whole.count,
             trained_count=whole.trained_count,
-            whole=whole.whole,
-            trained=whole.trained,
-            largest=max(one.numel() for one in sizes),
-            persistent=_unit([one for one in sizes if one.numel() <= persistent]).count,
+            bytes=whole.bytes,
+            trained_bytes=whole.trained_bytes,
+            largest=max(weight.numel() for weight in parameters),
+            unsharded_count=_unit([w for w in parameters if w.numel() <= unsharded]).count,
             layers=[_unit(list(layer.parameters())) for layer in self.layers],
-            table=_unit([one for one in sizes if id(one) in tabled]),
-            tail=_unit(rest),
+            embeddings=_unit([weight for weight in parameters if id(weight) in embedded]),
+            tail=_unit(tail),
         )
 
     def trace(self, batch: Batch, device: str, flash: bool) -> Trace:
-        """Run a micro-batch forward and backward."""
-        batch = merged(batch)
+        """Trace the memory of a micro-batch, forward and backward."""
+        batch = merge_documents(batch)
         masked = "attention_mask" in batch and not bool(batch["attention_mask"].all())
         if "attention_mask" in batch and not masked:
             batch.pop("attention_mask")  # transformers makes no mask of it
         positions = int((batch["labels"][:, 1:] != IGNORED).sum())
         try:
-            with self._attending(flash, masked), self._mode:
+            with self._attention(flash, masked), self._mode:
                 fake = {
-                    name: self._mode.from_tensor(one) if isinstance(one, Tensor) else one
-                    for name, one in batch.items()
+                    name: self._mode.from_tensor(value) if isinstance(value, Tensor) else value
+                    for name, value in batch.items()
                 }
-                return through(self.model, self.layers, lambda: self._loss(fake, positions, device))
+                return trace_memory(
+                    self.model, self.layers, lambda: self._loss(fake, positions, device)
+                )
         except PlugsftError:
             raise
-        except Exception as error:  # whatever a model's own code raises of tensors without values
+        except Exception as error:  # a model's own code raises anything without data
             name = self.model.config.model_type
             first = str(error).strip().partition("\n")[0]
             raise RecipeError(
-                f"model: what a model of type '{name}' holds cannot be told from shapes alone "
-                f"({type(error).__name__}: {first}); measure it: plugsft tune, or a run of some "
+                f"model: the memory of a model of type '{name}' cannot be forecast from shapes "
+                f"({type(error).__name__}: {first}); measure it: plugsft tune, or a run of a few "
                 "steps (train.steps=3)"
             ) from error
 
@@ -163,29 +165,29 @@ class Ghost:
         if not self.recipe.has("fused_loss"):
             return ModelDefaults().score(self.model, batch, True)
         causal = getattr(self.model, "get_base_model", lambda: self.model)()
-        head, found = causal.get_output_embeddings(), list[Tensor]()
+        head, losses = causal.get_output_embeddings(), list[Tensor]()
         chunk = self.recipe.plugins["fused_loss"].get("chunk")
-        chunk = chunk or max(1, ROOM[device] // (4 * len(head.weight)))
+        chunk = chunk or max(1, LOGITS[device] // (4 * len(head.weight)))
 
         def forward(hidden: Tensor) -> Tensor:
             rows = torch.zeros(positions, dtype=torch.int64)
-            kept = hidden.flatten(0, 1).index_select(0, rows)
-            on = torch.is_autocast_enabled("cpu")
-            dtype = torch.bfloat16 if on else head.weight.dtype
-            given = Positions(kept, head.weight, head.bias, rows, Behind(), chunk, dtype)
-            found.append(fused_loss(given, True))
-            return found[0][None, None]
+            trained = hidden.flatten(0, 1).index_select(0, rows)
+            autocast = torch.is_autocast_enabled("cpu")
+            dtype = torch.bfloat16 if autocast else head.weight.dtype
+            places = Positions(trained, head.weight, head.bias, rows, Behind(), chunk, dtype)
+            losses.append(fused_loss(places, True))
+            return losses[0][None, None]
 
         head.forward = forward
         try:
             self.model(**heard(batch), use_cache=False)
         finally:
             del head.forward
-        return found[0].sum()
+        return losses[0].sum()
 
     @contextmanager
-    def _attending(self, flash: bool, masked: bool) -> Iterator[None]:
-        """Take the kernel that a run would."""
+    def _attention(self, flash: bool, masked: bool) -> Iterator[None]:
+        """Use the attention kernel that a run would use."""
         config = self.model.config.get_text_config()
         before = config._attn_implementation
         if flash or (before == "sdpa" and not masked):
@@ -196,8 +198,8 @@ class Ghost:
             config._attn_implementation = before
 
 
-def merged(batch: Batch) -> Batch:
-    """Take a row of many documents for one of a few, as long together."""
+def merge_documents(batch: Batch) -> Batch:
+    """Merge the documents of a packed row into a few, as long together."""
     documents = batch.get("documents")
     if not documents or len(documents) <= DOCUMENTS or "seen" in batch:
         return dict(batch)
@@ -207,32 +209,33 @@ def merged(batch: Batch) -> Batch:
     return {**batch, "documents": parts}
 
 
-def _place(model: Module) -> None:
-    """Say of each tensor that it is on a device, with nothing behind it."""
-    made: dict[int, Tensor] = {}
+def _make_fake(model: Module) -> None:
+    """Replace meta tensors by fake ones, which know a device."""
+    fakes: dict[int, Tensor] = {}
 
-    def there(one: Tensor) -> Tensor:
-        if id(one) not in made:
-            plain = torch.empty(one.shape, dtype=one.dtype)
-            parameter = isinstance(one, Parameter)
-            made[id(one)] = Parameter(plain, one.requires_grad) if parameter else plain
-        return made[id(one)]
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, Parameter)
+            fakes[id(tensor)] = Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return fakes[id(tensor)]
 
     for module in model.modules():
-        for kept in (module._parameters, module._buffers):
-            kept |= {name: there(one) for name, one in kept.items() if one is not None}
+        for tensors in (module._parameters, module._buffers):
+            tensors |= {name: fake(one) for name, one in tensors.items() if one is not None}
 
 
-def _unit(sizes: list[Parameter]) -> Unit:
+def _unit(parameters: list[Parameter]) -> Unit:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     return Unit(
-        sum(one.numel() for one in sizes),
-        sum(one.numel() for one in sizes if one.requires_grad),
-        sum(one.numel() * one.element_size() for one in sizes),
-        sum(one.numel() * one.element_size() for one in sizes if one.requires_grad),
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() for parameter in trained),
+        sum(parameter.nbytes for parameter in parameters),
+        sum(parameter.nbytes for parameter in trained),
     )
 
 
-def _again(function: Any, *inputs: Any, **others: Any) -> Any:
+def _checkpoint(function: Any, *inputs: Any, **others: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(
         function, *inputs, use_reentrant=False, preserve_rng_state=False, **others
     )

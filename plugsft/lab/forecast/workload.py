@@ -1,7 +1,6 @@
-"""What a step asks of each rank: micro-batches as they will be laid out, and the largest of them.
+"""The micro-batches that training will make of a recipe's rows, and the largest of them.
 
-Of tokens that are prepared, every length is known; else the first rows of each source stand for
-the others.
+Prepared tokens give every length; otherwise the first rows of each source stand for the others.
 """
 
 from dataclasses import dataclass
@@ -20,24 +19,24 @@ from ...registry.active import Active
 from ...tokens.shards import write_index
 from ...tokens.store import Tokens
 
-ROWS = 100
-"""Of each source, so many are rendered and encoded."""
-SEEN, SHARES = 64, 2**15
-"""Steps of an epoch that are laid out, and shares of ranks in them, at most."""
+SAMPLE = 100
+"""Rows of each source that are rendered and encoded."""
+STEPS, RANK_STEPS = 64, 2**15
+"""Steps of an epoch that are laid out, at most, and steps times ranks."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The examples of an epoch, some of which stand for others."""
+class Epoch:
+    """The examples of an epoch; a sample may stand for all."""
 
     tokens: Tokens
-    numbers: Ints
-    """Of each example, the one that stands for it."""
+    examples: Ints
+    """[example of the epoch]: its number in `tokens`."""
     order: Ints
     vocabulary: int
     """Entries of the tokenizer."""
-    known: bool
-    """Whether each stands for itself."""
+    is_complete: bool
+    """Whether all lengths are known."""
 
 
 @dataclass(frozen=True)
@@ -46,106 +45,96 @@ class Workload:
 
     batch: Batch
     """The largest micro-batch."""
-    micro: int
+    micro_batches: int
     """Micro-batches of a rank in a step, at most."""
-    slots: Ints
-    """[step, rank]: places that are computed."""
-    squares: Ints
-    """[step, rank]: of each document the square of its length, which attention costs."""
-    parts: Ints
-    """[step]: micro-batches of each rank."""
     tokens: float
     """Of a step, without padding."""
-    idle: int
+    idle_ranks: int
     """Ranks that never get an example."""
-    seen: tuple[int, int]
-    """Places and squares of the largest micro-batch."""
 
 
-def rows_of(recipe: Recipe, active: Active, folder: Path) -> Rows:
-    """Return an epoch's examples, as far as they are known."""
+def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
+    """Return an epoch's examples: from prepared tokens, or from a sample of each source."""
     if recipe.data.tokens:
         job = job_of(recipe, active)
         tokens = named(recipe, job, active)
-        counts = [(one["examples"], one["weight"]) for one in tokens.facts["sources"]]
-        numbers = np.arange(len(tokens))
-        order = shuffled(counts, recipe.train.seed, 0)
-        return Rows(_fitting(recipe, tokens), numbers, order, len(job.tokenizer), True)
+        return epoch_of(recipe, tokens, len(job.tokenizer))
     sources = recipe.data.all_sources()
-    opened = [open_source(one) for one in sources]
+    opened = [open_source(source) for source in sources]
     ensure_columns(recipe.data, opened)
-    work = worker(recipe, active, opened, folder, ROWS)
+    work = worker(recipe, active, opened, folder, SAMPLE)
     work.folder = folder / "sample"
     work.folder.mkdir()
+    counts = [min(SAMPLE, len(rows)) for rows in opened]
     shards = [
-        work(Slice(number, 0, min(ROWS, len(one)), one.part(0, min(ROWS, len(one)))))
-        for number, one in enumerate(opened)
+        work(Slice(number, 0, count, rows.part(0, count)))
+        for number, (rows, count) in enumerate(zip(opened, counts, strict=True))
     ]
     facts = [
         {"name": source.source, "weight": source.weight, "examples": shard.examples}
         for shard, source in zip(shards, sources, strict=True)
     ]
     write_index(work.folder, shards, {"key": "", "sources": facts})
-    tokens, parts, first = Tokens(work.folder), list[Ints](), 0
-    for shard, one, source in zip(shards, opened, sources, strict=True):
-        # As many as it has, if the others are like the first.
-        share = shard.examples / max(1, min(ROWS, len(one)))
-        count = round(source.weight * len(one) * share)
-        parts.append(first + np.resize(np.arange(shard.examples), count))
+    tokens, examples, first = Tokens(work.folder), list[Ints](), 0
+    for shard, rows, source, count in zip(shards, opened, sources, counts, strict=True):
+        per_row = shard.examples / max(1, count)
+        total = round(source.weight * len(rows) * per_row)
+        examples.append(first + np.resize(np.arange(shard.examples), total))
         first += shard.examples
-    numbers = np.concatenate(parts)
+    numbers = np.concatenate(examples)
     order = shuffled([(len(numbers), 1.0)], recipe.train.seed, 0)
-    return Rows(_fitting(recipe, tokens), numbers, order, len(work.tokenizer), False)
+    return Epoch(_fit(recipe, tokens), numbers, order, len(work.tokenizer), False)
 
 
-def _fitting(recipe: Recipe, tokens: Tokens) -> Tokens:
-    """Cut or share what plugins would before the first step."""
+def epoch_of(recipe: Recipe, tokens: Tokens, vocabulary: int) -> Epoch:
+    """Return the first epoch of prepared tokens."""
+    counts = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
+    order = shuffled(counts, recipe.train.seed, 0)
+    return Epoch(_fit(recipe, tokens), np.arange(len(tokens)), order, vocabulary, True)
+
+
+def _fit(recipe: Recipe, tokens: Tokens) -> Tokens:
+    """Share prompts and cut long examples, as plugins do before the first step."""
     if recipe.plugins.get("dpo", {}).get("share_prompt"):
         return tokens.shared()
     packing = recipe.plugins.get("bfd_packing", {})
-    room = packing.get("capacity") or int(tokens.lengths.max())
-    if packing.get("overlong", "error") == "error" or not (tokens.lengths > room).any():
+    size = packing.get("capacity") or int(tokens.lengths.max())
+    if packing.get("overlong", "error") == "error" or not (tokens.lengths > size).any():
         return tokens
     numbers = np.arange(len(tokens))
-    return tokens.stretches(numbers, 0 * numbers, np.minimum(tokens.lengths, room))
+    return tokens.stretches(numbers, 0 * numbers, np.minimum(tokens.lengths, size))
 
 
-def workload(recipe: Recipe, active: Active, rows: Rows, ranks: int) -> Workload:
-    """Lay out steps of an epoch, and find what they ask."""
-    lengths = rows.tokens.lengths[rows.numbers]
+def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:
+    """Lay out steps of an epoch; find the largest micro-batch."""
+    lengths = epoch.tokens.lengths[epoch.examples]
     layouts = active.hook.batches(
-        order=rows.order, lengths=lengths, ranks=ranks, train=recipe.train
+        order=epoch.order, lengths=lengths, ranks=ranks, train=recipe.train
     )
-    packs = recipe.has("bfd_packing")
+    packed = recipe.has("bfd_packing")
     filled = recipe.plugins.get("bfd_packing", {}).get("scope") == "dataset"
-    room = capacity(recipe) if packs else 0
-    count = max(2, min(SEEN, SHARES // ranks))
-    chosen = np.unique(np.linspace(0, len(layouts) - 1, count).astype(np.int64)).tolist()
-    slots, squares = (np.zeros((len(chosen), ranks), np.int64) for _ in range(2))
-    parts, used, largest = np.zeros(len(chosen), np.int64), 0, (0, 0)
-    there = np.zeros(0, np.int64)
-    for step, number in enumerate(chosen):
-        layout = layouts[number]
-        parts[step] = max(map(len, layout))
-        for rank, mine in enumerate(layout):
-            for part in mine:
-                some = lengths[part]
-                wide = len(some) * int(some.max(initial=0))
-                size = max(room if filled else 0, int(some.sum())) if packs else wide
-                square = int((some**2).sum()) if packs else wide * int(some.max(initial=0))
-                slots[step, rank] += size
-                squares[step, rank] += square
-                used += int(some.sum())
-                if (size, square) > largest:
-                    largest, there = (size, square), part
-    batch = active.hook.collate(tokens=rows.tokens, examples=rows.numbers[there], pad=0)
-    return Workload(
-        batch=batch,
-        micro=int(parts.max()),
-        slots=slots,
-        squares=squares,
-        parts=parts,
-        tokens=used / len(chosen),
-        idle=int((slots.sum(0) == 0).sum()),
-        seen=largest,
-    )
+    least = capacity(recipe) if packed and filled else 0
+    count = max(2, min(STEPS, RANK_STEPS // ranks))
+    steps = np.unique(np.linspace(0, len(layouts) - 1, count).astype(np.int64)).tolist()
+    busy, micro_batches, tokens = np.zeros(ranks, np.bool_), 0, 0
+    largest, size = np.zeros(0, np.int64), (0, 0)
+    for step in steps:
+        for rank, parts in enumerate(layouts[step]):
+            micro_batches = max(micro_batches, len(parts))
+            for part in parts:
+                documents = lengths[part]
+                busy[rank] |= len(documents) > 0
+                tokens += int(documents.sum())
+                part_size = _size(documents, packed, least)
+                if part_size > size:
+                    size, largest = part_size, part
+    batch = active.hook.collate(tokens=epoch.tokens, examples=epoch.examples[largest], pad=0)
+    return Workload(batch, micro_batches, tokens / len(steps), ranks - int(busy.sum()))
+
+
+def _size(lengths: Ints, packed: bool, least: int) -> tuple[int, int]:
+    """Return a micro-batch's tokens with padding, and the pairs that attention compares."""
+    if packed:
+        return max(least, int(lengths.sum())), int((lengths**2).sum())
+    longest = int(lengths.max(initial=0))
+    return len(lengths) * longest, len(lengths) * longest**2

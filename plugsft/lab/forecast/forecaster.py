@@ -1,0 +1,241 @@
+"""Forecast a recipe and its variants; probe one; find changes that make it fit."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...base.errors import PlugsftError
+from ...base.machine import look
+from ...batches.defaults import BatchDefaults
+from ...data.defaults import DataDefaults
+from ...data.load_tokenizer import load_tokenizer
+from ...model.config import load_config
+from ...model.defaults import ModelDefaults
+from ...model.load import scratch_config
+from ...output.bottlenecks import capacity
+from ...recipe.tables import Recipe
+from ...registry import active as registry
+from ...tokens.store import Tokens
+from ..trials.runner import changed, trials
+from .cluster import Cluster
+from .meta_model import MetaModel, Weights
+from .strategies import (
+    CPU_DDP,
+    DDP,
+    FSDP2,
+    SINGLE,
+    ZERO3,
+    Memory,
+    Setting,
+    Strategy,
+    peak_memory,
+)
+from .trace import Trace
+from .workload import Epoch, Workload, epoch_of, workload_of
+
+LEFT_OUT = ("flash_attention", "fused_loss", "liger", "compile", "tracker")
+"""Plugins that need the real machine or weights; their memory is forecast without them."""
+HOOKS = ("optimize_model", "batches", "collate", "step")
+MAX_RANKS = 4096
+"""Ranks that are tried where fewer do not fit."""
+STEPS = 3
+"""Steps of a probe: the first makes the optimizer's states."""
+SAVERS = ("gradient_checkpointing", "fused_loss")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The peak memory of a rank under one strategy."""
+
+    strategy: Strategy
+    memory: Memory
+    fits: bool
+
+
+class Traced(NamedTuple):
+    """Weights, batches and traces of a recipe on some ranks."""
+
+    weights: Weights
+    workload: Workload
+    traces: dict[bool, Trace]
+    """With stored weights (False), and as cast by FSDP2 and DeepSpeed (True)."""
+
+
+class Probe(NamedTuple):
+    """Real steps of a recipe, beside their forecast."""
+
+    measured: float
+    """Bytes."""
+    forecast: float
+    """Bytes."""
+    seconds: float
+    """Of a step."""
+    scale: float
+    """Measured over forecast activations."""
+
+
+class Forecaster:
+    """Forecasts a recipe and variants of it; each is traced once."""
+
+    def __init__(self, tables: dict[str, Any], epoch: Epoch, gpu: bool) -> None:
+        self.tables, self.epoch, self._gpu = tables, epoch, gpu
+        self._models: dict[str, dict[bool, MetaModel]] = {}
+        self._traces: dict[str, Trace] = {}
+        self.scale = 1.0
+        """Factor of activations, from a probe."""
+
+    def trace(self, changes: Mapping[str, Any], ranks: int) -> tuple[Recipe, Traced]:
+        """Trace the recipe with {"table.key": value} set."""
+        tables = changed(self.tables, changes)
+        recipe, _ = registry.resolve(tables)
+        _, active = registry.resolve(tables, [name for name in LEFT_OUT if recipe.has(name)])
+        active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
+        registry.check(active, recipe, replace(look(), world_size=ranks), HOOKS)
+        workload = workload_of(recipe, active, self.epoch, ranks)
+        key = repr(sorted(changes.items()))
+        if key not in self._models:
+            casts = recipe.model.dtype != recipe.model.weights and ranks > 1
+            self._models[key] = {
+                cast: MetaModel(recipe, active, self._config(recipe), cast)
+                for cast in ([False, True] if casts else [False])
+            }
+        models, traces = self._models[key], dict[bool, Trace]()
+        shape = {name: getattr(value, "shape", value) for name, value in workload.batch.items()}
+        half, device = recipe.model.dtype != "float32", "cuda" if self._gpu else "cpu"
+        flash = recipe.has("flash_attention") and self._gpu and half
+        for cast in (False, True):
+            model = models.get(cast, models[False])
+            traced = f"{key} {shape} {model is models[False]}"
+            if traced not in self._traces:
+                self._traces[traced] = model.trace(workload.batch, device, flash)
+            traces[cast] = self._traces[traced]
+        return recipe, Traced(models[False].weights(), workload, traces)
+
+    def forecast(self, changes: Mapping[str, Any], cluster: Cluster) -> list[Forecast]:
+        """Forecast each strategy."""
+        recipe, traced = self.trace(changes, cluster.ranks)
+        setting = Setting(
+            cluster.ranks,
+            traced.workload.micro_batches,
+            cluster.gpu,
+            self.scale,
+            4 if recipe.model.dtype == "float32" else 2,
+            recipe.train.keep_whole_gradients,
+        )
+        forecasts = []
+        for strategy in strategies(cluster, recipe):
+            trace = traced.traces[strategy.casts_weights]
+            memory = peak_memory(strategy, traced.weights, trace, setting)
+            fits = memory.total + cluster.reserved <= cluster.memory
+            forecasts.append(Forecast(strategy, memory, fits))
+        return forecasts
+
+    def _config(self, recipe: Recipe) -> Any:
+        if recipe.model.scratch:
+            return scratch_config(recipe.model.scratch, self.epoch.vocabulary)
+        return load_config(recipe.model)
+
+
+def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
+    """Return the strategies for a cluster, first the one that communicates least."""
+    if cluster.ranks == 1:
+        return [SINGLE]
+    ddp = DDP if cluster.gpu else CPU_DDP
+    # DeepSpeed stores trained weights in float32.
+    return [ddp, FSDP2] if recipe.model.weights == "bfloat16" else [ddp, FSDP2, ZERO3]
+
+
+def choose(forecasts: Sequence[Forecast]) -> Forecast | None:
+    """Return the first that fits: it communicates least."""
+    return next((forecast for forecast in forecasts if forecast.fits), None)
+
+
+def suggest(
+    forecaster: Forecaster, recipe: Recipe, cluster: Cluster
+) -> Iterator[tuple[str, Forecast]]:
+    """Yield changes, one at a time and then together, and the forecast with each."""
+    savers: dict[str, Any] = {f"plugins.{name}": {} for name in SAVERS if not recipe.has(name)}
+    smaller = _smaller_micro_batch(forecaster, recipe, cluster)
+    variants: list[tuple[str, dict[str, Any]]] = [(_line(smaller), smaller)] if smaller else []
+    variants += [(f"[{name}]", {name: {}}) for name in savers]
+    together = {**savers, **smaller}
+    if len(together) > 1:
+        lines = [f"[{name}]" for name in savers] + [_line(smaller)] * bool(smaller)
+        variants.append((" and ".join(lines), together))
+    if not recipe.has("lora"):
+        name = "[plugins.lora] (affects results)"
+        variants.append((name, {"plugins.lora": {}}))
+        variants.append((f"{name} and all of these", {**together, "plugins.lora": {}}))
+    for words, changes in variants:
+        if (forecast := _best(forecaster, changes, cluster)) is not None:
+            yield words, forecast
+    for words, changes in (("", {}), (", and all of these but LoRA", together)):
+        larger, best = cluster, None
+        while larger.ranks < MAX_RANKS and not (best and best.fits):
+            larger = larger.doubled()
+            best = _best(forecaster, changes, larger)
+        if best is not None:
+            yield f"--gpus {larger.machines}x{larger.per_machine}{words}", best
+
+
+def _smaller_micro_batch(
+    forecaster: Forecaster, recipe: Recipe, cluster: Cluster
+) -> dict[str, Any]:
+    """Return the change to the largest smaller micro-batch that fits, or to the smallest."""
+    packing = recipe.plugins.get("bfd_packing")
+    key = "plugins.bfd_packing.capacity" if packing is not None else "train.micro_batch"
+    size = capacity(recipe) if packing is not None else recipe.train.micro_batch
+    changes: dict[str, Any] = {}
+    while size > 1:
+        size //= 2
+        forecast = _best(forecaster, {key: size}, cluster)
+        if forecast is None:  # an example is longer
+            break
+        changes = {key: size}
+        if forecast.fits:
+            break
+    return changes
+
+
+def _line(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in changes.items())
+
+
+def _best(forecaster: Forecaster, changes: Mapping[str, Any], cluster: Cluster) -> Forecast | None:
+    """Return the chosen strategy, or the smallest where none fits; None if refused."""
+    try:
+        forecasts = forecaster.forecast(changes, cluster)
+    except PlugsftError:
+        return None
+    return choose(forecasts) or min(forecasts, key=lambda forecast: forecast.memory.total)
+
+
+def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
+    """Train one rank's share of real steps on this machine; compare them with their forecast."""
+    recipe, active = registry.resolve(tables)
+    size = max(1, recipe.train.batch_size // cluster.ranks)
+    changes = {"train.batch_size": size}
+    with trials(recipe, active, examples=size * STEPS) as runner:
+        trial = runner.run(changes, STEPS)
+        if trial.error:
+            why = "ran out of memory" if trial.out_of_memory else f"failed: {trial.error}"
+            raise PlugsftError(
+                f"--probe: a step of {size} examples {why}; leave --probe out, or lower "
+                "train.micro_batch, or plugins.bfd_packing.capacity, for it"
+            )
+        tokens = Tokens(Path(runner.tables["data"]["tokens"]))
+        prepared, _ = registry.resolve(runner.tables)
+        epoch = epoch_of(recipe, tokens, len(load_tokenizer(prepared.model, Path())))
+        forecaster = Forecaster(runner.tables, epoch, cluster.gpu)
+        [forecast] = forecaster.forecast(changes, replace(cluster, machines=1, per_machine=1))
+    [rank] = trial.ranks
+    measured = rank["device"] if cluster.gpu else rank["host"] - rank["before"]
+    memory = forecast.memory
+    activations = memory.activations + memory.loss_head
+    # Where activations are next to nothing, the error is not theirs.
+    matters = activations > 0.1 * memory.total
+    scale = max(0.1, 1 + (measured - memory.total) / activations) if matters else 1.0
+    seconds = statistics.median(trial.of("step_seconds", warmup=1))
+    return Probe(measured, memory.total, seconds, scale)

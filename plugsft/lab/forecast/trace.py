@@ -1,0 +1,121 @@
+"""Trace the memory of one micro-batch, with tensors that have shapes but no data.
+
+The model's own code runs, forward and backward, so that any family, attention or plugin is
+counted as it is, without formulas.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...base.types import Ints
+
+LAYERS, HEAD = 0, 1
+"""Owners of activations: embeddings and layers, or the loss head behind them."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The memory of one micro-batch, at each allocation."""
+
+    activations: Ints
+    """[owner, moment]: bytes of the layers and of the loss head."""
+    gradients: Ints
+    """[moment]: bytes of finished gradients."""
+
+
+@dataclass
+class _Allocation:
+    """A live tensor's memory."""
+
+    size: int
+    owner: int
+    watch: Any = field(repr=False)
+
+
+class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped upstream
+    """Records every allocation of a tensor until it is freed."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped upstream
+        self._live: dict[int, _Allocation] = {}
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.owner, self.bytes, self.gradients = LAYERS, [0, 0], 0
+        self.moments: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Run the operation and record the tensors that it makes."""
+        result: object = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._record(tensor)
+        return result
+
+    def _record(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or key in self._live:
+            return
+        watch = weakref.ref(storage, lambda _: self._free(key))
+        self._live[key] = _Allocation(size, self.owner, watch)
+        self.bytes[self.owner] += size
+        self.moments.append((*self.bytes, self.gradients))
+
+    def finish_gradient(self, gradient: Tensor) -> None:
+        """Count a finished gradient apart from activations."""
+        key = gradient.untyped_storage()._cdata
+        if (allocation := self._live.pop(key, None)) is not None:
+            self.bytes[allocation.owner] -= allocation.size
+            self.gradients += allocation.size
+            self._known.add(key)
+        self.moments.append((*self.bytes, self.gradients))
+
+    def _free(self, key: int) -> None:
+        if (allocation := self._live.pop(key, None)) is not None:
+            self.bytes[allocation.owner] -= allocation.size
+
+
+def trace_memory(model: Any, layers: list[Any], loss: Callable[[], Tensor]) -> Trace:
+    """Compute a loss and its gradients; record the memory at each moment."""
+    tracer = _Tracer([*model.parameters(), *model.buffers()])
+    in_backward = False
+
+    def enter_head(_module: Any, _inputs: Any, output: Any) -> None:
+        if in_backward:
+            return  # a layer that is recomputed
+        tracer.owner = HEAD
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(leave_head)
+
+    def leave_head(_: Tensor) -> None:
+        tracer.owner = LAYERS
+
+    hooks = [layers[-1].register_forward_hook(enter_head)] if layers else []
+    for parameter in model.parameters():
+        parameter.grad = None
+        if parameter.requires_grad:
+            hooks.append(
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: tracer.finish_gradient(parameter.grad)
+                )
+            )
+    with tracer:
+        total = loss()
+        in_backward = True
+        total.backward()  # type: ignore[no-untyped-call]  # untyped upstream
+        del total
+    for hook in hooks:
+        hook.remove()
+    for parameter in model.parameters():
+        parameter.grad = None
+    moments = np.array(tracer.moments, np.int64).reshape(-1, 3)
+    return Trace(moments[:, :2].T.copy(), moments[:, 2].copy())
