@@ -1,4 +1,4 @@
-"""Checksums: of keys, of files, and of files whose checksum is remembered."""
+"""Checksums of keys and files; those of large files are cached."""
 
 import json
 import os
@@ -13,25 +13,25 @@ import xxhash
 from .errors import PlugsftError
 
 MIN_REMEMBERED_SIZE = 1 << 22
-"""Bytes from which remembering is worth a file."""
+"""Bytes of the smallest file whose checksum is cached."""
 SETTLED_SECONDS = 2.0
-"""Seconds after which a file's time tells one content from the next."""
+"""A file changed less than this many seconds ago may change again with the same time."""
 
 
 def digest(key: dict[str, Any]) -> str:
-    """Return a short name for a key: equal keys, equal names, in every process."""
+    """Return a short name for a key; the same in every process."""
     return xxhash.xxh3_128(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def add_checksum(facts: dict[str, Any]) -> dict[str, Any]:
     """Return facts with their checksum, for a JSON file."""
-    # As it will be read: in JSON keys are strings, and tuples are lists.
+    # JSON turns keys into strings and tuples into lists.
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain | {"checksum": digest(plain)}
 
 
 def parse_checksummed(text: str) -> dict[str, Any]:
-    """Return the facts of such a file; raise ValueError if their checksum is wrong."""
+    """Parse JSON from `add_checksum`; raise ValueError if the checksum is wrong."""
     facts = json.loads(text)
     if not isinstance(facts, dict) or facts.pop("checksum", None) != digest(facts):
         raise ValueError("its checksum is wrong")
@@ -51,32 +51,31 @@ def file_digest(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Return where plugsft keeps what may be shared between runs."""
+    """Return the folder of the cache, which runs share."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    place = os.path.expanduser(os.environ.get("PLUGSFT_CACHE") or f"{home}/plugsft")
-    if place.startswith("~"):
-        # In some containers there is no HOME, and the user has no name.
-        place = f"{tempfile.gettempdir()}/plugsft-{os.getuid()}"
-    return Path(place)
+    folder = os.path.expanduser(os.environ.get("PLUGSFT_CACHE") or f"{home}/plugsft")
+    if folder.startswith("~"):
+        # Some containers have no HOME, and no name for the user.
+        folder = f"{tempfile.gettempdir()}/plugsft-{os.getuid()}"
+    return Path(folder)
 
 
 def cached_file_digest(path: Path) -> str:
-    """Return a file's checksum, from memory where its path, size and time are known."""
-    now, facts = time.time(), path.stat()
-    if facts.st_size < MIN_REMEMBERED_SIZE:
+    """Return a file's checksum, from the cache if path, size and time are unchanged."""
+    now, stat = time.time(), path.stat()
+    if stat.st_size < MIN_REMEMBERED_SIZE:
         return file_digest(path)
-    identity = [str(path.resolve()), facts.st_size, facts.st_mtime_ns, facts.st_ino]
-    note = cache_folder() / "files" / f"{digest({'path': identity[0]})}.json"
+    identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    entry_file = cache_folder() / "files" / f"{digest({'path': identity[0]})}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(note.read_text())
-        if kept["identity"] == identity:
-            return str(kept["digest"])
-    known = file_digest(path)
-    # A file that was written a moment ago may change again within the same tick of its clock.
-    if now - facts.st_mtime > SETTLED_SECONDS:
+        entry = json.loads(entry_file.read_text())
+        if entry["identity"] == identity:
+            return str(entry["digest"])
+    checksum = file_digest(path)
+    if now - stat.st_mtime > SETTLED_SECONDS:
         with suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            half = note.with_suffix(f".{os.getpid()}.tmp")
-            half.write_text(json.dumps({"identity": identity, "digest": known}))
-            half.replace(note)
-    return known
+            entry_file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = entry_file.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps({"identity": identity, "digest": checksum}))
+            temporary.replace(entry_file)
+    return checksum

@@ -1,4 +1,4 @@
-"""What a person sees: one clean line per event, bars on a terminal, and silence on other ranks."""
+"""Console output: one line per event, progress bars on a terminal, nothing on other ranks."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from .errors import PlugsftError
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
 
-# Soft wrap: a line is never broken where it is read by a program. No emoji: ":100:" is a row.
+# Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
 out = Console(
     soft_wrap=True, highlight=False, emoji=False, quiet=os.environ.get("RANK", "0") != "0"
 )
@@ -29,22 +29,22 @@ def say(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error, on whichever process has it."""
+    """Print an error, on any process."""
     err.print(text, markup=False, style="red" if err.is_terminal else "")
 
 
 def is_terminal() -> bool:
-    """Tell whether a person watches."""
+    """Tell whether the output is a terminal that this process may write to."""
     return sys.stdout.isatty() and not out.quiet
 
 
 def format_count(number: int, word: str) -> str:
-    """Return a number with its thing: 1 round, 2,000 rows."""
+    """Return a number with its noun: 1 round, 2,000 rows."""
     return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def format_size(count: float) -> str:
-    """Write bytes as a person reads them."""
+    """Format bytes with a unit: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -62,7 +62,7 @@ def parse_size(text: str, option: str = "--max-size") -> int:
 
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
-    """Give `advance(by, note)`: a bar on a terminal, a line now and then otherwise."""
+    """Yield `advance(by, note)`: a progress bar on a terminal, else a line every 30 s."""
     if not is_terminal():
         yield _Lines(label, total, unit).advance
         return
@@ -79,18 +79,18 @@ def progress(label: str, total: int, unit: str) -> Iterator[Callable[[int, str],
 
 
 class _Lines:
-    """Progress for logs: nothing of what is short, and a line every half minute of what is long."""
+    """Progress for logs: one line every 30 s."""
 
     def __init__(self, label: str, total: int, unit: str) -> None:
         self._label, self._total, self._unit, self._done = label, total, unit, 0
-        self._started = self._said = time.monotonic()
-        self._pause = float(os.environ.get("PLUGSFT_PROGRESS_SECONDS", "30"))
+        self._started = self._printed = time.monotonic()
+        self._interval = float(os.environ.get("PLUGSFT_PROGRESS_SECONDS", "30"))
 
     def advance(self, by: int, note: str) -> None:
         self._done += by
         now = time.monotonic()
-        if now - self._said >= self._pause and self._done < self._total:
-            self._said = now
+        if now - self._printed >= self._interval and self._done < self._total:
+            self._printed = now
             left = (now - self._started) * (self._total / self._done - 1)
             say(
                 f"{self._label}: {self._done:,} of {self._total:,} {self._unit}, {note}, "

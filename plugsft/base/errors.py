@@ -1,16 +1,16 @@
-"""What can go wrong, as one family of exceptions that the command line prints as one line each.
+"""Exceptions that the command line prints as one line each, without a traceback.
 
 PlugsftError
 ├── RecipeError      the recipe, or an override of it, is wrong
 ├── PluginError      a plugin cannot be found, loaded, combined, or broke its contract
 ├── DataError        a source cannot be read, or its rows cannot be trained on
-├── LaunchError      what the launcher asked for is not what came up
-├── DiskError        a place cannot be written to
+├── LaunchError      the launcher was asked for other processes than it started
+├── DiskError        a file or folder cannot be written
 ├── CheckpointError  a checkpoint is missing, damaged, or of another run
-├── Stopped          the run ended early because it was told to (exit code 128 + the signal)
-└── TrainError       training itself went wrong (exit code 1: not a mistake in the input)
+├── Stopped          a signal ended the run early (exit code 128 + the signal)
+└── TrainError       training itself failed (exit code 1: not a mistake in the input)
 
-Each message says where, what, and the cure.
+Each message says where the problem is, what it is, and how to solve it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from difflib import get_close_matches
 
 
 class PlugsftError(Exception):
-    """A failure that the user can act on; printed without a traceback."""
+    """A failure that the user can solve."""
 
     exit_code = 2
 
@@ -40,7 +40,7 @@ class DataError(PlugsftError):
 
 
 class DiskError(PlugsftError):
-    """A place cannot be written to: full, read-only, not ours. Holds the reason by itself."""
+    """A file or folder cannot be written: disk full, read-only, no permission."""
 
     def __init__(self, reason: str, cure: str) -> None:
         self.reason = reason
@@ -51,7 +51,7 @@ class DiskError(PlugsftError):
 
 
 class LaunchError(PlugsftError):
-    """The processes that came up are not those the launcher was asked for."""
+    """The launcher was asked for other processes than it started."""
 
 
 class CheckpointError(PlugsftError):
@@ -59,7 +59,7 @@ class CheckpointError(PlugsftError):
 
 
 class TrainError(PlugsftError):
-    """Training went wrong by itself."""
+    """Training itself failed."""
 
     exit_code = 1
 
@@ -77,15 +77,15 @@ MEMORY = (
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error or its cause is running out of memory."""
-    if isinstance(error, MemoryError) or any(sign in str(error) for sign in MEMORY):
+    """Tell whether an error or its cause is an out-of-memory error."""
+    if isinstance(error, MemoryError) or any(message in str(error) for message in MEMORY):
         return True
     cause = error.__cause__ or error.__context__
     return cause is not None and out_of_memory(cause)
 
 
 class Stopped(PlugsftError):
-    """The run ended early because it was told to."""
+    """A signal ended the run early."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -93,6 +93,6 @@ class Stopped(PlugsftError):
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the nearest option, or nothing."""
+    """Return "; did you mean 'x'?" for the most similar option, else ""."""
     close = get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,7 +1,7 @@
-"""Limits on what is read from outside: how deeply it is nested, and how large it is.
+"""Limits on the size and nesting of files that users give.
 
-Deeper than a few hundred levels, Python's own functions (JSON, TOML, copies, representations) end
-in a RecursionError, each at another depth. So depth is checked once, where something is read.
+Beyond a few hundred levels, Python's own functions (JSON, TOML, copy, repr) raise RecursionError,
+each at another depth. So depth is checked once, on reading.
 """
 
 import json
@@ -14,19 +14,19 @@ from typing import Any
 from pydantic_core import from_json
 
 DEPTH = 200
-"""Levels of JSON in data. pydantic's reader, which is tried first, ends there too."""
+"""Most levels of JSON in data; also the limit of pydantic's parser, which is tried first."""
 TABLES = 64
-"""Levels of tables and lists in a recipe."""
-LARGEST = 1 << 28
-"""Bytes of a file of settings or facts that is read at once."""
+"""Most levels of tables and lists in a recipe."""
+MAX_BYTES = 1 << 28
+"""Most bytes of a settings file."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; raise ValueError where it is none, or is nested too deeply."""
+    """Parse JSON; raise ValueError if it is invalid or nested too deeply."""
     try:
         return from_json(text, cache_strings="keys")
     except (TypeError, ValueError):
-        # The standard library also takes half characters, byte order marks, and other encodings.
+        # The standard library also takes lone surrogates, byte order marks and other encodings.
         try:
             value = json.loads(text)
         except RecursionError:
@@ -35,7 +35,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; raise ValueError where it is none, or is nested too deeply."""
+    """Parse TOML; raise ValueError if it is invalid or nested too deeply."""
     try:
         tables = tomllib.loads(text)
     except RecursionError:
@@ -45,9 +45,9 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_depth(value: Any, most: int) -> Any:
-    """Return a value of dicts and lists; raise ValueError where it is nested too deeply."""
+    """Return a value of dicts and lists; raise ValueError if it is nested too deeply."""
     level, depth = [value], 0
-    while level := [inner for one in level for inner in _inside(one)]:
+    while level := [child for container in level for child in _containers(container)]:
         depth += 1
         if depth > most:
             raise ValueError(f"nested deeper than {most} levels")
@@ -55,27 +55,28 @@ def check_depth(value: Any, most: int) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Read a small text file; raise ValueError where it is too large, or not UTF-8."""
+    """Read a small text file; raise ValueError if it is too large or not UTF-8."""
     with path.open("rb") as file:
-        # Asked for more bytes than there are, Python takes the memory for all of them first.
-        size = os.fstat(file.fileno()).st_size or LARGEST  # a pipe has none
-        raw = file.read(min(size, LARGEST) + 1)
-    if len(raw) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST:,} bytes")
+        # Python allocates all bytes that read() asks for, even if the file is smaller.
+        size = os.fstat(file.fileno()).st_size or MAX_BYTES  # a pipe has no size
+        raw = file.read(min(size, MAX_BYTES) + 1)
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
     return raw.decode()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object; raise ValueError where it holds anything else."""
+    """Read a file with one JSON object; raise ValueError for anything else."""
     value = parse_json(read_text(path))
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
     return value
 
 
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return (
-        [one for one in value if isinstance(one, Mapping | list)] if isinstance(value, list) else []
-    )
+def _containers(container: Any) -> list[Any]:
+    """Return the dicts and lists directly inside a dict or list."""
+    if isinstance(container, Mapping):
+        container = list(container.values())
+    if not isinstance(container, list):
+        return []
+    return [child for child in container if isinstance(child, Mapping | list)]

@@ -1,4 +1,4 @@
-"""Why transformers could not load a model or tokenizer from a folder, and the cure."""
+"""Explains why transformers could not load a model or tokenizer."""
 
 from pathlib import Path
 
@@ -11,31 +11,31 @@ SETTINGS = (
     "tokenizer_config.json",
     "tokenizer.json",
 )
-"""Files of a model that each hold one JSON object."""
+"""Model files with one JSON object each."""
 TRUST = "trust_remote_code"
-"""Every error of transformers about a model's own code says this."""
+"""Occurs in each error of transformers about a model's own code."""
 
 
 def explain_load_error(path: str, error: Exception) -> str:
-    """Say why transformers failed to load a folder: a broken file, or its own message."""
+    """Return the reason: a broken file of the folder, or transformers' message."""
     for name in SETTINGS:
         file = Path(path) / name
         try:
             if file.is_file():
                 read_json_object(file)
         except (OSError, ValueError) as broken:
-            return f"{name}: {broken}. Take the file from the model's source again"
+            return f"{name}: {broken}. Download the file again"
     first, _, rest = str(error).strip().partition("\n")
-    # "Validation error for field 'x':", and what is wrong with it on the next line.
+    # "Validation error for field 'x':" has its reason on the next line.
     detail = " " + rest.strip().partition("\n")[0] if first.endswith(":") else ""
     return f"{type(error).__name__}: {first}{detail}{trust_hint(error)}"
 
 
 def trust_hint(error: Exception) -> str:
-    """Return the cure for a model or tokenizer whose own code may not run."""
+    """Return how to allow a model's or tokenizer's own code, if the error is about that."""
     if TRUST not in str(error):
         return ""
     return (
-        ". Python code that comes with a model runs only if you say so: model.trust_remote_code = "
-        "true in your recipe, or --trust-remote-code for chat and export"
+        ". Python code that comes with a model runs only if you allow it: model.trust_remote_code "
+        "= true in your recipe, or --trust-remote-code for chat and export"
     )

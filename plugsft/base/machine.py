@@ -1,4 +1,4 @@
-"""What this machine grants us: cores, memory, disk, and our place among the ranks."""
+"""This machine's cores, memory and disk, and this process's rank."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """The limits a run lives in, as the container sets them, not as the hardware has them."""
+    """The resources of a run: the container's limits, not the hardware's."""
 
     host: str
     system: str
@@ -25,12 +25,12 @@ class Machine:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """Whether this is the main process, which prints and writes files."""
         return self.rank == 0
 
 
 def look() -> Machine:
-    """Read the machine and the launcher's environment."""
+    """Return this machine, with the rank that the launcher set."""
     release = platform.release()
     return Machine(
         host=platform.node(),
@@ -44,50 +44,50 @@ def look() -> Machine:
 
 
 def num_cores() -> int:
-    """Return the cores we may keep busy: affinity, and the container's quota."""
+    """Return the usable cores: the affinity mask, or the container's quota if less."""
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = (_cgroup("cpu.max") or _first_version_quota()).split()
+    quota = (_cgroup("cpu.max") or _cgroup_v1_quota()).split()
     if len(quota) == 2 and quota[0] != "max":
         allowed = min(allowed, max(1, int(quota[0]) // int(quota[1])))
     return allowed
 
 
 def memory_limit() -> int:
-    """Return the bytes of memory we may use: the machine's, or the container's if less."""
+    """Return the usable bytes of memory: the machine's, or the container's if less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def peak_memory() -> int:
-    """Return the most bytes of memory this process has held at once."""
-    # Linux starts a process with the ru_maxrss of its starter: the peak of another program.
-    if found := re.search(r"VmHWM:\s*(\d+)", _text("/proc/self/status")):
-        return int(found[1]) * 1024
+    """Return this process's peak memory in bytes."""
+    # On Linux a process inherits ru_maxrss from its parent.
+    if match := re.search(r"VmHWM:\s*(\d+)", _text("/proc/self/status")):
+        return int(match[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free_disk(folder: Path) -> int:
-    """Return the free bytes where a folder lies or would lie."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def is_slow_to_map(folder: Path, machine: Machine) -> bool:
-    """Tell whether a folder is on a Windows disk, seen from WSL: each page is fetched by itself."""
+    """Tell whether a folder is a Windows disk under WSL, where memory maps are slow."""
     return machine.wsl and re.match("/mnt/[a-z]/", f"{folder.resolve()}/") is not None
 
 
-def _first_version_quota() -> str:
-    """Return what older cgroups grant, as version 2 would write it."""
+def _cgroup_v1_quota() -> str:
+    """Return the quota of cgroup version 1, in the format of version 2."""
     quota, period = (_cgroup(f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
     return f"{quota} {period}" if quota.isdigit() else ""
 
 
 def _cgroup(name: str) -> str:
-    # A container sees its own limits at the root.
+    # Inside a container, the root of the cgroups holds its own limits.
     return _text(f"/sys/fs/cgroup/{name}").strip()
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: `step-` and a number; anything else there is the user's."""
+"""Checkpoint folders, `step-` and a number; other files in there belong to the user."""
 
 import re
 from pathlib import Path
@@ -22,8 +22,8 @@ def parse_step(path: Path) -> int | None:
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the published checkpoints of a run, in the order of their steps."""
     steps = [(parse_step(path), path) for path in checkpoints.glob("step-*")]
-    own = [(step, path) for step, path in steps if step is not None and is_published(path)]
-    return [path for _, path in sorted(own)]
+    numbered = [(step, path) for step, path in steps if step is not None and is_published(path)]
+    return [path for _, path in sorted(numbered)]
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""The values that travel between hooks. Importing this costs nothing: numpy and torch are hints."""
+"""Types of the values that hooks pass on. numpy and torch are imported for type hints only."""
 
 from __future__ import annotations
 
@@ -15,80 +15,80 @@ if TYPE_CHECKING:
 
 Ints: TypeAlias = "NDArray[np.int64]"
 Batch: TypeAlias = dict[str, Any]
-"""What a model is called with, and its labels: tensors, and plain values about them."""
+"""The arguments of a model call and the labels: tensors and plain values."""
 
 Row: TypeAlias = dict[str, Any]
-"""One row of a source, as JSON would give it."""
+"""One row of a source: JSON values by column."""
 
 Counted: TypeAlias = dict[str, Any]
-"""Counted rows: their "count", and the first "rows"."""
+"""Rows with the same problem: their "count", and the numbers of the first "rows"."""
 
 Span: TypeAlias = tuple[int, int]
-"""A trained stretch of a text: its first character, and the one after its last."""
+"""A trained span of a text: first character, and one past the last."""
 
 Layout: TypeAlias = list[list["Ints"]]
-"""The examples of one window: [rank][micro-step] -> example numbers."""
+"""The examples of one global batch: [rank][micro-step] -> example numbers."""
 
 
 @dataclass
 class Rendered:
-    """Rows as text. A row may give several texts (DPO gives two): they follow each other."""
+    """Rows as text. A row may give several consecutive texts (DPO gives two)."""
 
     texts: list[str] = field(default_factory=list)
     spans: list[list[Span]] = field(default_factory=list)
     """The trained spans of each text."""
     rows: list[int] = field(default_factory=list)
-    """For each text, the number of its row in the batch."""
+    """For each text, the number of its row among the rendered rows."""
     bad: dict[int, str] = field(default_factory=dict)
-    """Rows that cannot be used: number in the batch -> reason."""
+    """Rows that cannot be used: number among the rendered rows -> reason."""
     special_tokens: bool = False
-    """Whether the tokenizer adds its own first and last tokens (a chat template writes them)."""
+    """Whether the tokenizer adds its special tokens (a chat template writes its own)."""
     mask: str = "every token of the text"
-    """Where the spans come from, in words for the record."""
+    """Where the spans come from, in words for run.json."""
     warnings: dict[str, list[int]] = field(default_factory=dict)
-    """Warning -> numbers in the batch of rows that are trained on nevertheless."""
+    """Warning -> numbers of the rows concerned, which are still trained on."""
     read: Collection[str] | None = None
     """Columns that were read. Rows with an unread column that changes their meaning (label, weight,
-    images, ...) are refused; None turns this check off."""
+    images, ...) are refused. None disables this check."""
     unread: list[str] = field(default_factory=list)
     """Unread columns; the core fills them in."""
 
 
 @dataclass
 class Encoded:
-    """Texts as tokens, flat."""
+    """Texts as tokens, in flat arrays."""
 
     ids: NDArray[np.int32]
     counts: Ints
-    """How many tokens each text has."""
+    """Number of tokens of each text."""
     ends: Ints
-    """For each token, where it ends: a place in all texts joined, in bytes of UTF-8."""
+    """End of each token: an offset into the joined texts, in bytes of UTF-8."""
     engines: dict[str, int] = field(default_factory=dict)
-    """How many texts each engine encoded, for the record."""
+    """Number of texts that each engine encoded, for run.json."""
 
 
 class Score(Protocol):
-    """The stage `score`, as `step` calls it."""
+    """The stage `score`, as `step` calls it: a token's negative log-likelihood."""
 
     def __call__(self, *, model: Module, batch: Batch, summed: bool) -> Tensor:
-        """Return -log p of each target, one after the other; or, all that is needed, their sum."""
+        """Return -log p of each target; or their sum, if `summed`."""
 
 
 class Rows(Protocol):
-    """A source, opened: random access to its rows. Travels to other processes in parts."""
+    """An open source with random access to its rows; parts are pickled for workers."""
 
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; None stands for one that is not a JSON object."""
+        """Return rows; None in place of a row that is not a JSON object."""
 
     def part(self, start: int, stop: int) -> Rows:
-        """Return a stretch of the rows, as small to send as it is."""
+        """Return a range of the rows; its pickle holds only these."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A stretch of a source's rows, and what it takes to read them: the unit of `tokenize`."""
+    """A range of a source's rows, and their reader: the unit of work of `tokenize`."""
 
     source: int
     start: int
@@ -98,7 +98,7 @@ class Slice:
 
 @dataclass
 class Shard:
-    """What became of one slice: a file of examples, and what was left out."""
+    """The result of one slice: a file of examples, and the rows left out."""
 
     file: str
     examples: int = 0
@@ -109,14 +109,14 @@ class Shard:
     bad: dict[str, list[int]] = field(default_factory=dict)
     """Reason -> row numbers."""
     too_long: list[int] = field(default_factory=list)
-    """Rows left out because of their length."""
+    """Rows left out because they are too long."""
     truncated: list[int] = field(default_factory=list)
     warnings: dict[str, Counted] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     """Columns that are not read."""
     mask: str = ""
     engines: dict[str, int] = field(default_factory=dict)
-    """How many texts each engine encoded."""
+    """Number of texts that each engine encoded."""
     largest: int = 0
     """The largest token id."""
     stamp: list[int | str] = field(default_factory=list)
@@ -124,52 +124,52 @@ class Shard:
 
 
 class Work(Protocol):
-    """What is done to a slice. Travels to other processes, where it makes its plugins again."""
+    """Turns a slice into a shard; pickled for workers, which create the plugins again."""
 
     def __call__(self, part: Slice) -> Shard:
         """Render, encode and mask a slice, and write it as one shard."""
 
     def where(self, part: Slice) -> str:
-        """Name a slice: its source and rows."""
+        """Describe a slice for messages: its source and rows."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """One optimizer step: which examples, laid out how, and what their loss is divided by."""
+    """The global batch of one optimizer step: its examples, their layout, its loss's divisor."""
 
     step: int
     epoch: int
     layout: Layout
     total: int
-    """The divisor of its loss: its targets over all ranks, or a plugin's count."""
+    """The divisor of the loss: targets over all ranks, or a plugin's count."""
     trained: int
     tokens: int
     imbalance: float = 1.0
-    """Tokens of the busiest rank over the average."""
+    """Tokens of the busiest rank, divided by the average."""
 
     @property
     def examples(self) -> int:
-        """How many examples it has."""
-        return sum(len(part) for rank in self.layout for part in rank)
+        """Number of examples."""
+        return sum(len(micro_batch) for rank in self.layout for micro_batch in rank)
 
     @property
     def parts(self) -> int:
-        """How many micro-batches with examples it has, over all ranks."""
-        return sum(len(part) > 0 for rank in self.layout for part in rank)
+        """Number of micro-batches with examples, over all ranks."""
+        return sum(len(micro_batch) > 0 for rank in self.layout for micro_batch in rank)
 
 
 @dataclass(frozen=True)
 class Fed:
-    """A window with this rank's batches, ready for the device."""
+    """A global batch with this rank's micro-batches as tensors."""
 
     window: Window
     batches: list[Batch]
     copied: float = 0.0
-    """Seconds that copying them to the device kept the host."""
+    """Seconds in which copying to the device blocked the host."""
 
     @property
     def slots(self) -> int:
-        """Number of tokens that this rank computes, padding included."""
+        """Number of tokens that this rank computes, including padding."""
         return sum(batch["input_ids"].numel() for batch in self.batches)
 
 
@@ -179,7 +179,7 @@ Layouts: TypeAlias = Sequence[Layout]
 
 
 class OnDemand(Sequence[Layout], ABC):
-    """Windows that are laid out when they are asked for: an epoch may have millions."""
+    """Layouts computed on access: an epoch may have millions of steps."""
 
     @overload
     def __getitem__(self, number: int) -> Layout: ...
@@ -187,28 +187,28 @@ class OnDemand(Sequence[Layout], ABC):
     def __getitem__(self, number: slice) -> Layouts: ...
     def __getitem__(self, number: int | slice) -> Layout | Layouts:
         if isinstance(number, slice):
-            return [self[one] for one in range(*number.indices(len(self)))]
+            return [self[index] for index in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):
             raise IndexError(number)
         return self.lay_out(number)
 
     @abstractmethod
     def lay_out(self, number: int) -> Layout:
-        """Lay out one window, whose number is in range."""
+        """Lay out the global batch of one step; `number` is in range."""
 
 
 class Kept(Protocol):
-    """What a folder of the cache holds: tokens, or what a plugin keeps there."""
+    """A cache entry: tokens, or a plugin's artefact."""
 
     facts: dict[str, Any]
-    """Among them `key_parts`, the key that it was built for."""
+    """Facts about the entry; `key_parts` is the key that it was built for."""
 
 
 class ModelLoad(Protocol):
-    """How the model will be loaded; a wrapper of `optimize_model` edits it before its yield."""
+    """How to load the model; wrappers of `optimize_model` edit this before their yield."""
 
     path: str
     kwargs: dict[str, Any]
     empty: bool
-    """Whether weights stay in their files until the model is sharded, when ranks read their own; a
-    wrapper that needs the weights sets it to False."""
+    """Whether to load weights only after sharding, when each rank reads its own shards. A wrapper
+    that needs the weights sets it to False."""
