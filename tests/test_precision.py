@@ -246,6 +246,16 @@ def test_weights_of_bfloat16_need_to_be_computed_with_as_they_are(tiny):
     assert done.returncode == 0 and "rounds away most of a step" in done.stdout
 
 
+@pytest.mark.parametrize("steps", ["4", "auto"])
+def test_no_environment_divides_the_gradients(tiny, steps):
+    """accelerate divides every loss by this variable, which its launcher sets from a file."""
+    environment = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": steps}
+    done = run_plugsft(tiny(), env=environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"sets gradient_accumulation_steps = {steps}" in done.stderr
+    assert "train.batch_size and train.micro_batch" in done.stderr
+
+
 @pytest.mark.slow
 def test_whole_gradients_are_stored_under_fsdp2_only_where_asked_for(tiny, tmp_path, monkeypatch):
     alone = run_plugsft(tiny(), "train.keep_whole_gradients=true")

@@ -27,6 +27,7 @@ from .launcher import asked_of_launcher
 from .precision import ensure_no_other, in_float32, mixed, on_cpu
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 CURE = (
     "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
     "the visible devices"
@@ -64,6 +65,12 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     if (fsdp or deepspeed) and cpu and torch.cuda.is_available():
         raise LaunchError(
             'device = "cpu" beside GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
+        )
+    if (accumulation := os.environ.get(ACCUMULATION, "1")) != "1":
+        raise LaunchError(
+            f"the launcher's file or the environment sets gradient_accumulation_steps = "
+            f"{accumulation} ({ACCUMULATION}), and accelerate would divide every loss by it; "
+            "remove it: a step's micro-batches follow from train.batch_size and train.micro_batch"
         )
     if fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
