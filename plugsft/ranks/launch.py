@@ -66,12 +66,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         raise LaunchError(
             'device = "cpu" beside GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
         )
-    if (accumulation := os.environ.get(ACCUMULATION, "1")) != "1":
-        raise LaunchError(
-            f"the launcher's file or the environment sets gradient_accumulation_steps = "
-            f"{accumulation} ({ACCUMULATION}), and accelerate would divide every loss by it; "
-            "remove it: a step's micro-batches follow from train.batch_size and train.micro_batch"
-        )
+    _ensure_no_accumulation()
     if fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
     if cpu:
@@ -110,6 +105,16 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
     in_float32(accelerator)
     return accelerator
+
+
+def _ensure_no_accumulation() -> None:
+    """Refuse a count by which accelerate would divide every loss."""
+    if (accumulation := os.environ.get(ACCUMULATION, "1")) != "1":
+        raise LaunchError(
+            f"the launcher's file or the environment sets gradient_accumulation_steps = "
+            f"{accumulation} ({ACCUMULATION}); remove it: a "
+            "step's micro-batches follow from train.batch_size and train.micro_batch"
+        )
 
 
 def threads_are_chosen() -> bool:
