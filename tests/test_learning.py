@@ -82,7 +82,7 @@ class Base:
 
     def learn(self, steps, kind=None, micro=EXAMPLES, dtype="bfloat16", **keys):
         """Train from here on at 1e-5; return the fall of the loss and how the weights moved."""
-        folder = self.folder / f"{dtype}-{kind}-{micro}-{len(keys)}"
+        folder = self.folder / f"{steps}-{dtype}-{kind}-{micro}-{len(keys)}"
         model = {"path": str(self.path), "dtype": dtype}
         run = trained(folder, self.rows, model, steps, 1e-5, kind, micro, self.seed, **keys)
         after, names = weights_of(run), sorted(self.weights)
