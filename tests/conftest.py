@@ -85,7 +85,7 @@ def write_recipe(path: Path, tables: dict[str, Any]) -> Path:
 # Children of a process that has imported everything: the same program, without the four seconds
 # that importing torch takes each time.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["plugsft.commands.train", "plugsft.model.defaults"])
+FORKS.set_forkserver_preload(["plugsft.loop", "plugsft.commands.runs.start"])
 
 
 class Running:

@@ -9,6 +9,7 @@ from conftest import ROOT, run_plugsft
 
 from plugsft import __version__, cli
 from plugsft.base.errors import RecipeError
+from plugsft.registry import active
 
 COMMANDS = [
     *[
@@ -66,7 +67,7 @@ def test_every_command_is_there_with_its_help():
 
 
 def test_the_cache_has_commands_of_its_own():
-    names = [command.callback.__name__ for command in cli.cache.registered_commands]
+    names = [command.callback.__name__ for command in cli.cache_app.registered_commands]
     assert names == ["ls", "explain", "gc", "verify"]
     for name in names:
         done = run_plugsft("cache", name, "--help")
@@ -149,10 +150,10 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
-    def refuse(module):
+    def refuse(*recipe):
         raise PermissionError(13, "Permission denied", "/secret")
 
-    monkeypatch.setattr(cli, "late", refuse)
+    monkeypatch.setattr(active, "load", refuse)
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", str(tiny())])
     assert ended.value.code == 2

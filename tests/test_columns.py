@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from making import activate, install
 
 from plugsft import DataError, PlugsftError, RecipeError
-from plugsft.commands.audit.inspect import inspect
-from plugsft.commands.audit.recipe import check
+from plugsft.commands.check import check
+from plugsft.commands.inspect import inspect
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.formats import READ, REFUSED, WARNED

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from plugsft.commands import chat
+from plugsft.commands.runs import chat
 from plugsft.data.load_tokenizer import end_generation
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"

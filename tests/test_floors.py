@@ -32,7 +32,7 @@ def _words(text):
 # From the ground up: a room imports lower rooms only.
 ROOMS = _words("""
     base recipe tokens hooks registry data batches model ranks kit output run loop lab commands
-    testing __init__ arguments measuring cli __main__
+    testing __init__ cli __main__
 """)
 ENTRIES, ARROWS = 20, 91  # the aim is 90 arrows
 EXPORTED = _words("""
@@ -44,9 +44,18 @@ EXPORTED = _words("""
     fused_loss heard hookimpl lone_document look once opened pack peak_flops plugin progress
     render_rows say shapes_of state takes_documents tokenizing weights_digest
 """)
+COMMANDS = _words("""
+    bench cache chat check diff export inspect new_plugin plan plugins prepare schema show train
+    tune
+""")
 FILE, FUNCTION = 300, 60
 # The aim is 2,500. Raised for the mends of correctness; the redesign into rooms brings it down.
 TOTAL = 7_510
+
+
+# Modules that import inside a function: a command imports what it runs when it is called, since
+# torch takes seconds.
+LATE = [path for path in (HOUSE / "commands").glob("*.py") if path.stem in COMMANDS]
 
 
 def parse(path):
@@ -132,8 +141,7 @@ def test_no_import_is_hidden(path):
         for inner in ast.walk(node)
         if isinstance(inner, ast.Import | ast.ImportFrom)
     ]
-    # The command table imports a command when it is called: torch takes seconds.
-    assert hidden == [] or path in (HOUSE / "cli.py", HOUSE / "measuring.py")
+    assert hidden == [] or path in LATE
 
 
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.stem)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from making import activate, install
 
 from plugsft import DataError, PlugsftError, RecipeError
-from plugsft.commands.audit import inspect as inspection
+from plugsft.commands import inspect as inspection
 from plugsft.commands.audit import page as inspection_page
 from plugsft.commands.audit.rows import histogram, quantiles, spread
 from plugsft.data import prepare
@@ -222,7 +222,7 @@ def audited(tiny, tmp_path, capsys):
         rows += [{"messages": list(chat)} for chat in chats]
         path = tiny(rows, model={"chat_template": str(tmp_path / "other.jinja")}, data=data)
         try:
-            inspection.inspect(path, [], [], rows=9, page=tmp_path / "page.html")
+            inspection.inspect(path, [], [], rows=9, html=tmp_path / "page.html")
             complaint = ""
         except DataError as error:
             complaint = str(error)
@@ -358,7 +358,7 @@ def test_the_page_shows_the_rows_and_runs_nothing(tiny, tmp_path, inspect):
     talk = {"messages": [{**ASK, "content": HOSTILE}, {**TELL, "content": HOSTILE}]}
     rows = [talk, {"messages": [{"role": HOSTILE, "content": "x"}]}, *chats(20)]
     path, html = tiny(rows, data={"on_bad_row": "drop"}), tmp_path / "page.html"
-    shown = inspect(path, rows=2, page=html)
+    shown = inspect(path, rows=2, html=html)
     assert f"page: {html}" in shown
     text = html.read_text()
     page = Page(text)
@@ -382,7 +382,7 @@ def test_the_page_shows_the_rows_and_runs_nothing(tiny, tmp_path, inspect):
 def test_the_page_tells_what_the_terminal_tells(tiny, tmp_path, inspect):
     html = tmp_path / "page.html"
     path = tiny([*chats(30), {"messages": []}], data={"on_bad_row": "drop"})
-    shown = inspect(path, "data.max_length=40", page=html)
+    shown = inspect(path, "data.max_length=40", html=html)
     said = " ".join(" ".join(Page(html.read_text()).words).split())
     for label in ("trained", "mask", "duplicates", "template", "bad rows", "truncated"):
         line = next(one for one in shown.splitlines() if one.startswith(f"{label:<11}"))
@@ -396,7 +396,7 @@ def test_the_page_tells_what_the_terminal_tells(tiny, tmp_path, inspect):
 
 def test_a_page_of_many_tokens_is_cut(tiny, tmp_path, inspect, monkeypatch):
     monkeypatch.setattr(inspection_page, "MOST", 50)
-    inspect(tiny(), rows=24, page=tmp_path / "page.html")
+    inspect(tiny(), rows=24, html=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert text.count("data-i=") == 50
     left = sum(int(count) for count in re.findall(r"and (\d+) more", text))
@@ -407,7 +407,7 @@ def test_a_page_of_many_tokens_is_cut(tiny, tmp_path, inspect, monkeypatch):
 
 def test_a_page_needs_a_folder_and_rows(tiny, tmp_path):
     with pytest.raises(PlugsftError, match=r"--html: .*nowhere: no such folder"):
-        inspection.inspect(tiny(), [], [], page=tmp_path / "nowhere/page.html")
+        inspection.inspect(tiny(), [], [], html=tmp_path / "nowhere/page.html")
     tables = tiny_tables(tmp_path)
     tables["data"] = {"tokens": str(tmp_path)}
     tables["model"] = {"path": str(tmp_path)}

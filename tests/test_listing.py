@@ -9,7 +9,9 @@ from conftest import ROOT, run_plugsft
 from making import activate, install
 
 from plugsft.base.errors import RecipeError
-from plugsft.commands import listing, overview
+from plugsft.commands import json_schema
+from plugsft.commands import recipe_overview as overview
+from plugsft.commands.runs.results import show_run
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
 
@@ -101,7 +103,7 @@ def test_hooks_come_with_the_verdicts_of_the_last_run(installed, tiny, tmp_path,
     assert done.returncode == 0, done.stderr
     overview.list_hooks(path, [], [])
     assert "verdict  volume 3 (last run)" in capsys.readouterr().out
-    listing.show_run(tmp_path / "run")
+    show_run(tmp_path / "run")
     assert "loud: volume 3" in capsys.readouterr().out
 
 
@@ -133,7 +135,7 @@ def test_a_run_is_shown(tiny, tmp_path, capsys):
 def test_a_run_that_was_killed_is_not_called_running(tmp_path, capsys):
     facts = {"status": "running", "started": "now", "machine": {"host": "h"}}
     (tmp_path / "run.json").write_text(json.dumps(facts))
-    listing.show_run(tmp_path)
+    show_run(tmp_path)
     shown = capsys.readouterr().out
     assert f"killed: go on with plugsft {tmp_path}/recipe.toml --overwrite" in shown
 
@@ -143,7 +145,7 @@ def test_a_folder_without_a_run_says_so(tmp_path, text):
     if text is not None:
         (tmp_path / "run.json").write_text(text)
     with pytest.raises(RecipeError, match=r"run\.json"):
-        listing.show_run(tmp_path)
+        show_run(tmp_path)
 
 
 def problems(schema, tables):
@@ -151,7 +153,7 @@ def problems(schema, tables):
 
 
 def test_the_schema_takes_the_recipes_that_run_and_no_others(installed, tiny):
-    schema = listing.make_schema(find())
+    schema = json_schema.make_schema(find())
     jsonschema.Draft202012Validator.check_schema(schema)
     recipes = [ROOT / "recipes/quickstart.toml", tiny()]
     for tables in [tomllib.loads(path.read_text()) for path in recipes]:

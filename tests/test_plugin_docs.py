@@ -8,7 +8,7 @@ from conftest import ROOT
 
 import plugsft
 from plugsft import Hooks, testing
-from plugsft.commands.new_plugin import FILES
+from plugsft.commands.skeleton import FILES
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from plugsft.base.errors import PlugsftError
+from plugsft.commands import check as command
 from plugsft.commands.audit import recipe as preflight
 from plugsft.model.config import ensure_plain_loss
 from plugsft.output.disk_space import parameters
@@ -50,7 +51,7 @@ class Own:
 def check(capsys):
     def run(path, *overrides, ranks=None):
         try:
-            preflight.check(path, overrides, [], ranks)
+            command.check(path, overrides, [], ranks)
             problems = []
         except PlugsftError as error:
             assert error.exit_code == 2

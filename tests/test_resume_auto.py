@@ -19,6 +19,7 @@ from conftest import (
 
 from plugsft import cli
 from plugsft.base.atomic import is_published
+from plugsft.commands.train import AUTO
 
 
 @pytest.mark.parametrize(
@@ -26,10 +27,10 @@ from plugsft.base.atomic import is_published
     [
         (["a.toml", "--resume"], ["train", "a.toml", "--resume"]),
         (["a.toml", "--resume", "train.steps=3"], ["train", "a.toml", "--resume", "train.steps=3"]),
-        (["a.toml", "--resume", "auto"], ["train", "a.toml", cli.AUTO]),
-        (["--resume", "auto", "a.toml", "x=auto"], ["train", cli.AUTO, "a.toml", "x=auto"]),
-        (["train", "a.toml", "--resume=auto", "b=1"], ["train", "a.toml", cli.AUTO, "b=1"]),
-        (["a.toml", "b=1", "--resume", "auto"], ["train", "a.toml", "b=1", cli.AUTO]),
+        (["a.toml", "--resume", "auto"], ["train", "a.toml", AUTO]),
+        (["--resume", "auto", "a.toml", "x=auto"], ["train", AUTO, "a.toml", "x=auto"]),
+        (["train", "a.toml", "--resume=auto", "b=1"], ["train", "a.toml", AUTO, "b=1"]),
+        (["a.toml", "b=1", "--resume", "auto"], ["train", "a.toml", "b=1", AUTO]),
         (["check", "a.toml", "auto"], ["check", "a.toml", "auto"]),
         (["a.toml", "auto"], ["train", "a.toml", "auto"]),
     ],

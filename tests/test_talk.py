@@ -17,7 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from plugsft.base.errors import PlugsftError
-from plugsft.commands import chat as talk
+from plugsft.commands.runs import chat as talk
+from plugsft.commands.runs.model_folder import model_folder
 from plugsft.data.load_tokenizer import stop_ids
 
 ANSWERS = {
@@ -47,7 +48,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def speaker(run):
-    return talk.Speaker(*talk.load(talk.model_folder(run)), max_tokens=64, temperature=0.0)
+    return talk.Speaker(*talk.load(model_folder(run)), max_tokens=64, temperature=0.0)
 
 
 def test_questions_are_answered_in_order_and_nothing_else_is_said(run):
@@ -225,7 +226,7 @@ def test_a_place_without_a_model_says_what_to_do(tmp_path, make, says):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"steps": {"done": 3, "total": 9}}))
     with pytest.raises(PlugsftError, match=says):
-        talk.load(talk.model_folder(tmp_path / "rum"))
+        talk.load(model_folder(tmp_path / "rum"))
 
 
 def test_an_empty_question_is_refused(run):

@@ -1,1 +1,1 @@
-"""What the command line does; cli.py loads one of these when its command is called."""
+"""One thin module a verb: options and help. What runs is imported when the verb is called."""

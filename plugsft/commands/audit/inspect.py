@@ -1,7 +1,7 @@
 """`plugsft inspect`: rows as the model will see them, and an audit of the data before it costs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +16,8 @@ from ...data.slices import Work
 from ...data.sources import Source, ensure_columns, open_source
 from ...hooks import DATA
 from ...output.folder import ensure_page
-from ...registry import active as registry
+from ...recipe.tables import Recipe
+from ...registry.active import Active, check
 from .page import write_page
 from .rows import Audit, audit, histogram
 from .token_view import View, views
@@ -27,17 +28,16 @@ TRAINED = ("bold green", "bold green underline")
 SEEN = ("default", "underline")
 
 
-def inspect(
-    path: Path,
-    overrides: Sequence[str],
-    without: Sequence[str],
+def inspect_data(
+    recipe: Recipe,
+    active: Active,
+    title: str,
     rows: int = 3,
     first: int = 0,
     everything: bool = False,
     page: Path | None = None,
 ) -> None:
     """Show some rows of each source token by token, and audit a sample of it, or all of it."""
-    recipe, active = registry.load(path, overrides, without)
     if not recipe.data.all_sources():
         raise RecipeError(
             f"data.tokens: {recipe.data.tokens} holds no rows to inspect; give data.source too"
@@ -48,7 +48,7 @@ def inspect(
     shown, audits = list[View](), list[Audit]()
     with active.name_failing_plugin(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
         # A kernel that this machine cannot run is nothing to whoever looks at data.
-        registry.check(active, recipe, look(), DATA)
+        check(active, recipe, look(), DATA)
         opened = [open_source(source) for source in recipe.data.all_sources()]
         ensure_columns(recipe.data, opened)
         work = worker(recipe, active, opened, Path(folder))
@@ -62,7 +62,7 @@ def inspect(
             audits.append(audit(work, opened, source, active, recipe.data, everything))
             _tell(audits[-1])
     if page:
-        write_page(page, path.stem, audits, shown)
+        write_page(page, title, audits, shown)
         say(f"page: {page}")
     if errors := [f"{one.name}: {error}" for one in audits for error in one.errors]:
         raise DataError("\n".join(errors))

@@ -1,15 +1,13 @@
 """`plugsft check`: all that can be known before weights are loaded and time is paid for."""
 
 import os
-import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ...base.console import format_size, say
+from ...base.console import format_size
 from ...base.errors import DataError, RecipeError
 from ...base.machine import free_disk, look
 from ...base.types import Ints
@@ -38,14 +36,11 @@ ROWS = 100
 """Of each source, so many are rendered and encoded."""
 
 
-def check(path: Path, overrides: Sequence[str], without: Sequence[str], ranks: int | None) -> None:
-    """Look at everything, a line each; then raise all problems at once, or say ready."""
-    recipe, active = registry.load(path, overrides, without)
+def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
+    """Check everything, and print a line for each; then raise all problems at once."""
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
     with active.name_failing_plugin():
         _check(recipe, active, path, ranks)
-    words = [str(path), *overrides, *(f"--without={name}" for name in without)]
-    say(f"ready: plugsft {shlex.join(words)}")
 
 
 def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:

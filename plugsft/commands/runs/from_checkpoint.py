@@ -22,15 +22,6 @@ from ...ranks.state import WEIGHTS, ensure_same, fill_weights
 from ...registry.active import check, load
 
 
-def checkpoint_of(output: Path) -> Path | None:
-    """Return the folder itself if it is a checkpoint, or the newest checkpoint in it."""
-    own = (output / "state.json").is_file()
-    path = output if own else newest_checkpoint(output / "checkpoints") or newest_checkpoint(output)
-    if path and (wrong := damage(path)) is not None:
-        raise CheckpointError(f"{path}: the checkpoint is damaged: {wrong}; name another")
-    return path
-
-
 def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> None:
     """Write a checkpoint's model as its run would have at the end.
 

@@ -16,8 +16,15 @@ Without = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Switch a plugin off for this run.", show_default=False),
 ]
-
 Trusted = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that comes with the model."),
+]
+Launch = Annotated[
+    str,
+    typer.Option(
+        metavar="COMMAND",
+        help='Starts ranks: "accelerate launch --config_file FILE". Default: one process.',
+        show_default=False,
+    ),
 ]

@@ -1,4 +1,4 @@
-"""A recipe seen whole: every default filled in, and who answers each hook."""
+"""Plugins, a recipe with its defaults, and the plugins that answer each hook."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,20 @@ from ..output.report import read_record
 from ..recipe.parse import resolved
 from ..registry import active as registry
 from ..registry.contracts import SPECS
-from ..registry.discover import CORE
+from ..registry.discover import CORE, find
+
+
+def list_plugins() -> None:
+    """Print every plugin there is, importing none."""
+    found = find()
+    if not found:
+        say("no plugins; `plugsft new-plugin NAME` writes the skeleton of one")
+        return
+    wide = max(map(len, found))
+    origins = max(len(plugin.origin) for plugin in found.values())
+    for plugin in found.values():
+        rest = f"  {plugin.origin:<{origins}}  {plugin.summary}"
+        out.print(Text.assemble((f"{plugin.name:<{wide}}", "bold"), rest.rstrip()))
 
 
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:

@@ -1,0 +1,37 @@
+"""`plugsft prepare`: tokens on disk, before training."""
+
+from pathlib import Path
+
+from ...base.console import say
+from ...base.errors import RecipeError
+from ...base.machine import look
+from ...data.defaults import DataDefaults
+from ...data.prepare import prepare
+from ...hooks import DATA
+from ...loop import ensure_sound
+from ...model.config import check_ids
+from ...output.folder import ensure_inputs
+from ...recipe.tables import Recipe
+from ...registry.active import Active
+
+
+def prepare_data(recipe: Recipe, active: Active, path: Path) -> None:
+    """Tokenize a recipe's data into its output folder, where training finds it."""
+    ensure_inputs(recipe, path)
+    if recipe.data.tokens:
+        raise RecipeError(
+            f"data.tokens: {recipe.data.tokens} is prepared already; leave data.tokens out to "
+            "prepare data.source"
+        )
+    active.attach(DataDefaults(recipe.folder))
+    with active.name_failing_plugin():
+        # A kernel that this machine cannot run is nothing to who prepares data for another.
+        ensure_sound(recipe, active, look(), DATA)
+        data = prepare(recipe, active)
+        check_ids(recipe, data.largest_id)
+    for name, verdict in active.verdicts(DATA).items():
+        if verdict != "active":
+            say(f"plugin {name}: {verdict}")
+    if recipe.model.scratch and not recipe.model.tokenizer:
+        say(f"tokenizer: {data.tokenizer_folder}")
+    say(f"tokens: {data.tokens.folder}")

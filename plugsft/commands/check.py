@@ -1,0 +1,30 @@
+"""`plugsft check`: find mistakes before training."""
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from ..base.console import say
+from .options import Overrides, RecipeFile, Without
+
+
+def check(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes it will be launched with.", show_default=False),
+    ] = None,
+) -> None:
+    """Find mistakes in recipe, plugins, data and disk before training."""
+    from ..registry.active import load
+
+    loaded, active = load(recipe, overrides or [], without or [])
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from .audit.recipe import check_recipe
+
+    check_recipe(loaded, active, recipe, ranks)
+    words = [str(recipe), *(overrides or []), *(f"--without={name}" for name in without or [])]
+    say(f"ready: plugsft {shlex.join(words)}")

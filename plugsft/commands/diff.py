@@ -1,0 +1,24 @@
+"""`plugsft diff`: compare two runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def diff(
+    first: Annotated[
+        Path, typer.Argument(metavar="RUN_A", help="A run's output folder.", show_default=False)
+    ],
+    second: Annotated[
+        Path, typer.Argument(metavar="RUN_B", help="Another run's.", show_default=False)
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write it as a page, with both runs' curves.", show_default=False),
+    ] = None,
+) -> None:
+    """Compare two runs: recipe, versions, data and results."""
+    from .runs import diff
+
+    diff.diff(first, second, html)

@@ -1,0 +1,31 @@
+"""`plugsft inspect`: show rows as the model will see them, and audit the data."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Overrides, RecipeFile, Without
+
+
+def inspect(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    first: Annotated[int, typer.Option(min=0, help="The first row to show.")] = 0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Look at every row, not at a sample of 1,000.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write it all as a page, too.", show_default=False)
+    ] = None,
+) -> None:
+    """Show rows as the model will see them, and audit the data before it costs anything."""
+    from ..registry.active import load
+
+    loaded, active = load(recipe, overrides or [], without or [])
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from .audit.inspect import inspect_data
+
+    inspect_data(loaded, active, recipe.stem, rows, first, everything, html)

@@ -1,0 +1,39 @@
+"""`plugsft plan`: forecast memory."""
+
+from typing import Annotated
+
+import typer
+
+from .options import Overrides, RecipeFile, Without
+
+
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    gpus: Annotated[
+        str, typer.Option(metavar="N|MxN", help="GPUs, or machines x GPUs of each.")
+    ] = "1",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of each GPU: 80GB. Default: the GPU's own.", show_default=False
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="H100, H200, B200, A100, ... Default: this machine's.",
+            show_default=False,
+        ),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Correct the forecast by real steps on this machine.")
+    ] = False,
+) -> None:
+    """Forecast memory on any GPUs, without weights; say what fits, or what to change."""
+    from ..lab.forecast import run as forecast
+
+    options = forecast.Options(gpus, memory, gpu, probe)
+    forecast.plan(recipe, overrides or [], without or [], options)

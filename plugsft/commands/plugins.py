@@ -1,0 +1,25 @@
+"""`plugsft plugins`: list the plugins, or who answers and wraps each hook of a recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Overrides, Without
+
+
+def plugins(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    without: Without = None,
+) -> None:
+    """List the plugins; with a recipe, who answers and wraps each hook."""
+    from . import recipe_overview
+
+    if recipe is None:
+        recipe_overview.list_plugins()
+    else:
+        recipe_overview.list_hooks(recipe, overrides or [], without or [])

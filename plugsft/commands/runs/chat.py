@@ -1,0 +1,191 @@
+"""`plugsft chat`: talk to a trained model."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
+from transformers.utils import logging as transformers_logging
+
+from ...base.console import is_terminal, say
+from ...base.errors import PlugsftError
+from ...base.load_errors import TRUST, trust_hint
+from ...base.step_folders import newest_checkpoint
+from ...data.load_tokenizer import pad_id, stop_ids
+from ...model.config import context_of, ensure_safetensors
+from ...output.folder import ADAPTER, base_of, is_model, near
+from ...output.report import read_record
+
+with suppress(ImportError):  # Windows has none
+    import readline  # noqa: F401  # gives input() arrow keys and a history
+
+AT_ONCE = 32
+"""Questions answered in one batch."""
+ROOM = 0.25
+"""Share of the context that the oldest turns leave free for the answer."""
+
+NOTHING = "(the model ended its answer before the first word)"
+
+Turns = list[dict[str, str]]
+
+
+def chat(
+    folder: Path, ask: Sequence[str], max_tokens: int, temperature: float, trusted: bool = False
+) -> None:
+    """Answer the questions given, or what is typed until Ctrl-D."""
+    if not all(question.strip() for question in ask):
+        raise PlugsftError("--ask: an empty question has no answer")
+    ensure_safetensors(str(folder))
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+    speaker = Speaker(*load(folder, trusted), max_tokens, temperature)
+    for start in range(0, len(ask), AT_ONCE):
+        talks = [speaker.opened(question) for question in ask[start : start + AT_ONCE]]
+        for answer in speaker.answer(talks):
+            say(answer or NOTHING)
+    if not ask:
+        try:
+            converse(speaker)
+        except KeyboardInterrupt:
+            say("")  # the shell's prompt begins a line of its own
+
+
+def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, onto a GPU if there is one.
+
+    The model's Python code runs only if the user trusts it.
+    """
+    options: dict[str, Any] = {"dtype": "auto", TRUST: trusted}
+    if (folder / ADAPTER).is_file():
+        # Of the model that adapters are for, which transformers does not look for itself.
+        options["revision"] = base_of(folder)[1] or "main"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except Exception as error:  # transformers raises whatever its readers raise
+        first = str(error).strip().partition("\n")[0]
+        raise PlugsftError(
+            f"{folder}: no model could be loaded: {type(error).__name__}: {first}" + trust_hint(error)
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return model.to(device or "cpu").eval(), tokenizer
+
+
+@dataclass
+class Speaker:
+    """A model that answers."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        self.stops = stop_ids(self.model, self.tokenizer)
+        self.context = context_of(self.model.config)
+
+    def opened(self, question: str) -> Turns:
+        """Open a talk with a question."""
+        return [{"role": "user", "content": question}]
+
+    def encode(self, talks: Sequence[Turns]) -> Any:
+        """Return what the model reads: talks in its chat template, or the last text as it is."""
+        templated = bool(self.tokenizer.chat_template)
+        texts = [
+            self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+            if templated
+            else talk[-1]["content"]
+            for talk in talks
+        ]
+        return self.tokenizer(
+            texts,
+            # A template writes them itself.
+            add_special_tokens=not templated,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        )
+
+    def shorten(self, talk: Turns) -> Turns:
+        """Forget the oldest turns of a talk that leaves the answer no room."""
+        limit = (self.context or sys.maxsize) * (1 - ROOM)
+        while len(talk) > 2 and self.encode([talk])["input_ids"].shape[1] > limit:
+            talk = talk[2:]
+        return talk
+
+    def answer(self, talks: Sequence[Turns], streamer: TextStreamer | None = None) -> list[str]:
+        """Answer several talks at once."""
+        encoded = self.encode(talks)
+        ids = encoded["input_ids"]
+        room = (self.context or sys.maxsize) - ids.shape[1]
+        if room < 1:
+            raise PlugsftError(
+                f"a question of {ids.shape[1]:,} tokens: the model reads {self.context:,} at most"
+            )
+        sampling: dict[str, Any] = {"do_sample": False}
+        if self.temperature:
+            sampling = {"do_sample": True, "temperature": self.temperature}
+        config = GenerationConfig(  # type: ignore[no-untyped-call]  # untyped upstream
+            max_new_tokens=min(self.max_tokens, room),
+            eos_token_id=self.stops or None,
+            pad_token_id=pad_id(self.tokenizer),
+            use_cache=True,
+            **sampling,
+        )
+        generate: Any = self.model.generate
+        made = generate(
+            input_ids=ids.to(self.model.device),
+            attention_mask=encoded["attention_mask"].to(self.model.device),
+            generation_config=config,
+            streamer=streamer,
+        )
+        return [self._text(row[ids.shape[1] :].tolist()) for row in made]
+
+    def _text(self, ids: list[int]) -> str:
+        ends = [place for place, token in enumerate(ids) if token in self.stops]
+        text = self.tokenizer.decode(ids[: ends[0]] if ends else ids, skip_special_tokens=True)
+        return str(text).strip()
+
+
+def converse(speaker: Speaker) -> None:
+    """Answer line after line; each answer knows what came before."""
+    watched = sys.stdin.isatty() and is_terminal()
+    if watched:
+        say("Ctrl-D or 'exit' ends.")
+    talk: Turns = []
+    while True:
+        try:
+            line = input("> " if watched else "").strip()
+        except EOFError:
+            break
+        if line in ("exit", "quit"):
+            return
+        if not line:
+            continue
+        talk = speaker.shorten(talk + speaker.opened(line))
+        streamer = TextStreamer(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        try:
+            [answer] = speaker.answer([talk], streamer if watched else None)
+        except PlugsftError as error:
+            say(str(error))
+            talk = talk[:-1]
+            continue
+        if not watched:
+            say(answer)
+        talk.append({"role": "assistant", "content": answer})
+    if watched:
+        say("")

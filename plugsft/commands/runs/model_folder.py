@@ -1,0 +1,61 @@
+"""The model in a run's output folder, or its newest_checkpoint checkpoint; says why there is none."""
+
+import shlex
+from pathlib import Path
+
+from ...base.atomic import damage
+from ...base.errors import CheckpointError, PlugsftError
+from ...base.step_folders import newest_checkpoint
+from ...output.folder import is_model, near
+from ...output.report import read_record
+
+
+def model_folder(output: Path) -> Path:
+    """Return the folder of a run's model, or of any Hugging Face model; say why there is none."""
+    for folder in (output / "model", output):
+        if is_model(folder):
+            return folder
+    if not output.exists():
+        raise PlugsftError(f"{output}: no such folder{near(output)}")
+    if output.is_file():
+        raise PlugsftError(f"{output}: is a file; give the output folder of a run")
+    try:
+        run = read_record(output)
+        done, total = run["steps"]["done"], run["steps"]["total"]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise PlugsftError(
+            f"{output}: holds no model; give the output folder of a finished run, or a Hugging "
+            "Face folder with a config.json"
+        ) from None
+    resume = " --resume" if newest_checkpoint(output / "checkpoints") else ""
+    raise PlugsftError(
+        f"{output}: its run is at step {done} of {total} and has left no model yet; wait for its "
+        f"end, or go on with: plugsft {shlex.quote(str(output / 'recipe.toml'))}{resume}"
+        + (f"; plugsft export {output} --to FOLDER makes one of its checkpoint" if resume else "")
+    )
+
+
+def checkpoint_of(output: Path) -> Path | None:
+    """Return the folder itself if it is a checkpoint, or the newest_checkpoint checkpoint in it."""
+    own = (output / "state.json").is_file()
+    path = output if own else newest_checkpoint(output / "checkpoints") or newest_checkpoint(output)
+    if path and (wrong := damage(path)) is not None:
+        raise CheckpointError(f"{path}: the checkpoint is damaged: {wrong}; name another")
+    return path
+
+
+def ensure_exportable(output: Path, merge: bool, to: Path | None) -> Path:
+    """Return the folder to export to; refuse one that exists, or an output without a model."""
+    if to is None and not merge:
+        raise PlugsftError("--to: missing; name the folder to copy the model to")
+    target = to or output / "merged"
+    if target.exists():
+        raise PlugsftError(f"{target}: exists already; move it away, or name another with --to")
+    if not has_model(output) and checkpoint_of(output) is None:
+        model_folder(output)  # it says what is wrong
+    return target
+
+
+def has_model(output: Path) -> bool:
+    """Tell whether a folder is a model's, or holds one as a finished run's does."""
+    return any(is_model(folder) for folder in (output / "model", output))

@@ -1,0 +1,120 @@
+"""The output folder of a run before training: taken, checked, with a checkpoint to resume from."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...base.atomic import sweep
+from ...base.console import say
+from ...base.errors import CheckpointError, RecipeError
+from ...base.limits import read_text
+from ...base.machine import Machine
+from ...base.step_folders import list_checkpoints
+from ...output.checkpoint import find
+from ...output.disk_space import ensure_room
+from ...output.folder import alone, ensure_ours, is_finished, leftovers, read_run
+from ...output.report import read_metrics
+from ...ranks.agree import ending_together
+from ...ranks.launcher import watch_launcher
+from ...recipe.parse import resolved
+from ...recipe.tables import Recipe
+from ...registry.active import Active
+
+RESULTS = ("model.*", "checkpoints.*", "run.json.*", "recipe.toml.*", "metrics.jsonl.*")
+"""Results that a run writes under a temporary name first."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run starts: afresh, or from a checkpoint."""
+
+    latest: bool = False
+    auto: bool = False
+    """Resume from the latest checkpoint, or start if there is none."""
+    path: Path | None = None
+    overwrite: bool = False
+    """Remove the results of an earlier run."""
+
+    def __post_init__(self) -> None:
+        if (self.latest or self.path or self.auto) and self.overwrite:
+            raise RecipeError("--resume keeps what --overwrite removes; give one of them")
+        if self.auto and self.path:
+            raise RecipeError("--resume auto takes the latest checkpoint; leave out --resume-from")
+
+
+@contextmanager
+def output_folder(
+    recipe: Recipe, active: Active, machine: Machine, resume: Resume
+) -> Iterator[Sequence[Path] | None]:
+    """Take the output folder for one run; yield the checkpoints to resume from.
+
+    Yields None if the run has finished already.
+    """
+    watch_launcher()
+    with alone(recipe) if machine.is_main else nullcontext():
+        ensure_ours(recipe.folder)
+        if machine.is_main:
+            sweep(recipe.folder, RESULTS)
+        checkpoints = checkpoints_to_resume(recipe, active, resume)
+        if checkpoints is None:
+            yield None
+            return
+        with active.name_failing_plugin(), ending_together(recipe.output):
+            yield checkpoints
+    say(f"model: {recipe.folder / 'model'}")
+    say(f"report: {recipe.folder / 'report.html'}")
+
+
+def checkpoints_to_resume(
+    recipe: Recipe, active: Active, resume: Resume
+) -> Sequence[Path] | None:
+    """Return the checkpoints to try, in order; None if the run has finished already."""
+    folder, path = recipe.folder, resume.path
+    latest = resume.latest
+    if resume.auto:
+        if left := finished_alone(recipe):
+            say(f"nothing to resume: {recipe.output} holds {left}")
+            return None
+        latest = begun(recipe)
+    own = path is not None and path.resolve().is_relative_to(folder.resolve())
+    if not (resume.overwrite or resume.auto or latest or own) and (left := leftovers(folder)):
+        raise RecipeError(f"output: {recipe.output} holds {left}")
+    ensure_room(recipe, active, resume.overwrite)
+    checkpoints = find(recipe, active, latest, path)
+    if latest and is_finished(recipe, checkpoints[0]):
+        say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
+        return None
+    return checkpoints
+
+
+def begun(recipe: Recipe) -> bool:
+    """Tell whether there is a checkpoint; raise if it was removed."""
+    folder = recipe.folder
+    if list_checkpoints(folder / "checkpoints"):
+        return True
+    done = max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
+    total = (read_run(folder).get("steps") or {}).get("total") or 0
+    # A step is logged only after the checkpoint of the step before is published.
+    if done > recipe.checkpoint.interval(total) > 0:
+        raise CheckpointError(
+            f"--resume auto: the run in {folder} reached step {done:,}, and its checkpoints are "
+            "gone; bring them back, or start again with --overwrite in place of --resume auto"
+        )
+    if done:
+        say(f"no checkpoint yet: a run ended after step {done:,}; starting again from step 1")
+    return False
+
+
+def finished_alone(recipe: Recipe) -> str:
+    """Describe a finished run without checkpoints; an empty text if there is none."""
+    folder = recipe.folder
+    if list_checkpoints(folder / "checkpoints") or read_run(folder).get("status") != "finished":
+        return ""
+    left = leftovers(folder)
+    with suppress(OSError, ValueError):
+        if left and read_text(folder / "recipe.toml") == resolved(recipe):
+            return left
+    if left:
+        raise RecipeError(f"--resume auto: {recipe.output} holds another recipe's run: {left}")
+    return ""

@@ -1,0 +1,8 @@
+"""`plugsft schema`: the JSON schema of recipes, for editors."""
+
+
+def schema() -> None:
+    """Print the JSON schema of recipes, plugins included, for editors."""
+    from .json_schema import print_schema
+
+    print_schema()

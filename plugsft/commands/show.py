@@ -1,0 +1,25 @@
+"""`plugsft show`: a recipe with all its defaults, or the results of a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Overrides
+
+
+def show(
+    place: Annotated[
+        Path, typer.Argument(metavar="PLACE", help="A recipe, or a run's output folder.")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Show a recipe with all its defaults, or the results of a run."""
+    if place.is_dir():
+        from .runs.results import show_run
+
+        show_run(place)
+    else:
+        from .recipe_overview import show_recipe
+
+        show_recipe(place, overrides or [])

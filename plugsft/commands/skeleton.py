@@ -1,0 +1,50 @@
+"""The skeleton of a new plugin: the distribution in skeleton_files/, under another name."""
+
+import keyword
+import re
+import shlex
+from pathlib import Path
+
+from ..base.console import say
+from ..base.errors import PluginError
+from ..registry.discover import find, is_core
+
+FILES = Path(__file__).with_name("skeleton_files")
+
+
+def write_skeleton(name: str, folder: Path) -> None:
+    """Write a package with a working plugin and its passing test, and say how to go on."""
+    if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise PluginError(
+            f"'{name}': a plugin's name is lower case letters, digits and underscores between "
+            "them, begins with a letter, and is no word of Python's own: for instance long_batches"
+        )
+    found = find()
+    if is_core(name) or name in found:
+        whose = found[name].origin if name in found else "the core itself"
+        raise PluginError(f"'{name}': the name is taken ({whose}); choose another")
+    target = folder / f"plugsft-{name.replace('_', '-')}"
+    words = {
+        "my_plugin": name,
+        "my-plugin": name.replace("_", "-"),
+        "MyPlugin": "".join(word.capitalize() for word in name.split("_")),
+    }
+    try:
+        target.mkdir(parents=True)
+        for file in sorted(path for path in FILES.iterdir() if path.is_file()):
+            text = file.read_text(encoding="utf8")
+            (target / _rename(file.name, words)).write_text(_rename(text, words), encoding="utf8")
+    except FileExistsError as error:
+        raise PluginError(f"{error.filename} exists already; remove it, or give --folder") from None
+    except OSError as error:
+        raise PluginError(f"{error.filename or target}: {error.strerror}; give --folder") from error
+    say(f"written: {target}. Go on with:")
+    go_there = f"cd {shlex.quote(str(target))}"
+    for command in (go_there, "pip install -e '.[dev]'", "pytest"):
+        say(f"  {command}")
+
+
+def _rename(text: str, words: dict[str, str]) -> str:
+    for word, new in words.items():
+        text = text.replace(word, new)
+    return text

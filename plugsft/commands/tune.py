@@ -1,0 +1,38 @@
+"""`plugsft tune`: find the fastest micro-batch that fits."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Launch, Overrides, RecipeFile, Without
+
+
+def tune(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Limit per rank: 20GiB, 500MB, ... Default: the GPU's memory, or a rank's share "
+            "of the machine's.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a probe that are measured.")] = 8,
+    launch: Launch = "",
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where to write the recipe. Default: RECIPE.tuned.toml.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Find the fastest micro-batch or capacity that fits, by measure; write the recipe with it."""
+    from ..lab.tune import run as tune
+
+    tune.tune(recipe, overrides or [], without or [], memory, steps, launch, to)

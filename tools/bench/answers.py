@@ -1,0 +1,71 @@
+"""Measure how long short commands take, in processor seconds of the whole process tree.
+
+    python tools/bench/answers.py [--rounds 5] [--only NAME ...] [--python .venv/bin/python]
+
+Processor seconds grow where other processes share a core: measure on a quiet machine.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = "recipes"
+
+
+def commands(folder: Path) -> dict[str, tuple[float, list[str]]]:
+    """Return each command's bar, in processor seconds, and its words."""
+    quickstart, tulu = f"{RECIPES}/quickstart.toml", f"{RECIPES}/tulu_sft_lora.toml"
+    output = f"output={folder / 'run'}"
+    return {
+        "misspelt key": (0.6, [quickstart, output, "train.batchsize=4"]),
+        "misspelt option of a plugin": (0.6, [tulu, output, "plugins.lora.rr=4"]),
+        "show": (1.0, ["show", tulu]),
+        "plugins": (1.0, ["plugins", tulu]),
+        "check": (2.0, ["check", quickstart, output]),
+        "prepare, in cache": (1.5, ["prepare", quickstart, output]),
+        "missing recipe": (0.8, ["check", str(folder / "none.toml")]),
+        "cache ls": (0.8, ["cache", "ls", "--folder", str(folder)]),
+        "schema": (0.8, ["schema"]),
+        "export of a missing folder": (0.8, ["export", str(folder / "none"), "--to", str(folder)]),
+        "chat of a missing folder": (0.8, ["chat", str(folder / "none")]),
+        "--help": (0.6, ["--help"]),
+    }
+
+
+def seconds(python: str, words: list[str]) -> float:
+    """Run a command; return the processor seconds of it and its children."""
+    before = os.times()
+    subprocess.run([python, "-m", "plugsft", *words], cwd=ROOT, capture_output=True, check=False)
+    after = os.times()
+    return sum(after[2:4]) - sum(before[2:4])
+
+
+def main() -> None:
+    """Print a table: each command's median, its bar, and all measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--python", default=sys.executable)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        table = commands(Path(folder))
+        unknown = {*asked.only} - {*table}
+        if unknown:
+            parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(table)}")
+        seconds(asked.python, table["prepare, in cache"][1])
+        print(f"{'command':<28}  {'median':>7}  {'bar':>5}  all rounds")
+        for name, (bar, words) in table.items():
+            if asked.only and name not in asked.only:
+                continue
+            took = [seconds(asked.python, words) for _ in range(asked.rounds)]
+            every = " ".join(f"{one:.2f}" for one in took)
+            print(f"{name:<28}  {statistics.median(took):>5.2f} s  {bar:>5}  {every}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
