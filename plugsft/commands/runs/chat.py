@@ -1,6 +1,5 @@
 """`plugsft chat`: talk to a trained model."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,11 +21,9 @@ from transformers.utils import logging as transformers_logging
 from ...base.console import is_terminal, say
 from ...base.errors import PlugsftError
 from ...base.load_errors import TRUST, trust_hint
-from ...base.step_folders import newest_checkpoint
 from ...data.load_tokenizer import pad_id, stop_ids
 from ...model.config import context_of, ensure_safetensors
-from ...output.folder import ADAPTER, base_of, is_model, near
-from ...output.report import read_record
+from ...output.folder import ADAPTER, base_of
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -77,7 +74,8 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     except Exception as error:  # transformers raises whatever its readers raise
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
-            f"{folder}: no model could be loaded: {type(error).__name__}: {first}" + trust_hint(error)
+            f"{folder}: no model could be loaded: {type(error).__name__}: {first}"
+            + trust_hint(error)
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))

@@ -20,7 +20,7 @@ from ...base.errors import CheckpointError, PlugsftError
 from ...base.load_errors import trust_hint
 from ...data.load_tokenizer import end_generation
 from ...model.config import ensure_safetensors
-from ...output.folder import ADAPTER, base_of, is_model
+from ...output.folder import ADAPTER, base_of
 from ...ranks.launch import quiet
 from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, model_folder

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ...base.atomic import damage, publish
-from ...base.errors import CheckpointError, PlugsftError
+from ...base.atomic import publish
+from ...base.errors import PlugsftError
 from ...base.machine import look
-from ...base.step_folders import newest_checkpoint
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
 from ...data.load_tokenizer import end_generation, load_tokenizer

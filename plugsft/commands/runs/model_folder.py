@@ -1,4 +1,4 @@
-"""The model in a run's output folder, or its newest_checkpoint checkpoint; says why there is none."""
+"""The model in a run's output folder, or its newest checkpoint; says why there is none."""
 
 import shlex
 from pathlib import Path
@@ -36,7 +36,7 @@ def model_folder(output: Path) -> Path:
 
 
 def checkpoint_of(output: Path) -> Path | None:
-    """Return the folder itself if it is a checkpoint, or the newest_checkpoint checkpoint in it."""
+    """Return the folder itself if it is a checkpoint, or the newest checkpoint in it."""
     own = (output / "state.json").is_file()
     path = output if own else newest_checkpoint(output / "checkpoints") or newest_checkpoint(output)
     if path and (wrong := damage(path)) is not None:

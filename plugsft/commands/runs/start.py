@@ -66,9 +66,7 @@ def output_folder(
     say(f"report: {recipe.folder / 'report.html'}")
 
 
-def checkpoints_to_resume(
-    recipe: Recipe, active: Active, resume: Resume
-) -> Sequence[Path] | None:
+def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Sequence[Path] | None:
     """Return the checkpoints to try, in order; None if the run has finished already."""
     folder, path = recipe.folder, resume.path
     latest = resume.latest
