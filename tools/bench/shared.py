@@ -126,7 +126,7 @@ def write_tokens(folder: Path, lengths: Ints, shards: int) -> Tokens:
         counts = lengths[rows]
         ids = dice.integers(0, VOCAB, counts.sum(), np.int32)
         mask = places_of(counts) >= np.repeat(counts // 2, counts)
-        shard = Shard(f"{number:05}.arrow", len(rows))
+        shard = Shard(f"data-{number:05}.arrow", len(rows))
         write_shard(folder / shard.file, Examples(ids, mask, counts, np.ones_like(rows), rows))
         written.append(shard)
     sources = [{"name": "random", "examples": len(lengths), "weight": 1.0}]

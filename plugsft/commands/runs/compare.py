@@ -123,7 +123,7 @@ def compare(a: Run, b: Run) -> list[Section]:
     """Return what differs, regard by regard; results stand there whether they do or not."""
     try:
         return list(_sections(a, b))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise PlugsftError(
             f"{a.folder}, {b.folder}: a run.json was not written by plugsft, or not by this version"
         ) from error

@@ -19,13 +19,14 @@ def show_run(folder: Path) -> None:
     """Print what came of a run."""
     try:
         run = read_record(folder)
-        lines = list(_summary(run, folder))
+        summary = _summary(run, folder)
+        lines = [Text.assemble((f"{name:<9}", "bold"), text) for name, text in summary]
     except OSError as error:
         raise RecipeError(f"{folder}: is no run's output: it has no readable run.json") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise RecipeError(f"{folder / 'run.json'}: was not written by plugsft") from error
-    for name, text in lines:
-        out.print(Text.assemble((f"{name:<9}", "bold"), text))
+    for line in lines:
+        out.print(line)
 
 
 def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
