@@ -27,7 +27,7 @@ from plugsft.base.machine import look
 from plugsft.batches.plan import shuffled
 from plugsft.lab.trials.runner import trials
 from plugsft.lab.tune.rewrite import body, edited, ensure_free, rewrite
-from plugsft.lab.tune.run import Tuning, windows_of
+from plugsft.lab.tune.run import Tuning, choose_steps
 from plugsft.lab.tune.search import Setting
 from plugsft.registry.active import load
 from plugsft.tokens.store import Tokens
@@ -283,7 +283,7 @@ def test_probes_take_steps_of_the_run_those_that_fill_memory_first(tmp_path):
     recipe, active = load(write_recipe(tmp_path / "recipe.toml", tables))
     with trials(recipe, active) as made:
         lengths = made.tokens.lengths
-        windows = windows_of(recipe, made.tokens, lengths, 4)
+        windows = choose_steps(recipe, made.tokens, lengths, 4)
         made.use(windows.ravel(), in_order=True)
         used = Tokens(next(made.folder.glob("tokens-*")))
         order = shuffled([(used.facts["examples"], 1.0)], recipe.train.seed, 0)
@@ -301,7 +301,7 @@ def test_probes_take_steps_of_the_run_those_that_fill_memory_first(tmp_path):
 def test_a_data_set_smaller_than_a_step_is_one_step(tmp_path):
     recipe, active = load(write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path, chats(5))))
     with trials(recipe, active) as made:
-        windows = windows_of(recipe, made.tokens, made.tokens.lengths, 4)
+        windows = choose_steps(recipe, made.tokens, made.tokens.lengths, 4)
     assert windows.shape == (1, 5)
 
 
@@ -338,7 +338,7 @@ def sweep_and_tune(folder):
     started = time.perf_counter()
     swept = {}
     with trials(*load(folder / "recipe.toml")) as made:
-        made.use(windows_of(recipe, made.tokens, made.tokens.lengths, 6).ravel(), in_order=True)
+        made.use(choose_steps(recipe, made.tokens, made.tokens.lengths, 6).ravel(), in_order=True)
         for again in (False, True):
             for size in tuning.sizes:
                 probe = tuning.probe(made, Setting(size, again))

@@ -17,7 +17,6 @@ from ...base.machine import look
 from ...base.types import Ints
 from ...batches.plan import shuffled
 from ...output.bottlenecks import capacity
-from ...output.disk_space import BYTES
 from ...output.folder import ensure_inputs
 from ...ranks.precision import on_cpu
 from ...recipe.parse import flatten, read
@@ -27,22 +26,22 @@ from ...tokens.store import Tokens
 from ..bench.timing import machine_facts, machine_line
 from ..trials.runner import Trial, Trials, trials
 from .rewrite import ensure_free, rewrite
-from .search import FLAT, Probe, Search, Setting
+from .search import NEAR_BEST, Probe, Search, Setting
 
 WARMUP = 2
-"""Steps before those that are measured; the most that memory has to hold is in them."""
+"""Steps before those that are measured; memory peaks in them."""
 MARGIN = 0.05
-"""Share of the memory that no probe may take: not every step of a run is tried."""
-APART = 1.25
-"""A size is at least so many times as large as the one before."""
-STEP = math.sqrt(2)
-"""A capacity is about so many times as large as the one before."""
+"""Share of the memory that stays free: not every step of a run is tried."""
+MIN_RATIO = 1.25
+"""Least ratio of two neighbouring sizes."""
+CAPACITY_RATIO = math.sqrt(2)
+"""Ratio of two neighbouring capacities."""
 PACKED, PADDED = "plugins.bfd_packing.capacity", "train.micro_batch"
-AGAIN = "plugins.gradient_checkpointing"
+CHECKPOINTING = "plugins.gradient_checkpointing"
 
 
-class Ended(PlugsftError):
-    """Told to stop: what is known so far is said."""
+class Interrupted(PlugsftError):
+    """Ctrl-C: the message names the best setting so far."""
 
     exit_code = 130
 
@@ -56,7 +55,7 @@ def tune(
     launch: str,
     to: Path | None,
 ) -> None:
-    """Search the fastest size by probes in fresh processes; write the recipe that has it."""
+    """Find the fastest size by probes in fresh processes; write the recipe with it."""
     if "RANK" in os.environ:
         raise RecipeError('tune starts ranks by itself: run it with --launch "accelerate launch"')
     limit = parse_size(memory, "--memory") if memory else 0
@@ -65,23 +64,25 @@ def tune(
     ensure_inputs(recipe, path)
     tuning = Tuning(recipe, limit, steps)
     try:
-        with trials(recipe, active, launch) as made:
-            tuning.run(made)
+        with trials(recipe, active, launch) as runner:
+            tuning.run(runner)
     except KeyboardInterrupt:
-        raise Ended(f"stopped, and nothing written; {tuning.so_far()}") from None
+        raise Interrupted(f"stopped, and nothing written; {tuning.so_far()}") from None
     best, why = tuning.conclude()
     for line in why:
         say(line)
     if best == tuning.own:
         say("nothing is written: the recipe is as good as any")
         return
-    before, given = flatten(read(path)), read(path, overrides)
+    before, now = flatten(read(path)), read(path, overrides)
     changes: dict[str, Any] = {f"plugins.{name}.enabled": False for name in without}
-    changes |= {key: one for key, one in flatten(given).items() if before.get(key) != one}
-    changes |= {key: one for key, one in tuning.changes(best).items() if key != AGAIN}
-    if best.again != tuning.own.again:
-        there = "gradient_checkpointing" in given.get("plugins", {})
-        changes |= {f"{AGAIN}.enabled": best.again} if there else dict[str, Any]({AGAIN: {}})
+    changes |= {key: value for key, value in flatten(now).items() if before.get(key) != value}
+    changes[tuning.key] = best.size
+    if best.recompute != tuning.own.recompute:
+        if "gradient_checkpointing" in now.get("plugins", {}):
+            changes[f"{CHECKPOINTING}.enabled"] = best.recompute
+        else:
+            changes[CHECKPOINTING] = {}
     heading = f"plugsft tune {shlex.join([str(path), *overrides])}: {date.today()}, "
     if not rewrite(path, target, changes, [heading + machine_line(machine_facts()), *why]):
         say(f"warning: {path}: its comments could not be kept")
@@ -105,52 +106,51 @@ class Tuning:
                     "or choose it by hand"
                 )
         self.own = Setting(size, recipe.has("gradient_checkpointing"))
-        self._search = Search([size], self.own)
-        self._trial = Trial(Path(), 0.0)
-        """The last."""
+        self._search = Search([size], self.own, lambda setting: Probe(setting, 0.0))
+        self._last = Trial(Path(), 0.0)
 
     @property
     def sizes(self) -> Sequence[int]:
-        """All that may be chosen."""
+        """All sizes to choose from, rising."""
         return self._search.sizes
 
     @property
-    def _most(self) -> int:
-        """The bytes that a probe may take."""
+    def _allowed(self) -> int:
+        """Bytes that a probe may take."""
         return int(self._limit * (1 - MARGIN))
 
-    def run(self, made: Trials) -> None:
-        """Probe the recipe's own setting, then what the search asks for."""
-        lengths = lengths_of(self._recipe, made.tokens)
+    def run(self, runner: Trials) -> None:
+        """Probe the recipe's own setting, then search."""
+        lengths = lengths_of(self._recipe, runner.tokens)
         self._ensure_whole(int(lengths.max()))
-        windows = windows_of(self._recipe, made.tokens, lengths, self._steps)
-        if len(windows) > 1:
-            made.use(windows.ravel(), in_order=True)
-        given = self._limit
-        if not given and on_cpu(self._recipe):
+        steps = choose_steps(self._recipe, runner.tokens, lengths, self._steps)
+        if len(steps) > 1:
+            runner.use(steps.ravel(), in_order=True)
+        asked = self._limit
+        if not asked and on_cpu(self._recipe):
             self._limit = look().memory
-        first = self.probe(made, self.own)
-        ranks = max(1, len(self._trial.ranks))
-        totals = [one["total"] for one in self._trial.ranks if one.get("device")]
-        self._limit = given or min(totals, default=look().memory // ranks)
+        first = self.probe(runner, self.own)
+        ranks = max(1, len(self._last.ranks))
+        totals = [rank["total"] for rank in self._last.ranks if rank.get("device")]
+        self._limit = asked or min(totals, default=look().memory // ranks)
         share = -(-self._recipe.train.batch_size // ranks)
         sizes = micro_batches(share)
         if self.key == PACKED:
-            heaviest = -(-int(lengths[windows].sum(1).max()) // ranks)
-            sizes = capacities(int(lengths.max()), heaviest)
+            largest_step = -(-int(lengths[steps].sum(1).max()) // ranks)
+            sizes = capacities(int(lengths.max()), largest_step)
+        sizes = with_own(sizes, self.own.size)
         self._search = Search(
-            with_own(sizes, self.own.size),
+            sizes,
             self.own,
-            self._most,
-            held_by_model(self._trial),
+            lambda setting: self.probe(runner, setting),
             [first],
+            self._search.can_recompute,
         )
         say(
-            f"sizes: {len(self.sizes)}, from {self.sizes[0]:,} to {self.sizes[-1]:,}; "
-            f"memory: {format_size(self._limit)} a rank, of which {MARGIN:.0%} stay free"
+            f"sizes: {len(sizes)}, from {sizes[0]:,} to {sizes[-1]:,}; "
+            f"memory: {format_size(self._limit)} a rank, {MARGIN:.0%} of it stay free"
         )
-        while (setting := self._search.next()) is not None:
-            self._search.probes.append(self.probe(made, setting))
+        self._search.run()
 
     def _ensure_whole(self, longest: int) -> None:
         if self.key == PACKED and longest > self.own.size:
@@ -159,165 +159,154 @@ class Tuning:
                 f"{longest:,} tokens, and a larger one would learn otherwise; set {longest} or more"
             )
 
-    def probe(self, made: Trials, setting: Setting) -> Probe:
-        """Train some steps with a setting, and say what came of it."""
+    def probe(self, runner: Trials, setting: Setting) -> Probe:
+        """Train some steps with a setting; print the result."""
         number = len(self._search.probes) + 1
         with out.status(f"probe {number}: {self.name(setting)}"):
-            trial = made.run(self.changes(setting), WARMUP + self._steps, memory=self._most)
-        self._trial = trial
-        mine = " (yours)" if setting == self.own else ""
-        peak = max((one.get("device") or one["host"] for one in trial.ranks), default=0)
+            trial = runner.run(self.changes(setting), WARMUP + self._steps, memory=self._allowed)
+        self._last = trial
+        peak = max((rank.get("device") or rank["host"] for rank in trial.ranks), default=0)
         if not trial.error:
             probe = Probe(setting, speed_of(trial), peak)
-            came = f"{probe.speed:,.0f} tokens/s, {format_size(peak)}"
+            result = f"{probe.speed:,.0f} tokens/s, {format_size(peak)}"
         elif trial.out_of_memory:
-            probe, came = Probe(setting, 0.0, peak), "out of memory"
+            probe, result = Probe(setting, 0.0, peak), "out of memory"
         elif setting == self.own:
             raise PlugsftError(f"{self.name(setting)}: {trial.error}")
         else:
-            # The model, or another plugin, is against it.
-            self._search.may_again &= not setting.again
-            probe, came = Probe(setting, 0.0, peak), trial.error.splitlines()[-1]
-        say(f"probe {number}: {self.name(setting)}{mine}: {came}, {trial.seconds:.0f} s")
+            # The model, or another plugin, refuses the setting.
+            self._search.can_recompute &= not setting.recompute
+            probe, result = Probe(setting, 0.0, peak), trial.error.splitlines()[-1]
+        yours = " (yours)" if setting == self.own else ""
+        say(f"probe {number}: {self.name(setting)}{yours}: {result}, {trial.seconds:.0f} s")
         return probe
 
     def changes(self, setting: Setting) -> dict[str, Any]:
-        """Return what makes a recipe have a setting."""
-        again = self._recipe.plugins.get("gradient_checkpointing", {})
-        return {self.key: setting.size, AGAIN: again if setting.again else None}
+        """Return the changes of the recipe for a setting."""
+        options = self._recipe.plugins.get("gradient_checkpointing", {})
+        return {self.key: setting.size, CHECKPOINTING: options if setting.recompute else None}
 
     def name(self, setting: Setting) -> str:
         """Name a setting as a recipe would."""
-        return f"{self.key} = {setting.size}" + f", [{AGAIN}]" * setting.again
+        return f"{self.key} = {setting.size}" + f", [{CHECKPOINTING}]" * setting.recompute
 
     def so_far(self) -> str:
-        """Say what is the best of the probes that were made."""
+        """Return a line about the best probe so far."""
         best = self._search.best()
         if best is None:
-            return "no probe has come to its end"
-        return f"best of {len(self._search.probes)} so far: {self._told(best)}"
+            return "no probe has finished"
+        return f"best of {len(self._search.probes)} so far: {self._describe(best)}"
 
-    def _told(self, probe: Probe) -> str:
+    def _describe(self, probe: Probe) -> str:
         return f"{self.name(probe.setting)}: {probe.speed:,.0f} tokens/s, {format_size(probe.peak)}"
 
     def conclude(self) -> tuple[Setting, list[str]]:
-        """Show all probes; return the best setting and why; raise, where nothing fits."""
+        """Print all probes; return the best setting and why; raise where nothing fits."""
         best = self._search.best()
         if best is None:
             tried = "; ".join(self.name(one.setting) for one in self._search.probes)
             raise RecipeError(
-                f"nothing fits into {format_size(self._most)} a rank; tried: {tried}. The last: "
-                f"{self._trial.error}. More memory (--memory), a smaller data.max_length, and "
+                f"nothing fits into {format_size(self._allowed)} a rank; tried: {tried}. The last: "
+                f"{self._last.error}. More memory (--memory), a smaller data.max_length, and "
                 "[plugins.lora] help"
             )
         own = self._search.probes[0]
-        self._show(best)
-        lines = [f"chosen: {self._told(best)}"]
+        self._print_table(best)
+        lines = [f"chosen: {self._describe(best)}"]
         if best == own:
-            lines[0] += ", as it was"
+            lines[0] += ", the same as yours"
         elif own.speed:
-            lines.append(f"{best.speed / own.speed:.2f} times as fast as {self._told(own)}")
+            lines.append(f"{best.speed / own.speed:.2f} times as fast as {self._describe(own)}")
         else:
             lines.append(f"{self.name(own.setting)} runs out of memory")
         if best.speed < self._search.fastest:
-            lines.append(f"of those within {1 - FLAT:.1%} of the fastest, it takes least memory")
+            lines.append(
+                f"of those within {1 - NEAR_BEST:.1%} of the fastest, it takes the least memory"
+            )
         lines.append(
             f"{len(self._search.probes)} probes of {self._steps} steps, in "
             f"{format_size(self._limit)} a rank less {MARGIN:.0%}"
         )
         return best.setting, lines
 
-    def _show(self, best: Probe) -> None:
+    def _print_table(self, best: Probe) -> None:
         own = self._search.probes[0]
         rows = [["size", "layers", "tokens/s", "of yours", "memory", ""]]
-        for one in sorted(self._search.probes, key=lambda one: (one.setting.size, one.speed)):
-            notes = {"chosen": one == best, "yours": one == own}
+        for probe in sorted(self._search.probes, key=lambda one: (one.setting.size, one.speed)):
+            notes = {"chosen": probe == best, "yours": probe == own}
+            relative = probe.speed / own.speed if probe.speed and own.speed else 0.0
             rows.append(
                 [
-                    f"{one.setting.size:,}",
-                    "computed again" if one.setting.again else "kept",
-                    f"{one.speed:,.0f}" if one.speed else "out of memory",
-                    f"{one.speed / own.speed:.2f}" if one.speed and own.speed else "",
-                    format_size(one.peak) if one.speed else "",
-                    ", ".join(name for name, true in notes.items() if true),
+                    f"{probe.setting.size:,}",
+                    "recomputed" if probe.setting.recompute else "stored",
+                    f"{probe.speed:,.0f}" if probe.speed else "out of memory",
+                    f"{relative:.2f}" if relative else "",
+                    format_size(probe.peak) if probe.speed else "",
+                    ", ".join(note for note, applies in notes.items() if applies),
                 ]
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for number, row in enumerate(rows):
-            cells = [text.rjust(wide) for text, wide in zip(row, widths, strict=True)]
+            cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
             cells[1], cells[-1] = row[1].ljust(widths[1]), row[-1]
             out.print(Text("  ".join(cells).rstrip(), "" if number else "bold"))
 
 
 def lengths_of(recipe: Recipe, tokens: Tokens) -> Ints:
-    """Return how many tokens each example will have in a batch."""
+    """Return the tokens of each example in a batch."""
     shares = recipe.plugins.get("dpo", {}).get("share_prompt", False)
     return (tokens.shared() if shares else tokens).lengths
 
 
-def windows_of(recipe: Recipe, tokens: Tokens, lengths: Ints, steps: int) -> Ints:
-    """Choose steps of the first epoch: first those that need most memory, then as they come.
+def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> Ints:
+    """Choose steps of the first epoch, [step, example]; first the two that need most memory.
 
     The first begins with the longest example, the second has most tokens; the others are spread
-    from the one with least to the one with most.
+    evenly over the steps, sorted by tokens.
     """
-    sources = [(one["examples"], one["weight"]) for one in tokens.facts["sources"]]
+    sources = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
     order = shuffled(sources, recipe.train.seed, 0)
     size = recipe.train.batch_size
     if len(order) < size:
         return order[None]
-    windows = order[: len(order) // size * size].reshape(-1, size)
-    sums = lengths[windows].sum(1)
-    spread = np.argsort(sums, kind="stable")[
-        np.linspace(0, len(sums) - 1, steps).round().astype(int)
-    ]
-    longest = windows[lengths[windows].max(1).argmax()].copy()
+    steps = order[: len(order) // size * size].reshape(-1, size)
+    sums = lengths[steps].sum(1)
+    places = np.linspace(0, len(sums) - 1, count).round().astype(int)
+    spread = np.argsort(sums, kind="stable")[places]
+    longest = steps[lengths[steps].max(1).argmax()].copy()
     longest[lengths[longest].argmax()] = longest[0]
     longest[0] = lengths.argmax()
-    return np.stack([longest, windows[sums.argmax()], *windows[spread]])
+    return np.stack([longest, steps[sums.argmax()], *steps[spread]])
 
 
 def micro_batches(share: int) -> list[int]:
-    """Return sizes, rising, that deal a rank's share of a step out evenly."""
+    """Return sizes, rising, that divide a rank's share of a step evenly."""
     sizes = [share]
     for parts in range(2, share + 1):
         size = -(-share // parts)
-        if size * APART <= sizes[-1]:
+        if size * MIN_RATIO <= sizes[-1]:
             sizes.append(size)
     return sizes[::-1]
 
 
-def capacities(longest: int, heaviest: int) -> list[int]:
-    """Return sizes, rising, from the longest example to the heaviest step of a rank."""
-    sizes = [max(longest, heaviest)]
-    while sizes[-1] > STEP * APART * longest:
-        sizes.append(math.ceil(sizes[-1] / STEP))
+def capacities(longest: int, largest_step: int) -> list[int]:
+    """Return sizes, rising, from the longest example to a rank's tokens of the largest step."""
+    sizes = [max(longest, largest_step)]
+    while sizes[-1] > CAPACITY_RATIO * MIN_RATIO * longest:
+        sizes.append(math.ceil(sizes[-1] / CAPACITY_RATIO))
     return sorted({*sizes, longest})
 
 
 def with_own(sizes: Sequence[int], own: int) -> list[int]:
-    """Put the recipe's own size in the place of those that are as good as the same."""
+    """Put the recipe's own size in place of sizes close to it."""
     near = min(own, sizes[-1])
-    return sorted([own, *(one for one in sizes if not near / APART < one < near * APART)])
+    apart = [size for size in sizes if not near / MIN_RATIO < size < near * MIN_RATIO]
+    return sorted([own, *apart])
 
 
 def speed_of(trial: Trial) -> float:
-    """Return tokens in a second, of the faster half of the steps: others' work only slows them."""
+    """Return tokens per second of the faster half of the steps: other processes only slow them."""
     steps = sorted(trial.steps[WARMUP:], key=lambda step: -float(step["tokens_per_second"]))
     fast = steps[: -(-len(steps) // 2)]
-    return sum(float(one["tokens"]) for one in fast) / sum(
-        float(one["step_seconds"]) for one in fast
-    )
-
-
-def held_by_model(trial: Trial) -> int:
-    """Return about the bytes that a rank holds whatever the size: itself, weights, moments."""
-    if "model" not in trial.run:
-        return 0
-    model, machine = trial.run["model"], trial.run["machine"]
-    trained = model["trained_parameters"]
-    frozen = (model["parameters"] - trained) * BYTES[model["dtype"]]
-    weights = frozen + 4 * trained * BYTES[model["weights"]]  # with gradients and two moments
-    spread = machine["ranks"] if machine["launcher"] in ("FSDP2", "ZeRO-3") else 1
-    before = 0 if trial.ranks[0].get("device") else int(trial.ranks[0]["before"])
-    return before + int(weights) // spread
+    seconds = sum(float(step["step_seconds"]) for step in fast)
+    return sum(float(step["tokens"]) for step in fast) / seconds
