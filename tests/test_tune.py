@@ -26,7 +26,7 @@ from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
 from plugsft.batches.plan import shuffled
 from plugsft.lab.trials.runner import trials
-from plugsft.lab.tune.rewrite import body, edited, ensure_free, rewrite
+from plugsft.lab.tune.edit_recipe import edit, ensure_free, read_body, write_edited
 from plugsft.lab.tune.run import Tuning, choose_steps
 from plugsft.lab.tune.search import Setting
 from plugsft.registry.active import load
@@ -213,9 +213,9 @@ WAYS = [
     ("[train]\nmicro_batch = 1 # why\nsteps = 1\n", "[train]\nmicro_batch = 4 # why\nsteps = 1\n"),
     ("train.micro_batch=1\n", "train.micro_batch=4\n"),
     ("train = {steps = 1, micro_batch = 1}\n", "train = {steps = 1, micro_batch = 4}\n"),
-    ("train = { steps = 1 }\n", "train = {micro_batch = 4,  steps = 1 }\n"),
+    ("train = { steps = 1 }\n", "train = { steps = 1, micro_batch = 4}\n"),
     ("train = {}\n[x]\n", "train = {micro_batch = 4}\n[x]\n"),
-    ("[train] # all\n\nsteps = 1\n", "[train] # all\nmicro_batch = 4\n\nsteps = 1\n"),
+    ("[train] # all\n\nsteps = 1\n", "[train] # all\n\nsteps = 1\nmicro_batch = 4\n"),
     ("[train]", "[train]\nmicro_batch = 4\n"),
     ("[x]\nmicro_batch = 1\n[train]\n", "[x]\nmicro_batch = 1\n[train]\nmicro_batch = 4\n"),
     ("# micro_batch = 1\n[x]\n", "# micro_batch = 1\n[x]\n\n[train]\nmicro_batch = 4\n"),
@@ -225,7 +225,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("text", "wanted"), WAYS)
 def test_a_key_is_set_and_the_text_stays(text, wanted):
-    new, kept = edited(text, {"train.micro_batch": 4})
+    new, kept = edit(text, {"train.micro_batch": 4})
     assert kept and (wanted is None or new == wanted)
     assert tomllib.loads(new)["train"]["micro_batch"] == 4
 
@@ -239,7 +239,7 @@ def test_any_value_is_set():
         "plugins.lora": {},
         "plugins.lora.r": 8,
     }
-    new, kept = edited(text, changes)
+    new, kept = edit(text, changes)
     assert kept and {"# why", 'output = "c" # there', 'source = "x" # rows'} <= {*new.splitlines()}
     assert tomllib.loads(new) == {
         "output": "c",
@@ -248,20 +248,20 @@ def test_any_value_is_set():
     }
 
 
-def test_where_no_line_can_be_edited_the_values_are_right_all_the_same():
-    text = "# lost\n[plugins]\n'bfd_packing'.'capacity' = 1\n"
-    new, kept = edited(text, {"plugins.bfd_packing.capacity": 4})
-    assert not kept and tomllib.loads(new) == {"plugins": {"bfd_packing": {"capacity": 4}}}
+def test_quoted_and_dotted_keys_are_edited():
+    text = "# stays\n[plugins]\n'bfd_packing'.'capacity' = 1\n"
+    new, complete = edit(text, {"plugins.bfd_packing.capacity": 4})
+    assert complete and new == text.replace("= 1", "= 4")
 
 
 def test_only_a_file_that_it_wrote_itself_is_replaced(tmp_path):
     old, new = tmp_path / "my.toml", tmp_path / "my.tuned.toml"
     old.write_text("[train]\nmicro_batch = 1\n")
     assert ensure_free(old, None) == new
-    assert rewrite(old, new, {"train.micro_batch": 4}, ["why"])
-    assert ensure_free(old, new) == new and body(new) == "[train]\nmicro_batch = 4\n"
+    assert write_edited(old, new, {"train.micro_batch": 4}, ["why"])
+    assert ensure_free(old, new) == new and read_body(new) == "[train]\nmicro_batch = 4\n"
     # Tuned again, it gets one comment, not two.
-    assert rewrite(new, tmp_path / "more.toml", {"train.micro_batch": 8}, ["because"])
+    assert write_edited(new, tmp_path / "more.toml", {"train.micro_batch": 8}, ["because"])
     assert (tmp_path / "more.toml").read_text().splitlines()[1:] == [
         "# because",
         "",

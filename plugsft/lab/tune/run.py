@@ -25,7 +25,7 @@ from ...registry.active import load
 from ...tokens.store import Tokens
 from ..bench.timing import machine_facts, machine_line
 from ..trials.runner import Trial, Trials, trials
-from .rewrite import ensure_free, rewrite
+from .edit_recipe import ensure_free, write_edited
 from .search import NEAR_BEST, Probe, Search, Setting
 
 WARMUP = 2
@@ -84,8 +84,8 @@ def tune(
         else:
             changes[CHECKPOINTING] = {}
     heading = f"plugsft tune {shlex.join([str(path), *overrides])}: {date.today()}, "
-    if not rewrite(path, target, changes, [heading + machine_line(machine_facts()), *why]):
-        say(f"warning: {path}: its comments could not be kept")
+    if not write_edited(path, target, changes, [heading + machine_line(machine_facts()), *why]):
+        say(f"warning: {path}: its comments are lost")
     say(f"written: {target}")
 
 
