@@ -112,6 +112,11 @@ def test_a_newcomer_sees_few_entries():
     assert len(entries) <= ENTRIES
 
 
+def test_every_room_is_a_package_that_says_what_it_holds():
+    rooms = {path.parent for path in MODULES}
+    assert [room for room in rooms if not ast.get_docstring(parse(room / "__init__.py"))] == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_imports_only_lower_rooms(path):
     own = room_of(name_of(path))

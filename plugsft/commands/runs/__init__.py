@@ -1,0 +1,1 @@
+"""`plugsft diff`, `show`, `export` and `chat`: finished runs."""
