@@ -330,7 +330,7 @@ class Profiler:
         mine = np.mean(self.steps, 0)
         ranks = [one.tolist() for one in self.ranks] or [mine.tolist()]
         shares = dict(zip(PARTS, mine / mine.sum(), strict=True))
-        peak, whose = peak_flops(self.clock.device, "computed in bfloat16" in run["precision"])
+        peak, whose = peak_flops(self.clock.device, "bfloat16" in run["dtypes"]["compute"])
         rate = self.flops / len(self.steps) / mine.sum()
         each = [dict(zip(PARTS, one, strict=True)) for one in ranks]
         found = bottlenecks(self.recipe, run, self._measured(shares, each))

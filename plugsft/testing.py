@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import loop
+from . import loop, run
 from .base.errors import did_you_mean
 from .base.machine import look
 from .base.types import Slice
@@ -155,7 +155,7 @@ def _train(raw: dict[str, Any]) -> tuple[list[Tables], dict[str, str]]:
     """Train; return the metrics of every step, and the verdicts."""
     recipe, active = resolve(raw)
     # A tiny model gains nothing from threads, and several runs would fight over the cores.
-    loop.train(recipe, active, replace(look(), cores=1))
+    loop.train(run.open(recipe, active, replace(look(), cores=1)))
     lines = read_metrics(recipe.folder / "metrics.jsonl")
     return [line for line in lines if "loss" in line], active.verdicts()
 

@@ -23,7 +23,7 @@ from families import FAMILIES, VOCABULARY, build
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from plugsft import PlugsftError, loop
+from plugsft import PlugsftError, loop, run
 from plugsft.base import console
 from plugsft.base.machine import look
 from plugsft.model.load import Load, tensors_of
@@ -79,7 +79,7 @@ class Bench:
         recipe, active = load(write_recipe(self.folder / "recipe.toml", tables))
         with active.name_failing_plugin():
             checkpoint = find(recipe, active, resume, None)
-            loop.train(recipe, active, look(), checkpoint)
+            loop.train(run.open(recipe, active, look(), checkpoint))
         return Path(tables["output"])
 
 

@@ -15,8 +15,8 @@ from transformers.integrations import deepspeed as integration
 
 from plugsft.base.machine import look
 from plugsft.model.load import Load, tensors_of
-from plugsft.ranks.launch import connect, quiet
-from plugsft.ranks.sharding import spread_frozen
+from plugsft.ranks.launch import connect, silence_libraries
+from plugsft.ranks.sharding import shard_frozen_model
 from plugsft.registry.active import load as load_recipe
 
 
@@ -45,7 +45,7 @@ def expected(folder):
 
 def main(recipe, folder, loads, report):
     """Load and compare."""
-    quiet()
+    silence_libraries()
     accelerator = connect(load_recipe(Path(recipe), [], [])[0], look())
     if accelerator.state.deepspeed_plugin:
         # Known once a model is trained, and here none is.
@@ -59,7 +59,7 @@ def main(recipe, folder, loads, report):
             load = Load(str(path), {"dtype": torch.float32}, empty=True)
             if accelerator.is_fsdp2:
                 accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
-            model = spread_frozen(accelerator, load, load.build())
+            model = shard_frozen_model(accelerator, load, load.build())
             plain = accelerator.unwrap_model(model)
             empty &= load.empty
             for name, one in tensors_of(plain).items():

@@ -34,7 +34,7 @@ ROOMS = _words("""
     base recipe tokens hooks registry data batches model ranks kit output run loop lab commands
     testing __init__ cli __main__
 """)
-ENTRIES, ARROWS = 20, 91  # the aim is 90 arrows
+ENTRIES, ARROWS = 20, 94  # the aim is 90 arrows
 EXPORTED = _words("""
     Batch Behind Build CheckpointError Data DataError DiskError Encoded Fed Feed Folder Hooks
     Ints Kept LaunchError Layout Layouts Machine Measured ModelLoad OnDemand Place PluginError
@@ -50,7 +50,7 @@ COMMANDS = _words("""
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500. Raised for the mends of correctness; the redesign into rooms brings it down.
-TOTAL = 7_510
+TOTAL = 7_570
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since
@@ -185,6 +185,38 @@ def test_the_core_is_read_in_one_sitting():
     everything = sum(lines_of_code(path) for path in MODULES)
     print(f"\n{total} lines of code on the main path, {everything} with every command")
     assert total <= TOTAL
+
+
+def functions_of(path):
+    """The functions of a module, those of its classes among them."""
+    return {node.name: node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_loop_is_short():
+    train = functions_of(HOUSE / "loop.py")["train"]
+    lines = train.end_lineno - train.lineno + 1
+    arguments = [argument.arg for argument in train.args.args]
+    names = {
+        node.id
+        for node in ast.walk(train)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    own = [
+        node
+        for node in parse(HOUSE / "loop.py").body
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    print(f"\ntrain(): {lines} lines, {len({*arguments, *names})} locals; {len(own)} own imports")
+    assert lines <= 40 and len({*arguments, *names}) <= 15 and len(own) <= 12
+
+
+@pytest.mark.parametrize("name", ["loop", "run"])
+def test_helpers_of_the_loop_take_few_arguments(name):
+    for function in functions_of(HOUSE / f"{name}.py").values():
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        count = len([one for one in arguments if one.arg != "self"])
+        # The door: a recipe, its plugins, the machine, and the checkpoints to resume from.
+        assert count <= (4 if function.name == "open" else 3), function.name
 
 
 def test_exported_names_are_pinned():

@@ -15,9 +15,9 @@ from plugsft.batches.plan import Plan
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import pad_id
 from plugsft.data.prepare import prepare
-from plugsft.loop import loss_of, scratch_model
 from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.active import resolve
+from plugsft.run import make_scratch_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -35,13 +35,13 @@ def ours(tmp_path_factory):
     hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
     data = prepare(recipe, active)
     tokens = data.tokens
-    folder = scratch_model(recipe, data)
+    folder = make_scratch_model(recipe, data)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     window = Plan(tokens, recipe, 1, hook).window(1)
     loss = 0.0
     for examples in window.layout[0]:
         batch = hook.collate(tokens=tokens, examples=examples, pad=pad_id(data.tokenizer))
-        part = loss_of(hook, model, batch, window.total)
+        part = hook.step(model=model, batch=batch, total=window.total, score=hook.score)
         part.backward()
         loss += float(part.detach())
     return loss, gradients(model), folder, data.tokenizer

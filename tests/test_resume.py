@@ -29,8 +29,8 @@ from plugsft.model.tensor_shards import part_of
 from plugsft.output.checkpoint import Checkpoints, _identity
 from plugsft.ranks.launch import connect
 from plugsft.ranks.shard_files import write
-from plugsft.ranks.sharding import spread
-from plugsft.ranks.state import held_by
+from plugsft.ranks.sharding import shard_model
+from plugsft.ranks.train_state import train_state_of
 from plugsft.registry.active import load
 
 FSDP2 = {
@@ -61,10 +61,10 @@ class Run:
             for one in model.parameters():
                 one.requires_grad_(one.dim() == 2)
         make = make or optimizers.ALL[name]
-        self.model, self.optimizer = spread(accelerator, Load(""), model, make)
+        self.model, self.optimizer = shard_model(accelerator, Load(""), model, make)
         self.accelerator = accelerator
         self.identity = partial(_identity, recipe, active)
-        self.held = held_by(accelerator, self.model, self.optimizer)
+        self.held = train_state_of(accelerator, self.model, self.optimizer)
         tokens = SimpleNamespace(facts={"index": "tokens"})
         self.checkpoints = Checkpoints(recipe, active, tokens, accelerator, self.held, 100)
 

@@ -37,11 +37,11 @@ def train(
     loaded, active = load(recipe, overrides or [], without or [])
     ensure_inputs(loaded, recipe)
     # A mistake in the recipe is reported before anything heavy is imported.
-    from .. import loop
+    from .. import loop, run
     from ..base.machine import look
     from .runs.start import Resume, output_folder
 
     start, machine = Resume(resume, resume_auto, resume_from, overwrite), look()
     with output_folder(loaded, active, machine, start) as checkpoints:
         if checkpoints is not None:
-            loop.train(loaded, active, machine, checkpoints)
+            loop.train(run.open(loaded, active, machine, checkpoints))

@@ -16,7 +16,7 @@ from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_state import CURE
 from ..ranks.shard_files import Stored, write
-from ..ranks.state import Held
+from ..ranks.train_state import TrainState
 from ..recipe.parse import anchored, default_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
@@ -48,12 +48,12 @@ class Checkpoints:
         active: Active,
         tokens: Tokens,
         accelerator: Accelerator,
-        held: Held,
+        state: TrainState,
         steps: int,
     ) -> None:
         self.folder = recipe.folder / "checkpoints"
         self._recipe, self._active, self._data = recipe, active, tokens.facts["index"]
-        self._accelerator, self._held = accelerator, held
+        self._accelerator, self._state = accelerator, state
         self.saved = 0
         """The last step that a checkpoint holds."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
@@ -83,17 +83,17 @@ class Checkpoints:
                 "data": self._data,
                 "recipe": _identity(self._recipe, self._active),
                 "plugins": self._recipe.plugins,
-                "sharding": self._held.sharding(),
+                "sharding": self._state.sharding(),
             }
             with agreed(accelerator, doing):
-                described, parts = self._held.describe()
+                described, parts = self._state.describe()
             facts["alike"] = are_alike(accelerator, json.dumps(described))
             with agreed(accelerator, doing), writing(target):
                 if not facts["alike"]:
-                    described, parts = self._held.describe(own=True)
-                written = write(folder, self._held.rank, parts)
+                    described, parts = self._state.describe(own=True)
+                written = write(folder, self._state.rank, parts)
                 if not facts["alike"]:
-                    name = own_name(self._held.rank)
+                    name = own_name(self._state.rank)
                     written[name] = _write_json(folder / name, described)
                 elif accelerator.is_main_process:
                     facts |= described
@@ -129,8 +129,8 @@ class Checkpoints:
         path = sound(self._accelerator, found)
         if path is None:
             return
-        held = self._held
-        with Stored(path, held.rank, held.ranks) as stored:
+        state = self._state
+        with Stored(path, state.rank, state.ranks) as stored:
             with agreed(self._accelerator, f"reading {path.name}"):
                 facts = compare(path, self._recipe, self._active, self._data)
                 if not 0 < facts["step"] <= self._steps:
@@ -138,8 +138,8 @@ class Checkpoints:
                         f"{path / 'state.json'}: is of step {facts['step']}, and the run has "
                         f"{self._steps}; go on from another checkpoint (--resume-from)"
                     )
-                held.restore(stored, *described_in(path, facts, held))
-            held.hand_out(stored)
+                state.restore(stored, *described_in(path, facts, state))
+            state.hand_out(stored)
         self.saved = int(facts["step"])
 
 
@@ -149,12 +149,15 @@ def own_name(rank: int) -> str:
 
 
 def described_in(
-    path: Path, facts: dict[str, Any], held: Held
+    path: Path, facts: dict[str, Any], state: TrainState
 ) -> tuple[dict[str, Any] | None, bool, bool]:
-    """Return a checkpoint's description for this rank, and what `Held.restore` asks beside it."""
+    """Return the arguments of `TrainState.restore` for this rank.
+
+    They are its description, whether the sharding is the same, and whether each rank has its own.
+    """
     if facts["format"] == 1:
         return None, False, False
-    then, now = facts["sharding"], held.sharding()
+    then, now = facts["sharding"], state.sharding()
     if facts["alike"]:
         same = then == now or then["kind"] == now["kind"] == "whole"
         return facts, same, False
@@ -163,7 +166,7 @@ def described_in(
             f"{path}: each of {then['ranks']} ranks had an optimizer state of its own, which "
             f"cannot be divided among {now['ranks']} exactly: {CURE}"
         )
-    return _read_json(path / own_name(held.rank)), True, True
+    return _read_json(path / own_name(state.rank)), True, True
 
 
 def _write_json(path: Path, facts: dict[str, Any]) -> Stamp:

@@ -8,7 +8,6 @@ import transformers
 from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -19,7 +18,7 @@ from ..model.load import lasting_buffers
 from ..model.tensor_shards import Part, part_of
 from ..model.weight_files import Weights, files_of, shapes_made, skeleton
 from ..ranks.agree import agreed
-from ..ranks.state import Held
+from ..ranks.train_state import TrainState
 from ..recipe.tables import Recipe
 
 SAMPLE = 64
@@ -54,22 +53,21 @@ def saved_of(model: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 def save_model(
     accelerator: Accelerator,
-    model: Module,
-    held: Held,
+    state: TrainState,
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
 ) -> None:
     """Publish the trained model, once what was written is seen to be what was trained."""
-    plain: Any = accelerator.unwrap_model(model)
+    plain: Any = state.plain
     # The folder of an adapter holds what was trained; its base stays where it is.
     dtype = getattr(torch, recipe.model.dtype)
     adapter = hasattr(plain, "peft_config")
     weights: dict[str, Tensor] = {}
     mine: dict[str, Part] = {}
-    for name, one in held.parameters(trained=adapter).items():
-        whole = held.whole(one)
+    for name, one in state.parameters(trained=adapter).items():
+        whole = state.whole(one)
         if accelerator.is_main_process:
-            mine[name] = held.part(one)
+            mine[name] = state.part(one)
             weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
     with agreed(accelerator, "writing the trained model"):
         if accelerator.is_main_process:

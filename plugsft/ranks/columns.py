@@ -16,8 +16,8 @@ from ..model.load import Load
 from ..tokens.store import Tokens
 from .agree import PeerError, agreed, from_main
 from .failures import reason_of
-from .load_batches import Feeder
-from .sharding import is_sharded, spread_frozen
+from .load_batches import BatchLoader
+from .sharding import is_sharded, shard_frozen_model
 
 BUILD, KEPT, FAILED = "build", "kept", "failed"
 """What the main process tells the others in `keep`."""
@@ -26,13 +26,15 @@ BUILD, KEPT, FAILED = "build", "kept", "failed"
 class Prelude:
     """Computes with the model on all ranks, caches the results, and loads other models."""
 
-    def __init__(self, accelerator: Accelerator, hook: Hooks, feeder: Feeder, load: Load) -> None:
+    def __init__(
+        self, accelerator: Accelerator, hook: Hooks, loader: BatchLoader, load: Load
+    ) -> None:
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         mixed = accelerator.mixed_precision != "no"
         self.exact = load.kwargs["dtype"] == torch.float32 and not mixed
         self.load = load
         """How the model was loaded."""
-        self._accelerator, self._hook, self._feeder = accelerator, hook, feeder
+        self._accelerator, self._hook, self._loader = accelerator, hook, loader
         self._left_by_all = False
         """Whether all ranks left the last build together, because one failed."""
 
@@ -46,7 +48,7 @@ class Prelude:
 
         Under ZeRO-3 and FSDP2 all ranks must call it together, if need be without examples.
         """
-        batch = self._feeder.batch(tokens, examples)
+        batch = self._loader.load_batch(tokens, examples)
         return self._hook.score(model=model, batch=batch, summed=False)
 
     @contextmanager
@@ -74,7 +76,7 @@ class Prelude:
             kwargs = {name: one for name, one in kwargs.items() if name != "revision"}
             kwargs |= {"revision": revision} if revision else {}
         load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
-        return spread_frozen(self._accelerator, load, load.build())
+        return shard_frozen_model(self._accelerator, load, load.build())
 
     def keep(
         self, key: dict[str, Any], build: Callable[[Path | None], None], read: Callable[..., Any]

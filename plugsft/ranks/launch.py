@@ -34,7 +34,7 @@ CURE = (
 )
 
 
-def quiet() -> None:
+def silence_libraries() -> None:
     """Keep the bars and notes of libraries from standing between our lines."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped upstream
     if not torch.cuda.is_available():
@@ -140,7 +140,7 @@ def _ensure_heard(accelerator: Accelerator, recipe: Recipe) -> None:
     """Refuse settings of recipe and launcher that would have no effect."""
     if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
         raise LaunchError(
-            f"train.keep_whole_gradients is for FSDP2, and this is {name_of(accelerator)}; "
+            f"train.keep_whole_gradients is for FSDP2, and this is {strategy_name(accelerator)}; "
             "remove it"
         )
     state: Any = accelerator.state
@@ -178,7 +178,7 @@ def wait_for_all(machine: Machine) -> None:
 
 
 @contextmanager
-def exchange(
+def gradient_sync(
     accelerator: Accelerator, model: Module, last: bool, whole: bool = False
 ) -> Iterator[None]:
     """Reduce gradients over ranks: under DDP only after a step's last micro-batch.
@@ -199,7 +199,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     set_seed(int(words[0]))
 
 
-def name_of(accelerator: Accelerator) -> str:
+def strategy_name(accelerator: Accelerator) -> str:
     """Say how the ranks work together."""
     if accelerator.num_processes == 1:
         return "single process"

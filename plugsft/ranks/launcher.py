@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 PAUSE = 1.0
 """Seconds between two checks of the launcher."""
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-lost = threading.Event()
+ended = threading.Event()
 """Whether the launcher of this process has ended while it runs."""
 
 
@@ -46,7 +46,7 @@ def watch_launcher() -> None:
 def _watch(launcher: psutil.Process) -> None:
     while _lives(launcher):
         time.sleep(PAUSE)
-    lost.set()
+    ended.set()
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         # Before the first step: there is nothing to save.
         os.kill(os.getpid(), signal.SIGTERM)

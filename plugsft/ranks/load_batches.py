@@ -1,7 +1,8 @@
-"""Windows with their tensors, through the hook that may build them ahead."""
+"""Global batches with this rank's tensors, through the hook that may load them ahead."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -11,73 +12,115 @@ from ..hooks import Hooks
 from ..tokens.store import Tokens
 from .agree import agreed
 
-NAMED = 20
+MAX_ROWS = 20
 """Most rows that a message names."""
 
 
-def rows_of(tokens: Tokens, parts: Sequence[Ints]) -> str:
-    """Name the rows of some micro-batches: "chats.jsonl:3, chats.jsonl:17"."""
-    examples = [int(number) for part in parts for number in part]
-    rows = [tokens.source_of(number) for number in examples[:NAMED]]
-    named = [f"{tokens.facts['sources'][source]['name']}:{row}" for source, row in rows]
-    more = f" and {len(examples) - NAMED} more" if len(examples) > NAMED else ""
-    return (", ".join(named) or "no row") + more
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The examples of one step, with this rank's micro-batches."""
+
+    window: Window
+    micro_batches: list[Batch]
+    tokens: Tokens
+    """Where the examples come from."""
+    rank: int
+    started: float
+    """Clock time when the loop asked for this batch."""
+    waited: float
+    """Seconds that the loop waited for it."""
+
+    @property
+    def step(self) -> int:
+        """The number of the step, from 1."""
+        return self.window.step
+
+    @property
+    def denominator(self) -> int:
+        """The divisor of the loss: the targets of all ranks, or a plugin's count."""
+        return self.window.total
+
+    @property
+    def slots(self) -> int:
+        """Tokens that this rank computes, padding included."""
+        return sum(batch["input_ids"].numel() for batch in self.micro_batches)
+
+    def seconds(self) -> float:
+        """Return the seconds since the loop asked for this batch."""
+        return time.perf_counter() - self.started
+
+    def rows(self) -> str:
+        """Name the rows of all ranks."""
+        examples = [micro_batch for rank in self.window.layout for micro_batch in rank]
+        return name_rows(self.tokens, examples)
 
 
-class Feeder:
-    """Builds this rank's batches of each window."""
+class BatchLoader:
+    """Loads this rank's micro-batches of each step."""
 
     def __init__(self, hook: Hooks, accelerator: Accelerator, pad: int) -> None:
         self._accelerator, self._hook, self._pad = accelerator, hook, pad
         self._rank, self._device = accelerator.process_index, accelerator.device
 
-    def feed(
+    def load(
         self, window: Callable[[int], Window], tokens: Tokens, steps: range
-    ) -> Generator[Fed, None, None]:
-        """Iterate over windows, in order, with their batches on the device.
+    ) -> Generator[GlobalBatch, None, None]:
+        """Iterate over global batches, in order, with their tensors on the device.
 
-        A window is yielded once all ranks have made their batches, or all ranks raise.
+        A batch is yielded once all ranks have made theirs, or all ranks raise.
         """
+        batches = iter(self._hook.feed(build=self._builder(window, tokens), steps=steps))
+        try:
+            while True:
+                started = time.perf_counter()
+                with agreed(self._accelerator, "making batches"):
+                    fed = next(batches, None)
+                if fed is None:
+                    return
+                waited = time.perf_counter() - started
+                yield GlobalBatch(fed.window, fed.batches, tokens, self._rank, started, waited)
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()
+
+    def load_batch(self, tokens: Tokens, examples: Ints) -> Batch:
+        """Return a micro-batch of some examples, on the device."""
+        return self._to_device(self._collate(tokens, examples))
+
+    def _builder(self, window: Callable[[int], Window], tokens: Tokens) -> Callable[[int], Fed]:
+        """Return the function that builds this rank's micro-batches of a step."""
 
         def build(step: int) -> Fed:
-            making: list[Ints] = []
+            current: list[Ints] = []
             try:
-                chosen, made = window(step), []
-                for part in chosen.layout[self._rank]:
-                    making = [part]
-                    made.append(self.collate(tokens, part))
-                started, making = time.perf_counter(), []
-                batches = [self.copied(batch) for batch in made]
+                chosen, collated = window(step), []
+                for examples in chosen.layout[self._rank]:
+                    current = [examples]
+                    collated.append(self._collate(tokens, examples))
+                started, current = time.perf_counter(), []
+                batches = [self._to_device(batch) for batch in collated]
                 return Fed(chosen, batches, time.perf_counter() - started)
             except Exception as error:
                 note = f"as rank {self._rank} made the batches of step {step}"
-                error.add_note(f"{note}, from {rows_of(tokens, making)}" if making else note)
+                error.add_note(f"{note}, from {name_rows(tokens, current)}" if current else note)
                 raise
 
-        fed: Fed | None
-        windows = iter(self._hook.feed(build=build, steps=steps))
-        try:
-            while True:
-                with agreed(self._accelerator, "making batches"):
-                    fed = next(windows, None)
-                if fed is None:
-                    return
-                yield fed
-        finally:
-            if isinstance(windows, Generator):
-                windows.close()
+        return build
 
-    def batch(self, tokens: Tokens, examples: Ints) -> Batch:
-        """Return a micro-batch of some examples, on the device."""
-        return self.copied(self.collate(tokens, examples))
-
-    def collate(self, tokens: Tokens, examples: Ints) -> Batch:
-        """Return a micro-batch of some examples, on the host."""
+    def _collate(self, tokens: Tokens, examples: Ints) -> Batch:
         return self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
 
-    def copied(self, batch: Batch) -> Batch:
-        """Return a micro-batch on the device."""
+    def _to_device(self, batch: Batch) -> Batch:
         return {
-            name: one.to(self._device, non_blocking=True) if isinstance(one, Tensor) else one
-            for name, one in batch.items()
+            name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
         }
+
+
+def name_rows(tokens: Tokens, micro_batches: Sequence[Ints]) -> str:
+    """Name the rows of some micro-batches: "chats.jsonl:3, chats.jsonl:17"."""
+    examples = [int(number) for examples in micro_batches for number in examples]
+    rows = [tokens.source_of(number) for number in examples[:MAX_ROWS]]
+    names = [f"{tokens.facts['sources'][source]['name']}:{row}" for source, row in rows]
+    more = f" and {len(examples) - MAX_ROWS} more" if len(examples) > MAX_ROWS else ""
+    return (", ".join(names) or "no row") + more

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
 from ..model.tensor_shards import Part, part_of
-from .shard_files import Stored, short, widens
+from .shard_files import Stored, dtype_name, widens
 
 STATES = "optimizer"
 USUAL = ("state", "param_groups")
@@ -65,7 +65,7 @@ class Describer:
         """Describe a tensor."""
         if type(tensor) not in (Tensor, torch.nn.Parameter, DTensor):
             return {"object": f"{type(tensor).__module__}.{type(tensor).__qualname__}"}
-        described: dict[str, Any] = {"tensor": short(tensor.dtype), "shape": [*tensor.shape]}
+        described: dict[str, Any] = {"tensor": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
         where = self.device if weight is None else weight.device
         if tensor.device.type != where.type:
             described["host"] = True
@@ -288,7 +288,7 @@ def widened(described: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
     if not is_divided(described) or was is None:
         return described
     follows = dtype_named(described["tensor"]) == was and widens(was, now)
-    return {**described, "tensor": short(now)} if follows else described
+    return {**described, "tensor": dtype_name(now)} if follows else described
 
 
 def old_description(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def old_description(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     fast = any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups)
     weights = {
         name: {
-            "dtype": short(stored.dtypes[f"model/{name}"]),
+            "dtype": dtype_name(stored.dtypes[f"model/{name}"]),
             "shape": stored.shapes[f"model/{name}"],
         }
         for name in sorted(stored.of("model"))
@@ -307,7 +307,7 @@ def old_description(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
         name, _, key = path.rpartition("/")
         stored_name = f"{STATES}/{path}"
         shape = stored.shapes[stored_name]
-        leaf: dict[str, Any] = {"tensor": short(stored.dtypes[stored_name]), "shape": shape}
+        leaf: dict[str, Any] = {"tensor": dtype_name(stored.dtypes[stored_name]), "shape": shape}
         if not shape:
             value = torch.empty(1, dtype=stored.dtypes[stored_name])
             stored.fill(stored_name, Part(value, 0, ()))

@@ -1,12 +1,11 @@
-"""Out-of-memory errors that name the micro-batch and the settings that lower it."""
+"""Out-of-memory errors that name the micro-batch and the settings that lower memory."""
 
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
 from ..base.errors import TrainError, out_of_memory
-from ..base.types import Ints, Window
 from ..recipe.tables import Recipe
-from ..tokens.store import Tokens
+from .load_batches import GlobalBatch
 
 SAVERS = {
     "gradient_checkpointing": "activations are computed again, not stored",
@@ -18,23 +17,23 @@ SHARD = "more ranks with a sharded model (recipes/accelerate/fsdp2.yaml)"
 
 
 @contextmanager
-def fitting(
-    recipe: Recipe, window: Window, rank: int, tokens: Tokens, done: Sized, doing: str = ""
+def explain_out_of_memory(
+    recipe: Recipe, batch: GlobalBatch, losses: Sized, phase: str = ""
 ) -> Iterator[None]:
-    """Name the micro-batch in which memory ran out: the one after those that are done."""
+    """Name the micro-batch that ran out of memory: the first without a loss."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        where = f"{doing}step {window.step}, rank {rank}"
-        what = _part(window.layout[rank], tokens, len(done))
+        where = f"{phase}step {batch.step}, rank {batch.rank}"
+        what = _describe_micro_batch(batch, len(losses))
         raise TrainError(f"{where}: out of memory in {what}. {_cures(recipe)}") from error
 
 
 @contextmanager
-def loading(recipe: Recipe, rank: int) -> Iterator[None]:
-    """Report running out of memory while loading, with the cures."""
+def explain_out_of_memory_in_loading(recipe: Recipe, rank: int) -> Iterator[None]:
+    """Name the model that ran out of memory while loading, with the cures."""
     try:
         yield
     except Exception as error:
@@ -50,19 +49,20 @@ def loading(recipe: Recipe, rank: int) -> Iterator[None]:
         ) from error
 
 
-def _part(parts: list[Ints], tokens: Tokens, done: int) -> str:
-    if done == len(parts):
+def _describe_micro_batch(batch: GlobalBatch, index: int) -> str:
+    micro_batches = batch.window.layout[batch.rank]
+    if index == len(micro_batches):
         return "the optimizer's step"
-    lengths = tokens.lengths[parts[done]]
+    lengths = batch.tokens.lengths[micro_batches[index]]
     return (
-        f"micro-batch {done + 1} of {len(parts)}: {len(lengths):,} examples, "
+        f"micro-batch {index + 1} of {len(micro_batches)}: {len(lengths):,} examples, "
         f"{lengths.sum():,} tokens, the longest {lengths.max(initial=0):,}"
     )
 
 
 def _cures(recipe: Recipe) -> str:
-    packs = "plugins.bfd_packing.capacity" if recipe.has("bfd_packing") else "train.micro_batch"
-    cures = [f"a smaller {packs}", f"a smaller data.max_length (now {recipe.data.max_length:,})"]
+    size = "plugins.bfd_packing.capacity" if recipe.has("bfd_packing") else "train.micro_batch"
+    cures = [f"a smaller {size}", f"a smaller data.max_length (now {recipe.data.max_length:,})"]
     cures += [f"[plugins.{name}] ({how})" for name, how in SAVERS.items() if not recipe.has(name)]
     cures.append(SHARD)
     return f"It needs less with {'; '.join(cures)}. None changes the batch size"

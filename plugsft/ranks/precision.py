@@ -18,14 +18,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..base.errors import LaunchError
 from ..recipe.tables import Model, Recipe
-from .state import Held
+from .shard_files import dtype_name
+from .train_state import TrainState
 
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 LIBRARIES: list[Any] = []
 
 
 def on_cpu(recipe: Recipe) -> bool:
-    """Tell whether the run is on the CPU; refuse to leave a GPU idle that nobody said to leave."""
+    """Tell whether the run is on the CPU; refuse to leave a GPU idle unless the recipe says so."""
     if not torch.cuda.is_available() or recipe.device == "cpu":
         return True
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
@@ -112,29 +113,38 @@ def ensure_no_other(config: dict[str, Any], mixed: str) -> None:
             )
 
 
-def truth(accelerator: Accelerator, held: Held) -> str:
-    """Describe in one line the types that the run uses, read from the loaded model."""
+def dtypes_of(accelerator: Accelerator, state: TrainState) -> dict[str, str]:
+    """Return the number types that the run uses, read from the loaded model."""
     types: dict[bool, set[str]] = {True: set(), False: set()}
-    for one in held.parameters(trained=False).values():
-        types[one.requires_grad].add(_name(one.dtype))
-    trained, frozen = (" and ".join(sorted(types[kind])) for kind in (True, False))
-    state: Any = accelerator.state
-    sums = trained
+    for parameter in state.parameters(trained=False).values():
+        types[parameter.requires_grad].add(dtype_name(parameter.dtype))
+    weights, frozen = (" and ".join(sorted(types[trained])) for trained in (True, False))
+    accelerate_state: Any = accelerator.state
+    gradients = weights
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        zero = held.optimizer.optimizer
-        trained = _name(zero.fp32_partitioned_groups_flat[0].dtype)
-        sums = _name(zero.gradient_accumulation_dtype)
+        zero = state.optimizer.optimizer
+        weights = dtype_name(zero.fp32_partitioned_groups_flat[0].dtype)
+        gradients = dtype_name(zero.gradient_accumulation_dtype)
     elif accelerator.distributed_type == DistributedType.FSDP:
-        policy = state.fsdp_plugin.mixed_precision_policy
-        sums = _name(policy.reduce_dtype) if policy and policy.reduce_dtype else trained
-    said = [f"frozen weights {frozen}, trained ones {trained}" if frozen else f"weights {trained}"]
-    computed = "bfloat16" if accelerator.mixed_precision == "bf16" else frozen or trained
-    where = accelerator.device.type
-    if where == "cuda":
-        where = torch.cuda.get_device_name(accelerator.device)
-    said += [f"computed in {computed}", f"gradients summed in {sums}"]
-    return ", ".join([*said, f"optimizer states {trained}", f"on {where}"])
+        policy = accelerate_state.fsdp_plugin.mixed_precision_policy
+        if policy and policy.reduce_dtype:
+            gradients = dtype_name(policy.reduce_dtype)
+    return {
+        **({"frozen": frozen} if frozen else {}),
+        "weights": weights,
+        "compute": "bfloat16" if accelerator.mixed_precision == "bf16" else frozen or weights,
+        "gradients": gradients,
+        "optimizer": weights,
+    }
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def describe_dtypes(dtypes: dict[str, str], device: torch.device) -> str:
+    """Describe the types of `dtypes_of` and the device in one line."""
+    weights, name = dtypes["weights"], device.type
+    if name == "cuda":
+        name = torch.cuda.get_device_name(device)
+    frozen = f"frozen weights {dtypes['frozen']}, trained ones" if "frozen" in dtypes else "weights"
+    return (
+        f"{frozen} {weights}, computed in {dtypes['compute']}, gradients summed in "
+        f"{dtypes['gradients']}, optimizer states {dtypes['optimizer']}, on {name}"
+    )

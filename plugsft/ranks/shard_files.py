@@ -110,9 +110,9 @@ class Stored:
                 values: Tensor = self._open(path).get_slice(name)[low - start : high - start]
                 if exact and not widens(values.dtype, part.values.dtype):
                     raise CheckpointError(
-                        f"{self.folder}: {name} is {short(values.dtype)} there and would be "
-                        f"rounded to {short(part.values.dtype)} here; resume with the precision "
-                        "and the launcher that wrote it"
+                        f"{self.folder}: {name} is {dtype_name(values.dtype)} there and would be "
+                        f"rounded to {dtype_name(part.values.dtype)} here; resume with the "
+                        "precision and the launcher that wrote it"
                     )
                 part.values[low - begin : high - begin].copy_(values)
                 filled += high - low
@@ -185,6 +185,6 @@ def _files(folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir()]
 
 
-def short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a type: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -27,14 +27,14 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
-def casts(accelerator: Accelerator) -> bool:
+def loads_in_bfloat16(accelerator: Accelerator) -> bool:
     """Tell whether weights are loaded in bfloat16, and DeepSpeed adds a float32 copy."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return False
     return bool(accelerator.mixed_precision == "bf16")
 
 
-def spread(
+def shard_model(
     accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
     """Shard or copy a model over the ranks; make the optimizer of the weights of this one."""
@@ -42,7 +42,7 @@ def spread(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _hand_out(model, accelerator, names, load)
         engine, zero = accelerator.prepare(model, _checked(model, make(model)))
-        if casts(accelerator):
+        if loads_in_bfloat16(accelerator):
             _fill_float32(model, names, load)
         return engine, zero
     if accelerator.is_fsdp2:
@@ -75,7 +75,7 @@ def _checked(model: Module, optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def spread_frozen(accelerator: Accelerator, load: Load, model: Any) -> Module:
+def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Module:
     """Spread a model that is never trained, as the one that is."""
     names = load.names_in(model)
     model.requires_grad_(False).eval()

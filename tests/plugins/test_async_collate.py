@@ -18,7 +18,7 @@ import torch
 from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables
 from making import activate, install
 
-from plugsft import PluginError, look, testing
+from plugsft import Fed, PluginError, look, testing
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.data.defaults import DataDefaults
@@ -26,7 +26,7 @@ from plugsft.data.prepare import prepare
 from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins import async_collate
 from plugsft.plugins.async_collate import Ahead
-from plugsft.ranks.load_batches import Feeder
+from plugsft.ranks.load_batches import BatchLoader
 from plugsft.registry.active import check, resolve
 
 # 43 examples in windows of 8: five whole ones and one of three, twice.
@@ -54,11 +54,11 @@ class World:
         plan = Plan(self.tokens, recipe, ranks, hook)
         assert plan.steps == len(STEPS) or "bfd_packing" in plugins
         steps = range(steps.start, min(steps.stop, plan.steps + 1))
-        return Feeder(hook, place, pad=0).feed(plan.window, self.tokens, steps)
+        return BatchLoader(hook, place, pad=0).load(plan.window, self.tokens, steps)
 
     def build(self):
         """Build windows without any feed."""
-        built = {fed.window.step: fed for fed in self.feed()}
+        built = {batch.step: Fed(batch.window, batch.micro_batches) for batch in self.feed()}
         return lambda step: dataclasses.replace(built[step])
 
 
@@ -82,8 +82,8 @@ def assert_same(ours, serial):
     for one, other in zip(ours, serial, strict=True):
         a, b = ({**vars(fed.window), "layout": flat(fed.window.layout)} for fed in (one, other))
         assert a == b
-        assert len(one.batches) == len(other.batches)
-        for mine, plain in zip(one.batches, other.batches, strict=True):
+        assert len(one.micro_batches) == len(other.micro_batches)
+        for mine, plain in zip(one.micro_batches, other.micro_batches, strict=True):
             assert list(mine) == list(plain)
             for name, tensor in mine.items():
                 if isinstance(tensor, torch.Tensor):
@@ -117,7 +117,7 @@ def test_it_gives_what_serial_feeding_gives_when_rows_are_packed(world, scope, r
     packing = {"bfd_packing": {"capacity": 128, "scope": scope}}
     assert_identical(world, 2, ranks, rank, **packing)
     [fed, *_] = world.feed(ranks=ranks, rank=rank, async_collate={}, **packing)
-    assert {"input_ids", "position_ids", "documents"} <= set(fed.batches[0])
+    assert {"input_ids", "position_ids", "documents"} <= set(fed.micro_batches[0])
 
 
 def test_a_stale_order_would_be_seen(world, monkeypatch):

@@ -6,11 +6,11 @@ import random
 import re
 import tomllib
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import (
     TEXT,
     only_full,
@@ -29,18 +29,12 @@ from test_launch import TRAIN, config, finish, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from plugsft import DataError, RecipeError, look
-from plugsft.batches.defaults import BatchDefaults
-from plugsft.batches.plan import Plan
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.load_tokenizer import pad_id
-from plugsft.loop import load, loss_of, noted, scratch_model
-from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins.dpo import pair_of
-from plugsft.ranks.columns import Prelude
-from plugsft.ranks.load_batches import Feeder
 from plugsft.registry.active import check, resolve
+from plugsft.run import OpenRun
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -323,26 +317,25 @@ class Run:
         tables["train"] |= {"batch_size": len(self.rows), "micro_batch": 3}
         tables["plugins"] = options.pop("plugins", {}) | {"dpo": options}
         recipe, active = resolve(tables)
-        self.hook = active.attach(
-            DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
-        ).hook
-        check(active, recipe, look())
-        data = prepare.prepare(recipe, active)
-        accelerator = Accelerator(cpu=True)
-        self.folder, self.tokenizer = scratch_model(recipe, data), data.tokenizer
-        how, self.model, _ = load(recipe, self.hook, self.folder, accelerator)
-        feeder = Feeder(self.hook, accelerator, pad_id(self.tokenizer))
-        prelude = Prelude(accelerator, self.hook, feeder, how)
-        tokens = self.hook.annotate(model=self.model, tokens=data.tokens, prelude=prelude)
-        self.window = Plan(tokens, recipe, 1, self.hook).window(1)
-        self.batches = [feeder.batch(tokens, part) for part in self.window.layout[0]]
+        opened = OpenRun(recipe, active, look())
+        self.folder, self.tokenizer = Path(opened.load.path), opened.tokenizer
+        self.hook, self.model = opened.hooks, opened.model
+        self.window = opened.plan.window(1)
+        self.batches = [
+            opened.loader.load_batch(opened.tokens, examples) for examples in self.window.layout[0]
+        ]
 
     def losses(self):
         """Return the loss and what is measured of it, as means, and leave gradients behind."""
-        parts = [loss_of(self.hook, self.model, one, self.window.total) for one in self.batches]
+        total, score = self.window.total, self.hook.score
+        parts = [
+            self.hook.step(model=self.model, batch=batch, total=total, score=score)
+            for batch in self.batches
+        ]
         for part in parts:
             part.backward()
-        measured = {name: float(one) / len(self.rows) for name, one in noted(self.hook).items()}
+        [sums] = self.hook.measure()
+        measured = {name: float(value) / len(self.rows) for name, value in sums.items()}
         return sum(float(part.detach()) for part in parts), measured
 
 

@@ -181,10 +181,10 @@ def save_model(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     from plugsft.model.load import make_model
-    from plugsft.ranks.launch import quiet
+    from plugsft.ranks.launch import silence_libraries
     from plugsft.recipe.tables import Scratch
 
-    quiet()
+    silence_libraries()
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     tokenizer.save_pretrained(folder / "model")
     make_model(Scratch(**MODEL), tokenizer, seed=0).save_pretrained(folder / "model")

@@ -31,7 +31,7 @@ from plugsft.plugins.flash_attention import Here, least_gpu, unavailable
 from plugsft.plugins.fused_loss import Behind, FusedLoss
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.lora import Lora
-from plugsft.ranks.load_batches import Feeder
+from plugsft.ranks.load_batches import BatchLoader
 
 IGNORED = -100
 GPU = torch.cuda.is_available()
@@ -382,17 +382,17 @@ def ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
     hook = SimpleNamespace(
         feed=plugin.feed, collate=lambda tokens, examples, pad: pack(tokens, examples)
     )
-    feeder = Feeder(hook, Accelerator(cpu=not GPU), 0)
+    loader = BatchLoader(hook, Accelerator(cpu=not GPU), 0)
 
     def window(step: int) -> Window:
         return Window(step, 0, [[rows[step - 1]]], 1, 1, 1)
 
     off, busy = 0, torch.randn(POSITIONS, POSITIONS, device=DEVICE)
     for one, batch in zip(
-        feeder.feed(window, tokens, range(1, len(rows) + 1)), batches, strict=True
+        loader.load(window, tokens, range(1, len(rows) + 1)), batches, strict=True
     ):
         busy @ busy  # the copy of the next row goes on beside this
-        [made] = one.batches
+        [made] = one.micro_batches
         off += sum(
             int((made[name].cpu() != batch[name]).sum())
             for name in batch

@@ -8,7 +8,7 @@ from ...base.machine import look
 from ...data.defaults import DataDefaults
 from ...data.prepare import prepare
 from ...hooks import DATA
-from ...loop import ensure_sound
+from ...model.checks import check_recipe
 from ...model.config import check_ids
 from ...output.folder import ensure_inputs
 from ...recipe.tables import Recipe
@@ -26,7 +26,7 @@ def prepare_data(recipe: Recipe, active: Active, path: Path) -> None:
     active.attach(DataDefaults(recipe.folder))
     with active.name_failing_plugin():
         # A kernel that this machine cannot run is nothing to who prepares data for another.
-        ensure_sound(recipe, active, look(), DATA)
+        check_recipe(recipe, active, look(), DATA)
         data = prepare(recipe, active)
         check_ids(recipe, data.largest_id)
     for name, verdict in active.verdicts(DATA).items():

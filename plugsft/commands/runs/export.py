@@ -21,7 +21,7 @@ from ...base.load_errors import trust_hint
 from ...data.load_tokenizer import end_generation
 from ...model.config import ensure_safetensors
 from ...output.folder import ADAPTER, base_of
-from ...ranks.launch import quiet
+from ...ranks.launch import silence_libraries
 from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, model_folder
 
@@ -89,7 +89,7 @@ def copy_to(folder: Path, target: Path) -> str:
 def merge_into(folder: Path, target: Path, trusted: bool) -> str:
     """Merge adapters into the weights they are for, with proof; say how exact it is."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
-    quiet()
+    silence_libraries()
     model, dtype = adapted(folder, trusted)
     wanted = logits(model)
     with model.disable_adapter():

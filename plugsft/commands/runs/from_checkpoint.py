@@ -15,9 +15,9 @@ from ...data.defaults import DataDefaults
 from ...data.load_tokenizer import end_generation, load_tokenizer
 from ...model.defaults import ModelDefaults
 from ...model.load import load_of
-from ...ranks.launch import quiet
+from ...ranks.launch import silence_libraries
 from ...ranks.shard_files import Stored
-from ...ranks.state import WEIGHTS, ensure_same, fill_weights
+from ...ranks.train_state import WEIGHTS, ensure_same, fill_weights
 from ...registry.active import check, load
 
 
@@ -26,7 +26,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
 
     `trusted` overrides the run's recipe, which may be someone else's.
     """
-    quiet()
+    silence_libraries()
     output = path.parent.parent
     ours = [f"output={json.dumps(str(output))}", f"model.trust_remote_code={str(trusted).lower()}"]
     recipe, active = load(output / "recipe.toml", ours, without)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ... import loop
 from ...base.atomic import MANIFEST
 from ...base.checksums import digest
 from ...base.errors import PlugsftError
@@ -17,6 +16,7 @@ from ...base.machine import look
 from ...data.defaults import DataDefaults
 from ...data.prepare import prepare
 from ...hooks import DATA
+from ...model.checks import check_recipe
 from ...model.config import check_ids
 from ...registry.active import load
 
@@ -28,7 +28,7 @@ def run(path: Path) -> dict[str, Any]:
         started = time.perf_counter()
         active.attach(DataDefaults(recipe.folder))
         with active.name_failing_plugin():
-            loop.ensure_sound(recipe, active, look(), DATA)
+            check_recipe(recipe, active, look(), DATA)
             data = prepare(recipe, active)
             check_ids(recipe, data.largest_id)
         seconds = time.perf_counter() - started

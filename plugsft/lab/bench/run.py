@@ -260,7 +260,7 @@ def figures_of(trial: Trial) -> Figures:
         "grad_norm": "grad_norm",
     }
     found |= {name: trial.of(metric) for name, metric in names.items()}
-    found["exact"] = "float16" not in trial.run["precision"]
+    found["exact"] = not any("float16" in dtype for dtype in trial.run["dtypes"].values())
     for place in ("host", "device"):
         if held := [rank[place] for rank in trial.ranks if place in rank]:
             found[place] = max(held)

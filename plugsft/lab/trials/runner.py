@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 import tomli_w
 
-from ... import loop
 from ...base.errors import MEMORY
 from ...base.machine import look
 from ...base.types import Ints, Shard
@@ -27,6 +26,7 @@ from ...batches.plan import shuffled
 from ...data.defaults import DataDefaults
 from ...data.prepare import prepare
 from ...hooks import DATA
+from ...model.checks import check_recipe
 from ...model.config import check_ids
 from ...output.report import read_metrics
 from ...recipe.parse import anchored
@@ -72,7 +72,7 @@ def trials(
         inside = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
         active.attach(DataDefaults(inside.folder))
         with active.name_failing_plugin():
-            loop.ensure_sound(inside, active, look(), DATA)
+            check_recipe(inside, active, look(), DATA)
             data = prepare(inside, active)
             check_ids(inside, data.largest_id)
         yield Trials(recipe, folder, data.tokens, data.tokenizer_folder, launch, examples)

@@ -22,6 +22,7 @@ from ...hooks import hookimpl, plugin, state
 from ...ranks.precision import on_cpu
 from ...registry.active import load
 from ...registry.discover import FoundPlugin
+from ...run import open as open_run
 
 
 class Over(PlugsftError):
@@ -76,7 +77,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
         else:
             trial.limit = limit
         with active.name_failing_plugin():
-            loop.train(recipe, active, look())
+            loop.train(open_run(recipe, active, look()))
     except Over:
         pass
     except (PlugsftError, MemoryError, RuntimeError) as error:

@@ -27,12 +27,12 @@ from .optimizer_state import (
     old_description,
     widened,
 )
-from .shard_files import Stored, short
+from .shard_files import Stored, dtype_name
 
 WEIGHTS = "model"
 
 
-class Held:
+class TrainState:
     """This rank's shard of a model and its optimizer: whole tensors, or rows under FSDP2."""
 
     joined = False
@@ -73,7 +73,7 @@ class Held:
         describer, weights = Describer(self.rank, self._device, sharded, own), {}
         for name, one in self.parameters().items():
             part = describer.parts[f"{WEIGHTS}/{name}"] = self.part(one)
-            weights[name] = {"dtype": short(part.values.dtype), "shape": part.shape}
+            weights[name] = {"dtype": dtype_name(part.values.dtype), "shape": part.shape}
         optimizer = {
             "class": type(self._base).__name__,
             "states": self._states(describer),
@@ -111,8 +111,8 @@ class Held:
         if changed := {(types[name], now[name]) for name in named if types[name] != now[name]}:
             was, becomes = next(iter(changed))
             say(
-                f"checkpoint: its weights are {short(was)} and resume in {short(becomes)}, as do "
-                "optimizer states of the same type"
+                f"checkpoint: its weights are {dtype_name(was)} and resume in "
+                f"{dtype_name(becomes)}, as do optimizer states of the same type"
             )
 
     def hand_out(self, stored: Stored) -> None:
@@ -179,7 +179,7 @@ def fill_weights(stored: Stored, named: dict[str, Any], exact: bool = True) -> N
         stored.fill(f"{WEIGHTS}/{name}", part_of(one), exact)
 
 
-class HeldByZero(Held):
+class ZeroTrainState(TrainState):
     """DeepSpeed's shards: equal parts of each flat tensor, the last one padded, in float32.
 
     The forward pass reads other copies, in the model's type; small ones are whole on each rank.
@@ -252,7 +252,7 @@ class HeldByZero(Held):
         read = self._access.safe_get_local_optimizer_state
         part = describer.parts[stored] = self._mine(one, read(one, key))
         return {
-            "tensor": short(value.dtype),
+            "tensor": dtype_name(value.dtype),
             "shape": part.shape,
             "divided": "weight",
             "name": stored,
@@ -302,7 +302,7 @@ class HeldByZero(Held):
         return Part(values[:here], start, tuple(one.ds_shape))
 
 
-def held_by(accelerator: Accelerator, model: Module, optimizer: Any) -> Held:
+def train_state_of(accelerator: Accelerator, model: Module, optimizer: Any) -> TrainState:
     """Return this rank's shard of model and optimizer."""
     zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return (HeldByZero if zero else Held)(accelerator, model, optimizer)
+    return (ZeroTrainState if zero else TrainState)(accelerator, model, optimizer)
