@@ -181,7 +181,7 @@ class FusedLoss:
             probes = torch.tensor(Behind.PROBES, device=batch["labels"].device).view(1, 1, -1)
             with replaced(head, lambda hidden: probes):
                 called(model, batch)
-            self.heads[head] = Behind.read(seen.pop())
+            self.heads[head] = Behind.fit(seen.pop())
             ours = self.score(model, batch, summed=True)
             called(model, batch)
             predictions = seen.pop()[0, :-1].float()

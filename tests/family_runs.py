@@ -26,7 +26,7 @@ from transformers.utils import logging
 from plugsft import PlugsftError, loop, run
 from plugsft.base import console
 from plugsft.base.machine import look
-from plugsft.model.load import Load, tensors_of
+from plugsft.model.load import Load, saved_tensors
 from plugsft.output.checkpoint import find
 from plugsft.registry.active import load
 
@@ -95,11 +95,11 @@ class Trial:
             for parameter in made.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
         made.save_pretrained(self.model)
-        self.wanted = tensors_of(read(self.model))
+        self.wanted = saved_tensors(read(self.model))
 
     def whole(self) -> str:
         """Load it whole: every number is that of plain transformers."""
-        ours = tensors_of(Load(str(self.model), {"dtype": torch.float32}).build())
+        ours = saved_tensors(Load(str(self.model), {"dtype": torch.float32}).build())
         ensure_equal(ours, self.wanted)
         return "yes"
 
@@ -108,9 +108,9 @@ class Trial:
         how = Load(str(self.model), {"dtype": torch.float32}, empty=True)
         model = how.build()
         if not how.empty:
-            ensure_equal(tensors_of(model), self.wanted)
+            ensure_equal(saved_tensors(model), self.wanted)
             return "whole on each rank"
-        names, tensors = how.names_in(model), tensors_of(model)
+        names, tensors = how.names_in(model), saved_tensors(model)
         with how.weights() as weights:
             for name in [name for name, one in tensors.items() if one.is_meta]:
                 one = model.get_parameter(name)
@@ -134,12 +134,14 @@ class Trial:
         shutil.rmtree(again / "checkpoints/step-000002")
         shutil.rmtree(again / "model")
         self.bench.run(self.model, "again", {}, resume=True)
-        ensure_equal(tensors_of(read(again / "model")), tensors_of(read(self.plain / "model")))
+        ensure_equal(
+            saved_tensors(read(again / "model")), saved_tensors(read(self.plain / "model"))
+        )
         return "bit for bit"
 
     def read_back(self) -> str:
         """Plain transformers finds every tensor, trained ones and others."""
-        ours = tensors_of(read(self.plain / "model"))
+        ours = saved_tensors(read(self.plain / "model"))
         assert ours.keys() == self.wanted.keys(), min({*ours} ^ {*self.wanted})
         moved = [name for name in ours if not torch.equal(ours[name], self.wanted[name])]
         assert moved, "no weight has moved"
@@ -167,7 +169,7 @@ class Trial:
         with warnings.catch_warnings():
             # transformers names experts to peft that the adapters do not have.
             warnings.filterwarnings("ignore", r"The following \w+_pattern keys", RuntimeWarning)
-            adapted = tensors_of(read(run / "model"))
+            adapted = saved_tensors(read(run / "model"))
         assert any("lora_B" in name and one.any() for name, one in adapted.items())
         return "yes"
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
 
 from plugsft.base.machine import look
-from plugsft.model.load import Load, tensors_of
+from plugsft.model.load import Load, saved_tensors
 from plugsft.ranks.launch import connect, silence_libraries
 from plugsft.ranks.sharding import shard_frozen_model
 from plugsft.registry.active import load as load_recipe
@@ -40,7 +40,7 @@ def expected(folder):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     finally:
         integration._hf_deepspeed_config_weak_ref = config
-    return {name: one.detach().clone() for name, one in tensors_of(model).items()}
+    return {name: one.detach().clone() for name, one in saved_tensors(model).items()}
 
 
 def main(recipe, folder, loads, report):
@@ -62,7 +62,7 @@ def main(recipe, folder, loads, report):
             model = shard_frozen_model(accelerator, load, load.build())
             plain = accelerator.unwrap_model(model)
             empty &= load.empty
-            for name, one in tensors_of(plain).items():
+            for name, one in saved_tensors(plain).items():
                 same = torch.equal(whole(one).cpu(), wanted[name])
                 wrong += [] if same else [f"load {number}: {name}"]
         found[path.name] = {"empty": empty, "wrong": wrong}

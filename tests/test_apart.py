@@ -31,13 +31,13 @@ from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
 from plugsft.model.document_probe import (
     OWN_CODE,
     ROUTED,
+    cached_probe,
     ensure_apart,
     ensure_twin_apart,
-    measured,
-    problem_of,
-    twin_facts,
+    find_problem,
+    probe_copy,
 )
-from plugsft.model.twin import NEVER, Longest, build_twin, limits
+from plugsft.model.small_copy import NEVER, Longest, build_small_copy, limits
 
 LONGEST = Longest(10**9, 10**9)
 CONV = ["conv", "full_attention", "conv", "conv"]
@@ -80,26 +80,26 @@ REFUSE = {
 }
 
 
-def class_of(config):
+def model_class_of(config):
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def twin_of(config, longest=LONGEST):
     attend_per_document()
-    return measured(class_of(config), config, longest)
+    return probe_copy(model_class_of(config), config, longest)
 
 
 @pytest.mark.parametrize("name", PASS)
 def test_a_twin_shows_that_documents_stay_apart(name):
     found = twin_of(PASS[name])
-    assert not found["unbuilt"] and not problem_of(found), found
+    assert not found["unbuilt"] and not find_problem(found), found
     assert found["leak"] <= (ROUTED if found["routed"] else 0)
 
 
 @pytest.mark.parametrize("name", REFUSE)
 def test_a_twin_shows_what_reaches_across_documents(name):
     config, says = REFUSE[name]
-    assert says in problem_of(twin_of(config))
+    assert says in find_problem(twin_of(config))
 
 
 def test_a_limit_counts_where_a_row_of_the_run_reaches_it():
@@ -110,7 +110,7 @@ def test_a_limit_counts_where_a_row_of_the_run_reaches_it():
     }
     assert limits(config, Longest(2048, 8192)) == {"floor_scale": 8192}
     assert limits(config, Longest(8191, 8191)) == {}
-    assert not problem_of(twin_of(config, NEVER))
+    assert not find_problem(twin_of(config, NEVER))
     rope = Phi3Config(rope_parameters=LONGROPE)
     assert limits(rope, Longest(4096, 9000)) == {"original_max_position_embeddings": 4096}
     assert limits(rope, Longest(4095, 9000)) == {}
@@ -121,7 +121,7 @@ class Outside:
     """A model as far as a proof looks at it, without the weights of its real size."""
 
     def __new__(cls, config):
-        model = object.__new__(class_of(config))
+        model = object.__new__(model_class_of(config))
         model.__dict__["config"] = config
         return model
 
@@ -151,14 +151,14 @@ def test_a_limit_that_nothing_can_prove_is_refused(home):
 
 def test_a_start_pays_once_for_a_configuration(home):
     model = Outside(LlamaConfig())
-    assert twin_facts(model, NEVER)["leak"] == 0
+    assert cached_probe(model, NEVER)["leak"] == 0
     [entry] = (home.parent / "twins").iterdir()
     built = (entry / "facts.json").stat()
     # No limit is reached by this run either: it is the same twin.
-    assert twin_facts(model, Longest(200, 200))["leak"] == 0
+    assert cached_probe(model, Longest(200, 200))["leak"] == 0
     again = (entry / "facts.json").stat()
     assert (built.st_ino, built.st_mtime_ns) == (again.st_ino, again.st_mtime_ns)
-    twin_facts(Outside(LlamaConfig(hidden_act="relu")), NEVER)
+    cached_probe(Outside(LlamaConfig(hidden_act="relu")), NEVER)
     assert len([*(home.parent / "twins").iterdir()]) == 2
 
 
@@ -166,7 +166,7 @@ def test_a_twin_leaves_the_random_numbers_of_the_run_alone():
     torch.manual_seed(3)
     wanted = torch.rand(4)
     torch.manual_seed(3)
-    build_twin(class_of(LlamaConfig()), LlamaConfig(), LONGEST, 1.5)
+    build_small_copy(model_class_of(LlamaConfig()), LlamaConfig(), LONGEST, 1.5)
     assert torch.equal(torch.rand(4), wanted)
 
 
@@ -273,8 +273,8 @@ def test_every_family_of_transformers_is_proved_apart_or_refused():
                 model_class(config)
         except Exception:  # its defaults make no model
             continue
-        found = measured(model_class, config, LONGEST)
-        kind = unbuilt if found["unbuilt"] else refused if problem_of(found) else passed
+        found = probe_copy(model_class, config, LONGEST)
+        kind = unbuilt if found["unbuilt"] else refused if find_problem(found) else passed
         kind.append(config.model_type)
         # Nothing lies between: documents are apart to rounding, or they are not.
         assert found["fails"] or not ROUTED < found["leak"] < 1e-3, (config.model_type, found)

@@ -140,7 +140,7 @@ def test_memory_that_runs_out_as_a_model_is_loaded_is_called_so(tmp_path, spare)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     command = [sys.executable, "-c", dedent(LOADS), str(tmp_path), str(spare)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    said = f"1 model.path: out of memory while '{tmp_path}' was loaded"
+    said = f"1 model.path: out of memory while loading '{tmp_path}'"
     assert done.stdout.strip() == said, done.stdout + done.stderr
 
 

@@ -61,7 +61,7 @@ def test_a_refused_run_leaves_the_one_it_would_overwrite(finished, tmp_path):
     stop = text.index("[data]")
     other.write_text(f'{text[:start]}[model]\npath = "{broken}"\n{text[stop:]}')
     for words, says in (
-        ([recipe, "data.max_length=9999"], "reads 256 tokens at most"),
+        ([recipe, "data.max_length=9999"], "the model's context is 256 tokens"),
         ([recipe, f"data.source={bad}"], "no format has these columns"),
         ([recipe, "train.schedule_options={a=1}"], "schedule_options"),
         ([other], "no causal language model could be loaded"),

@@ -1,4 +1,4 @@
-"""What a model's configuration tells before its weights are read. Needs no model code."""
+"""Checks on a model's configuration, before its weights are read."""
 
 import shlex
 from pathlib import Path
@@ -13,7 +13,7 @@ from ..base.load_errors import explain_load_error
 from ..recipe.tables import Model, Recipe
 
 PICKLES = ("pytorch_model", "adapter_model")
-"""How the names of files begin that may hold weights as a pickle."""
+"""File name prefixes of weights that may be pickled."""
 
 
 def load_config(model: Model) -> PretrainedConfig:
@@ -23,13 +23,13 @@ def load_config(model: Model) -> PretrainedConfig:
         options["revision"] = model.revision
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(model.path), **options)
-    except Exception as error:  # transformers raises whatever its readers and the hub raise
-        raise not_loaded(str(model.path), error) from error
+    except Exception as error:  # transformers passes on all errors of its parsers and of the hub
+        raise load_error(str(model.path), error) from error
     return config
 
 
 def check_context(recipe: Recipe) -> None:
-    """Refuse examples longer than the model was made for, and a loss that is not trained here."""
+    """Refuse examples longer than the model's context, unsupported losses, and pickles."""
     scratch = recipe.model.scratch
     if scratch:
         context: int | None = scratch.context
@@ -37,21 +37,21 @@ def check_context(recipe: Recipe) -> None:
         config = load_config(recipe.model)
         ensure_plain_loss(config, str(recipe.model.path))
         ensure_safetensors(str(recipe.model.path), recipe.model.revision)
-        context = context_of(config)
+        context = max_context(config)
         ensure_one_rope(config, recipe)
     if context is not None and recipe.data.max_length > context:
         raise RecipeError(
-            f"data.max_length: given {recipe.data.max_length}, but the model reads {context} "
-            f"tokens at most; set data.max_length = {context}"
+            f"data.max_length: given {recipe.data.max_length}, but the model's context is "
+            f"{context} tokens; set data.max_length = {context}"
             + (", or raise model.scratch.context" if scratch else "")
         )
 
 
 def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
-    """Refuse positions that depend on the longest row of a micro-batch (longrope, as Phi-3.5)."""
+    """Refuse positions that depend on a micro-batch's longest row (longrope, as in Phi-3.5)."""
     text = config.get_text_config()
     rope: Any = getattr(text, "rope_parameters", None) or {}
-    pairs = recipe.has("dpo")  # two rows in every forward
+    pairs = recipe.has("dpo")  # two rows in each forward pass
     if rope.get("rope_type") != "longrope" or (recipe.train.micro_batch == 1 and not pairs):
         return
     short = rope.get("original_max_position_embeddings") or getattr(
@@ -66,13 +66,13 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
 
 
 def ensure_safetensors(path: str, revision: str | None = None) -> None:
-    """Refuse weights that are there as a pickle only: whoever made one can run code with it."""
+    """Refuse weights that are only pickled: loading a pickle can run code."""
     try:
         if Path(path).is_dir():
             names = [file.name for file in Path(path).iterdir()]
         else:
             names = list_repo_files(path, revision=revision)
-    except Exception:  # without network: then loading refuses it
+    except Exception:  # no network: loading will refuse the pickle
         return
     pickles = [name for name in names if name.startswith(PICKLES) and name.endswith(".bin")]
     if not pickles or any(name.endswith(".safetensors") for name in names):
@@ -92,7 +92,7 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
 
 
 def ensure_whole_weights(model: Model) -> None:
-    """Refuse a folder without weights, or with a truncated file; reads only headers."""
+    """Refuse a folder without weights or with a truncated file; only reads headers."""
     folder = Path(model.path or "")
     if not model.path or not folder.is_dir():
         return
@@ -103,12 +103,12 @@ def ensure_whole_weights(model: Model) -> None:
         try:
             with safe_open(file, framework="np"):
                 pass
-        except Exception as error:  # the library raises its own, and the system's
+        except Exception as error:  # safetensors raises its own errors and the system's
             raise RecipeError(f"model.path: {file}: cannot be read ({error})") from error
 
 
 def check_ids(recipe: Recipe, largest: int) -> None:
-    """Refuse token ids for which the model has no embedding, where its configuration tells."""
+    """Refuse token ids beyond the vocabulary of the model's configuration."""
     if recipe.model.scratch:
         return
     size = getattr(load_config(recipe.model).get_text_config(), "vocab_size", None)
@@ -121,7 +121,7 @@ def check_ids(recipe: Recipe, largest: int) -> None:
 
 
 def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
-    """Refuse a configuration whose own loss has a term besides the cross-entropy of tokens.
+    """Refuse a model whose own loss has more terms than the cross-entropy of tokens.
 
     A load-balancing loss is a product of two means over the tokens of one forward pass, so its
     gradient depends on how a step is split into micro-batches and ranks.
@@ -143,18 +143,18 @@ def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
         )
 
 
-def context_of(config: PretrainedConfig) -> int | None:
-    """Return the longest sequence a model was made for, where its configuration says."""
+def max_context(config: PretrainedConfig) -> int | None:
+    """Return the model's longest sequence, if its configuration names it."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     context = getattr(text, "max_position_embeddings", None)
     # XLNet says -1: no limit.
     return context if context is None or context > 0 else None
 
 
-def not_loaded(path: str, error: Exception) -> PlugsftError:
-    """Say that a model cannot be loaded, and why."""
+def load_error(path: str, error: Exception) -> PlugsftError:
+    """Return the error for a model that could not be loaded, with the reason."""
     if out_of_memory(error):
-        return TrainError(f"model.path: out of memory while '{path}' was loaded")
+        return TrainError(f"model.path: out of memory while loading '{path}'")
     return RecipeError(
         f"model.path: no causal language model could be loaded from '{path}': "
         f"{explain_load_error(path, error)}"

@@ -1,4 +1,4 @@
-"""The core's own answers to the hooks of the model: from examples to losses."""
+"""The core's answers to the hooks of the model: from examples to losses."""
 
 from typing import Any
 
@@ -18,26 +18,26 @@ from .load import Load
 
 
 class ModelDefaults:
-    """The model as it is, token cross-entropy, AdamW."""
+    """The unchanged model, token cross-entropy, AdamW."""
 
     @hookimpl
     def optimize_model(self, load: Load) -> Module:
-        """Load the model as it is."""
+        """Load the model unchanged."""
         return load.build()
 
     @hookimpl
     def annotate(self, tokens: Tokens) -> Tokens:
-        """Add nothing."""
+        """Add no columns."""
         return tokens
 
     @hookimpl
     def optimizer(self, model: Module, train: Train) -> Optimizer:
-        """AdamW, with decoupled weight decay off for norms and biases."""
+        """Create AdamW, without weight decay for norms and biases."""
         decayed: list[Tensor] = []
         exempt: list[Tensor] = []
         for parameter in model.parameters():
             if parameter.requires_grad:
-                # Under ZeRO-3 a rank's own part is flat; the true shape stands beside it.
+                # Under ZeRO-3 a rank's shard is flat; ds_shape is the shape of the parameter.
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 (decayed if len(shape) > 1 else exempt).append(parameter)
         groups: list[dict[str, Any]] = [
@@ -54,34 +54,34 @@ class ModelDefaults:
 
     @hookimpl
     def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
-        """Pad on the right to the longest; masks follow from lengths, never from the pad token.
+        """Pad right to the longest sequence; each sequence is a row of the batch.
 
-        Each sequence of an example is a row.
+        Masks come from lengths, never from the pad token.
         """
-        # A rank without examples still takes part in every exchange of gradients.
+        # A rank without examples gets one padded row: it must join every all-reduce.
         lengths = tokens.sequences(examples)[0] if len(examples) else np.zeros(1, np.int64)
         longest = max(2, int(lengths.max()))
         shape = (len(lengths), longest)
         ids, labels, attention = (buffer(shape, torch.int64) for _ in range(3))
-        places = np.arange(longest)
-        inside = places < lengths[:, None]
-        words, mask = tokens.gather(examples)
+        positions = np.arange(longest)
+        inside = positions < lengths[:, None]
+        token_ids, mask = tokens.gather(examples)
         ids.numpy().fill(pad)
-        ids.numpy()[inside] = words
+        ids.numpy()[inside] = token_ids
         labels.numpy().fill(IGNORED)
-        labels.numpy()[inside] = label(words, mask)
-        attention.numpy()[:] = places < np.maximum(lengths, 1)[:, None]
+        labels.numpy()[inside] = label(token_ids, mask)
+        attention.numpy()[:] = positions < np.maximum(lengths, 1)[:, None]
         return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 
     @hookimpl
     def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
-        """Token cross-entropy."""
+        """Compute the token cross-entropy."""
         return score(model=model, batch=batch, summed=True) / total
 
     @hookimpl
     def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
-        """Cross-entropy of the logits in float32."""
-        # A cache has no use here, and with packed rows it lets documents see each other.
+        """Compute the cross-entropy of float32 logits."""
+        # With packed rows, a key-value cache would let documents attend to each other.
         logits = model(**heard(batch), use_cache=False).logits
         targets = batch["labels"][:, 1:].flatten()
         predictions = logits[:, :-1].flatten(0, 1).float()

@@ -1,4 +1,4 @@
-"""The loss of hidden states, in parts: the logits of all positions are never held."""
+"""The loss from hidden states in chunks: no tensor holds all logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ NONE = (False, False, False)
 
 @dataclass(frozen=True)
 class Behind:
-    """What a model does to what its head gives: x -> cap * tanh(slope * x / cap)."""
+    """A model's transform of its head's output: x -> cap * tanh(slope * x / cap)."""
 
     slope: float = 1.0
     cap: float | None = None
 
     PROBES: ClassVar = (0.0, 2.0**-10, -(2.0**-10), 0.75, -3.0, 20.0, -64.0, 2.0**20)
-    """Put in place of logits, they show what becomes of them: the slope, and where it ends."""
+    """Logits that reveal the transform when the head returns them: its slope and its cap."""
 
     def __str__(self) -> str:
         slope = f"logits scaled by {self.slope:.6g}" if self.slope != 1 else ""
@@ -28,57 +28,60 @@ class Behind:
         return ", ".join(filter(None, [slope, cap]))
 
     @classmethod
-    def read(cls, seen: Tensor) -> "Behind":
-        """Find the function that made of PROBES what is seen."""
-        given = torch.tensor(cls.PROBES, dtype=torch.float64)
-        if seen.numel() == len(cls.PROBES):
-            seen = seen.flatten().double().cpu()
-            slope, last = float(seen[1] / given[1]), float(seen[-1])
-            capped = not abs(last / given[-1] - slope) < 1e-3 * slope
-            found = cls(_shorter(slope), _shorter(last) if capped else None)
-            if found.slope > 0 and torch.allclose(found.of(given), seen, rtol=1e-5, atol=1e-9):
-                return found
-        raise ValueError("behind its head it does to the logits what is unknown here")
+    def fit(cls, transformed: Tensor) -> "Behind":
+        """Return the transform that turned PROBES into these values."""
+        probes = torch.tensor(cls.PROBES, dtype=torch.float64)
+        if transformed.numel() == len(cls.PROBES):
+            values = transformed.flatten().double().cpu()
+            slope, last = float(values[1] / probes[1]), float(values[-1])
+            capped = not abs(last / probes[-1] - slope) < 1e-3 * slope
+            behind = cls(_undo_rounding(slope), _undo_rounding(last) if capped else None)
+            if behind.slope > 0 and torch.allclose(
+                behind.apply(probes), values, rtol=1e-5, atol=1e-9
+            ):
+                return behind
+        raise ValueError("unsupported transform of its logits (supported: a scale, a tanh cap)")
 
-    def of(self, logits: Tensor) -> Tensor:
-        """Do it."""
+    def apply(self, logits: Tensor) -> Tensor:
+        """Transform logits."""
         scaled = logits * self.slope
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
-def _shorter(number: float) -> float:
-    """Return the number that was rounded to this one in float32, most likely."""
+def _undo_rounding(number: float) -> float:
+    """Return the short decimal number whose float32 value this most likely is."""
     short = float(f"{number:.6g}")
     return short if abs(short - number) <= 3e-7 * abs(number) else number
 
 
 class Positions(NamedTuple):
-    """What is before a head, and what is wanted of it."""
+    """The input of a head, its weights, and its targets."""
 
     hidden: Tensor
-    """A row for each position."""
+    """One row per position."""
     weight: Tensor
     bias: Tensor | None
     targets: Tensor
     behind: Behind
     chunk: int
-    """Positions at a time."""
+    """Positions per chunk."""
     dtype: torch.dtype
-    """The type that the head computes in."""
+    """The dtype of the head's matrix products."""
 
 
 class _Fused(torch.autograd.Function):
-    """The losses, with gradients that are there when they are, if that can be."""
+    """Cross-entropy; computes gradients in the forward pass where possible."""
 
     @staticmethod
-    def forward(ctx: Any, summed: bool, *given: Any) -> Tensor:
+    def forward(ctx: Any, summed: bool, *positions: Any) -> Tensor:
         wanted = ctx.needs_input_grad[1:4]
-        # The head's gradient adds up positions: how much each counts must be known before.
+        # The head's gradient is a weighted sum over positions; unless the loss is their sum, the
+        # weights are known in the backward pass only.
         later = not summed and any(wanted[1:])
-        losses, ctx.gradients = compute(NONE if later else wanted, Positions(*given))
+        losses, ctx.gradients = compute_in_chunks(NONE if later else wanted, Positions(*positions))
         if later:
-            ctx.save_for_backward(*given[:4])
-            ctx.gradients, ctx.rest = None, given[4:]
+            ctx.save_for_backward(*positions[:4])
+            ctx.gradients, ctx.rest = None, positions[4:]
         return losses.sum()[None] if summed else losses
 
     @staticmethod
@@ -87,91 +90,93 @@ class _Fused(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, ()
         if gradients is None:
             wanted = ctx.needs_input_grad[1:4]
-            _, gradients = compute(wanted, Positions(*ctx.saved_tensors, *ctx.rest), scale)
+            _, gradients = compute_in_chunks(
+                wanted, Positions(*ctx.saved_tensors, *ctx.rest), scale
+            )
         else:
             scales = (scale[:, None], scale, scale)
             gradients = [
-                one if one is None else one.mul_(by)
-                for one, by in zip(gradients, scales, strict=True)
+                gradient if gradient is None else gradient.mul_(factor)
+                for gradient, factor in zip(gradients, scales, strict=True)
             ]
         return None, *gradients, None, None, None, None
 
 
-def fused_loss(given: Positions, summed: bool) -> Tensor:
-    """Return the cross-entropy of positions, or one that is all, with the gradient if wanted."""
+def fused_loss(positions: Positions, summed: bool) -> Tensor:
+    """Return the cross-entropy of each position, or their sum, with gradients if enabled."""
     if torch.is_grad_enabled():
         fused: Any = _Fused.apply  # untyped upstream
-        losses: Tensor = fused(summed, *given)
+        losses: Tensor = fused(summed, *positions)
         return losses
-    losses, _ = compute(NONE, given)
+    losses, _ = compute_in_chunks(NONE, positions)
     return losses.sum()[None] if summed else losses
 
 
 @torch.no_grad()
-def compute(
-    wanted: Sequence[bool], given: Positions, scale: Tensor | None = None
+def compute_in_chunks(
+    wanted: Sequence[bool], positions: Positions, scale: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Go through the positions in parts; return the losses, and gradients that are wanted.
+    """Compute losses, and the wanted gradients (hidden, weight, bias), chunk by chunk.
 
-    Each part has the whole vocabulary: what it learns of a position is final, and rounded once.
-    The head's own gradient is summed up in float32. `scale` says how much each position counts.
+    A chunk has the whole vocabulary, so each position's loss and gradient are rounded once.
+    The head's gradient is accumulated in float32. `scale` weighs each position's gradient.
     """
-    hidden, weight, bias, targets, behind, chunk, dtype = given
+    hidden, weight, bias, targets, behind, chunk, dtype = positions
     source, table = hidden.to(dtype), weight.to(dtype)
     full = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
     of_hidden = torch.empty_like(source) if wanted[0] else None
     of_weight, of_bias = (
-        full(one.shape) if want and one is not None else None
-        for one, want in zip((weight, bias), wanted[1:], strict=True)
+        full(parameter.shape) if want and parameter is not None else None
+        for parameter, want in zip((weight, bias), wanted[1:], strict=True)
     )
     losses = full(len(targets))
-    room = losses.new_empty(min(chunk, len(targets)), len(weight))
+    buffer = losses.new_empty(min(chunk, len(targets)), len(weight))
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            rows = source[part]
-            tile = product(rows, table.t(), room[: len(rows)])
+            span = slice(start, start + chunk)
+            rows = source[span]
+            tile = multiply(rows, table.t(), buffer[: len(rows)])
             if bias is not None:
                 tile += bias
-            losses[part] = score(tile, targets[part], behind, any(wanted))
+            losses[span] = cross_entropy_(tile, targets[span], behind, any(wanted))
             if scale is not None:
-                tile *= scale[part, None]
+                tile *= scale[span, None]
             narrow = tile.to(table.dtype) if any(wanted) else tile
             if of_hidden is not None:
-                torch.mm(narrow, table, out=of_hidden[part])
+                torch.mm(narrow, table, out=of_hidden[span])
             if of_weight is not None:
                 add_product(of_weight, tile, narrow, rows)
             if of_bias is not None:
                 of_bias += tile.sum(0)
-    # autograd rounds them to the types of what they are gradients of.
+    # autograd rounds each gradient to the dtype of its tensor.
     return losses, [of_hidden, of_weight, of_bias]
 
 
-def score(tile: Tensor, targets: Tensor, behind: Behind, differentiate: bool) -> Tensor:
-    """Return -log p of each target; what the head gave becomes, in place, the gradient of that."""
-    places = targets[:, None]
-    bent = None
+def cross_entropy_(tile: Tensor, targets: Tensor, behind: Behind, differentiate: bool) -> Tensor:
+    """Return -log p of each target; turn the head's output in `tile` into its gradient."""
+    columns = targets[:, None]
+    tanh_slope = None
     if behind.slope != 1:
         tile *= behind.slope
     if behind.cap is not None:
         tile.div_(behind.cap).tanh_()
-        bent = tile.square().neg_().add_(1) if differentiate else None
+        tanh_slope = tile.square().neg_().add_(1) if differentiate else None
         tile *= behind.cap
     tile -= tile.amax(1, keepdim=True)
-    picked = tile.gather(1, places)
+    picked = tile.gather(1, columns)
     sums = tile.exp_().sum(1, keepdim=True)
     if differentiate:
         tile /= sums
-        tile.scatter_add_(1, places, tile.new_full(places.shape, -1.0))
-        if bent is not None:
-            tile *= bent
+        tile.scatter_add_(1, columns, tile.new_full(columns.shape, -1.0))
+        if tanh_slope is not None:
+            tile *= tanh_slope
         if behind.slope != 1:
             tile *= behind.slope
     return (sums.log() - picked).squeeze(1)
 
 
-def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """Multiply into a place of float32, unrounded where the device can."""
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """Multiply into a float32 tensor; on CUDA without rounding to the inputs' dtype."""
     if left.dtype == torch.float32:
         return torch.mm(left, right, out=out)
     if left.device.type == "cuda":
@@ -180,7 +185,7 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, exact: Tensor, narrow: Tensor, right: Tensor) -> None:
-    """Add to a sum in float32 the product of a tile, which is there in two types."""
+    """Add tile.t() @ right to a float32 sum; `narrow` is the tile in the dtype of `right`."""
     if narrow.dtype != torch.float32 and narrow.device.type == "cuda":
         torch.addmm(total, narrow.t(), right, out_dtype=torch.float32, out=total)
     else:

@@ -1,4 +1,4 @@
-"""The model: loaded from a folder or the hub, or made new from a few numbers."""
+"""Load a model from a folder or the hub, or create a new one from its sizes."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,42 +27,42 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..base.checksums import cached_file_digest, digest
 from ..base.errors import PluginError, RecipeError, TrainError
 from ..recipe.tables import Model, Scratch
-from .config import not_loaded
+from .config import load_error
 from .tensor_shards import Part, local_part
 from .weight_files import Weights, files_of, skeleton
 
 
 @dataclass
 class Load:
-    """How the model will be loaded; plugins edit it before it is."""
+    """How to load the model; plugins edit this first."""
 
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
     empty: bool = False
-    """Whether weights stay in their files until the model is sharded, when ranks read their own;
-    a plugin that needs the weights sets it to False."""
+    """Whether to load weights only after sharding, when each rank reads its own shards. A plugin
+    that needs the weights sets it to False."""
     _names: Any = field(default_factory=WeakTensorKeyDictionary, init=False)
-    """Parameter without weights -> its name in `_weights`. An entry ends with its parameter: the
-    id of a freed parameter may be reused."""
+    """Parameter without weights -> its name in `_weights`. Weak, not by id: the id of a freed
+    parameter may be reused."""
     _weights: Weights | None = field(default=None, init=False)
-    """The weights in the files, if they are not loaded yet."""
+    """The files of weights that are not loaded yet."""
 
     def build(self) -> PreTrainedModel:
-        """Load it."""
+        """Load the model."""
         try:
             if self.empty and (without := self._without_weights()) is not None:
                 return without
             self.empty = False
-            # Never a pickle, which can run code.
+            # A pickle could run code.
             safe = {"use_safetensors": True} | self.kwargs
             made: Any = AutoModelForCausalLM.from_pretrained(
                 self.path, output_loading_info=True, **safe
             )
         except RecipeError:
             raise
-        except Exception as error:  # transformers raises whatever its readers and the hub raise
-            raise not_loaded(self.path, error) from error
+        except Exception as error:  # transformers passes on all errors of its parsers and the hub
+            raise load_error(self.path, error) from error
         model: PreTrainedModel = made[0]
         if missing := sorted(made[1]["missing_keys"]):
             raise RecipeError(
@@ -73,79 +73,81 @@ class Load:
         return model
 
     def names_in(self, model: Module) -> dict[str, str]:
-        """Return the parameters that have no weights yet, with their names in the files."""
-        names = {name: self._names.get(one) for name, one in model.named_parameters()}
-        lost = [name for name, one in model.named_parameters() if one.is_meta and not names[name]]
+        """Return parameters without weights: their names in the model -> in the files."""
+        parameters = dict(model.named_parameters())
+        names = {name: self._names.get(parameter) for name, parameter in parameters.items()}
+        lost = [
+            name for name, parameter in parameters.items() if parameter.is_meta and not names[name]
+        ]
         if lost:
             raise PluginError(
-                f"a plugin made {lost[0]} of weights that are not loaded yet; in its "
-                "optimize_model it should set load.empty = False before the yield"
+                f"a plugin created {lost[0]} from weights that are not loaded yet; set "
+                "load.empty = False before the yield of its optimize_model"
             )
         return {name: stored for name, stored in names.items() if stored}
 
     @contextmanager
     def weights(self) -> Iterator[Weights]:
-        """Open the files of a model whose weights are still there."""
+        """Open the files of weights that are not loaded yet."""
         assert self._weights is not None
         with self._weights as opened:
             yield opened
 
     def ensure_same(self, parts: Mapping[str, Part], rank: int) -> None:
-        """Compare samples of loaded parts, by their names in the files, with the files."""
+        """Compare samples of loaded shards, named as in the files, with the files."""
         with self.weights() as weights:
             if wrong := weights.differing(parts, self.kwargs.get("dtype"), rank):
-                raise _strange(self.path, wrong)
+                raise wrong_weights(self.path, wrong)
 
     def _ensure_as_in_files(self, model: PreTrainedModel) -> None:
         files = files_of(self.path, self.kwargs.get("revision"))
         if not files or getattr(model, "hf_quantizer", None) is not None:
             return
         weights = Weights(skeleton(model), files)
-        parts = {name: local_part(one) for name, one in tensors_of(model).items()}
+        parts = {name: local_part(one) for name, one in saved_tensors(model).items()}
         with weights:
             if wrong := weights.differing(parts, self.kwargs.get("dtype")):
-                raise _strange(self.path, wrong)
+                raise wrong_weights(self.path, wrong)
 
     def _without_weights(self) -> PreTrainedModel | None:
-        """Make the model without its weights, if its files hold all of them."""
+        """Build the model without weights, if its files hold all of them."""
         known = ("revision", "trust_remote_code")
         options = {name: self.kwargs[name] for name in known if name in self.kwargs}
         config = AutoConfig.from_pretrained(self.path, **options)
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
-        # DeepSpeed takes each tensor apart as it is made; else it is made without memory.
+        # DeepSpeed shards each tensor as it is created; else tensors get no memory.
         zero3: Any = is_deepspeed_zero3_enabled
         with nullcontext() if zero3() else init_empty_weights(include_buffers=False):
             make: Any = AutoModelForCausalLM.from_config
             model: PreTrainedModel = make(config, **rest)
         model.tie_weights()
-        twin = skeleton(model)
-        weights = Weights(twin, files_of(self.path, self.kwargs.get("revision")))
-        if model._get_dtype_plan(config.dtype) or not complete(model, weights):
+        meta = skeleton(model)
+        weights = Weights(meta, files_of(self.path, self.kwargs.get("revision")))
+        if model._get_dtype_plan(config.dtype) or not has_all_weights(model, weights):
             return None
         with torch.no_grad(), weights:
             for name, buffer in lasting_buffers(model).items():
                 buffer.copy_(weights.rows(name, 0, sys.maxsize))
-        names = {one: name for name, one in model.named_parameters()}
+        names = {parameter: name for name, parameter in model.named_parameters()}
         self._names, self._weights = WeakTensorKeyDictionary(names), weights
-        model._weight_conversions = twin._weight_conversions
+        model._weight_conversions = meta._weight_conversions
         return model
 
 
-def complete(model: PreTrainedModel, weights: Weights) -> bool:
-    """Tell whether the files have each tensor of a model, in its shape, by rows."""
-    shapes = {
-        name: list(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()
-    } | {name: list(one.shape) for name, one in lasting_buffers(model).items()}
+def has_all_weights(model: PreTrainedModel, weights: Weights) -> bool:
+    """Tell whether the files hold each tensor of a model with its shape, readable by rows."""
+    tensors = dict(model.named_parameters()) | lasting_buffers(model)
+    shapes = {name: list(getattr(it, "ds_shape", it.shape)) for name, it in tensors.items()}
     if any(weights.shapes.get(name) != shape for name, shape in shapes.items()):
         return False
-    # A tensor without rows is not read by rows.
+    # A scalar has no rows.
     if [] in shapes.values():
         return False
-    # transformers does not tie tensors that are both in the files and differ.
+    # transformers does not tie tensors whose values in the files differ.
     tied: dict[Tensor, list[str]] = {}
-    for name, one in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in weights.shapes:
-            tied.setdefault(one, []).append(name)
+            tied.setdefault(parameter, []).append(name)
     with weights:
         return all(
             torch.equal(*(weights.rows(name, 0, sys.maxsize) for name in (names[0], other)))
@@ -157,15 +159,15 @@ def complete(model: PreTrainedModel, weights: Weights) -> bool:
 def lasting_buffers(model: Any) -> dict[str, Tensor]:
     """Return the buffers that are saved with a model."""
     saved = {*model.state_dict()}
-    return {name: one for name, one in model.named_buffers() if name in saved}
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def tensors_of(model: Module) -> dict[str, Tensor]:
+def saved_tensors(model: Module) -> dict[str, Tensor]:
     """Return a model's saved tensors: parameters under all their names, and buffers."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **lasting_buffers(model)}
 
 
-def _strange(path: str, wrong: str) -> TrainError:
+def wrong_weights(path: str, wrong: str) -> TrainError:
     return TrainError(
         f"model.path: '{path}' was not loaded correctly: {wrong}. Nothing was trained. Try again; "
         "if it happens again, the disk, the memory or transformers' loader is at fault"
@@ -173,23 +175,25 @@ def _strange(path: str, wrong: str) -> TrainError:
 
 
 def decoder_layers(model: Any, that: str) -> list[Any]:
-    """Return the layers of a model; `that` says, of one without any, what for and the cure."""
-    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    """Return a model's layers; `that` ends the error if none: their use and the cure."""
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
         raise RecipeError(f"a model of type '{model.config.model_type}' has no layers that {that}")
     return layers
 
 
 def weights_digest(path: str, revision: str | None) -> str:
-    """Return a checksum of a pretrained model's weights, remembered while its files stay."""
+    """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
     files = sorted({*files_of(path, revision).values()})
     if not files:
-        raise RecipeError(f"{path}: its weights are not in safetensors; save them so")
+        raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
     return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})
 
 
 def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:
-    """Return how a recipe's model is loaded, before any plugin."""
+    """Return how to load a recipe's model, before plugins edit it."""
     kwargs: dict[str, Any] = {
         "dtype": getattr(torch, model.weights),
         "trust_remote_code": model.trust_remote_code,
@@ -200,14 +204,14 @@ def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:
 
 
 def make_model(scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """Make a small decoder with random weights that follow from the seed."""
+    """Create a small decoder with random weights from the seed."""
     set_seed(seed)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return LlamaForCausalLM(scratch_config(scratch, len(tokenizer), **ends))
 
 
 def scratch_config(scratch: Scratch, vocabulary: int, **ends: Any) -> LlamaConfig:
-    """Return the configuration of a new model, for a tokenizer of so many entries."""
+    """Return the configuration of a new model; `vocabulary` is the size of its tokenizer."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=scratch.hidden,

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that resuming needs no state of it."""
+"""The learning rate as a function of the step; resuming needs no state."""
 
 import torch
 import transformers
@@ -13,14 +13,14 @@ class Schedule:
 
     def __init__(self, train: Train, optimizer: Optimizer, steps: int) -> None:
         warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
-        # transformers' schedules are functions of the step, wrapped around an optimizer: this one
-        # never steps. The run's own may be DeepSpeed's, which no schedule of torch's accepts.
-        bearer = torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate)
+        # transformers' schedules need an optimizer of torch, and the run's may be DeepSpeed's. This
+        # one never steps; only the function of the step is used.
+        unused = torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate)
         try:
-            # By its own name: what it stands in imports peft, where that is installed, for seconds.
+            # Imported by its own name: its module imports peft, which takes seconds.
             self._factor = transformers.get_scheduler(
                 train.schedule,
-                bearer,
+                unused,
                 num_warmup_steps=warmup,
                 num_training_steps=steps,
                 scheduler_specific_kwargs=dict(train.schedule_options),
@@ -47,7 +47,7 @@ NEED_OPTIONS = ("cosine_with_min_lr", "warmup_stable_decay")
 
 def check_schedule(train: Train) -> None:
     """Refuse options that the schedule does not take."""
-    # Making an optimizer, be it this small, has torch import its compiler: most of a second.
+    # Creating any optimizer imports torch's compiler, which takes most of a second.
     if train.schedule_options or train.schedule in NEED_OPTIONS:
         Schedule(
             train, torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate), train.steps or 100

@@ -1,4 +1,4 @@
-"""This rank's shard of a tensor: all of it, some rows (FSDP2), or some numbers (ZeRO-3)."""
+"""This rank's shard of a tensor: all of it, rows (FSDP2), or a flat range (ZeRO-3)."""
 
 import math
 from dataclasses import dataclass
@@ -11,24 +11,25 @@ from torch.distributed.tensor import DTensor, Replicate
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a tensor."""
+    """One rank's shard of a tensor."""
 
     values: Tensor
-    """Flat; a view of the tensor if possible."""
+    """Flat values; a view of the tensor if possible."""
     start: int
+    """Offset of the values in the flat tensor."""
     shape: tuple[int, ...]
-
+    """Shape of the whole tensor."""
     own: bool = False
     """Whether each rank writes its own copy, even of a whole tensor."""
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of its tensor."""
+        """Whether the shard is the whole tensor."""
         return self.values.numel() == math.prod(self.shape)
 
 
 def part_of(tensor: Tensor) -> Part:
-    """Return this rank's part of a tensor: its rows of a sharded DTensor, else all."""
+    """Return this rank's shard: its rows of a sharded DTensor, else the whole tensor."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Part(tensor.detach().view(-1), 0, shape)
@@ -42,10 +43,10 @@ def part_of(tensor: Tensor) -> Part:
 
 
 def local_part(tensor: Any) -> Part:
-    """Return this rank's part of a tensor, ZeRO-3's shards too."""
-    mine = getattr(tensor, "ds_tensor", None)
-    if mine is None:
+    """Return this rank's shard of a tensor, also under ZeRO-3."""
+    zero3_shard = getattr(tensor, "ds_tensor", None)
+    if zero3_shard is None:
         return part_of(tensor)
-    start = dist.get_rank() * mine.ds_numel
-    size = max(0, min(mine.numel(), tensor.ds_numel - start))
-    return Part(mine.detach().view(-1)[:size], start, tuple(tensor.ds_shape))
+    start = dist.get_rank() * zero3_shard.ds_numel
+    size = max(0, min(zero3_shard.numel(), tensor.ds_numel - start))
+    return Part(zero3_shard.detach().view(-1)[:size], start, tuple(tensor.ds_shape))

@@ -1,8 +1,8 @@
-"""A model's tensors, made from the tensors in its files.
+"""Tensors of a model, converted from the tensors in its files.
 
-transformers renames tensors while it loads a model, and joins those of experts. This module asks
-for the same renaming and joining, one tensor at a time. So a rank reads only its own rows, and a
-loaded or written model can be compared with the files.
+transformers renames tensors on loading a model, and fuses those of experts. This module applies
+the same conversion to one tensor at a time. So a rank reads only its own rows, and a loaded or
+saved model can be compared with its files.
 """
 
 import copy
@@ -34,31 +34,31 @@ from transformers.utils.hub import cached_file
 
 from .tensor_shards import Part
 
-SAMPLE = 64
-"""Numbers of each compared sample of a tensor."""
-WIDE = 2**20
-"""Row size, in numbers, above which one sample of a tensor is compared instead of three."""
-BUDGET = 2**28
-"""Most bytes to compare of tensors that cannot be made by rows."""
+SAMPLE_SIZE = 64
+"""Values in each compared sample of a tensor."""
+WIDE_ROW = 2**20
+"""Values of a row above which one sample of a tensor is compared instead of three."""
+MAX_COMPARED_BYTES = 2**28
+"""Most bytes to compare of tensors that cannot be converted by rows."""
 
 Read = Callable[[str], Tensor]
-"""The name of a tensor in the files -> its values."""
+"""Name of a tensor in the files -> its values."""
 
 
 @dataclass
-class Group:
-    """Tensors in the files that make one or more tensors of the model."""
+class TensorGroup:
+    """Tensors in the files that are converted to one or more tensors of the model."""
 
     target: str
-    """The first tensor of the model that it makes."""
+    """The first of these tensors of the model."""
     converter: WeightConverter | None = None
-    """How transformers makes it; None for a tensor that is not converted."""
+    """transformers' conversion; None if a tensor is only renamed."""
     sources: list[tuple[str, str]] = field(default_factory=list)
-    """The converter's pattern that matched, and the tensor's name in the files."""
+    """(matching pattern of the converter, name in the files) per tensor."""
 
     @property
     def by_rows(self) -> bool:
-        """Whether row n of the tensor is made from the n-th source of each pattern alone."""
+        """Whether row n is made from only the n-th source of each pattern."""
         if self.converter is None:
             return False
         first, *others = self.converter.operations
@@ -67,95 +67,96 @@ class Group:
             and first.dim == 0
             and len(self.converter.target_patterns) == 1
             and all(
-                (isinstance(one, Concatenate) and one.dim > 0)
-                or (isinstance(one, Transpose) and min(one.dim0, one.dim1) > 0)
-                for one in others
+                (isinstance(operation, Concatenate) and operation.dim > 0)
+                or (isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0)
+                for operation in others
             )
         )
 
-    def rows(self, start: int, stop: int) -> "Group":
-        """Return the group of these rows only."""
+    def rows(self, start: int, stop: int) -> "TensorGroup":
+        """Return the group for these rows only."""
         lists: dict[str, list[tuple[str, str]]] = {}
         for pattern, name in self.sources:
             lists.setdefault(pattern, []).append((pattern, name))
-        some = [one for sources in lists.values() for one in sources[start:stop]]
-        return Group(self.target, self.converter, some)
+        selected = [source for sources in lists.values() for source in sources[start:stop]]
+        return TensorGroup(self.target, self.converter, selected)
 
-    def make(self, model: PreTrainedModel, read: Read) -> dict[str, Tensor]:
-        """Make its tensors."""
+    def convert(self, model: PreTrainedModel, read: Read) -> dict[str, Tensor]:
+        """Return the model's tensors by name."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
         converter: Any = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.target, name, pattern, read(name))
-        made = converter.convert(self.target, model=model, config=model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+        tensors = converter.convert(self.target, model=model, config=model.config)
+        return {name: it[0] if isinstance(it, list) else it for name, it in tensors.items()}
 
 
-def group(model: Any, names: Iterable[str]) -> list[Group]:
-    """Sort tensors of files into the groups that make the tensors of a model."""
+def group_tensors(model: Any, names: Iterable[str]) -> list[TensorGroup]:
+    """Group the tensors of files by the tensors of the model that they become."""
     transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    groups: dict[str, Group] = {}
+    groups: dict[str, TensorGroup] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         if target in state:
             converter = by_pattern[pattern] if pattern is not None else None
-            one = groups.setdefault(target, Group(target, converter))
-            one.sources.append((pattern or name, name))
-    # As transformers does: the model is saved as it was loaded.
-    model._weight_conversions = [one for one in transforms if one.was_used()]
+            group = groups.setdefault(target, TensorGroup(target, converter))
+            group.sources.append((pattern or name, name))
+    # As in transformers: saving reverses the conversions of loading.
+    model._weight_conversions = [rule for rule in transforms if rule.was_used()]
     return [*groups.values()]
 
 
 def shapes_made(
     model: PreTrainedModel, shapes: Mapping[str, Iterable[int]]
-) -> dict[str, tuple[list[int], Group]]:
-    """Return the shape and group of each model tensor, from the shapes in the files."""
+) -> dict[str, tuple[list[int], TensorGroup]]:
+    """Return the shape and group of each tensor of the model, from the shapes in the files."""
 
     def read(name: str) -> Tensor:
         return torch.empty(tuple(shapes[name]), device="meta")
 
-    made = {}
-    for one in group(model, shapes):
-        for name, tensor in one.make(model, read).items():
-            made[name] = (list(tensor.shape), one)
-    return made
+    converted = {}
+    for group in group_tensors(model, shapes):
+        for name, tensor in group.convert(model, read).items():
+            converted[name] = (list(tensor.shape), group)
+    return converted
 
 
 def skeleton(model: Any) -> PreTrainedModel:
     """Return an unsharded copy of the model on the meta device."""
-    made: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
+    model_class: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     config = copy.deepcopy(model.config)
-    # Saving replaces types in configurations by their names, and some layers need the types.
-    inner = [getattr(config, name, None) for name in config.sub_configs]
-    for one in filter(None, [config, *inner]):
-        one.dtype = getattr(torch, one.dtype) if isinstance(one.dtype, str) else one.dtype
+    # Saving replaces dtypes in configurations by their names, but some layers need the dtypes.
+    nested = [getattr(config, name, None) for name in config.sub_configs]
+    for each in filter(None, [config, *nested]):
+        each.dtype = getattr(torch, each.dtype) if isinstance(each.dtype, str) else each.dtype
     with torch.device("meta"):
-        twin = made(config)
-    twin._weight_conversions = getattr(model, "_weight_conversions", None)
-    return twin  # type: ignore[no-any-return]
+        copied = model_class(config)
+    copied._weight_conversions = getattr(model, "_weight_conversions", None)
+    return copied  # type: ignore[no-any-return]
 
 
 class Weights:
-    """The tensors of a model, read from its files by rows."""
+    """Reads rows of a model's tensors from its files."""
 
     def __init__(self, model: PreTrainedModel, files: Mapping[str, str]) -> None:
         self._model, self._files = model, files
         self._stack = ExitStack()
         self._opened: dict[str, Any] = {}
-        self._made: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
+        """The tensors of the group that was converted last."""
         with self:
             shapes = {name: self._slice(name).get_shape() for name in files}
-        made = shapes_made(model, shapes)
-        self._groups = {name: one for name, (_, one) in made.items()}
-        self.shapes = {name: shape for name, (shape, _) in made.items()}
-        """Tensor of the model -> its shape, as made from the files."""
+        converted = shapes_made(model, shapes)
+        self._groups = {name: group for name, (_, group) in converted.items()}
+        self.shapes = {name: shape for name, (shape, _) in converted.items()}
+        """Tensor of the model -> its shape after conversion."""
 
     def __enter__(self) -> "Weights":
         for path in sorted({*self._files.values()}):
@@ -164,45 +165,47 @@ class Weights:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        self._opened, self._made = {}, {}
+        self._opened, self._last = {}, {}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return some rows of a tensor; a scalar whole."""
-        one = self._groups[name]
+        """Return rows of a tensor, or a scalar."""
+        group = self._groups[name]
         if not self.shapes[name]:
-            return one.make(self._model, self._whole)[name]
-        if one.converter is None:
-            rows: Tensor = self._slice(one.sources[0][1])[start:stop]
+            return group.convert(self._model, self._whole)[name]
+        if group.converter is None:
+            rows: Tensor = self._slice(group.sources[0][1])[start:stop]
             return rows
-        if one.by_rows and stop > start:
-            return one.rows(start, stop).make(self._model, self._whole)[name]
-        if name not in self._made:
-            self._made = one.make(self._model, self._whole)
-        return self._made[name][start:stop]
+        if group.by_rows and stop > start:
+            return group.rows(start, stop).convert(self._model, self._whole)[name]
+        if name not in self._last:
+            self._last = group.convert(self._model, self._whole)
+        return self._last[name][start:stop]
 
     def differing(
         self, parts: Mapping[str, Part], dtype: torch.dtype | None = None, rank: int = 0
     ) -> str:
-        """Compare samples of each part with the files; describe the first difference.
+        """Compare samples of each shard with the files; describe the first difference, or "".
 
-        `dtype` is the type in which the model was loaded, or saved.
+        `dtype` is the type of loading or saving.
         """
-        left = BUDGET
+        left = MAX_COMPARED_BYTES
         names = sorted(parts)
-        # Ranks begin at different tensors, so together they compare more than one budget.
-        turn = rank * 7919 % max(len(names), 1)
-        for name in names[turn:] + names[:turn]:
+        # Ranks start at different tensors, so together they compare more than one budget.
+        first = rank * 7919 % max(len(names), 1)
+        for name in names[first:] + names[:first]:
             part = parts[name]
             if name not in self.shapes:
                 continue
             if self.shapes[name] != list(part.shape):
-                return f"{name} has the shape {list(part.shape)}; its file {self.shapes[name]}"
-            one = self._groups[name]
-            if one.converter is not None and not one.by_rows and name not in self._made:
+                return (
+                    f"{name} has the shape {list(part.shape)}, but {self.shapes[name]} in its file"
+                )
+            group = self._groups[name]
+            if group.converter is not None and not group.by_rows and name not in self._last:
                 left -= 4 * torch.Size(part.shape).numel()
                 if left < 0:
                     continue
-            for start, stop in sampled(part, crc32(name.encode())):
+            for start, stop in sample_spans(part, crc32(name.encode())):
                 if not self._same(name, part, start, stop, dtype):
                     return f"{name} has other values than its file"
         return ""
@@ -215,10 +218,10 @@ class Weights:
         stored = self.rows(name, first, -(-stop // row)).reshape(-1)
         stored = stored[start - first * row : stop - first * row]
         ours = part.values[start - part.start : stop - part.start].to("cpu")
-        # Compared in the type of loading or saving: trained weights may have more digits.
-        kind = dtype if dtype is not None and stored.is_floating_point() else ours.dtype
-        ours, stored = ours.to(kind), stored.to(kind)
-        # NaN equals NaN here: it was loaded as it is in the file.
+        # Compare in the dtype of loading or saving: trained weights may be more precise.
+        common = dtype if dtype is not None and stored.is_floating_point() else ours.dtype
+        ours, stored = ours.to(common), stored.to(common)
+        # NaN counts as equal to NaN.
         return bool(((ours == stored) | ((ours != ours) & (stored != stored))).all())
 
     def _slice(self, name: str) -> Any:
@@ -229,26 +232,26 @@ class Weights:
         return tensor
 
 
-def sampled(part: Part, turn: int) -> Iterator[tuple[int, int]]:
-    """Yield the spans of a part to compare, as positions in the flat tensor."""
+def sample_spans(part: Part, seed: int) -> Iterator[tuple[int, int]]:
+    """Yield the spans of a shard to compare, as offsets in the flat tensor."""
     size = part.values.numel()
-    if size <= 3 * SAMPLE:
+    if size <= 3 * SAMPLE_SIZE:
         yield from [(part.start, part.start + size)] if size else []
         return
     row = torch.Size(part.shape[1:]).numel()
-    last = size - SAMPLE
-    for offset in [turn % last] if row > WIDE else [0, turn % last, last]:
-        yield part.start + offset, part.start + offset + SAMPLE
+    last = size - SAMPLE_SIZE
+    for offset in [seed % last] if row > WIDE_ROW else [0, seed % last, last]:
+        yield part.start + offset, part.start + offset + SAMPLE_SIZE
 
 
 def files_of(path: str, revision: str | None) -> dict[str, str]:
-    """Map the tensors of a pretrained model to their safetensors files."""
-    have = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    if index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **have):
+    """Map each tensor of a pretrained model to its safetensors file."""
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    if index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options):
         names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        paths = {name: str(cached_file(path, name, **have)) for name in {*names.values()}}
+        paths = {name: str(cached_file(path, name, **options)) for name in {*names.values()}}
         return {name: paths[file] for name, file in names.items()}
-    if single := cached_file(path, SAFE_WEIGHTS_NAME, **have):
+    if single := cached_file(path, SAFE_WEIGHTS_NAME, **options):
         with safe_open(single, "pt") as file:
             return {name: str(single) for name in file.keys()}  # noqa: SIM118  # no dict
     return {}

@@ -187,7 +187,7 @@ def test_what_is_behind_the_head_is_read_from_the_model():
     assert found["cohere2"] == Behind(slope=3.0)
     assert found["granite"].slope == pytest.approx(1 / 0.3, rel=1e-6)
     assert found["llama"] == found["gemma3"] == found["phi, with a bias"] == Behind()
-    assert Behind.read(Behind(0.25, 30.0).of(torch.tensor(Behind.PROBES))) == Behind(0.25, 30.0)
+    assert Behind.fit(Behind(0.25, 30.0).apply(torch.tensor(Behind.PROBES))) == Behind(0.25, 30.0)
 
 
 def lora(model, **options):

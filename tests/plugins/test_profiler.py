@@ -333,7 +333,7 @@ def test_a_gpu_that_is_known_has_its_data_sheet_s_rate(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     assert peak_flops(torch.device("cuda"), half=True) == (989e12, "H200, from its data sheet")
     rate, said = peak_flops(torch.device("cpu"), half=False)
-    assert 1e9 < rate < 1e14 and said == "what a large product reaches here"
+    assert 1e9 < rate < 1e14 and said == "measured with a large matrix product"
 
 
 def test_the_work_of_a_run_is_that_of_its_documents(tiny, tmp_path):

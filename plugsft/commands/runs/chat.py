@@ -22,7 +22,7 @@ from ...base.console import is_terminal, say
 from ...base.errors import PlugsftError
 from ...base.load_errors import TRUST, trust_hint
 from ...data.load_tokenizer import pad_id, stop_ids
-from ...model.config import context_of, ensure_safetensors
+from ...model.config import ensure_safetensors, max_context
 from ...output.folder import ADAPTER, base_of
 
 with suppress(ImportError):  # Windows has none
@@ -94,7 +94,7 @@ class Speaker:
 
     def __post_init__(self) -> None:
         self.stops = stop_ids(self.model, self.tokenizer)
-        self.context = context_of(self.model.config)
+        self.context = max_context(self.model.config)
 
     def opened(self, question: str) -> Turns:
         """Open a talk with a question."""

@@ -1,6 +1,6 @@
-"""A tiny twin of a model: the same class and kinds of layers, but narrow.
+"""A small copy of a model: the same class and kinds of layers, but narrow.
 
-Limits of attention (a window, a chunk) that a row of the run can reach are scaled down to LIMIT
+Attention limits (a window, a chunk) that rows of the run can exceed are scaled down to LIMIT
 tokens, so that short documents exceed them.
 """
 
@@ -13,18 +13,18 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 LIMIT = 6
-"""Tokens of a scaled-down limit."""
+"""Tokens of a scaled-down attention limit."""
 VOCABULARY = 128
 HEADS, GROUPS = 4, 2
 EXPERTS = 8
 WIDTH = 64
 WEIGHTS = 200e6
-"""A twin with more parameters is not built."""
+"""Most parameters of a small copy."""
 OF_LIMITS = re.compile(
     r"window|chunk_size|^floor_scale$|log_scaling_n_floor|index_topk|local_attention$|original_max"
 )
 NO_LIMITS = re.compile(r"layer|pattern|feed_forward|lm_head|mamba")
-"""Names that look like a limit of attention, but are not."""
+"""Names that only look like attention limits."""
 OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 OF_PERIODS = re.compile(r"period|interval|offset|every|pattern$|_step$|k_dense|dense_layers|start")
 OF_HEADS = re.compile(r"^(num_attention_heads|n_heads?|num_heads|\w*num_attention_heads)$")
@@ -50,35 +50,35 @@ NEVER = Longest(0, 0)
 
 
 def limits(config: PretrainedConfig, longest: Longest) -> dict[str, int]:
-    """Return the limits of attention that a run reaches, by name."""
+    """Return the attention limits that a run exceeds, by name."""
     reached = {}
-    for part in _parts(config):
-        for name, value in vars(part).items():
+    for inner in _nested_configs(config):
+        for name, value in vars(inner).items():
             nested = value if name == "rope_parameters" and isinstance(value, dict) else {}
             for key, number in {name: value, **nested}.items():
                 if not isinstance(number, int) or NO_LIMITS.search(key):
                     continue
-                # A model that scales queries by their position may count from the row's beginning.
+                # Models that scale queries by position may count from the start of the row.
                 most = longest.row if "floor" in key else longest.document
                 if OF_LIMITS.search(key) and 1 < number <= most:
                     reached[key] = number
     return reached
 
 
-def build_twin(
+def build_small_copy(
     model_class: type[Any], config: PretrainedConfig, longest: Longest, gain: float
 ) -> PreTrainedModel:
-    """Make a tiny model of a class, in float32 on the CPU; `gain` scales its random weights.
+    """Build a small float32 model on the CPU; `gain` scales its random weights.
 
-    Raises ValueError with the reason where no reduction of the configuration builds and runs.
+    Raises ValueError, with the reason, if no reduced configuration works.
     """
     reached = limits(config, longest)
     reason: Exception | None = None
     for layers, widths in ((True, True), (False, True), (True, False)):
         small = copy.deepcopy(config)
         try:
-            for part in _parts(small):
-                _shrink(part, reached, layers, widths)
+            for inner in _nested_configs(small):
+                _shrink(inner, reached, layers, widths)
             return _built(model_class, small, gain)
         except Exception as error:  # the model's own code fails on these shapes
             reason = reason or error
@@ -87,36 +87,36 @@ def build_twin(
 
 @torch.no_grad()
 def _built(model_class: type[Any], config: PretrainedConfig, gain: float) -> PreTrainedModel:
-    """Build a model, draw its weights and call it once; keeps the run's random state."""
+    """Build a model with random weights and call it once; keeps the run's random state."""
     config._attn_implementation = "eager"
     with torch.device("meta"):
-        size = sum(one.numel() for one in model_class(copy.deepcopy(config)).parameters())
+        size = sum(tensor.numel() for tensor in model_class(copy.deepcopy(config)).parameters())
     if size > WEIGHTS:
         raise ValueError(f"it would still have {size:,} parameters")
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        twin: Any = model_class(config)
-        for one in twin.parameters():
+        small: Any = model_class(config)
+        for weight in small.parameters():
             # Small initial weights would hide leaks between documents.
-            if one.dim() > 1:
-                one.normal_(std=gain * one.shape[-1] ** -0.5)
+            if weight.dim() > 1:
+                weight.normal_(std=gain * weight.shape[-1] ** -0.5)
             else:
-                one.add_(0.1 * torch.randn_like(one))
-        twin.float().eval()
-        twin(input_ids=torch.arange(2, 2 + 2 * LIMIT)[None], use_cache=False)
-    return twin  # type: ignore[no-any-return]
+                weight.add_(0.1 * torch.randn_like(weight))
+        small.float().eval()
+        small(input_ids=torch.arange(2, 2 + 2 * LIMIT)[None], use_cache=False)
+    return small  # type: ignore[no-any-return]
 
 
-def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Iterate over a configuration and those inside it."""
+def _nested_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """Yield a configuration and those nested in it."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PretrainedConfig):
-            yield from _parts(value)
+            yield from _nested_configs(value)
 
 
 def _shrink(config: PretrainedConfig, reached: dict[str, int], layers: bool, widths: bool) -> None:
-    """Make one configuration small, in place."""
+    """Shrink one configuration in place."""
     numbers = {
         name: value
         for name, value in vars(config).items()
@@ -150,8 +150,8 @@ def _shrink(config: PretrainedConfig, reached: dict[str, int], layers: bool, wid
 
 
 def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
-    """Keep the first layers, until every kind of layer is included."""
-    name = next((one for one in OF_LAYERS if one in numbers), None)
+    """Keep the first layers that include each kind of layer."""
+    name = next((key for key in OF_LAYERS if key in numbers), None)
     if name is None or vars(config).get("num_kv_shared_layers"):
         return
     count = numbers[name]
@@ -161,7 +161,7 @@ def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
         if isinstance(value, list | tuple | str) and len(value) == count
     }
     kinds = [tuple(str(values[layer]) for values in lists.values()) for layer in range(count)]
-    # A list of distinct values numbers the layers, and does not tell their kinds.
+    # A list of distinct values numbers the layers and does not name their kinds.
     numbered = any(len({*map(str, values)}) == count for values in lists.values())
     least = 4 if numbered else max(kinds.index(kind) + 1 for kind in kinds)
     periods = [value + 1 for key, value in numbers.items() if OF_PERIODS.search(key)]
@@ -172,7 +172,7 @@ def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
 
 
 def _narrow(config: PretrainedConfig, numbers: dict[str, int]) -> None:
-    """Reduce the number of heads, and all other widths."""
+    """Reduce the number of heads and all widths."""
     heads = next((value for name, value in numbers.items() if OF_HEADS.match(name)), 0)
     hidden = next(
         (numbers[name] for name in ("hidden_size", "n_embd", "d_model") if name in numbers), 0
@@ -183,7 +183,7 @@ def _narrow(config: PretrainedConfig, numbers: dict[str, int]) -> None:
     width = WIDTH if free or not split else HEADS * (hidden // heads)
     for name, value in vars(config).items():
         if OF_WIDTHS.match(name) and isinstance(value, list):
-            setattr(config, name, [min(one, WIDTH) for one in value])
+            setattr(config, name, [min(size, WIDTH) for size in value])
     for name, value in numbers.items():
         if OF_HEADS.match(name):
             setattr(config, name, HEADS)
