@@ -269,9 +269,6 @@ def _logits(model: Module, texts: list[Ints], device: torch.device) -> Tensor:
         "input_ids": torch.from_numpy(np.concatenate(texts))[None],
         **documents_of(np.array([len(text) for text in texts])),
     }
-    inputs = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
+    inputs = {name: it.to(device) if isinstance(it, Tensor) else it for name, it in batch.items()}
     logits: Tensor = model(**inputs, use_cache=False).logits[0]
     return logits.float()

@@ -176,9 +176,7 @@ def wrong_weights(path: str, wrong: str) -> TrainError:
 
 def decoder_layers(model: Any, that: str) -> list[Any]:
     """Return a model's layers; `that` ends the error if none: their use and the cure."""
-    layers = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise RecipeError(f"a model of type '{model.config.model_type}' has no layers that {that}")
     return layers
