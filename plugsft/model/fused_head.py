@@ -36,9 +36,8 @@ class Behind:
             slope, last = float(values[1] / probes[1]), float(values[-1])
             capped = not abs(last / probes[-1] - slope) < 1e-3 * slope
             behind = cls(_undo_rounding(slope), _undo_rounding(last) if capped else None)
-            if behind.slope > 0 and torch.allclose(
-                behind.apply(probes), values, rtol=1e-5, atol=1e-9
-            ):
+            expected = behind.apply(probes)
+            if behind.slope > 0 and torch.allclose(expected, values, rtol=1e-5, atol=1e-9):
                 return behind
         raise ValueError("unsupported transform of its logits (supported: a scale, a tanh cap)")
 
@@ -90,9 +89,8 @@ class _Fused(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, ()
         if gradients is None:
             wanted = ctx.needs_input_grad[1:4]
-            _, gradients = compute_in_chunks(
-                wanted, Positions(*ctx.saved_tensors, *ctx.rest), scale
-            )
+            positions = Positions(*ctx.saved_tensors, *ctx.rest)
+            _, gradients = compute_in_chunks(wanted, positions, scale)
         else:
             scales = (scale[:, None], scale, scale)
             gradients = [

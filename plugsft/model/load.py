@@ -76,9 +76,7 @@ class Load:
         """Return parameters without weights: their names in the model -> in the files."""
         parameters = dict(model.named_parameters())
         names = {name: self._names.get(parameter) for name, parameter in parameters.items()}
-        lost = [
-            name for name, parameter in parameters.items() if parameter.is_meta and not names[name]
-        ]
+        lost = [name for name, it in parameters.items() if it.is_meta and not names[name]]
         if lost:
             raise PluginError(
                 f"a plugin created {lost[0]} from weights that are not loaded yet; set "

@@ -197,9 +197,7 @@ class Weights:
             if name not in self.shapes:
                 continue
             if self.shapes[name] != list(part.shape):
-                return (
-                    f"{name} has the shape {list(part.shape)}, but {self.shapes[name]} in its file"
-                )
+                return f"{name} has the shape {list(part.shape)}; in its file {self.shapes[name]}"
             group = self._groups[name]
             if group.converter is not None and not group.by_rows and name not in self._last:
                 left -= 4 * torch.Size(part.shape).numel()
