@@ -95,7 +95,7 @@ class Load:
         """Compare samples of loaded shards, named as in the files, with the files."""
         with self.weights() as weights:
             if wrong := weights.differing(parts, self.kwargs.get("dtype"), rank):
-                raise wrong_weights(self.path, wrong)
+                raise _wrong_weights(self.path, wrong)
 
     def _ensure_as_in_files(self, model: PreTrainedModel) -> None:
         files = files_of(self.path, self.kwargs.get("revision"))
@@ -105,7 +105,7 @@ class Load:
         parts = {name: local_part(one) for name, one in saved_tensors(model).items()}
         with weights:
             if wrong := weights.differing(parts, self.kwargs.get("dtype")):
-                raise wrong_weights(self.path, wrong)
+                raise _wrong_weights(self.path, wrong)
 
     def _without_weights(self) -> PreTrainedModel | None:
         """Build the model without weights, if its files hold all of them."""
@@ -165,7 +165,7 @@ def saved_tensors(model: Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **lasting_buffers(model)}
 
 
-def wrong_weights(path: str, wrong: str) -> TrainError:
+def _wrong_weights(path: str, wrong: str) -> TrainError:
     return TrainError(
         f"model.path: '{path}' was not loaded correctly: {wrong}. Nothing was trained. Try again; "
         "if it happens again, the disk, the memory or transformers' loader is at fault"
