@@ -200,7 +200,7 @@ class BfdPacking:
             firsts = np.repeat(np.cumsum(parts) - parts, parts)
             skips = (np.arange(len(numbers)) - firsts) * self.room
         lengths = np.minimum(tokens.lengths[numbers] - skips, self.room)
-        cut = tokens.stretches(numbers, skips, lengths)
+        cut = tokens.cut(numbers, skips, lengths)
         reason = f"no trained token in {kind} {self.room:,} tokens of an example"
         return self.with_targets(tokens, cut, (numbers, skips, lengths), reason)
 
@@ -212,7 +212,7 @@ class BfdPacking:
         if not trained.any():
             raise DataError(f"plugins.bfd_packing: {reason}, for every example; raise capacity")
         chosen: Any = [column[trained] for column in (*stretches, cut.trained)]
-        result, rows = tokens.stretches(*chosen), cut.rows[~trained]
+        result, rows = tokens.cut(*chosen), cut.rows[~trained]
         self.untrained += len(rows)
         count = {"count": len(rows), "rows": np.unique(rows)[:10].tolist()}
         result.facts["bad_rows"] = {**tokens.facts.get("bad_rows", {}), reason: count}

@@ -164,7 +164,7 @@ class Dpo:
             raise DataError(
                 "plugins.dpo: not all of the examples are pairs; they were prepared without it"
             )
-        tokens = copy.copy(plain.shared() if self.share_prompt else plain)
+        tokens = copy.copy(plain.share_prompts() if self.share_prompt else plain)
         tokens.units = np.ones(len(tokens), np.int64)
         if self.share_prompt and not self.saved:
             self.saved = prove_shared(model, plain, tokens, prelude)

@@ -217,7 +217,7 @@ def careful(engine: Engine, tokenizer: Tokenizer) -> Engine:
 
     Such a text is not spelt by its tokens, and so goes through the model's own tokenizer.
     """
-    pieces = np.array(tokenizer.spelling.to_pylist(), object)
+    pieces = np.array(tokenizer.token_bytes.to_pylist(), object)
     spelt = [decoded(piece) for piece in pieces]
     odd = unlike("".join(filter(None, spelt)))
     # A character that no token holds whole lies in several that are no text by themselves.

@@ -296,18 +296,27 @@ def shorter(bytes_of_tokens):
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
-        (other_facts("shards", "examples", 23), "not as many examples"),
-        (other_facts("sources", "examples", 23), "not as many examples"),
+        (other_facts("shards", "examples", 23), "its number of examples differs"),
+        (other_facts("sources", "examples", 23), "its number of examples differs"),
         (other_facts("shards", "examples", "x"), "facts.json: damaged"),
         (other_facts("shards", "file", "data-y.arrow"), "No such file"),
         (other_facts("shards", "file", "../data-0.arrow"), "damaged: shards.0.file: String should"),
-        (other_facts("shards", "size", 3), "its size is not the one that was written"),
+        (other_facts("shards", "size", 3), "its size differs from facts.json"),
         (lambda entry: (entry / "facts.json").write_text("{}"), "by another version of plugsft"),
         (lambda entry: (entry / "facts.json").write_text("[" * 10**5), "facts.json: damaged"),
         (lambda entry: (entry / "facts.json").unlink(), "facts.json: damaged: [Errno 2]"),
-        (other_batch("index.arrow", length=lambda one: pc.add(one, 1)), "have other lengths"),
-        (other_batch("index.arrow", row=lambda one: one.cast("int32")), "it has other columns"),
-        (other_batch("data-*", row=lambda one: one.cast("int32")), "it has other columns"),
+        (
+            other_batch("index.arrow", length=lambda one: pc.add(one, 1)),
+            "the lengths of its examples differ",
+        ),
+        (
+            other_batch("index.arrow", row=lambda one: one.cast("int32")),
+            "its columns differ from the format",
+        ),
+        (
+            other_batch("data-*", row=lambda one: one.cast("int32")),
+            "its columns differ from the format",
+        ),
         (shorter(lambda tokens: tokens * 4), "point outside of its tokens"),
         (shorter(lambda tokens: -(-tokens // 8)), "point outside of its tokens"),
     ],
@@ -322,7 +331,7 @@ def test_a_data_set_that_does_not_fit_together_is_refused(recipe, harm, says):
 def all_of(tokens):
     """Everything that training takes of a data set."""
     numbers = np.arange(len(tokens))
-    columns = [tokens.lengths, tokens.trained, tokens.rows, tokens._firsts, tokens._alike]
+    columns = [tokens.lengths, tokens.trained, tokens.rows, tokens._first_lengths, tokens._prefixes]
     sources = [one["examples"] for one in tokens.facts["sources"]]
     parts = [*columns, *tokens.gather(numbers), np.array([tokens.facts["pairs"], *sources])]
     return b"".join(part.tobytes() for part in parts)
@@ -604,7 +613,7 @@ def test_a_flipped_bit_in_a_shard_ends_the_run_before_it_is_trained_on(recipe, t
     said = [line for one in ended for line in one.stderr.splitlines() if "error: " in line]
     assert all(one.returncode in (1, 2) for one in ended), ended
     assert not any("Traceback" in one.stderr for one in ended), ended
-    damaged = [line for line in said if f"{shard}: damaged: its example" in line]
+    damaged = [line for line in said if f"{shard}: damaged: the checksum of example" in line]
     assert damaged and all(f"Remove the folder {folder}" in one for one in damaged), said
     assert len(read_metrics(tmp_path / "other")) < 3, "three steps are an epoch"
     assert not (tmp_path / "other/model").exists()

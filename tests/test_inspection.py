@@ -102,7 +102,7 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
     with pytest.raises(DataError) as caught:
         inspect(tiny(rows), rows=2, first=2)
     for line in str(caught.value).splitlines():
-        assert re.search(r"row (2: 'messages|3: unknown).* Mend them .*or set data.on_bad", line)
+        assert re.search(r"row (2: 'messages|3: unknown).* Correct them .*or set data.on_bad", line)
     shown = capsys.readouterr().out
     assert "warning    row 3" not in shown
     dropped = inspect(tiny(rows), "data.on_bad_row=drop", rows=2, first=2)

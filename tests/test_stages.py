@@ -22,7 +22,7 @@ from plugsft.data.cache_key import VERSIONS
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.jsonl import Held
-from plugsft.data.slices import Work, _cut, render
+from plugsft.data.slices import Work, make_examples, render
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.active import resolve
@@ -132,6 +132,14 @@ def pairs(folder):
     }
 
 
+def arrays(examples):
+    """Return the arrays of examples under the names that the recorded outputs have for them."""
+    return {
+        "pieces" if name == "num_sequences" else name: array
+        for name, array in vars(examples).items()
+    }
+
+
 def encode_all(folder):
     """Ids, counts and ends, also of a text that is only encoded in part."""
     rows = [{"text": text} for text in [*TEXTS, "owls hunt " * 4000]]
@@ -143,7 +151,7 @@ def encode_all(folder):
     shard = Shard("")
     return {
         str(special): vars(encode(TEXTS, tokenizer(), special)) for special in (False, True)
-    } | {"long": [vars(work._examples(part, shard)), shard.truncated]}
+    } | {"long": [arrays(work._examples(part, shard)), shard.truncated]}
 
 
 def mask(folder):
@@ -156,9 +164,9 @@ def mask(folder):
         for limit in (4, 64):
             shard, encoded = Shard(""), encode(texts, tokenizer(), False)
             data = Data(source="x", max_length=limit, too_long=too_long)
-            examples = _cut(encoded, made, np.arange(7), data, shard)
+            examples = make_examples(encoded, made, np.arange(7), data, shard)
             left_out = [shard.too_long, shard.truncated, sorted(shard.bad.values())]
-            found[f"{too_long} {limit}"] = [vars(examples), *left_out]
+            found[f"{too_long} {limit}"] = [arrays(examples), *left_out]
     return found
 
 

@@ -18,7 +18,7 @@ from plugsft.data.jinja import compiled
 from plugsft.data.jsonl import Held
 from plugsft.data.load_tokenizer import load_tokenizer, train_tokenizer
 from plugsft.data.render import render_rows as render
-from plugsft.data.slices import mask_of
+from plugsft.data.slices import target_mask
 from plugsft.output.folder import wrong_inputs
 from plugsft.recipe.parse import anchored
 from plugsft.recipe.tables import Data, Model, Recipe
@@ -312,30 +312,32 @@ def test_the_mask_is_transformers_mask(tokenizer, messages):
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     assert encoded.ids.tolist() == theirs["input_ids"]
-    mask = mask_of(encoded, result.texts, result.spans)
+    mask = target_mask(encoded, result.texts, result.spans)
     assert mask.astype(int).tolist() == theirs["assistant_masks"]
 
 
 def test_a_first_token_has_no_predecessor_that_could_predict_it(tokenizer):
     result = rendered(tokenizer, {"text": "owls"})
     encoded = encode(result.texts, lighten(tokenizer), False)
-    mask = mask_of(encoded, result.texts, result.spans)
+    mask = target_mask(encoded, result.texts, result.spans)
     assert not mask[0] and mask[1:].all()
 
 
 def test_a_last_character_of_several_tokens_is_trained_whole(tokenizer):
     text = "owls 🦉 hoot"
     encoded = encode([text], lighten(tokenizer), False)
-    mask = mask_of(encoded, [text], [[(0, text.index("🦉") + 1)]])
+    mask = target_mask(encoded, [text], [[(0, text.index("🦉") + 1)]])
     assert tokenizer.decode(encoded.ids[: mask.sum() + 1]) == "owls 🦉"
 
 
 def test_an_empty_span_takes_nothing_away(tokenizer):
     encoded = encode(["owls and foxes"], lighten(tokenizer), False)
-    whole = mask_of(encoded, ["owls and foxes"], [[(0, 14)]])
-    assert not mask_of(encoded, ["owls and foxes"], [[(6, 6)]]).any()
+    whole = target_mask(encoded, ["owls and foxes"], [[(0, 14)]])
+    assert not target_mask(encoded, ["owls and foxes"], [[(6, 6)]]).any()
     for place in range(15):
-        assert (mask_of(encoded, ["owls and foxes"], [[(0, 14), (place, place)]]) == whole).all()
+        assert (
+            target_mask(encoded, ["owls and foxes"], [[(0, 14), (place, place)]]) == whole
+        ).all()
 
 
 def test_a_block_inside_a_macro_is_found_too(with_template):
@@ -396,7 +398,7 @@ def test_every_template_with_blocks_masks_as_in_transformers(with_template, name
         assert result.mask == "the chat template's generation blocks"
         expected = theirs(tokenizer, row, return_dict=True, return_assistant_tokens_mask=True)
         encoded = encode(result.texts, lighten(tokenizer), False)
-        mask = mask_of(encoded, result.texts, result.spans)
+        mask = target_mask(encoded, result.texts, result.spans)
         assert encoded.ids.tolist() == expected["input_ids"], kind
         assert mask.astype(int).tolist() == expected["assistant_masks"], kind
         masked += 1

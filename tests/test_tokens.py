@@ -34,7 +34,7 @@ def pack(examples, first_row):
         ids=np.array([token for token, _ in flat], np.int32),
         mask=np.array([trained for _, trained in flat], np.bool_),
         counts=np.array([len(one) for example in examples for one in example], np.int64),
-        pieces=np.array([len(example) for example in examples], np.int64),
+        num_sequences=np.array([len(example) for example in examples], np.int64),
         rows=np.arange(first_row, first_row + len(examples)),
     )
 
@@ -67,12 +67,12 @@ def write(folder, shards):
 
 
 @settings(max_examples=60, deadline=None)
-@given(SHARDS, st.booleans(), st.sampled_from([7, shards_module.MOST]))
+@given(SHARDS, st.booleans(), st.sampled_from([7, shards_module.MAX_TOKENS]))
 def test_what_is_read_is_what_was_written(tmp_path_factory, shards, in_memory, most):
     folder = tmp_path_factory.mktemp("tokens")
     with pytest.MonkeyPatch.context() as patch:
         # A shard of many tokens is written in several batches, whose offsets start anew.
-        patch.setattr(shards_module, "MOST", most)
+        patch.setattr(shards_module, "MAX_TOKENS", most)
         everything = write(folder, shards)
     tokens = Tokens(folder, in_memory)
     assert len(tokens) == len(everything)
@@ -148,5 +148,5 @@ def test_a_file_that_is_cut_short_under_a_run_is_named(tmp_path, name, size):
     tokens.gather(plan.window(1).layout[0][0])
     path = tmp_path / name
     os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
-    with pytest.raises(DataError, match=rf"{name}: damaged: it was cut short.*Remove the folder"):
+    with pytest.raises(DataError, match=rf"{name}: damaged: it was truncated.*Remove the folder"):
         tokens.gather(plan.window(2).layout[0][0])

@@ -90,7 +90,7 @@ def _parse(line: bytes) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
-def fault(rows: Rows, number: int) -> str:
+def why_unreadable(rows: Rows, number: int) -> str:
     """Say why a row was read as None."""
     if isinstance(rows, JsonLines):
         start, stop = rows.starts[number], rows.stops[number]

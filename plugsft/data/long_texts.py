@@ -73,7 +73,7 @@ def _border(encoded: Encoding, tokenizer: Tokenizer, first: int, middle: int) ->
     for place in range(first, len(tokens)):
         if offsets[place][1] > middle:
             break
-        if words[place] != words[place - 1] or tokenizer.never_joined(
+        if words[place] != words[place - 1] or tokenizer.cannot_merge(
             *tokens[place - 1 : place + 1]
         ):
             return place

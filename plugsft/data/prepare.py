@@ -21,7 +21,7 @@ from ..tokens.tokenizer import OWN, Tokenizer, lighten
 from .cache_key import differences, key_of, makers, with_sources
 from .defaults import opened as mapped
 from .load_tokenizer import Render, load_tokenizer, train_tokenizer
-from .slices import Work, joined, print_error, render, warnings_of
+from .slices import Work, describe_bad_rows, describe_warnings, merge, render
 from .sources import Source as Opened
 from .sources import ensure_columns, open_source, slices_of
 
@@ -164,7 +164,7 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
         if not facts["trained_tokens"]:
             raise DataError(
                 f"{', '.join(source.source for source in work.sources)}: not one token to train "
-                f"on. {print_error(joined(shards).bad, 'the data')}"
+                f"on. {describe_bad_rows(merge(shards).bad, 'the data')}"
             )
         write_index(folder, shards, facts)
         for shard in shards:
@@ -174,7 +174,7 @@ def _tokens(work: Work, opened: Sequence[Opened], active: Active) -> Tokens:
     tokens = _known(kept, work)
     took = f"in {time.perf_counter() - built[0]:.1f} s" if built else "from cache"
     say(describe(tokens.facts, took))
-    for warning in warnings_of(tokens.facts["warnings"]):
+    for warning in describe_warnings(tokens.facts["warnings"]):
         say(f"warning: data: {warning}")
     return tokens
 
@@ -202,7 +202,7 @@ def describe(facts: dict[str, Any], took: str) -> str:
 
 
 def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, Any]:
-    whole = joined(shards)
+    whole = merge(shards)
     too_long = {f"longer than {work.data.max_length} tokens": whole.too_long}
     bad = whole.bad | (too_long if whole.too_long else {})
     return {

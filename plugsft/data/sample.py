@@ -15,7 +15,7 @@ from ..tokens.tokenizer import lighten
 from .cache_key import makers
 from .load_tokenizer import load_tokenizer, train_tokenizer
 from .prepare import renderer
-from .slices import Work, joined
+from .slices import Work, merge
 from .sources import Source as Opened
 
 
@@ -72,6 +72,6 @@ def make(work: Work, opened: list[Opened], source: int, stretches: list[range]) 
                 shards.append(work(Slice(source, one.start, one.stop, part)))
                 advance(len(one), "")
         write_index(work.folder, shards, {"key": ""})
-        return Sample(stretches, joined(shards), Tokens(work.folder))
+        return Sample(stretches, merge(shards), Tokens(work.folder))
     finally:
         work.folder = base

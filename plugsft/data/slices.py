@@ -1,8 +1,8 @@
-"""What is done to a slice of a source: rendered, encoded, masked, written. Needs no torch."""
+"""Render, encode and mask a slice of a source, and write it as a shard. Needs no torch."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,39 +17,38 @@ from ..base.types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Sp
 from ..hooks import Hooks
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
-from ..tokens.shards import Examples, sums_of, write_shard
-from ..tokens.tokenizer import Tokenizer, size_of
+from ..tokens.shards import Examples, count_true, offsets_of, shared_prefix, write_shard
+from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
-from .jsonl import fault
+from .jsonl import why_unreadable
 from .long_texts import shorten
 from .render import judge_columns, without
 
-Marks = NDArray[np.bool_]
-"""Yes or no for each of some tokens, texts or rows."""
+Mask = NDArray[np.bool_]
+"""A boolean for each token, text or row."""
 
-CURE_BAD = '. Mend them (the first row is 0), or set data.on_bad_row = "drop"'
+CURE_BAD = '. Correct them (the first row is 0), or set data.on_bad_row = "drop"'
 CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
 
 
 @dataclass
 class Work:
-    """What is done to a slice. Travels to other processes as options and names of plugins."""
+    """Turns a slice into a shard. Pickled as options and names of plugins."""
 
     data: Data
     sources: list[Source]
     tokenizer: Tokenizer
     folder: Path
     plugins: Mapping[str, dict[str, Any]]
-    """Those that render or encode, with their options."""
+    """Plugins that render or encode, with their options."""
     _hook: Hooks | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("data", "sources", "tokenizer", "folder", "plugins")
-        return {"_hook": None} | {name: vars(self)[name] for name in kept}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"_hook": None}
 
     @cached_property
     def hook(self) -> Hooks:
-        """The hooks: of this run, or in another process, made again from the options."""
+        """The hooks of this run; a worker process rebuilds them from the options."""
         return self._hook or rebuild(self.plugins).attach(DataDefaults(self.folder)).hook
 
     def __call__(self, part: Slice) -> Shard:
@@ -61,66 +60,68 @@ class Work:
         )
         examples = self._examples(part, shard)
         if shard.bad and self.data.on_bad_row == "error":
-            raise DataError(print_error(shard.bad, self.where(part)) + CURE_BAD)
-        longer = {f"longer than {self.data.max_length} tokens": shard.too_long}
+            raise DataError(describe_bad_rows(shard.bad, self.where(part)) + CURE_BAD)
+        too_long = {f"longer than {self.data.max_length} tokens": shard.too_long}
         if shard.too_long and self.data.too_long == "error":
-            raise DataError(print_error(longer, self.where(part)) + CURE_LONG)
+            raise DataError(describe_bad_rows(too_long, self.where(part)) + CURE_LONG)
         shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
         shard.largest = int(examples.ids.max(initial=0))
         path = self.folder / shard.file
         shard.trained = write_shard(path, examples)
         shard.stamp = [path.stat().st_size, file_digest(path)]
-        # Written last: a shard that has it is whole, and need not be made again after a kill.
+        # Written last: after a kill, a shard with this file is complete and need not be rebuilt.
         write_text(path.with_suffix(".json"), json.dumps(add_checksum(asdict(shard))))
         return shard
 
     def where(self, part: Slice) -> str:
-        """Name a slice: its source and rows."""
-        one = self.sources[part.source]
-        split = "" if one.split == "train" else f" (split {one.split})"
-        return f"{one.source}{split}, rows {part.start:,} to {part.stop - 1:,}"
+        """Name the source and rows of a slice."""
+        source = self.sources[part.source]
+        split = "" if source.split == "train" else f" (split {source.split})"
+        return f"{source.source}{split}, rows {part.start:,} to {part.stop - 1:,}"
 
     def finished(self, part: Slice) -> Shard | None:
-        """Return the shard of a slice that a killed build left behind, if it is whole."""
+        """Return the shard of a slice if a killed build has left it complete."""
         path = self.folder / f"data-{part.source:02d}-{part.start:012d}.arrow"
         try:
             shard = Shard(**parse_checksummed(path.with_suffix(".json").read_text()))
-            whole = shard.stamp == [path.stat().st_size, file_digest(path)]
+            complete = shard.stamp == [path.stat().st_size, file_digest(path)]
         except (OSError, ValueError, TypeError):
             return None
-        return shard if whole and shard.rows == part.stop - part.start else None
+        return shard if complete and shard.rows == part.stop - part.start else None
 
     def _examples(self, part: Slice, shard: Shard) -> Examples:
-        read = part.rows.read(0, part.stop - part.start)
-        numbers = [part.start + number for number, row in enumerate(read) if row is not None]
-        rows: list[Row] = [row for row in read if row is not None]
-        for number, row in enumerate(read):
+        numbers, rows = list[int](), list[Row]()
+        for number, row in enumerate(part.rows.read(0, part.stop - part.start)):
             if row is None:
-                shard.bad.setdefault(fault(part.rows, number), []).append(part.start + number)
+                reason = why_unreadable(part.rows, number)
+                shard.bad.setdefault(reason, []).append(part.start + number)
+            else:
+                numbers.append(part.start + number)
+                rows.append(row)
         source = self.sources[part.source].source
         rendered = render(self.hook, self.data, source, rows, self.tokenizer)
-        shard.mask = rendered.mask
+        shard.mask, shard.unread = rendered.mask, rendered.unread
         for number, reason in rendered.bad.items():
             shard.bad.setdefault(reason, []).append(numbers[number])
-        for warning, places in rendered.warnings.items():
-            found = sorted({numbers[place] for place in places if place not in rendered.bad})
-            shard.warnings |= {warning: _first_of(found)} if found else {}
-        shard.unread = rendered.unread
+        for warning, batch_numbers in rendered.warnings.items():
+            warned = sorted({numbers[n] for n in batch_numbers if n not in rendered.bad})
+            if warned:
+                shard.warnings[warning] = {"count": len(warned), "rows": warned[:10]}
         rendered, encoded = self._encode(rendered)
         shard.engines = encoded.engines
-        return _cut(encoded, rendered, np.array(numbers, np.int64), self.data, shard)
+        return make_examples(encoded, rendered, np.array(numbers, np.int64), self.data, shard)
 
     def _encode(self, rendered: Rendered) -> tuple[Rendered, Encoded]:
-        """Encode texts; only a beginning of those far longer than data.max_length."""
+        """Encode texts; of a text far longer than data.max_length only its beginning."""
         short = shorten(rendered, self.tokenizer, self.data.max_length)
-        encoded = self._ids(short)
-        pairs = zip(short.texts, rendered.texts, encoded.counts.tolist(), strict=True)
+        encoded = self._call_encode(short)
+        texts = zip(short.texts, rendered.texts, encoded.counts.tolist(), strict=True)
         # A plugin may make fewer tokens than the model's own tokenizer.
-        if any(text is not whole and n <= self.data.max_length for text, whole, n in pairs):
-            return rendered, self._ids(rendered)
+        if any(text is not whole and n <= self.data.max_length for text, whole, n in texts):
+            return rendered, self._call_encode(rendered)
         return short, encoded
 
-    def _ids(self, rendered: Rendered) -> Encoded:
+    def _call_encode(self, rendered: Rendered) -> Encoded:
         return self.hook.encode(
             texts=rendered.texts,
             tokenizer=self.tokenizer,
@@ -129,7 +130,7 @@ class Work:
 
 
 def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tokenizer) -> Rendered:
-    """Render rows, or say which columns nobody knows."""
+    """Render rows; refuse columns that no format has."""
     if not rows:
         return Rendered()
     if data.ignore:
@@ -137,8 +138,9 @@ def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tok
     rendered = hook.render(rows=rows, tokenizer=tokenizer, data=data)
     if rendered is None:
         columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
-        named = "".join(f', {ours} = "{yours}"' for ours, yours in data.columns.items())
-        columns += named and f" (with [data.columns] {named[2:]})"
+        if data.columns:
+            renamed = ", ".join(f'{ours} = "{yours}"' for ours, yours in data.columns.items())
+            columns += f" (with [data.columns] {renamed})"
         if any("input_ids" in row for row in rows):
             columns += ". Rows of tokens (input_ids) cannot be trained on yet"
         raise DataError(
@@ -150,165 +152,156 @@ def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tok
     return rendered
 
 
-def print_error(bad: dict[str, list[int]], where: str) -> str:
+def describe_bad_rows(bad: dict[str, list[int]], where: str) -> str:
     """Say which rows are bad and why, the most frequent reason first."""
     count = sum(map(len, bad.values()))
-    found = sorted(bad.items(), key=lambda item: -len(item[1]))
-    reasons = "; ".join(f"{reason}: {listed(rows)}" for reason, rows in found)
+    by_count = sorted(bad.items(), key=lambda item: -len(item[1]))
+    reasons = "; ".join(f"{reason}: {describe_rows(rows)}" for reason, rows in by_count)
     return f"{where}: {count:,} bad: {reasons}"
 
 
-def listed(rows: list[int], count: int | None = None) -> str:
-    """Name some rows, which may be the first of more: "3 (rows 1, 5, 7)"."""
+def describe_rows(rows: list[int], count: int | None = None) -> str:
+    """Count rows and name the first: "3 (rows 1, 5, 7)". Default of `count`: all are in `rows`."""
     count = len(rows) if count is None else count
     shown = ", ".join(map(str, rows[:5])) + (", ..." if count > 5 else "")
     return f"{count:,} ({'row' if count == 1 else 'rows'} {shown})"
 
 
-def _first_of(rows: list[int]) -> Counted:
-    return {"count": len(rows), "rows": rows[:10]}
+def describe_warnings(warnings: Mapping[str, Counted]) -> list[str]:
+    """Name the number of rows and the first rows of each warning."""
+    return [
+        f"{describe_rows(rows['rows'], rows['count'])}: {warning}"
+        for warning, rows in sorted(warnings.items())
+    ]
 
 
-def warnings_of(warnings: Mapping[str, Counted]) -> list[str]:
-    """Say how many rows each warning is about, and which."""
-    return [f"{listed(it['rows'], it['count'])}: {one}" for one, it in sorted(warnings.items())]
-
-
-def joined(shards: Sequence[Shard]) -> Shard:
-    """Return several shards' facts as one's."""
-    whole = Shard("")
+def merge(shards: Sequence[Shard]) -> Shard:
+    """Return the facts of several shards as those of one."""
+    total = Shard("")
     for shard in shards:
-        whole.rows += shard.rows
-        whole.examples += shard.examples
-        whole.tokens += shard.tokens
-        whole.trained += shard.trained
-        whole.largest = max(whole.largest, shard.largest)
-        whole.too_long += shard.too_long
-        whole.truncated += shard.truncated
+        total.rows += shard.rows
+        total.examples += shard.examples
+        total.tokens += shard.tokens
+        total.trained += shard.trained
+        total.largest = max(total.largest, shard.largest)
+        total.too_long += shard.too_long
+        total.truncated += shard.truncated
         for reason, rows in shard.bad.items():
-            whole.bad.setdefault(reason, []).extend(rows)
-        for warning, some in shard.warnings.items():
-            there = whole.warnings.get(warning, {"count": 0, "rows": []})
-            rows = (there["rows"] + some["rows"])[:10]
-            whole.warnings[warning] = {"count": there["count"] + some["count"], "rows": rows}
-        whole.unread = sorted({*whole.unread, *shard.unread})
+            total.bad.setdefault(reason, []).extend(rows)
+        for warning, counted in shard.warnings.items():
+            entry = total.warnings.setdefault(warning, {"count": 0, "rows": []})
+            entry["count"] += counted["count"]
+            entry["rows"] = (entry["rows"] + counted["rows"])[:10]
+        total.unread = sorted({*total.unread, *shard.unread})
         for name, count in shard.engines.items():
-            whole.engines[name] = whole.engines.get(name, 0) + count
-    whole.mask = "; ".join(sorted({shard.mask for shard in shards if shard.examples}))
-    return whole
+            total.engines[name] = total.engines.get(name, 0) + count
+    total.mask = "; ".join(sorted({shard.mask for shard in shards if shard.examples}))
+    return total
 
 
-def _cut(encoded: Encoded, rendered: Rendered, numbers: Ints, data: Data, shard: Shard) -> Examples:
-    """Mask the trained tokens, and treat examples that are too long.
+def make_examples(
+    encoded: Encoded, rendered: Rendered, numbers: Ints, data: Data, shard: Shard
+) -> Examples:
+    """Mask the targets; truncate or leave out examples that are too long.
 
-    A row may have several texts, which follow each other; what becomes of one becomes of all.
+    The texts of a row follow each other. If one text is left out, all texts of its row are.
     """
-    mask = mask_of(encoded, rendered.texts, rendered.spans)
-    begin_alike(encoded, rendered, mask)
-    rows, pieces = np.unique(np.array(rendered.rows, np.int64), return_counts=True)
-    first = np.concatenate([[0], np.cumsum(pieces)])[:-1].astype(np.int64)
+    mask = target_mask(encoded, rendered.texts, rendered.spans)
+    align_pairs(encoded, rendered, mask)
+    rows, num_texts = np.unique(np.array(rendered.rows, np.int64), return_counts=True)
     counts = np.minimum(encoded.counts, data.max_length)
-    kept = _starts_with(counts, encoded.counts)
-    cut = _any(counts < encoded.counts, first)
-    # Of two answers to compare, both must be there.
-    trained = ~_any(sums_of(mask & kept, encoded.counts) == 0, first)
+    within = np.ones(len(mask), np.bool_)
+    if not np.array_equal(counts, encoded.counts):
+        places = np.arange(len(mask)) - np.repeat(offsets_of(encoded.counts)[:-1], encoded.counts)
+        within = places < np.repeat(counts, encoded.counts)
+    cut = _any_text(counts < encoded.counts, num_texts)
+    trained = ~_any_text(count_true(mask & within, encoded.counts) == 0, num_texts)
     good = trained if data.too_long == "truncate" else trained & ~cut
     if cut.any() or not trained.all():
-        _report(shard, numbers[rows], cut, trained, data)
-    texts = np.repeat(good, pieces)
-    keep = kept & np.repeat(texts, encoded.counts)
-    whole = bool(keep.all())  # nearly always, and then nothing need be copied
+        _record_losses(shard, numbers[rows], cut, trained, data)
+    good_texts = np.repeat(good, num_texts)
+    keep = within & np.repeat(good_texts, encoded.counts)
+    keep_all = bool(keep.all())  # the usual case needs no copy
     return Examples(
-        ids=encoded.ids if whole else encoded.ids[keep],
-        mask=mask if whole else mask[keep],
-        counts=counts[texts],
-        pieces=pieces[good].astype(np.int64),
+        ids=encoded.ids if keep_all else encoded.ids[keep],
+        mask=mask if keep_all else mask[keep],
+        counts=counts[good_texts],
+        num_sequences=num_texts[good].astype(np.int64),
         rows=numbers[rows][good],
     )
 
 
-def _report(shard: Shard, rows: Ints, cut: Marks, trained: Marks, data: Data) -> None:
-    """Note the rows that were cut, left out, or have nothing to train on."""
-    leave = data.too_long != "truncate"
-    shard.too_long += rows[cut].tolist() if leave else []
-    shard.truncated += [] if leave else rows[cut & trained].tolist()
+def _any_text(values: Mask, num_texts: Ints) -> Mask:
+    """Return for each row whether the value of any of its texts is true."""
+    return count_true(values, num_texts) > 0
+
+
+def _record_losses(shard: Shard, rows: Ints, cut: Mask, trained: Mask, data: Data) -> None:
+    """Record the rows that were cut, left out, or have no trained token."""
+    untrained_cut = ~trained & cut
+    if data.too_long == "truncate":
+        shard.truncated += rows[cut & trained].tolist()
+    else:
+        shard.too_long += rows[cut].tolist()
+        untrained_cut[:] = False
     beyond = f" among the first {data.max_length} (raise data.max_length)"
-    for found, note in ((~trained & ~cut, ""), (~trained & cut & (not leave), beyond)):
-        if found.any():
-            shard.bad.setdefault(f"no trained token{note}", []).extend(rows[found].tolist())
+    for lost, note in ((~trained & ~cut, ""), (untrained_cut, beyond)):
+        if lost.any():
+            shard.bad.setdefault(f"no trained token{note}", []).extend(rows[lost].tolist())
 
 
-def mask_of(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Marks:
-    """Mark the tokens that spans of characters touch; the first of a text has no predecessor."""
-    starts, stops, owners, at = [], [], [], 0
-    for number, (text, row) in enumerate(zip(texts, spans, strict=True)):
+def target_mask(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Mask:
+    """Return whether a span of characters touches each token; never a text's first token."""
+    starts, stops, owners, position = [], [], [], 0
+    for number, (text, text_spans) in enumerate(zip(texts, spans, strict=True)):
         done = 0
-        for a, b in row if len(row) == 1 else sorted(row):
-            a = max(a, done)
-            if b > a:
-                at += size_of(text, done, a)
-                starts.append(at)
-                at += size_of(text, a, b)
-                stops.append(at)
+        for start, stop in text_spans if len(text_spans) == 1 else sorted(text_spans):
+            start = max(start, done)
+            if stop > start:
+                position += num_bytes(text, done, start)
+                starts.append(position)
+                position += num_bytes(text, start, stop)
+                stops.append(position)
                 owners.append(number)
-                done = b
-        at += size_of(text, done, len(text))
-    ends, limits = encoded.ends, np.cumsum(encoded.counts)
+                done = stop
+        position += num_bytes(text, done, len(text))
+    ends, offsets = encoded.ends, offsets_of(encoded.counts)
     first = np.searchsorted(ends, np.array(starts, np.int64), "right")
-    # Several tokens may share the last character, as bytes of it; and an end-of-text token that
-    # the tokenizer adds has no character of its own.
-    until = np.array(stops, np.int64)
+    # Several tokens may be bytes of the last character, and an end-of-text token that the
+    # tokenizer adds has no character of its own.
     last = np.maximum(
-        np.searchsorted(ends, until, "left") + 1, np.searchsorted(ends, until, "right")
+        np.searchsorted(ends, np.array(stops, np.int64), "left") + 1,
+        np.searchsorted(ends, np.array(stops, np.int64), "right"),
     )
-    last = np.minimum(last, limits[np.array(owners, np.int64)])
+    last = np.minimum(last, offsets[1:][np.array(owners, np.int64)])
     # A token that two spans touch belongs to the first of them.
     first = np.maximum(first, np.append(0, np.maximum.accumulate(last))[:-1])
     edges = np.stack([first, np.maximum(first, last)], 1).ravel()
     runs = np.diff(edges, prepend=0, append=len(ends))
     mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
-    mask[(limits - encoded.counts)[encoded.counts > 0]] = False
+    mask[offsets[:-1][encoded.counts > 0]] = False
     return mask
 
 
-def begin_alike(encoded: Encoded, rendered: Rendered, mask: Marks) -> None:
-    """Train both answers to a prompt from the same token on: the first in which they may differ.
+def align_pairs(encoded: Encoded, rendered: Rendered, mask: Mask) -> None:
+    """Train both answers of a pair from the first token on in which they may differ.
 
-    Only then are their log-probabilities given the same tokens. A tokenizer may join the end of a
-    prompt with one answer and not with the other, and a chat template may ask for an answer
-    without reasoning where one of the two has some.
+    Only then do their log-probabilities condition on the same tokens. A tokenizer may merge the end
+    of a prompt with one answer and not with the other. A chat template may ask for an answer
+    without reasoning where one of the answers has reasoning.
     """
-    ids, rows, stops = encoded.ids, rendered.rows, np.cumsum(encoded.counts)
+    rows, offsets = rendered.rows, offsets_of(encoded.counts)
     for second in range(1, len(rows)):
         if rows[second] != rows[second - 1]:
             continue
         pair = slice(second - 1, second + 1)
         texts, spans = rendered.texts[pair], rendered.spans[pair]
-        begin = min((start for one in spans for start, _ in one), default=0)
+        begin = min((start for text_spans in spans for start, _ in text_spans), default=0)
         if texts[0][:begin] != texts[1][:begin]:
-            continue  # they differ before the assistant's words
-        middle, stop = stops[pair].tolist()
-        first = middle - int(encoded.counts[second - 1])
-        most = min(middle - first, stop - middle)
-        a, b = slice(first, first + most), slice(middle, middle + most)
-        differs = (ids[a] != ids[b]) | mask[a] | mask[b]
-        if not (differs.any() and mask[first:middle].any() and mask[middle:stop].any()):
-            continue  # one of them trains nothing, and the pair is left out
-        place = max(1, int(differs.argmax()))
-        mask[first + place : first + int(mask[first:middle].argmax())] = True
-        mask[middle + place : middle + int(mask[middle:stop].argmax())] = True
-
-
-def _starts_with(kept: Ints, counts: Ints) -> Marks:
-    """Mark the first `kept` of each text's tokens."""
-    if np.array_equal(kept, counts):
-        return np.ones(int(counts.sum()), np.bool_)
-    place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return place < np.repeat(kept, counts)
-
-
-def _any(values: Marks, first: Ints) -> Marks:
-    """Tell of each row whether any of its texts is true."""
-    if not len(first):
-        return np.zeros(0, np.bool_)
-    return np.logical_or.reduceat(values, first)
+            continue  # they differ before the answer
+        start, middle, stop = offsets[second - 1 : second + 2].tolist()
+        if not (mask[start:middle].any() and mask[middle:stop].any()):
+            continue  # an answer without a target: the pair is left out
+        prefix = max(1, shared_prefix(encoded.ids, mask, start, middle, stop))
+        mask[start + prefix : start + int(mask[start:middle].argmax())] = True
+        mask[middle + prefix : middle + int(mask[middle:stop].argmax())] = True

@@ -1,11 +1,11 @@
-"""Shards of tokens on disk: their columns, and the writing of shards and index.
+"""Write shards of tokens and their index; the columns of both.
 
-input_ids  list<int32>   the tokens of an example
-loss_mask  list<bool>    which of them are trained targets
-lengths    list<int32>   its sequences: one for SFT, chosen and rejected for DPO
-shared     int32         tokens of the untrained prefix that its two sequences share
-trained    int32         its number of targets, so that a window's total needs no tokens
-row        int64         its row in the source
+input_ids  list<int32>   token ids of an example
+loss_mask  list<bool>    whether each token is a trained target
+lengths    list<int32>   lengths of its sequences: one for SFT, chosen and rejected for DPO
+shared     int32         length of the untrained prefix that both sequences share
+trained    int32         number of targets, so that planning a step reads no tokens
+row        int64         row in the source
 checksum   int64         checksum of its tokens and mask in the file
 
 index.arrow has flat columns of all examples: length, length of the first sequence, shared, trained,
@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,16 +45,16 @@ SCHEMA = pa.schema(
 
 COLUMNS = ("length", "first", "shared", "trained", "row", "checksum")
 INDEX = pa.schema({name: pa.int64() for name in COLUMNS})
-MOST = 2**30
+MAX_TOKENS = 2**30
 """Most tokens in a record batch: its offsets have 32 bits."""
 
 
-def _feature(kind: str, listed: bool) -> dict[str, Any]:
-    value = {"dtype": kind, "_type": "Value"}
-    return {"feature": value, "_type": "List"} if listed else value
+def _feature(dtype: str, is_list: bool) -> dict[str, Any]:
+    value = {"dtype": dtype, "_type": "Value"}
+    return {"feature": value, "_type": "List"} if is_list else value
 
 
-# What `datasets` would write; importing it to do so takes a second.
+# The features that `datasets` would write: importing `datasets` takes a second.
 FEATURES = {
     field.name: _feature(
         str(getattr(field.type, "value_type", field.type)), field.type.num_fields > 0
@@ -65,7 +66,7 @@ FEATURES = {
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class _Listed(BaseModel):
+class _ShardFacts(BaseModel):
     """A shard in facts.json."""
 
     file: str = Field(pattern=r"^data-[\w-]+\.arrow$")
@@ -73,7 +74,9 @@ class _Listed(BaseModel):
     size: Number
 
 
-class _Source(BaseModel):
+class _SourceFacts(BaseModel):
+    """A source in facts.json."""
+
     examples: Number
 
 
@@ -85,99 +88,107 @@ class _Facts(BaseModel):
     format: Literal[4]
     index: str
     pairs: Number
-    shards: list[_Listed]
-    sources: list[_Source] | None = None
+    shards: list[_ShardFacts]
+    sources: list[_SourceFacts] | None = None
 
 
 @dataclass
 class Examples:
-    """A batch of examples in memory, flat, to be written."""
+    """Examples to write, as flat arrays."""
 
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
     counts: NDArray[np.int64]
-    """Tokens of each sequence."""
-    pieces: NDArray[np.int64]
-    """Sequences of each example."""
+    """Number of tokens of each sequence."""
+    num_sequences: NDArray[np.int64]
+    """Number of sequences of each example."""
     rows: NDArray[np.int64]
+    """Row of each example in the source."""
 
 
 def write_shard(path: Path, examples: Examples) -> int:
     """Write one Arrow file, whole or not at all; return its number of targets."""
-    trained = 0
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with pa.OSFile(str(half), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
-        for some in _parts(examples):
-            writer.write_batch(_record_batch(some))
-            trained += int(np.count_nonzero(some.mask))
-    half.replace(path)
-    return trained
+    num_targets = 0
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
+        for batch in _split(examples):
+            writer.write_batch(_record_batch(batch))
+            num_targets += int(np.count_nonzero(batch.mask))
+    temporary.replace(path)
+    return num_targets
 
 
-def _parts(examples: Examples) -> Iterator[Examples]:
-    if len(examples.ids) <= MOST:
+def _split(examples: Examples) -> Iterator[Examples]:
+    """Split examples into record batches of about MAX_TOKENS tokens."""
+    if len(examples.ids) <= MAX_TOKENS:
         yield examples
         return
-    first = offsets_of(examples.pieces)
-    ends = offsets_of(examples.counts)[first]
-    cuts = np.searchsorted(ends, np.arange(0, len(examples.ids), MOST))
-    for a, b in zip(cuts, [*cuts[1:], len(examples.rows)], strict=True):
+    first_sequence = offsets_of(examples.num_sequences)
+    offsets = offsets_of(examples.counts)[first_sequence]
+    cuts = np.searchsorted(offsets, np.arange(0, len(examples.ids), MAX_TOKENS))
+    for start, stop in zip(cuts, [*cuts[1:], len(examples.rows)], strict=True):
         yield Examples(
-            examples.ids[ends[a] : ends[b]],
-            examples.mask[ends[a] : ends[b]],
-            examples.counts[first[a] : first[b]],
-            examples.pieces[a:b],
-            examples.rows[a:b],
+            examples.ids[offsets[start] : offsets[stop]],
+            examples.mask[offsets[start] : offsets[stop]],
+            examples.counts[first_sequence[start] : first_sequence[stop]],
+            examples.num_sequences[start:stop],
+            examples.rows[start:stop],
         )
 
 
 def _record_batch(examples: Examples) -> pa.RecordBatch:
-    first = offsets_of(examples.pieces)
-    ends = offsets_of(examples.counts)[first]
-    trained = sums_of(examples.mask, np.diff(ends))
+    first_sequence = offsets_of(examples.num_sequences)
+    offsets = offsets_of(examples.counts)[first_sequence]
+    trained = count_true(examples.mask, np.diff(offsets))
     return pa.record_batch(
         [
-            _lists(ends, examples.ids),
-            _lists(ends, examples.mask),
-            _lists(first, examples.counts.astype(np.int32)),
-            _arrow(_alike(examples, ends, first)),
+            _lists(offsets, examples.ids),
+            _lists(offsets, examples.mask),
+            _lists(first_sequence, examples.counts.astype(np.int32)),
+            _arrow(_shared_prefixes(examples, offsets, first_sequence)),
             _arrow(trained.astype(np.int32)),
             _arrow(examples.rows.astype(np.int64)),
-            _arrow(_checksums(examples, ends)),
+            _arrow(_checksums(examples, offsets)),
         ],
         schema=SCHEMA,
     )
 
 
-def _checksums(examples: Examples, ends: Ints) -> Ints:
+def _checksums(examples: Examples, offsets: Ints) -> Ints:
     bits = np.packbits(examples.mask, bitorder="little")
-    spans = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+    spans = pairwise(offsets.tolist())
     checksums = [checksum_of(examples.ids, bits, start, stop) for start, stop in spans]
     return np.array(checksums, np.uint64).view(np.int64)
 
 
 def checksum_of(ids: NDArray[np.int32], bits: NDArray[np.uint8], start: int, stop: int) -> int:
-    """Return the checksum of an example: of its ids, and of the bytes with its mask."""
+    """Return the checksum of an example's ids and of the bytes that hold its mask."""
     seed = xxh3_64_intdigest(ids[start:stop].data)
     return xxh3_64_intdigest(bits[start >> 3 : (stop + 7) >> 3].data, seed)
 
 
-def _alike(examples: Examples, ends: Ints, first: Ints) -> NDArray[np.int32]:
-    """Count the tokens of the untrained prefix that both sequences of an example share."""
-    shared = np.zeros(len(examples.pieces), np.int32)
-    for number in np.flatnonzero(examples.pieces == 2).tolist():
-        a, stop = int(ends[number]), int(ends[number + 1])
-        b = a + int(examples.counts[first[number]])
-        most = min(b - a, stop - b)
-        pair = (slice(a, a + most), slice(b, b + most))
-        ids, mask = ([column[part] for part in pair] for column in (examples.ids, examples.mask))
-        differs = (ids[0] != ids[1]) | mask[0] | mask[1]
-        shared[number] = differs.argmax() if differs.any() else most
-    return shared
+def _shared_prefixes(examples: Examples, offsets: Ints, first_sequence: Ints) -> NDArray[np.int32]:
+    """Return the length of the untrained prefix that both sequences of each example share."""
+    lengths = np.zeros(len(examples.num_sequences), np.int32)
+    for number in np.flatnonzero(examples.num_sequences == 2).tolist():
+        start, stop = int(offsets[number]), int(offsets[number + 1])
+        middle = start + int(examples.counts[first_sequence[number]])
+        lengths[number] = shared_prefix(examples.ids, examples.mask, start, middle, stop)
+    return lengths
+
+
+def shared_prefix(
+    ids: NDArray[np.int32], mask: NDArray[np.bool_], start: int, middle: int, stop: int
+) -> int:
+    """Return the length of the untrained prefix that two adjacent sequences share."""
+    longest = min(middle - start, stop - middle)
+    first, second = slice(start, start + longest), slice(middle, middle + longest)
+    differs = (ids[first] != ids[second]) | mask[first] | mask[second]
+    return int(differs.argmax()) if differs.any() else longest
 
 
 def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> None:
-    """Write the index, the facts, and the files that make a folder of shards a dataset."""
+    """Write the index, the facts, and the files that `datasets` needs to open a folder."""
     state = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": facts["key"],
@@ -189,17 +200,18 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     }
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     (folder / "dataset_info.json").write_text(json.dumps({"features": FEATURES}, indent=1))
-    columns = [_columns(folder / shard.file) for shard in shards]
-    joined = [
-        np.concatenate([np.zeros(0, np.int64), *parts]) for parts in zip(*columns, strict=True)
+    shard_columns = [_index_columns(folder / shard.file) for shard in shards]
+    columns = [
+        np.concatenate([np.zeros(0, np.int64), *parts])
+        for parts in zip(*shard_columns, strict=True)
     ]
-    pairs = int(np.count_nonzero(joined[1] < joined[0]))
+    pairs = int(np.count_nonzero(columns[1] < columns[0]))
     index = folder / "index.arrow"
     with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, INDEX) as file:
-        file.write_batch(pa.record_batch([_arrow(one) for one in joined], schema=INDEX))
+        file.write_batch(pa.record_batch([_arrow(column) for column in columns], schema=INDEX))
     with pa.memory_map(str(index)) as mapped:
         checksum = xxh3_128_hexdigest(mapped.read_buffer())
-    listed = [
+    shard_facts = [
         {
             "file": shard.file,
             "examples": shard.examples,
@@ -207,8 +219,8 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         }
         for shard in shards
     ]
-    made = {"format": FORMAT, "index": checksum, "pairs": pairs, "shards": listed}
-    (folder / "facts.json").write_text(json.dumps(add_checksum(facts | made), indent=1))
+    facts = facts | {"format": FORMAT, "index": checksum, "pairs": pairs, "shards": shard_facts}
+    (folder / "facts.json").write_text(json.dumps(add_checksum(facts), indent=1))
 
 
 def read_facts(text: str) -> dict[str, Any]:
@@ -221,14 +233,15 @@ def read_facts(text: str) -> dict[str, Any]:
     return facts
 
 
-def sums_of(values: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count True values in each run of `counts` values."""
-    summed = np.zeros(len(counts), np.int64)
-    # For an empty run numpy would return the next value.
+def count_true(values: NDArray[np.bool_], counts: Ints) -> Ints:
+    """Count the True values of each list; `counts` are the lengths of the lists."""
+    sums = np.zeros(len(counts), np.int64)
+    # For an empty list reduceat would return the next value.
     filled = counts > 0
-    starts = (np.cumsum(counts) - counts)[filled]
-    summed[filled] = np.add.reduceat(values.view(np.uint8), starts, dtype=np.int64)
-    return summed
+    sums[filled] = np.add.reduceat(
+        values.view(np.uint8), offsets_of(counts)[:-1][filled], dtype=np.int64
+    )
+    return sums
 
 
 def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
@@ -236,39 +249,38 @@ def _lists(offsets: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
 
 
 def _arrow(values: NDArray[Any]) -> pa.Array:
-    """Return values as an Arrow array; pa.array() would import pandas, half a second long."""
+    """Return values as an Arrow array; pa.array() would import pandas, which takes 0.5 s."""
     if values.dtype == np.bool_:
-        kind, data = pa.bool_(), np.packbits(values, bitorder="little")
+        dtype, data = pa.bool_(), np.packbits(values, bitorder="little")
     else:
-        kind, data = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(data)])
+        dtype, data = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
+    return pa.Array.from_buffers(dtype, len(values), [None, pa.py_buffer(data)])
 
 
 def numpy_of(array: pa.Array) -> NDArray[Any]:
-    """Return a view of an Arrow array of numbers; of a damaged one, a shorter view."""
+    """Return a view of an Arrow array of numbers; the view of a damaged array is shorter."""
     values = np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype())
     return values[array.offset : array.offset + len(array)]
 
 
-def offsets_of(counts: Any) -> NDArray[np.int64]:
-    """Return where lists of these lengths begin, and where the last one ends."""
+def offsets_of(counts: Any) -> Ints:
+    """Return the offset at which each list begins, and the end of the last one."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _columns(path: Path) -> tuple[NDArray[np.int64], ...]:
-    """Read a shard's columns of the index."""
+def _index_columns(path: Path) -> tuple[Ints, ...]:
+    """Read the columns of the index from a shard."""
     with pa.memory_map(str(path)) as mapped:
         batches = [*pa.ipc.open_stream(mapped)]
     columns = (
         [np.diff(numpy_of(batch["input_ids"].offsets)) for batch in batches],
-        [_firsts(batch["lengths"]) for batch in batches],
+        [_first_values(batch["lengths"]) for batch in batches],
         *([numpy_of(batch[name]) for batch in batches] for name in COLUMNS[2:]),
     )
     return tuple(np.concatenate([np.zeros(0, np.int64), *column]) for column in columns)
 
 
-def _firsts(lengths: pa.ListArray) -> NDArray[np.int32]:
-    """Return the first of each list."""
-    offsets = numpy_of(lengths.offsets)[:-1]
-    values: NDArray[np.int32] = numpy_of(lengths.values)[offsets]
+def _first_values(lists: pa.ListArray) -> NDArray[np.int32]:
+    """Return the first value of each list."""
+    values: NDArray[np.int32] = numpy_of(lists.values)[numpy_of(lists.offsets)[:-1]]
     return values

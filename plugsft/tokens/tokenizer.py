@@ -1,7 +1,7 @@
-"""What the data path needs of a tokenizer, and the core's answer to `encode`. Needs no torch."""
+"""The tokenizer of the data path, and the core's answer to `encode`. Needs no torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -11,15 +11,16 @@ import tokenizers
 from numpy.typing import NDArray
 
 from ..base.types import Encoded, Ints
+from .shards import offsets_of
 
 Ids = NDArray[np.int32]
 Engine = Callable[[list[str]], tuple[Ids, Ints]]
-"""Texts -> flat ids, without the tokenizer's first and last tokens, and how many each text has."""
+"""Texts -> flat ids without special tokens, and the number of ids of each text."""
 
 OWN = "transformers"
 """The name of the model's own tokenizer among the engines."""
 TEXTS = 256
-"""So many are encoded at a time: what the library returns for a token is a hundred bytes."""
+"""Texts to encode at a time: the library returns about a hundred bytes per token."""
 
 
 @dataclass
@@ -32,35 +33,35 @@ class Tokenizer:
     """Names such as eos_token -> text."""
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("backend_tokenizer", "chat_template", "special_tokens_map")
-        return {name: vars(self)[name] for name in kept}
+        # Cached properties stay behind.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
 
     @property
     def eos_token(self) -> str:
-        """The text that ends a document, if any."""
+        """The end-of-text token, or an empty string."""
         return (self.special_tokens_map or {}).get("eos_token", "")
 
     @cached_property
-    def spelling(self) -> pa.Array:
-        """The bytes that each id stands for, as far as they can be told from the vocabulary."""
+    def token_bytes(self) -> pa.Array:
+        """The bytes that each id decodes to, as far as the vocabulary tells them."""
         backend = self.backend_tokenizer
         parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
-        spell = _spell_bytes if any("ByteLevel" in repr(part) for part in parts) else _spell_text
+        byte_level = any("ByteLevel" in repr(part) for part in parts)
+        to_bytes = _bytes_of_characters if byte_level else _bytes_of_text
         added, vocab = backend.get_added_tokens_decoder(), backend.get_vocab()
-        spelt = [b""] * (max(vocab.values(), default=-1) + 1)
+        decoded = [b""] * (max(vocab.values(), default=-1) + 1)
         for text, number in vocab.items():
-            spelt[number] = text.encode() if number in added else spell(text)
-        offsets = np.append(0, np.cumsum([len(one) for one in spelt])).astype(np.int32)
-        return pa.Array.from_buffers(
-            pa.binary(), len(spelt), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(spelt))]
-        )
+            decoded[number] = text.encode() if number in added else to_bytes(text)
+        offsets = offsets_of([len(token) for token in decoded]).astype(np.int32)
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(decoded))]
+        return pa.Array.from_buffers(pa.binary(), len(decoded), buffers)
 
     @cached_property
-    def surroundings(self) -> tuple[Ids, Ids]:
-        """The tokens that it adds before and after a text, where it is asked to."""
+    def special_ids(self) -> tuple[Ids, Ids]:
+        """The special tokens that the tokenizer adds before and after a text."""
         whole, plain = (
             self.backend_tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False)
         )
@@ -71,12 +72,12 @@ class Tokenizer:
         )
 
     @cached_property
-    def neighbours(self) -> frozenset[str]:
+    def _adjacent_characters(self) -> frozenset[str]:
         """All pairs of adjacent characters in the vocabulary's tokens."""
         vocab = self.backend_tokenizer.get_vocab(with_added_tokens=False)
         return frozenset(token[n : n + 2] for token in vocab for n in range(len(token) - 1))
 
-    def never_joined(self, before: str, after: str) -> bool:
+    def cannot_merge(self, left: str, right: str) -> bool:
         """Tell whether no token can cross the border between two tokens."""
         model = self.backend_tokenizer.model
         if not isinstance(model, tokenizers.models.BPE | tokenizers.models.Unigram):
@@ -86,24 +87,24 @@ class Tokenizer:
             return False
         # Names of byte tokens and of the unknown token are not their text.
         unknown = getattr(model, "unk_token", None)
-        if any(one == unknown or (one[:1] + one[-1:]) == "<>" for one in (before, after)):
+        if any(token == unknown or (token[:1] + token[-1:]) == "<>" for token in (left, right)):
             return False
-        return before[-1:] + after[:1] not in self.neighbours
+        return left[-1:] + right[:1] not in self._adjacent_characters
 
     def own_engine(self, texts: list[str]) -> tuple[Ids, Ints]:
         """Encode with the model's own fast tokenizer."""
         ids, counts = [np.zeros(0, np.int32)], []
         for first in range(0, len(texts), TEXTS):
-            encoded = self.backend_tokenizer.encode_batch_fast(
+            encodings = self.backend_tokenizer.encode_batch_fast(
                 texts[first : first + TEXTS], add_special_tokens=False
             )
-            ids += [np.array(one.ids, np.int32) for one in encoded]
-            counts += [len(one) for one in encoded]
+            ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
+            counts += [len(encoding) for encoding in encodings]
         return np.concatenate(ids), np.array(counts, np.int64)
 
 
 def lighten(tokenizer: Any) -> Tokenizer:
-    """Keep of a tokenizer of transformers what the data path needs."""
+    """Reduce a tokenizer of transformers to the parts that the data path needs."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
@@ -118,161 +119,160 @@ def encode(
     engine: Engine | None = None,
     name: str = OWN,
 ) -> Encoded:
-    """Encode with an engine, the model's own unless given, and find where the tokens end.
+    """Encode with an engine (default: the model's own), and find the byte where each token ends.
 
-    Where the tokens of a text spell it byte for byte, their lengths say where they end. Else the
-    model's own tokenizer does it; and where its tokens do not spell it either (its normalizer
-    changed it, or its vocabulary hides what a token spells), their offsets say it.
+    If the tokens of a text decode to it byte for byte, their lengths give the ends. Otherwise the
+    model's own tokenizer encodes the text. If its tokens do not decode to the text either (the
+    normalizer changed it, or the vocabulary hides the bytes), its offsets give the ends.
     """
     ids, counts = (engine or tokenizer.own_engine)(texts)
-    ends, wrong = _place(ids, counts, texts, tokenizer)
-    if wrong:
-        ids, counts, ends = _encode_slowly(ids, counts, ends, texts, wrong, tokenizer)
-    if special_tokens and any(map(len, tokenizer.surroundings)):
-        ids, counts, ends = _surround(ids, counts, ends, *tokenizer.surroundings)
+    ends, mismatches = _find_ends(ids, counts, texts, tokenizer)
+    if mismatches:
+        ids, counts, ends = _encode_again(ids, counts, ends, texts, mismatches, tokenizer)
+    if special_tokens and any(map(len, tokenizer.special_ids)):
+        ids, counts, ends = _add_special_tokens(ids, counts, ends, *tokenizer.special_ids)
     engines = {name: len(texts)}
     if name != OWN:
-        engines = {name: len(texts) - len(wrong), OWN: len(wrong)}
+        engines = {name: len(texts) - len(mismatches), OWN: len(mismatches)}
     return Encoded(ids, counts, ends, engines)
 
 
-def size_of(text: str, start: int, stop: int) -> int:
-    """Return the bytes of a stretch of a text."""
-    # Where every character is a byte, as in most texts, there is nothing to encode.
+def num_bytes(text: str, start: int, stop: int) -> int:
+    """Return the number of bytes of a span of a text."""
+    # Most texts are ASCII, where every character is one byte.
     return stop - start if text.isascii() else len(text[start:stop].encode())
 
 
 def _sizes(texts: list[str]) -> Ints:
-    return np.array([size_of(text, 0, len(text)) for text in texts], np.int64)
+    return np.array([num_bytes(text, 0, len(text)) for text in texts], np.int64)
 
 
-def _place(
+def _find_ends(
     ids: Ids, counts: Ints, texts: list[str], tokenizer: Tokenizer
 ) -> tuple[Ints, list[int]]:
-    """Return where tokens end by what they spell, and the texts that they do not spell."""
-    sizes, stops = _sizes(texts), _stops(counts)
-    starts = np.cumsum(sizes) - sizes
-    ends, wrong = np.empty(len(ids), np.int64), []
-    # Few at a time: what they spell stays near the processor.
+    """Return the byte where each token ends, and the texts that their tokens do not decode to."""
+    sizes, offsets = _sizes(texts), offsets_of(counts)
+    starts = offsets_of(sizes)
+    ends, mismatches = np.empty(len(ids), np.int64), []
+    # A few texts at a time: their bytes stay in the processor's cache.
     for first in range(0, len(texts), TEXTS):
-        few = slice(first, first + TEXTS)
-        tokens = slice(stops[first], stops[min(first + TEXTS, len(texts))])
-        found, failed = _place_few(ids[tokens], counts[few], texts[few], sizes[few], tokenizer)
-        np.add(found, starts[first], out=ends[tokens])
-        wrong += [first + number for number in failed]
-    return ends, wrong
+        batch = slice(first, first + TEXTS)
+        tokens = slice(offsets[first], offsets[min(first + TEXTS, len(texts))])
+        batch_ends, wrong = _find_ends_of_batch(
+            ids[tokens], counts[batch], texts[batch], sizes[batch], tokenizer
+        )
+        np.add(batch_ends, starts[first], out=ends[tokens])
+        mismatches += [first + number for number in wrong]
+    return ends, mismatches
 
 
-def _place_few(
+def _find_ends_of_batch(
     ids: Ids, counts: Ints, texts: list[str], sizes: Ints, tokenizer: Tokenizer
 ) -> tuple[NDArray[Any], list[int]]:
     try:
-        # Not pa.array(): that imports pandas, which takes longer than many a slice.
+        # Not pa.array(): it imports pandas, which takes longer than most slices.
         buffers = [None, pa.py_buffer(np.ascontiguousarray(ids, np.int32))]
-        spelt = tokenizer.spelling.take(pa.Array.from_buffers(pa.int32(), len(ids), buffers))
+        tokens = tokenizer.token_bytes.take(pa.Array.from_buffers(pa.int32(), len(ids), buffers))
     except IndexError:
         return np.zeros(len(ids), np.int32), list(range(len(texts)))
-    _, offsets, made = spelt.buffers() if len(ids) else (None, bytes(4), None)
-    made = made or pa.py_buffer(b"")
-    ends = np.frombuffer(offsets, np.int32, len(ids) + 1)
-    stops, places = ends[_stops(counts)], _stops(sizes)
+    _, token_offsets, decoded = tokens.buffers() if len(ids) else (None, bytes(4), None)
+    decoded = decoded or pa.py_buffer(b"")
+    ends = np.frombuffer(token_offsets, np.int32, len(ids) + 1)
+    decoded_offsets, text_offsets = ends[offsets_of(counts)], offsets_of(sizes)
     ends = ends[1:]
-    if np.array_equal(stops, places) and made.slice(0, places[-1]).equals(
+    if np.array_equal(decoded_offsets, text_offsets) and decoded.slice(0, text_offsets[-1]).equals(
         pa.py_buffer("".join(texts).encode())
     ):
         return ends, []
-    lead, wrong = np.zeros(len(texts), np.int64), []
+    spaces, mismatches = np.zeros(len(texts), np.int64), []
     for number, text in enumerate(texts):
-        spelling = made.slice(stops[number], stops[number + 1] - stops[number]).to_pybytes()
-        raw = text.encode()
-        if spelling == b" " + raw:
+        start, stop = decoded_offsets[number : number + 2]
+        from_tokens, from_text = decoded.slice(start, stop - start).to_pybytes(), text.encode()
+        if from_tokens == b" " + from_text:
             # Some vocabularies put a space before every text.
-            lead[number] = 1
-        elif spelling != raw:
-            wrong.append(number)
-    moved = ends - np.repeat(stops[:-1] + lead - places[:-1], counts)
-    return np.maximum(moved, np.repeat(places[:-1], counts)), wrong
+            spaces[number] = 1
+        elif from_tokens != from_text:
+            mismatches.append(number)
+    ends = ends - np.repeat(decoded_offsets[:-1] + spaces - text_offsets[:-1], counts)
+    return np.maximum(ends, np.repeat(text_offsets[:-1], counts)), mismatches
 
 
-def _stops(counts: Ints) -> Ints:
-    """Return 0, and where each of so many parts ends."""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-
-def _encode_slowly(
+def _encode_again(
     ids: Ids,
     counts: Ints,
     ends: Ints,
     texts: list[str],
-    wrong: list[int],
+    numbers: list[int],
     tokenizer: Tokenizer,
 ) -> tuple[Ids, Ints, Ints]:
-    """Put what the model's own tokenizer makes of some texts in the place of their tokens."""
-    stops, sizes = _stops(counts), _sizes(texts)
-    starts = np.cumsum(sizes) - sizes
-    counts, left = counts.copy(), 0
+    """Replace the tokens of some texts by those of the model's own tokenizer."""
+    offsets, sizes = offsets_of(counts), _sizes(texts)
+    starts = offsets_of(sizes)
+    counts, copied = counts.copy(), 0
     all_ids, all_ends = [], []
-    for first in range(0, len(wrong), TEXTS):
-        some = wrong[first : first + TEXTS]
-        encoded = tokenizer.backend_tokenizer.encode_batch(
-            [texts[number] for number in some], add_special_tokens=False
+    for first in range(0, len(numbers), TEXTS):
+        batch = numbers[first : first + TEXTS]
+        encodings = tokenizer.backend_tokenizer.encode_batch(
+            [texts[number] for number in batch], add_special_tokens=False
         )
-        for number, one in zip(some, encoded, strict=True):
-            own, count = np.array(one.ids, np.int32), np.array([len(one.ids)])
-            found, failed = _place_few(own, count, [texts[number]], sizes[[number]], tokenizer)
-            if failed:
+        for number, encoding in zip(batch, encodings, strict=True):
+            new_ids, count = np.array(encoding.ids, np.int32), np.array([len(encoding.ids)])
+            new_ends, mismatches = _find_ends_of_batch(
+                new_ids, count, [texts[number]], sizes[[number]], tokenizer
+            )
+            if mismatches:
                 # A token that starts before the end of another (a character's bytes) ends with it.
-                last = np.array(one.offsets, np.int64).reshape(-1, 2)[:, 1]
-                found = char_places(texts[number])[np.maximum.accumulate(last)]
-            kept = slice(stops[left], stops[number])
-            all_ids += [ids[kept], own]
-            all_ends += [ends[kept], found + starts[number]]
-            counts[number], left = count[0], number + 1
-    all_ids.append(ids[stops[left] :])
-    all_ends.append(ends[stops[left] :])
+                last = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
+                new_ends = _character_offsets(texts[number])[np.maximum.accumulate(last)]
+            unchanged = slice(offsets[copied], offsets[number])
+            all_ids += [ids[unchanged], new_ids]
+            all_ends += [ends[unchanged], new_ends + starts[number]]
+            counts[number], copied = count[0], number + 1
+    all_ids.append(ids[offsets[copied] :])
+    all_ends.append(ends[offsets[copied] :])
     return np.concatenate(all_ids), counts, np.concatenate(all_ends)
 
 
-def char_places(text: str) -> Ints:
-    """Return the byte at which each character begins, and the end."""
-    raw = np.frombuffer(text.encode(), np.uint8)
-    return np.append(np.flatnonzero((raw & 0xC0) != 0x80), len(raw))
+def _character_offsets(text: str) -> Ints:
+    """Return the byte at which each character begins, and the end of the text."""
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    return np.append(np.flatnonzero((encoded & 0xC0) != 0x80), len(encoded))
 
 
-def _surround(
+def _add_special_tokens(
     ids: Ids, counts: Ints, ends: Ints, before: Ids, after: Ids
 ) -> tuple[Ids, Ints, Ints]:
-    """Add the tokenizer's own first and last tokens to each text; they spell nothing."""
-    stops = np.cumsum(counts)
-    starts = stops - counts
-    # Text by text, so that of two tokens put into one place the first stays the first.
-    where = np.repeat(np.stack([starts, stops], 1), [len(before), len(after)], 1).ravel()
+    """Add the tokenizer's special tokens to each text; they have no bytes."""
+    offsets = offsets_of(counts)
+    borders = np.stack([offsets[:-1], offsets[1:]], 1)
+    # In the order of the texts: an end token stays before the next text's first token.
+    indices = np.repeat(borders, [len(before), len(after)], 1).ravel()
     added = np.tile(np.concatenate([before, after]), len(counts))
-    # What is put before a text ends where the text begins: at the end of what stands before it.
-    reached = np.concatenate([[0], ends])[where]
+    # A special token ends where the token before it ends.
+    added_ends = np.concatenate([[0], ends])[indices]
     return (
-        np.insert(ids, where, added),
+        np.insert(ids, indices, added),
         counts + len(before) + len(after),
-        np.insert(ends, where, reached),
+        np.insert(ends, indices, added_ends),
     )
 
 
-def _bytes_of_characters() -> dict[int, int]:
-    """Return the byte for which each character of a byte-level vocabulary stands."""
+def _byte_level_characters() -> dict[int, int]:
+    """Return characters of byte-level vocabularies -> the byte that each stands for."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {256 + place: byte for place, byte in enumerate(others)}
 
 
-BYTES = _bytes_of_characters()
-"""Those of a byte-level vocabulary that stand for another byte than their own."""
+BYTES = _byte_level_characters()
+"""Characters that stand for another byte than their own code."""
 
 
-def _spell_bytes(text: str) -> bytes:
+def _bytes_of_characters(text: str) -> bytes:
     return text.translate(BYTES).encode("latin-1", "replace")
 
 
-def _spell_text(text: str) -> bytes:
+def _bytes_of_text(text: str) -> bytes:
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         return bytes.fromhex(text[3:5])
     return text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.slices import begin_alike, mask_of
+from plugsft.data.slices import align_pairs, target_mask
 from plugsft.plugins.dpo import Dpo
 from plugsft.recipe.tables import Data
 from plugsft.registry.active import resolve
@@ -232,8 +232,8 @@ def test_no_template_lets_a_prompt_be_trained(name):
         if rendered.bad:
             continue  # test_templates.py tells why
         encoded = encode(rendered.texts, light, rendered.special_tokens)
-        mask = mask_of(encoded, rendered.texts, rendered.spans)
-        begin_alike(encoded, rendered, mask)
+        mask = target_mask(encoded, rendered.texts, rendered.spans)
+        align_pairs(encoded, rendered, mask)
         first = int(encoded.counts[0])
         begins = mask[:first].argmax(), mask[first:].argmax()
         assert begins[0] == begins[1], kind

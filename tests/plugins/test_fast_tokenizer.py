@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers as pre
 from plugsft import PluginError, RecipeError, testing
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.slices import mask_of
+from plugsft.data.slices import target_mask
 from plugsft.plugins import fast_tokenizer
 from plugsft.plugins.fast_tokenizer import ENGINES, OWN, FastTokenizer
 from plugsft.registry.active import resolve
@@ -212,7 +212,7 @@ def test_masks_by_bytes_are_those_by_offsets(name, by, text, data):
     first = min(int(name in SPACE_FIRST), len(text))
     span = sorted(data.draw(st.tuples(*[st.integers(first, len(text))] * 2)))
     if span[0] < span[1]:
-        mask = mask_of(encoded, [text], [[tuple(span)]])
+        mask = target_mask(encoded, [text], [[tuple(span)]])
         assert mask.tolist() == touched(text, mine, span)
 
 

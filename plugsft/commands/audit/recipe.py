@@ -17,7 +17,7 @@ from ...data.cache_key import MAKERS
 from ...data.defaults import DataDefaults
 from ...data.prepare import describe, eval_source, job_of, named
 from ...data.sample import take, worker
-from ...data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
+from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_warnings
 from ...data.sources import Source as Opened
 from ...data.sources import ensure_columns, open_source
 from ...model.config import check_context, check_ids, ensure_whole_weights
@@ -181,13 +181,13 @@ def _rows(
             f"tokens each, {shard.trained / shard.tokens:.0%} of them trained on",
         )
     for reason, numbers in sorted(shard.bad.items()):
-        text = f"{where} {listed(numbers)}: {reason}"
+        text = f"{where} {describe_rows(numbers)}: {reason}"
         if data.on_bad_row == "error":
             problems.append(text + CURE_BAD)
         else:
             findings.warn("rows", f"{text}; they will be left out")
     if shard.too_long:
-        text = f"{where} {listed(shard.too_long)}: longer than {data.max_length} tokens"
+        text = f"{where} {describe_rows(shard.too_long)}: longer than {data.max_length} tokens"
         if data.too_long == "error":
             problems.append(text + CURE_LONG)
         else:
@@ -195,9 +195,9 @@ def _rows(
     if not shard.examples and not problems:
         problems.append(f"{where} not one has a token to train on")
     if shard.truncated:
-        text = f"{where} {listed(shard.truncated)}: longer than {data.max_length} tokens"
+        text = f"{where} {describe_rows(shard.truncated)}: longer than {data.max_length} tokens"
         findings.warn("rows", f"{text}; they will be cut")
-    for warning in warnings_of(shard.warnings):
+    for warning in describe_warnings(shard.warnings):
         findings.warn("rows", f"{where} {warning}")
     if shard.unread:
         findings.ok("rows", f"{source}: columns that are not read: {', '.join(shard.unread)}")

@@ -16,7 +16,7 @@ from ...data.chat import Chat
 from ...data.formats import TEXTS, BadRow, kind_of, talk_of
 from ...data.render import renamed, without
 from ...data.sample import Sample, make
-from ...data.slices import CURE_BAD, CURE_LONG, Work, listed, warnings_of
+from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_warnings
 from ...data.sources import Source as Opened
 from ...recipe.tables import Data
 from ...registry.active import Active
@@ -71,7 +71,7 @@ def audit(
         _measure(found)
         _judge_tokens(found, work)
     found.facts += [("not read", ", ".join(sample.shard.unread) or "no column")]
-    found.warnings += warnings_of(sample.shard.warnings)
+    found.warnings += describe_warnings(sample.shard.warnings)
     stable, warnings = judge_chats(sample, work, opened[source], active)
     found.facts += [("template", stable)] if stable else []
     found.warnings += warnings
@@ -146,7 +146,7 @@ def _measure(found: Audit) -> None:
         earlier = first.setdefault(xxhash.xxh3_128_digest(ids.tobytes()), row)
         if earlier != row:
             again[row] = earlier
-    facts.append(("duplicates", listed([*again]) if again else "none"))
+    facts.append(("duplicates", describe_rows([*again]) if again else "none"))
     if again:
         row, earlier = next(iter(again.items()))
         found.warnings.append(
@@ -157,7 +157,7 @@ def _measure(found: Audit) -> None:
 def _judge_tokens(found: Audit, work: Work) -> None:
     """Look for what the model would learn wrongly: roles that are trained, ends that are not."""
     tokens, cut = found.sample.tokens, {*found.sample.shard.truncated}
-    spelt: list[bytes] = work.tokenizer.spelling.to_pylist()
+    spelt: list[bytes] = work.tokenizer.token_bytes.to_pylist()
     header = _header(work).rstrip()
     head = header.encode()
     headed = [row for row, ids, mask in _examples(tokens) if _covers(head, spelt, ids, mask)]
@@ -287,10 +287,10 @@ def _named(rows: list[int]) -> str:
 def _judge_rows(found: Audit, data: Data) -> None:
     """Say which rows stop the run, are left out or cut, and why."""
     shard = found.sample.shard
-    bad = [f"{listed(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
+    bad = [f"{describe_rows(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
     found.facts += [("bad rows", one) for one in bad or ["none"]]
     for label, rows in (("too long", shard.too_long), ("truncated", shard.truncated)):
-        found.facts.append((label, listed(rows) if rows else "none"))
+        found.facts.append((label, describe_rows(rows) if rows else "none"))
     if not shard.examples:
         why = bad or [f"all are longer than data.max_length = {data.max_length:,}"]
         looked = len(found.sample.rows)

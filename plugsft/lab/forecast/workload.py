@@ -96,13 +96,13 @@ def epoch_of(recipe: Recipe, tokens: Tokens, vocabulary: int) -> Epoch:
 def _fit(recipe: Recipe, tokens: Tokens) -> Tokens:
     """Share prompts and cut long examples, as plugins do before the first step."""
     if recipe.plugins.get("dpo", {}).get("share_prompt"):
-        return tokens.shared()
+        return tokens.share_prompts()
     packing = recipe.plugins.get("bfd_packing", {})
     size = packing.get("capacity") or int(tokens.lengths.max())
     if packing.get("overlong", "error") == "error" or not (tokens.lengths > size).any():
         return tokens
     numbers = np.arange(len(tokens))
-    return tokens.stretches(numbers, 0 * numbers, np.minimum(tokens.lengths, size))
+    return tokens.cut(numbers, 0 * numbers, np.minimum(tokens.lengths, size))
 
 
 def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:

@@ -255,7 +255,7 @@ class Tuning:
 def lengths_of(recipe: Recipe, tokens: Tokens) -> Ints:
     """Return the tokens of each example in a batch."""
     shares = recipe.plugins.get("dpo", {}).get("share_prompt", False)
-    return (tokens.shared() if shares else tokens).lengths
+    return (tokens.share_prompts() if shares else tokens).lengths
 
 
 def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> Ints:
