@@ -28,7 +28,7 @@ from .base.errors import did_you_mean
 from .base.machine import look
 from .base.types import Slice
 from .data.defaults import DataDefaults
-from .data.prepare import job_of
+from .data.prepare import open_data
 from .data.slices import Work
 from .output.report import read_metrics
 from .registry.active import check, resolve
@@ -165,10 +165,10 @@ def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], dict[str, bytes]]:
     recipe, active = resolve(raw)
     active.attach(DataDefaults(recipe.folder))
     check(active, recipe, look())
-    job = job_of(recipe, active)
-    rows, middle = len(job.opened[0]), len(job.opened[0]) // 2
-    slices = [Slice(0, a, b, job.opened[0].part(a, b)) for a, b in ((0, middle), (middle, rows))]
-    return job.work, slices, _write(job.work, slices)
+    data = open_data(recipe, active)
+    rows, middle = len(data.sources[0]), len(data.sources[0]) // 2
+    slices = [Slice(0, a, b, data.sources[0].part(a, b)) for a, b in ((0, middle), (middle, rows))]
+    return data.work, slices, _write(data.work, slices)
 
 
 def _write(work: Work, slices: list[Slice]) -> dict[str, bytes]:

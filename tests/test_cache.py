@@ -81,8 +81,8 @@ def opened(path, overrides):
 
 def key(path, *overrides):
     made, active = opened(path, overrides)
-    job = prepare.job_of(made, active)
-    return digest(keys.key_of(job.work, job.opened, active))
+    data = prepare.open_data(made, active)
+    return digest(keys.key_of(data.work, data.sources, active))
 
 
 def cache(*words):
@@ -203,8 +203,8 @@ def test_explain_names_what_differs(recipe, home, tmp_path, monkeypatch):
     lines = cache("explain", path, "plugins.loud.mark='?'", "data.max_length=99").stdout
     place = lines.index(f"  nearest  {entry} ({tmp_path}/data.jsonl), last used ")
     told = lines[place:].splitlines()
-    assert told[1].strip() == "data.max_length was 256, and is 99 here"
-    assert told[2].strip() == "plugins.loud.mark was '!', and is '?' here"
+    assert told[1].strip() == "data.max_length was 256 and is now 99"
+    assert told[2].strip() == "plugins.loud.mark was '!' and is now '?'"
     assert told[3].startswith("  nearest")
     flip(tmp_path / "data.jsonl", (tmp_path / "data.jsonl").read_bytes().index(b"quick") + 2)
     other = cache("explain", path, "plugins.loud={}").stdout

@@ -14,7 +14,7 @@ from plugsft.commands.inspect import inspect
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.formats import READ, REFUSED, WARNED
-from plugsft.data.jsonl import Held
+from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import train_tokenizer
 from plugsft.data.render import render_rows
 from plugsft.data.slices import render
@@ -47,7 +47,7 @@ def tokenizer():
     def texts(batch, source, wrapped):
         return render_rows(batch, wrapped, Data(source="none"))
 
-    return lighten(train_tokenizer([Held(chats(40))], texts, 500))
+    return lighten(train_tokenizer([RowList(chats(40))], texts, 500))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def run_of(folder, rows, plugins=None, **data):
 
 def test_the_last_of_many_rows_is_seen_too(tmp_path, monkeypatch):
     """Whatever a sample says: each row is looked at when it is prepared."""
-    monkeypatch.setattr(sources, "MOST", 100)
+    monkeypatch.setattr(sources, "SLICE_ROWS", 100)
     rows = [ROWS["completion"]] * 1_999 + [ROWS["completion"] | {"label": False}]
     with pytest.raises(DataError, match=r"'label' tells good answers .*: 1 \(row 1999\)"):
         run_of(tmp_path, rows)
@@ -178,7 +178,7 @@ def test_a_plugin_says_what_it_reads(tmp_path, monkeypatch):
 def test_what_is_ignored_must_be_there(tmp_path):
     rows = [ROWS["text"] | {"label": 1}] * 3
     with pytest.raises(
-        RecipeError, match=r"data\.ignore: no row has the column 'lable'; there are "
+        RecipeError, match=r"data\.ignore: no row has the column 'lable'; columns: "
     ):
         run_of(tmp_path, rows, ignore=["lable"])
     with pytest.raises(RecipeError, match="ignore and columns both name 'label'"):
@@ -190,7 +190,7 @@ def odd(count, *turns):
 
 
 def test_unusual_turns_are_counted(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sources, "MOST", 5)
+    monkeypatch.setattr(sources, "SLICE_ROWS", 5)
     rows = [
         *odd(7, ASK, TELL),
         *odd(12, ASK, ASK, TELL),

@@ -22,7 +22,7 @@ from plugsft.base.atomic import damage
 from plugsft.base.checksums import cache_folder, file_digest
 from plugsft.base.errors import PlugsftError
 from plugsft.cli import main
-from plugsft.data.jsonl import Held, find_lines, why_unreadable
+from plugsft.data.jsonl import RowList, find_lines, why_unreadable
 from plugsft.data.load_tokenizer import train_tokenizer
 from plugsft.data.render import render_rows
 from plugsft.output import report
@@ -268,7 +268,7 @@ def altered(number):
 @pytest.fixture(scope="module")
 def tokenizer():
     texts = [message["content"] for row in chats(5) for message in row["messages"]]
-    rows = Held([{"text": text} for text in texts])
+    rows = RowList([{"text": text} for text in texts])
     data = Data.model_validate({"source": "x"})
     made = train_tokenizer([rows], lambda some, _, plain: render_rows(some, plain, data), 300)
     return lighten(made)

@@ -120,7 +120,7 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
 def test_a_row_beyond_the_end_is_named_and_the_rest_is_measured(tiny, tmp_path, inspect):
     path = tiny()
     shown = inspect(path, first=99)
-    assert "there is no row 99: it has 24" in shown and "all 24 rows" in shown
+    assert "has no row 99, only 24 rows" in shown and "all 24 rows" in shown
     assert "row 0" not in inspect(path, rows=0)
 
 

@@ -157,7 +157,7 @@ def test_what_a_template_leaves_out_is_warned_of(tiny, tmp_path, check):
 def test_columns_that_nothing_knows_are_problems(tiny, tmp_path, monkeypatch, check):
     path = tiny(data={"columns": {"tools": "nope"}})
     [problem] = check(path).problems
-    assert problem == "data.columns: no row has the column 'nope' (for tools); there are messages"
+    assert problem == "data.columns: no row has the column 'nope' (for tools); columns: messages"
     columns = {"tool": "messages", "zzz": "messages"}
     one, two = check(tiny(data={"columns": columns})).problems
     known = "known are messages, conversations, conversation, prompt, completion, instruction, "

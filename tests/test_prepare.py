@@ -80,7 +80,7 @@ def test_slices_leave_no_seam(run, monkeypatch):
     rows = chats(53)
     _, whole, _ = run(rows)
     expected = [whole.example(n)[0].tolist() for n in range(len(whole))]
-    monkeypatch.setattr(sources, "MOST", 10)
+    monkeypatch.setattr(sources, "SLICE_ROWS", 10)
     _, cut, _ = run(rows, on_bad_row="drop")  # another key
     assert [cut.example(n)[0].tolist() for n in range(len(cut))] == expected
     assert cut.rows.tolist() == list(range(53))
@@ -129,7 +129,7 @@ def test_rows_of_a_slice_are_named_with_it(run):
 
 
 def test_bad_rows_in_later_slices_keep_their_numbers(run, monkeypatch):
-    monkeypatch.setattr(sources, "MOST", 6)
+    monkeypatch.setattr(sources, "SLICE_ROWS", 6)
     rows = [GOOD] * 20
     for number in (2, 3, 11, 19):
         rows[number] = NOBODY
@@ -140,12 +140,12 @@ def test_bad_rows_in_later_slices_keep_their_numbers(run, monkeypatch):
 
 @pytest.mark.parametrize("rows", [[{"messages": [ASK]}] * 3, [NOBODY]])
 def test_a_data_set_without_a_trained_token_stops(run, rows):
-    with pytest.raises(DataError, match="not one token to train on"):
+    with pytest.raises(DataError, match="no trained token in any row"):
         run(rows, on_bad_row="drop")
 
 
 def test_an_empty_slice_stops(run):
-    with pytest.raises(DataError, match="holds no rows; give another split"):
+    with pytest.raises(DataError, match="holds no rows; set another split"):
         run([GOOD], split="train[:0]")
 
 
@@ -181,7 +181,7 @@ def test_unknown_columns_name_the_known_ones(run):
 
 def test_columns_that_nobody_has_stop_before_a_row_is_rendered(run, tmp_path):
     rows = [{"dialog": GOOD["messages"], "id": 1}] * 3
-    nope = "data.columns: no row has the column 'nope' (for tools); there are dialog, id"
+    nope = "data.columns: no row has the column 'nope' (for tools); columns: dialog, id"
     with pytest.raises(RecipeError, match=re.escape(nope)):
         run(rows, columns={"messages": "dialog", "tools": "nope"})
     with pytest.raises(DataError, match=re.escape('dialog, id (with [data.columns] tools = "id")')):
@@ -330,7 +330,7 @@ def test_prepare_tells_of_the_tokenizer_and_of_plugins(tmp_path):
         resolve(tables)
     tables["model"]["tokenizer"] = folder
     done = run_plugsft(write_recipe(path, tables))
-    assert done.returncode == 0 and "prepared before" in done.stdout, done
+    assert done.returncode == 0 and "already prepared" in done.stdout, done
 
 
 def test_work_travels_to_another_process(run, tmp_path):
@@ -340,8 +340,8 @@ def test_work_travels_to_another_process(run, tmp_path):
     recipe, active = resolve(tables)
     active.attach(DataDefaults(recipe.folder))
     tokens = prepare.prepare(recipe, active).tokens
-    job = prepare.job_of(recipe, active)
-    work, part = job.work, job.opened[0].part(0, 30)
+    data = prepare.open_data(recipe, active)
+    work, part = data.work, data.sources[0].part(0, 30)
     assert work.hook and pickle.loads(pickle.dumps(work))._hook is None
     (tmp_path / "there").mkdir()
     work.folder = tmp_path / "there"
@@ -407,7 +407,7 @@ def test_a_run_takes_tokens_that_were_prepared_elsewhere(named, tmp_path):
     for number, source in enumerate([None, str(tmp_path / "data.jsonl")]):
         out = tmp_path / f"named-{number}"
         done = run_plugsft(recipe(tokens=folder, source=source), f"output={out}")
-        assert done.returncode == 0 and "prepared before" in done.stdout, done
+        assert done.returncode == 0 and "already prepared" in done.stdout, done
         assert not (out / "tokens").exists()
         losses = [line["loss"] for line in read_metrics(out)]
         assert losses == [line["loss"] for line in read_metrics(tmp_path / "fresh")]
@@ -430,10 +430,10 @@ def test_tokens_of_another_recipe_are_refused_part_by_part(named, tmp_path):
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     for words in (
-        f"data.tokens: {folder} was prepared otherwise: other data, or another split of it",
+        f"data.tokens: {folder} was prepared with other settings: other data, or another split",
         "another chat template",
-        "data.max_length was 256, and is 100 here",
-        "data.train_on was 'assistant', and is 'last' here",
+        "data.max_length was 256 and is now 100",
+        "data.train_on was 'assistant' and is now 'last'",
     ):
         assert words in done.stderr, done.stderr
     for wrong in (tmp_path / "run/model", tmp_path / "nowhere"):

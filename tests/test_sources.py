@@ -83,7 +83,7 @@ def test_an_identity_follows_the_content_and_the_split(tmp_path, kind):
 
 
 def test_a_column_is_missed_only_where_no_row_of_any_source_has_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LOOK", 4)
+    monkeypatch.setattr(sources, "COLUMN_ROWS", 4)
     late = [*({"dialog": [], "id": n} for n in range(20)), {"functions": []}]
     one, two = write_jsonl(tmp_path / "one.jsonl", [3, *late]), write(tmp_path, "parquet")
     opened = [open_source(Source(source=str(path))) for path in (two, one)]
@@ -92,7 +92,7 @@ def test_a_column_is_missed_only_where_no_row_of_any_source_has_it(tmp_path, mon
     columns = {"messages": "dialog", "tools": "nope", "system": "no"}
     with pytest.raises(RecipeError) as caught:
         ensure_columns(Data(source="x", columns=columns, ignore=["di", "id"]), opened)
-    there = "there are dialog, functions, id, messages"
+    there = "columns: dialog, functions, id, messages"
     assert caught.value.problems == [
         f"data.columns: no row has the column 'nope' (for tools); {there}",
         f"data.columns: no row has the column 'no' (for system); {there}",
@@ -183,8 +183,8 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
     ("name", "content", "expected"),
     [
         ("data.jsonl", b"", "the file is empty"),
-        ("data.csv", b"a,b", "unknown kind of file '.csv'; known are .jsonl, .json, .parquet"),
-        ("data", b"a,b", "unknown kind of file ''"),
+        ("data.csv", b"a,b", "unknown file type '.csv'; use one of .jsonl, .json, .parquet"),
+        ("data", b"a,b", "unknown file type ''"),
         ("data.parquet", b"no parquet", "cannot be read as parquet"),
         ("data.arrow", b"no arrow", "cannot be read as arrow"),
         ("folder/", b"", "the folder holds no data"),

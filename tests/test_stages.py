@@ -21,7 +21,7 @@ from plugsft.base.types import Rendered, Shard, Slice
 from plugsft.data.cache_key import VERSIONS
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.jsonl import Held
+from plugsft.data.jsonl import RowList
 from plugsft.data.slices import Work, make_examples, render
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
@@ -146,7 +146,7 @@ def encode_all(folder):
     work = Work(
         Data(source="x", max_length=16), [Source(source="x")], tokenizer(), folder, {}, None
     )
-    part = Slice(0, 0, len(rows), Held(rows))
+    part = Slice(0, 0, len(rows), RowList(rows))
     work._hook = hooks(folder)
     shard = Shard("")
     return {

@@ -15,7 +15,7 @@ from plugsft import DataError, RecipeError
 from plugsft.data.chat import CHATML, Chat, training_template
 from plugsft.data.formats import talk_of
 from plugsft.data.jinja import compiled
-from plugsft.data.jsonl import Held
+from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import load_tokenizer, train_tokenizer
 from plugsft.data.render import render_rows as render
 from plugsft.data.slices import target_mask
@@ -65,7 +65,7 @@ def tokenizer():
     def texts(batch, source, wrapped):
         return render(batch, wrapped, Data(source="none"))
 
-    return train_tokenizer([Held(chats(40))], texts, 500)
+    return train_tokenizer([RowList(chats(40))], texts, 500)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from plugsft import RecipeError
 from plugsft.data.chat import CHATML
-from plugsft.data.jsonl import Held
+from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import SPECIAL, load_tokenizer, pad_id, train_tokenizer
 from plugsft.data.render import render_rows as render
 from plugsft.recipe.tables import Data, Model
@@ -22,7 +22,7 @@ from plugsft.tokens.tokenizer import encode, lighten
 def make(rows=None, vocab=500):
     data = Data(source="none")
     return train_tokenizer(
-        [Held(chats(40) if rows is None else rows)],
+        [RowList(chats(40) if rows is None else rows)],
         lambda batch, source, tokenizer: render(batch, tokenizer, data),
         vocab,
     )

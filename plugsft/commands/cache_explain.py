@@ -10,7 +10,7 @@ from ..base.console import say
 from ..base.errors import PlugsftError
 from ..data.cache_key import differences, key_of
 from ..data.defaults import DataDefaults
-from ..data.prepare import eval_source, job_of
+from ..data.prepare import eval_source, open_data
 from ..data.sources import open_source
 from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe
@@ -34,12 +34,12 @@ def explain_key(recipe: Recipe, active: Active, path: Path, folder: Path | None)
     }
     with TemporaryDirectory() as elsewhere:
         # A model from scratch has a tokenizer trained: not in the output of a run to come.
-        job = job_of(recipe.model_copy(update={"output": elsewhere}), active)
-    _explain("data", key_of(job.work, job.opened, active), places)
+        data = open_data(recipe.model_copy(update={"output": elsewhere}), active)
+    _explain("data", key_of(data.work, data.sources, active), places)
     if recipe.eval is not None:
-        job.work.sources = [eval_source(recipe)]
-        opened = [open_source(one) for one in job.work.sources]
-        _explain("eval", key_of(job.work, opened, active), places)
+        data.work.sources = [eval_source(recipe)]
+        opened = [open_source(one) for one in data.work.sources]
+        _explain("eval", key_of(data.work, opened, active), places)
 
 
 def _explain(what: str, key: dict[str, Any], places: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""The core's own answers to the hooks of the data path. They need no torch."""
+"""The core's answers to the hooks of the data path. They need no torch."""
 
 import functools
 import time
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 @contextmanager
 def tokenizing(slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
-    """Show how far tokenizing is: give it each finished shard."""
+    """Show the progress of tokenizing; call the function that it yields with each shard."""
     started, rows, tokens = time.monotonic(), 0, 0
-    with progress("tokenizing", sum(one.stop - one.start for one in slices), "rows") as advance:
+    with progress("tokenizing", sum(part.stop - part.start for part in slices), "rows") as advance:
 
         def done(shard: Shard) -> None:
             nonlocal rows, tokens
@@ -38,16 +38,16 @@ def tokenizing(slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
 
 
 def opened(read: Callable[..., T], folder: Path, in_memory: bool = False) -> T:
-    """Map what a folder holds, or read it at once where mapping is slow."""
+    """Open a folder by memory map, or read it into memory where mapping is slow."""
     if not in_memory and is_slow_to_map(folder, look()):
-        say(f"tokens: read into memory, since {folder} is on a Windows disk, slow to map from WSL")
+        say(f"tokens: reading into memory: {folder} is on a Windows disk, which WSL maps slowly")
         in_memory = True
     return read(folder, in_memory)
 
 
 @dataclass
 class DataDefaults:
-    """From rows to tokens, one slice after the other, in this process."""
+    """Prepare tokens slice by slice, in this process."""
 
     output: Path
 
@@ -63,11 +63,11 @@ class DataDefaults:
 
     @hookimpl
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
-        """Do one slice after the other."""
+        """Tokenize the slices in order."""
         shards = []
         with tokenizing(slices) as advance:
-            for one in slices:
-                shards.append(work(one))
+            for part in slices:
+                shards.append(work(part))
                 advance(shards[-1])
         return shards
 
@@ -75,6 +75,6 @@ class DataDefaults:
     def cache(
         self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Kept]
     ) -> Kept:
-        """Keep tokens in the run's own output."""
-        told_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        return opened(read, once(self.output / "tokens" / digest(key), build, told_once))
+        """Store tokens in the run's output folder."""
+        say_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
+        return opened(read, once(self.output / "tokens" / digest(key), build, say_once))

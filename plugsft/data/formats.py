@@ -174,8 +174,8 @@ def string_of(row: Row, column: str, empty: bool = False) -> str:
 
 def calls_of(message: Row) -> list[tuple[str, Any]]:
     """Return the tools that a message calls, by name, with their arguments."""
-    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    return [(function["name"], function.get("arguments")) for function in functions]
+    calls = (call.get("function", call) for call in message.get("tool_calls") or ())
+    return [(call["name"], call.get("arguments")) for call in calls]
 
 
 def spellings(messages: list[Row]) -> Iterator[list[Row]]:
@@ -245,7 +245,7 @@ def _from_sharegpt(turn: Row) -> Row:
     speaker, value = turn["from"], turn.get("value")
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
     role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
-    if role != speaker and speaker in ("function_call", "tool_call"):
+    if speaker in ("function_call", "tool_call"):
         calls = _parsed(value, "a function call")
         calls = calls if isinstance(calls, list) else [calls]
         functions = [{"type": "function", "function": call} for call in calls]
@@ -295,9 +295,8 @@ def _wish(message: Row) -> bool | None:
         raise BadRow(f"'train' of a turn is {train!r}, and should be true or false")
     if weight not in (None, 0, 1):
         raise BadRow(f"'weight' of a turn is {weight!r}, and should be 0 or 1")
-    if train is None or weight is None:
-        return train if weight is None else bool(weight)
-    return train and bool(weight)
+    flags = [bool(flag) for flag in (train, weight) if flag is not None]
+    return all(flags) if flags else None
 
 
 def _with_reasoning(message: Row) -> Row:

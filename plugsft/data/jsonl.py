@@ -1,7 +1,7 @@
-"""A jsonl file, mapped: a row is found by its line, so nothing is held in memory.
+"""Read a jsonl file by the offsets of its lines, so that no row stays in memory.
 
-Rows may differ in their fields, which Arrow's reader of JSON refuses; and a line that is no JSON
-is one bad row with a number, not the end of the whole file.
+Rows may differ in their fields, which Arrow's reader of JSON refuses. A line that is not JSON is
+one bad row and does not stop the reading of the file.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,15 @@ import numpy as np
 from ..base.limits import parse_json
 from ..base.types import Ints, Row, Rows
 
-PIECE = 1 << 20
-NEAR = 1 << 12
-"""Bytes between two lines that are still read together."""
+CHUNK = 1 << 20
+"""Bytes to read at a time."""
+MAX_GAP = 1 << 12
+"""Largest gap in bytes between two lines that are read together."""
 SPACE = ord(" ")
 
 
 class JsonLines:
-    """Lines of a file, by the bytes where they start and stop."""
+    """Lines of a file, by the offsets where they start and stop."""
 
     def __init__(self, path: Path, starts: Ints, stops: Ints) -> None:
         self.path, self.starts, self.stops = path, starts, stops
@@ -28,36 +29,36 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def pick(self, rows: Ints) -> "JsonLines":
-        """Return some of the rows."""
+    def select(self, rows: Ints) -> "JsonLines":
+        """Return the rows of these numbers."""
         return JsonLines(self.path, self.starts[rows], self.stops[rows])
 
     def part(self, start: int, stop: int) -> "JsonLines":
-        """Return a stretch of the rows, as small to send as it is."""
+        """Return a range of the rows; only offsets are sent to other processes."""
         return JsonLines(self.path, self.starts[start:stop], self.stops[start:stop])
 
     def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; None stands for one that is not a JSON object."""
+        """Return rows, or None for a row that is not a JSON object."""
         starts, stops = self.starts[start:stop], self.stops[start:stop]
-        gaps = np.flatnonzero(starts[1:] - stops[:-1] > NEAR) + 1
+        gaps = np.flatnonzero(starts[1:] - stops[:-1] > MAX_GAP) + 1
         rows: list[Row | None] = []
         with self.path.open("rb") as file:
-            # One read for all lines that stand together.
-            for a, b in zip(np.split(starts, gaps), np.split(stops, gaps), strict=True):
-                if len(a):
-                    file.seek(a[0])
-                    text = file.read(b[-1] - a[0])
-                    places = zip((a - a[0]).tolist(), (b - a[0]).tolist(), strict=True)
-                    rows += [_parse(text[i:j]) for i, j in places]
+            # One read for all adjacent lines.
+            for begins, ends in zip(np.split(starts, gaps), np.split(stops, gaps), strict=True):
+                if len(begins):
+                    file.seek(begins[0])
+                    text = file.read(ends[-1] - begins[0])
+                    spans = np.stack([begins, ends], 1) - begins[0]
+                    rows += [_parse(text[begin:end]) for begin, end in spans.tolist()]
         return rows
 
     def sizes(self) -> Ints:
-        """Return the bytes of every row."""
+        """Return the size of each row in bytes."""
         return self.stops - self.starts
 
 
-class Held:
-    """Rows in memory, and the bytes that one of them takes on average."""
+class RowList:
+    """Rows in memory, with their average size in bytes."""
 
     def __init__(self, rows: list[Any], size: int = 0) -> None:
         self._rows, self._size = rows, size
@@ -65,20 +66,20 @@ class Held:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def pick(self, rows: Ints) -> "Held":
-        """Return some of the rows."""
-        return Held([self._rows[number] for number in rows], self._size)
+    def select(self, rows: Ints) -> "RowList":
+        """Return the rows of these numbers."""
+        return RowList([self._rows[number] for number in rows], self._size)
 
-    def part(self, start: int, stop: int) -> "Held":
-        """Return a stretch of the rows: they are in memory, and travel as they are."""
-        return Held(self._rows[start:stop], self._size)
+    def part(self, start: int, stop: int) -> "RowList":
+        """Return a range of the rows."""
+        return RowList(self._rows[start:stop], self._size)
 
     def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; None stands for one that is not a JSON object."""
+        """Return rows, or None for a row that is not a JSON object."""
         return [row if isinstance(row, dict) else None for row in self._rows[start:stop]]
 
     def sizes(self) -> Ints:
-        """Return the bytes of every row, on average."""
+        """Return the average size of a row in bytes, for each row."""
         return np.full(len(self), self._size)
 
 
@@ -91,7 +92,7 @@ def _parse(line: bytes) -> Row | None:
 
 
 def why_unreadable(rows: Rows, number: int) -> str:
-    """Say why a row was read as None."""
+    """Explain why a row was read as None."""
     if isinstance(rows, JsonLines):
         start, stop = rows.starts[number], rows.stops[number]
         line = np.fromfile(rows.path, np.uint8, stop - start, offset=start).tobytes()
@@ -105,29 +106,31 @@ def why_unreadable(rows: Rows, number: int) -> str:
 
 
 def find_lines(path: Path) -> JsonLines:
-    """Find the lines of a file; blank ones are no rows."""
-    stops, firsts, at, fresh = [], [], 0, True
+    """Find the lines of a file, without blank lines."""
+    chunk_stops, first_bytes, size, at_line_start = [], [], 0, True
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            ends = np.fromiter(_newlines(piece), np.int64)
-            begins = np.append([0] if fresh else [], ends + 1).astype(np.int64)
-            fresh = piece.endswith(b"\n")
-            firsts.append(np.frombuffer(piece, np.uint8)[begins[:-1] if fresh else begins])
-            stops.append(ends + at)
-            at += len(piece)
-        ended = np.concatenate([*stops, [at]])
-        starts = np.append(0, ended[:-1] + 1)
-        blank = ended <= starts
-        # Looking at a whole line is only worth it where it starts with a space.
-        for number in np.flatnonzero(np.concatenate(firsts) <= SPACE):
+        while chunk := file.read(CHUNK):
+            newlines = np.fromiter(_newlines(chunk), np.int64)
+            begins = np.append([0] if at_line_start else [], newlines + 1).astype(np.int64)
+            at_line_start = chunk.endswith(b"\n")
+            first_bytes.append(
+                np.frombuffer(chunk, np.uint8)[begins[:-1] if at_line_start else begins]
+            )
+            chunk_stops.append(newlines + size)
+            size += len(chunk)
+        stops = np.concatenate([*chunk_stops, [size]])
+        starts = np.append(0, stops[:-1] + 1)
+        blank = stops <= starts
+        # Only a line that starts with white space may be blank.
+        for number in np.flatnonzero(np.concatenate(first_bytes) <= SPACE):
             file.seek(starts[number])
-            blank[number] |= not file.read(ended[number] - starts[number]).strip()
-    return JsonLines(path, starts[~blank], ended[~blank])
+            blank[number] |= not file.read(stops[number] - starts[number]).strip()
+    return JsonLines(path, starts[~blank], stops[~blank])
 
 
-def _newlines(text: bytes) -> Iterator[int]:
-    """Yield where lines end: searching jumps over long lines, where numpy looks at every byte."""
-    found = text.find(b"\n")
-    while found >= 0:
-        yield found
-        found = text.find(b"\n", found + 1)
+def _newlines(chunk: bytes) -> Iterator[int]:
+    """Yield the offsets of newlines; `find` skips long lines faster than numpy."""
+    offset = chunk.find(b"\n")
+    while offset >= 0:
+        yield offset
+        offset = chunk.find(b"\n", offset + 1)

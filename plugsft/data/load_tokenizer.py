@@ -1,4 +1,4 @@
-"""The whole tokenizer: loaded by transformers, or trained on the recipe's data."""
+"""Load a tokenizer with transformers, or train one on the recipe's data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,13 +17,13 @@ from ..tokens.tokenizer import Tokenizer, lighten
 from .chat import CHATML, training_template
 
 Render = Callable[[list[Row], int, Tokenizer], Rendered]
-"""Rows, the number of their source, a tokenizer -> text."""
+"""(rows, number of their source, tokenizer) -> text."""
 PAD, END = "<|pad|>", "<|im_end|>"
 SPECIAL = [PAD, "<|im_start|>", END]
 
 
 def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
-    """Load a recipe's tokenizer; `folder` holds the one of a model made from scratch."""
+    """Load a recipe's tokenizer; `folder` holds that of a model from scratch."""
     where = model.tokenizer or model.path or str(folder)
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     if model.revision and not model.tokenizer:
@@ -40,39 +40,33 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
             f"model.tokenizer: '{where}' gives a slow tokenizer ({type(tokenizer).__name__}), "
             "which cannot tell where its tokens end; plugsft needs one with a tokenizer.json"
         )
-    # Some tokenizer files cut or fill what they encode; transformers undoes this at each call.
+    # Some tokenizer files truncate or pad; transformers undoes this at each call.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     if model.chat_template == TRL:
-        tokenizer.chat_template = _training_variant(lighten(tokenizer), where)
+        tokenizer.chat_template = training_template(lighten(tokenizer).chat_template or "")
+        if tokenizer.chat_template is None:
+            raise RecipeError(
+                f"model.chat_template: trl has no training variant of the template of '{where}'; "
+                "set a file with {% generation %} blocks"
+            )
     elif model.chat_template:
-        tokenizer.chat_template = read_template(model.chat_template)
+        tokenizer.chat_template = _read_template(model.chat_template)
     return tokenizer
 
 
-def read_template(name: str) -> str:
-    """Read a chat template's file."""
+def _read_template(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"model.chat_template: '{name}' cannot be read ({error})") from error
 
 
-def _training_variant(tokenizer: Tokenizer, where: str) -> str:
-    variant = training_template(tokenizer.chat_template or "")
-    if variant is None:
-        raise RecipeError(
-            f"model.chat_template: trl has no training variant of the chat template of '{where}'; "
-            "give a file with {% generation %} blocks"
-        )
-    return variant
-
-
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return what fills a row's end.
+    """Return the token that pads rows.
 
-    Any token will do: masks come from the lengths of examples, never from looking for this one,
-    so that a real end-of-text token is trained and seen even where it doubles as padding.
+    Any token will do. Masks come from the lengths of examples and not from this token, so that an
+    end-of-text token is trained even if it also pads.
     """
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(candidate) for candidate in candidates if candidate is not None)
@@ -81,22 +75,22 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every token that ends an answer: the model's, the tokenizer's, the template's."""
     stops: list[int] = []
-    for place in (model.generation_config, model.config, tokenizer):
-        ends = getattr(place, "eos_token_id", None)
-        stops += ends if isinstance(ends, list) else [] if ends is None else [ends]
+    for config in (model.generation_config, model.config, tokenizer):
+        ids = getattr(config, "eos_token_id", None)
+        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
     if tokenizer.chat_template:
-        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!answer!"}]
-        with suppress(Exception):  # a template may demand what this talk has not
-            written = str(tokenizer.apply_chat_template(talk, tokenize=False))
-            ids = tokenizer(written.rpartition("!answer!")[2], add_special_tokens=False).input_ids
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!answer!"}]
+        with suppress(Exception):  # a template may refuse this conversation
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+            ids = tokenizer(text.rpartition("!answer!")[2], add_special_tokens=False).input_ids
             stops += [token for token in ids if token in tokenizer.added_tokens_decoder][:1]
     return [*dict.fromkeys(stops)]
 
 
 def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let `generate` stop where `plugsft chat` does: at the template's end of a turn, too.
+    """Let `generate` stop at the template's end-of-turn token too, as `plugsft chat` does.
 
-    A model without a chat template keeps the end of its own.
+    A model without a chat template stays as it is.
     """
     config = getattr(model, "generation_config", None)
     if config is not None and tokenizer.chat_template:
@@ -106,7 +100,7 @@ def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with a chat template on the text of the recipe's data."""
-    plain = lighten(_wrap(tokenizers.Tokenizer(models.BPE())))
+    untrained = lighten(_wrap(tokenizers.Tokenizer(models.BPE())))
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -116,7 +110,7 @@ def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreT
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(_texts(sources, render, plain), trainer)
+    bpe.train_from_iterator(_texts(sources, render, untrained), trainer)
     return _wrap(bpe)
 
 

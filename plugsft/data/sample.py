@@ -1,4 +1,4 @@
-"""Some rows taken the whole way to tokens, in a folder that goes away: for check and inspect."""
+"""Prepare a sample of rows in a temporary folder, for check and inspect."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,66 +12,68 @@ from ..registry.active import Active
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
 from ..tokens.tokenizer import lighten
-from .cache_key import makers
+from .cache_key import token_plugins
 from .load_tokenizer import load_tokenizer, train_tokenizer
-from .prepare import renderer
+from .prepare import make_renderer
 from .slices import Work, merge
-from .sources import Source as Opened
+from .sources import OpenSource
+
+Sources = list[OpenSource]
 
 
 @dataclass
 class Sample:
-    """Some of a source's rows, and what became of them."""
+    """Rows of a source, prepared."""
 
-    stretches: list[range]
+    ranges: list[range]
+    """The numbers of the rows."""
     shard: Shard
     tokens: Tokens
 
     @property
     def rows(self) -> list[int]:
-        """The numbers of the rows."""
-        return [row for stretch in self.stretches for row in stretch]
+        """The number of each row."""
+        return [row for rows in self.ranges for row in rows]
 
 
-def worker(
-    recipe: Recipe, active: Active, opened: list[Opened], folder: Path, most: int | None = None
+def make_work(
+    recipe: Recipe, active: Active, sources: Sources, folder: Path, max_rows: int | None = None
 ) -> Work:
-    """Return what prepares rows, made to count the rows at which preparing would stop.
+    """Return a Work that drops the rows at which preparing would stop, and counts them.
 
-    The tokenizer of a model from scratch is trained, if only on the first rows of each source.
+    The tokenizer of a model from scratch is trained on the first `max_rows` rows of each source.
     """
-    keep = "drop" if recipe.data.too_long == "error" else recipe.data.too_long
-    data = recipe.data.model_copy(update={"on_bad_row": "drop", "too_long": keep})
+    too_long = "drop" if recipe.data.too_long == "error" else recipe.data.too_long
+    data = recipe.data.model_copy(update={"on_bad_row": "drop", "too_long": too_long})
     model = recipe.model
     if model.scratch is not None and not model.tokenizer:
-        rows = [one.part(0, len(one) if most is None else min(most, len(one))) for one in opened]
-        train_tokenizer(rows, renderer(recipe, active), model.scratch.vocab).save_pretrained(folder)
-    tokenizer = lighten(load_tokenizer(model, folder))
-    return Work(data, data.all_sources(), tokenizer, folder, makers(active), _hook=active.hook)
+        rows = [source.part(0, min(max_rows or len(source), len(source))) for source in sources]
+        tokenizer = train_tokenizer(rows, make_renderer(recipe, active), model.scratch.vocab)
+        tokenizer.save_pretrained(folder)
+    light, plugins = lighten(load_tokenizer(model, folder)), token_plugins(active)
+    return Work(data, data.all_sources(), light, folder, plugins, _hook=active.hook)
 
 
-def take(work: Work, opened: list[Opened], source: int, start: int, stop: int) -> Sample:
-    """Render, encode and mask some rows of a source."""
-    name, count = work.sources[source].source, len(opened[source])
+def sample_rows(work: Work, sources: Sources, source: int, start: int, stop: int) -> Sample:
+    """Prepare the rows of a source from `start` to `stop`."""
+    name, count = work.sources[source].source, len(sources[source])
     rows = range(count)[start:stop]
     if not rows:
-        raise DataError(
-            f"{name}: there is no row {start:,}: it has {count:,}" if count else f"{name}: no rows"
-        )
-    return make(work, opened, source, [rows])
+        raise DataError(f"{name}: has no row {start:,}, only {count:,} rows")
+    return sample_ranges(work, sources, source, [rows])
 
 
-def make(work: Work, opened: list[Opened], source: int, stretches: list[range]) -> Sample:
-    """Render, encode and mask stretches of a source."""
-    base, work.folder = work.folder, Path(mkdtemp(dir=work.folder))
+def sample_ranges(work: Work, sources: Sources, source: int, ranges: list[range]) -> Sample:
+    """Prepare several ranges of rows of a source."""
+    folder, work.folder = work.folder, Path(mkdtemp(dir=work.folder))
     shards = []
     try:
-        with progress("looking", sum(map(len, stretches)), "rows") as advance:
-            for one in stretches:
-                part = opened[source].part(one.start, one.stop)
-                shards.append(work(Slice(source, one.start, one.stop, part)))
-                advance(len(one), "")
+        with progress("reading", sum(map(len, ranges)), "rows") as advance:
+            for rows in ranges:
+                part = sources[source].part(rows.start, rows.stop)
+                shards.append(work(Slice(source, rows.start, rows.stop, part)))
+                advance(len(rows), "")
         write_index(work.folder, shards, {"key": ""})
-        return Sample(stretches, merge(shards), Tokens(work.folder))
+        return Sample(ranges, merge(shards), Tokens(work.folder))
     finally:
-        work.folder = base
+        work.folder = folder

@@ -238,14 +238,11 @@ def _any_text(values: Mask, num_texts: Ints) -> Mask:
 
 def _record_losses(shard: Shard, rows: Ints, cut: Mask, trained: Mask, data: Data) -> None:
     """Record the rows that were cut, left out, or have no trained token."""
-    untrained_cut = ~trained & cut
-    if data.too_long == "truncate":
-        shard.truncated += rows[cut & trained].tolist()
-    else:
-        shard.too_long += rows[cut].tolist()
-        untrained_cut[:] = False
+    truncate = data.too_long == "truncate"
+    shard.truncated += rows[cut & trained].tolist() if truncate else []
+    shard.too_long += [] if truncate else rows[cut].tolist()
     beyond = f" among the first {data.max_length} (raise data.max_length)"
-    for lost, note in ((~trained & ~cut, ""), (untrained_cut, beyond)):
+    for lost, note in ((~trained & ~cut, ""), (~trained & cut & truncate, beyond)):
         if lost.any():
             shard.bad.setdefault(f"no trained token{note}", []).extend(rows[lost].tolist())
 

@@ -238,9 +238,8 @@ def count_true(values: NDArray[np.bool_], counts: Ints) -> Ints:
     sums = np.zeros(len(counts), np.int64)
     # For an empty list reduceat would return the next value.
     filled = counts > 0
-    sums[filled] = np.add.reduceat(
-        values.view(np.uint8), offsets_of(counts)[:-1][filled], dtype=np.int64
-    )
+    starts = offsets_of(counts)[:-1][filled]
+    sums[filled] = np.add.reduceat(values.view(np.uint8), starts, dtype=np.int64)
     return sums
 
 

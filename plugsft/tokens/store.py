@@ -65,10 +65,9 @@ class Tokens:
             index = pa.ipc.open_file(buffer).get_batch(0)
             _ensure_schema(index, INDEX)
             columns = [numpy_of(column) for column in index.columns]
-            self.lengths, self._first_lengths, self._prefixes, self.trained, self.rows, sums = (
-                columns
-            )
-            self._checksums = sums.view(np.uint64)
+            self.lengths, self._first_lengths, self._prefixes = columns[:3]
+            self.trained, self.rows, checksums = columns[3:]
+            self._checksums = checksums.view(np.uint64)
             if len({count, int(self._shard_offsets[-1]), *map(len, columns)}) > 1:
                 raise ValueError("its number of examples differs from facts.json")
         self._stored_lengths = self.lengths

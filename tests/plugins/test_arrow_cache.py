@@ -299,7 +299,7 @@ def test_a_killed_build_is_gone_on_from(noted, home):
     done = len([*home.glob(".*.parts-*/data-*.json")])
     second = run_plugsft("prepare", recipe)
     assert second.returncode == 0, second.stderr
-    assert f"data: going on after {done} of 8 slices" in second.stdout
+    assert f"data: continuing after {done} of 8 slices" in second.stdout
     assert builders(note).count(str(first.pid)) == done + 1 and len(builders(note)) == 9
     (entry,) = home.iterdir()
     assert damage(entry) is None and len(Tokens(entry)) == 32

@@ -489,7 +489,7 @@ def test_an_engine_takes_one_thread_where_it_is_told_to(by, tmp_path):
 
 
 def test_workers_encode_and_the_run_hears_how_much(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MOST", 7)
+    monkeypatch.setattr(sources, "SLICE_ROWS", 7)
     tables = tiny_tables(tmp_path, [*chats(24), {"messages": chats(1)[0]["messages"] * 2}])
     folders = {}
     for name in ("fast", "plain"):

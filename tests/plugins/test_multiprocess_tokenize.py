@@ -23,7 +23,7 @@ MINE = multiprocess_tokenize.__name__
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Give `run(rows, workers, plugins)`: prepares in small slices; returns folder and plugin."""
-    monkeypatch.setattr(sources, "MOST", 7)
+    monkeypatch.setattr(sources, "SLICE_ROWS", 7)
 
     def make(rows, workers=3, plugins=None, **data):
         tables = tiny_tables(tmp_path, rows)
@@ -275,7 +275,7 @@ def test_after_a_kill_no_worker_stays_and_finished_shards_serve(long, tmp_path):
     psutil.wait_procs(workers, timeout=20)
     assert not any(one.is_running() for one in workers)
     done = run_plugsft("prepare", long)
-    assert done.returncode == 0 and "going on after" in done.stdout, done
+    assert done.returncode == 0 and "continuing after" in done.stdout, done
     fresh = run_plugsft(
         "prepare", long, f"output={tmp_path / 'fresh'}", "--without=multiprocess_tokenize"
     )

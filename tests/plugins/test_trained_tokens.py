@@ -11,7 +11,7 @@ from datasets import Dataset
 from test_dpo_begins import of_trl_alone, tokenizer_of
 
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.jsonl import Held
+from plugsft.data.jsonl import RowList
 from plugsft.data.slices import Work
 from plugsft.data.sources import slices_of
 from plugsft.recipe.tables import Data, Source
@@ -71,7 +71,7 @@ def of_ours(tokenizer, row, folder):
     hook = rebuild(plugins).attach(DataDefaults(folder)).hook
     sources = [Source(source="rows")]
     work = Work(Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hook=hook)
-    [part] = slices_of([Held([row])])
+    [part] = slices_of([RowList([row])])
     write_index(folder, [work(part)], {"key": ""})
     tokens = Tokens(folder)
     ids, mask = (some.tolist() for some in tokens.example(0))

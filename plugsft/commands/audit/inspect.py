@@ -11,9 +11,9 @@ from ...base.console import is_terminal, out, say
 from ...base.errors import DataError, RecipeError
 from ...base.machine import look
 from ...data.defaults import DataDefaults
-from ...data.sample import take, worker
+from ...data.sample import make_work, sample_rows
 from ...data.slices import Work
-from ...data.sources import Source, ensure_columns, open_source
+from ...data.sources import OpenSource, ensure_columns, open_source
 from ...hooks import DATA
 from ...output.folder import ensure_page
 from ...recipe.tables import Recipe
@@ -51,7 +51,7 @@ def inspect_data(
         check(active, recipe, look(), DATA)
         opened = [open_source(source) for source in recipe.data.all_sources()]
         ensure_columns(recipe.data, opened)
-        work = worker(recipe, active, opened, Path(folder))
+        work = make_work(recipe, active, opened, Path(folder))
         if rows:
             how = "are green" if is_terminal() else "stand in [[ ]], and a · ends each token"
             say(f"trained tokens {how}\n")
@@ -68,11 +68,13 @@ def inspect_data(
         raise DataError("\n".join(errors))
 
 
-def _views(work: Work, opened: list[Source], source: int, first: int, rows: int) -> Iterator[View]:
+def _views(
+    work: Work, opened: list[OpenSource], source: int, first: int, rows: int
+) -> Iterator[View]:
     if not rows:
         return
     try:
-        yield from views(work, source, take(work, opened, source, first, first + rows))
+        yield from views(work, source, sample_rows(work, opened, source, first, first + rows))
     except DataError as error:
         if first < len(opened[source]):
             raise

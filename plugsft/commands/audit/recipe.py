@@ -13,13 +13,12 @@ from ...base.machine import free_disk, look
 from ...base.types import Ints
 from ...batches.defaults import BatchDefaults
 from ...batches.plan import shuffled
-from ...data.cache_key import MAKERS
+from ...data.cache_key import TOKEN_HOOKS
 from ...data.defaults import DataDefaults
-from ...data.prepare import describe, eval_source, job_of, named
-from ...data.sample import take, worker
+from ...data.prepare import eval_source, open_data, open_named_tokens, summarize
+from ...data.sample import make_work, sample_rows
 from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_warnings
-from ...data.sources import Source as Opened
-from ...data.sources import ensure_columns, open_source
+from ...data.sources import OpenSource, ensure_columns, open_source
 from ...model.config import check_context, check_ids, ensure_whole_weights
 from ...model.schedule import check_schedule
 from ...output.disk_space import TOKEN_BYTES, may_shrink, needed, parameters, taken
@@ -67,7 +66,7 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         check_schedule(recipe.train)
         findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
     lengths, tokens = _data(findings, recipe, active, wrong)
-    for name, verdict in active.verdicts(MAKERS).items():
+    for name, verdict in active.verdicts(TOKEN_HOOKS).items():
         if verdict != "active":
             findings.ok("plugins", f"{name}: {verdict}")
     _ranks(findings, recipe.train, machine.world_size, active)
@@ -129,15 +128,15 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[st
     """Look at the tokens that the recipe names; return the lengths of an epoch's examples."""
     with findings.about("data"):
         if not wrong:
-            tokens = named(recipe, job_of(recipe, active), active)
+            tokens = open_named_tokens(recipe, open_data(recipe, active), active)
             check_ids(recipe, tokens.facts["largest_id"])
-            findings.ok("data", describe(tokens.facts, "prepared before").removeprefix("data: "))
+            findings.ok("data", summarize(tokens.facts, "already prepared").removeprefix("data: "))
             sources = [(one["examples"], one["weight"]) for one in tokens.facts["sources"]]
             return tokens.lengths[shuffled(sources, recipe.train.seed, 0)]
     return np.zeros(0, np.int64)
 
 
-def _open(findings: Findings, what: str, source: Source) -> Opened | None:
+def _open(findings: Findings, what: str, source: Source) -> OpenSource | None:
     with findings.about(what):
         rows = open_source(source)
         findings.ok(what, f"{source.source} ({source.split}): {len(rows):,} rows")
@@ -146,10 +145,10 @@ def _open(findings: Findings, what: str, source: Source) -> Opened | None:
 
 
 def _work(
-    findings: Findings, recipe: Recipe, active: Active, rows: list[Opened], folder: Path
+    findings: Findings, recipe: Recipe, active: Active, rows: list[OpenSource], folder: Path
 ) -> Work | None:
     with findings.about("tokenizer"):
-        work = worker(recipe, active, rows, folder, ROWS)
+        work = make_work(recipe, active, rows, folder, ROWS)
         where = recipe.model.tokenizer or recipe.model.path
         template = "with" if work.tokenizer.chat_template else "without"
         findings.ok(
@@ -167,11 +166,11 @@ def _rows(
     recipe: Recipe,
     active: Active,
     work: Work,
-    opened: list[Opened],
+    opened: list[OpenSource],
     number: int,
 ) -> Ints:
     """Judge the first rows of a source as preparing would; return the lengths of all, about."""
-    sample, source = take(work, opened, number, 0, ROWS), work.sources[number].source
+    sample, source = sample_rows(work, opened, number, 0, ROWS), work.sources[number].source
     shard, data, problems = sample.shard, recipe.data, []
     where = f"{source}: of the first {len(sample.rows):,} rows,"
     if shard.examples:

@@ -15,9 +15,9 @@ from ...base.types import Ints, Row
 from ...data.chat import Chat
 from ...data.formats import TEXTS, BadRow, kind_of, talk_of
 from ...data.render import renamed, without
-from ...data.sample import Sample, make
+from ...data.sample import Sample, sample_ranges
 from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_warnings
-from ...data.sources import Source as Opened
+from ...data.sources import OpenSource
 from ...recipe.tables import Data
 from ...registry.active import Active
 from ...tokens.store import Tokens
@@ -56,15 +56,15 @@ class Audit:
         rows = len(self.sample.rows)
         if rows == self.total:
             return f"all {rows:,} rows" if rows > 1 else "its only row"
-        return f"{rows:,} of {self.total:,} rows, from {len(self.sample.stretches)} places"
+        return f"{rows:,} of {self.total:,} rows, from {len(self.sample.ranges)} places"
 
 
 def audit(
-    work: Work, opened: list[Opened], source: int, active: Active, data: Data, everything: bool
+    work: Work, opened: list[OpenSource], source: int, active: Active, data: Data, everything: bool
 ) -> Audit:
     """Measure and judge a sample of a source, or all of it; `data` says what stops a run."""
     total = len(opened[source])
-    sample = make(work, opened, source, spread(total, everything))
+    sample = sample_ranges(work, opened, source, spread(total, everything))
     lengths = _whole_lengths(work, opened, source, sample)
     found = Audit(work.sources[source].source, total, work.data.max_length, sample, lengths)
     if sample.shard.examples:
@@ -108,7 +108,7 @@ def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
     return [(edge, edge + width - 1, count) for edge, count in pairs]
 
 
-def _whole_lengths(work: Work, opened: list[Opened], source: int, sample: Sample) -> Ints:
+def _whole_lengths(work: Work, opened: list[OpenSource], source: int, sample: Sample) -> Ints:
     """Return the lengths of all examples; those that were cut are made again, whole."""
     shard = sample.shard
     unused = {
@@ -117,9 +117,9 @@ def _whole_lengths(work: Work, opened: list[Opened], source: int, sample: Sample
     cut = {*shard.truncated, *shard.too_long, *unused}
     if not cut:
         return sample.tokens.lengths
-    again = [one for one in sample.stretches if cut.intersection(one)]
+    again = [one for one in sample.ranges if cut.intersection(one)]
     data = work.data.model_copy(update={"max_length": LONGEST, "too_long": "truncate"})
-    whole = make(replace(work, data=data), opened, source, again).tokens
+    whole = sample_ranges(replace(work, data=data), opened, source, again).tokens
     kept = ~np.isin(sample.tokens.rows, whole.rows)
     return np.concatenate([sample.tokens.lengths[kept], whole.lengths])
 
@@ -210,7 +210,7 @@ def _covers(
 
 
 def judge_chats(
-    sample: Sample, work: Work, opened: Opened, active: Active
+    sample: Sample, work: Work, opened: OpenSource, active: Active
 ) -> tuple[str, list[str]]:
     """Say how many conversations are stable, and what the model would not see as they mean it."""
     if any(active.implements(name, ["render"]) for name in active.plugins):
@@ -219,7 +219,7 @@ def judge_chats(
     lost: dict[str, list[int]] = defaultdict(list)
     added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     special = re.compile("|".join(re.escape(one.content) for one in added if one.special) or "$^")
-    for stretch in sample.stretches:
+    for stretch in sample.ranges:
         read = zip(stretch, opened.read(stretch.start, stretch.stop), strict=True)
         rows = {
             number: renamed(without(row, work.data.ignore), work.data.columns)

@@ -10,8 +10,8 @@ import numpy as np
 
 from ...base.types import Batch, Ints, Slice
 from ...batches.plan import shuffled
-from ...data.prepare import job_of, named
-from ...data.sample import worker
+from ...data.prepare import open_data, open_named_tokens
+from ...data.sample import make_work
 from ...data.sources import ensure_columns, open_source
 from ...output.bottlenecks import capacity
 from ...recipe.tables import Recipe
@@ -56,13 +56,13 @@ class Workload:
 def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
     """Return an epoch's examples: from prepared tokens, or from a sample of each source."""
     if recipe.data.tokens:
-        job = job_of(recipe, active)
-        tokens = named(recipe, job, active)
-        return epoch_of(recipe, tokens, len(job.tokenizer))
+        data = open_data(recipe, active)
+        tokens = open_named_tokens(recipe, data, active)
+        return epoch_of(recipe, tokens, len(data.tokenizer))
     sources = recipe.data.all_sources()
     opened = [open_source(source) for source in sources]
     ensure_columns(recipe.data, opened)
-    work = worker(recipe, active, opened, folder, SAMPLE)
+    work = make_work(recipe, active, opened, folder, SAMPLE)
     work.folder = folder / "sample"
     work.folder.mkdir()
     counts = [min(SAMPLE, len(rows)) for rows in opened]
