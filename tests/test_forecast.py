@@ -18,7 +18,7 @@ from transformers import (
 
 from plugsft.base.errors import RecipeError
 from plugsft.batches.defaults import BatchDefaults
-from plugsft.batches.plan import shuffled
+from plugsft.batches.plan import shuffle
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import load_tokenizer
 from plugsft.lab.forecast.cluster import Cluster
@@ -78,7 +78,7 @@ def compared(folder, monkeypatch, kind, plugins, more):
         trial = made.run({}, steps=3 if kind == "cpu2" else 2)
         assert not trial.error, trial.error
         tokens = Tokens(made.tokens.folder)
-        order = shuffled([(len(tokens), 1.0)], recipe.train.seed, 0)
+        order = shuffle([(len(tokens), 1.0)], recipe.train.seed, 0)
         named, _ = registry.resolve(made.tables)
         entries = len(load_tokenizer(named.model, folder))
         epoch = Epoch(tokens, np.arange(len(tokens)), order, entries, True)

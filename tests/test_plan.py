@@ -1,4 +1,4 @@
-"""Windows: every example once, the same whatever the ranks, a pure function of the step."""
+"""GlobalBatches: every example once, the same whatever the ranks, a pure function of the step."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plugsft import DataError, PluginError, Recipe, hookimpl
 from plugsft.batches.defaults import BatchDefaults
-from plugsft.batches.plan import Plan, Windows, lay_out, shuffled
+from plugsft.batches.plan import GlobalBatches, Plan, lay_out, shuffle
 from plugsft.registry.active import Active
 
 SIZES = {
@@ -108,7 +108,7 @@ def test_a_window_knows_its_examples_and_how_uneven_its_ranks_are(count, batch, 
 
 
 def test_the_order_is_pinned_for_every_platform_and_version():
-    assert shuffled([(10, 1.0)], seed=3, epoch=0).tolist() == [6, 8, 4, 1, 3, 5, 9, 7, 0, 2]
+    assert shuffle([(10, 1.0)], seed=3, epoch=0).tolist() == [6, 8, 4, 1, 3, 5, 9, 7, 0, 2]
 
 
 def test_the_number_of_steps():
@@ -137,7 +137,7 @@ def _recipe_of(made):
     st.integers(0, 5),
 )
 def test_weights_say_how_often_each_row_comes(sources, epoch):
-    taken = Counter(shuffled(sources, 7, epoch).tolist())
+    taken = Counter(shuffle(sources, 7, epoch).tolist())
     first = 0
     for count, weight in sources:
         mine = [taken[number] for number in range(first, first + count)]
@@ -147,7 +147,7 @@ def test_weights_say_how_often_each_row_comes(sources, epoch):
 
 
 def test_a_half_is_a_new_half_each_epoch():
-    halves = [frozenset(shuffled([(100, 0.5)], 0, epoch).tolist()) for epoch in range(3)]
+    halves = [frozenset(shuffle([(100, 0.5)], 0, epoch).tolist()) for epoch in range(3)]
     assert len(set(halves)) == 3 and {len(half) for half in halves} == {50}
 
 
@@ -170,7 +170,7 @@ def test_the_last_window_may_be_uneven():
 
 def test_windows_are_a_sequence():
     train = SimpleNamespace(batch_size=4, micro_batch=2)
-    windows = Windows(np.arange(10), 1, train)
+    windows = GlobalBatches(np.arange(10), 1, train)
     assert len(windows) == 3 == len(list(windows))
     assert len(windows[1:]) == 2
     with pytest.raises(IndexError):
@@ -184,8 +184,8 @@ def test_batches_must_give_every_epoch_the_same_number():
         @hookimpl
         def batches(self, order, ranks, train):
             self.number -= 1
-            return Windows(order[: 4 * self.number], ranks, train)
+            return GlobalBatches(order[: 4 * self.number], ranks, train)
 
     made = plan(20, 4, core=Shrinks())
-    with pytest.raises(PluginError, match="gave 2 windows for epoch 1 and 3 for the first"):
+    with pytest.raises(PluginError, match="gave 2 steps for epoch 1 and 3 for the first"):
         made.window(4)

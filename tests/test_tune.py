@@ -24,7 +24,7 @@ from conftest import (
 
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
-from plugsft.batches.plan import shuffled
+from plugsft.batches.plan import shuffle
 from plugsft.lab.trials.runner import trials
 from plugsft.lab.tune.edit_recipe import edit, ensure_free, read_body, write_edited
 from plugsft.lab.tune.run import Tuning, choose_steps
@@ -286,7 +286,7 @@ def test_probes_take_steps_of_the_run_those_that_fill_memory_first(tmp_path):
         windows = choose_steps(recipe, made.tokens, lengths, 4)
         made.use(windows.ravel(), in_order=True)
         used = Tokens(next(made.folder.glob("tokens-*")))
-        order = shuffled([(used.facts["examples"], 1.0)], recipe.train.seed, 0)
+        order = shuffle([(used.facts["examples"], 1.0)], recipe.train.seed, 0)
         assert [*used.rows[order]] == [*made.tokens.rows[windows.ravel()]]
         assert [*used.lengths[order]] == [*lengths[windows.ravel()]]
         trial = made.run({"train.micro_batch": 8}, steps=6)

@@ -3,18 +3,18 @@
 from ..base.types import Build, Feed, Ints, Layouts
 from ..hooks import hookimpl
 from ..recipe.tables import Train
-from .plan import Windows
+from .plan import GlobalBatches
 
 
 class BatchDefaults:
-    """Examples in their order, batches made one after the other."""
+    """Lay out examples in their order, and build batches in the loop's process."""
 
     @hookimpl
     def batches(self, order: Ints, ranks: int, train: Train) -> Layouts:
         """Take `batch_size` examples at a time, in order."""
-        return Windows(order, ranks, train)
+        return GlobalBatches(order, ranks, train)
 
     @hookimpl
     def feed(self, build: Build, steps: range) -> Feed:
-        """Build each window when it is asked for."""
+        """Build each step's batches when the loop asks for them."""
         return map(build, steps)

@@ -1,4 +1,4 @@
-"""What batches are made of: memory that a device can fetch from, and labels that do not count."""
+"""Labels and pinned buffers of batches."""
 
 from functools import cache
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from ..base.types import Batch
 
 IGNORED = -100
-"""The label of a token that is not trained."""
+"""Label of a token that is not trained."""
 
 
 def heard(batch: Batch) -> Batch:
-    """Return what a model is called with: no labels, and no `_name`, which is for a loss alone."""
-    return {name: one for name, one in batch.items() if name != "labels" and name[0] != "_"}
+    """Return the model's inputs: not the labels, and no `_name`, which is for the loss alone."""
+    return {name: value for name, value in batch.items() if name != "labels" and name[0] != "_"}
 
 
-def label(ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return the trained ids where they are, and elsewhere what is ignored."""
-    # By arithmetic, in place: a choice for each token, as in np.where, takes three times as long.
+def make_labels(ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return the ids of trained tokens, and IGNORED for the others."""
+    # Arithmetic in place: np.where takes three times as long.
     labels = -mask.view(np.int8).astype(np.int32)
     labels &= ids - IGNORED
     labels += IGNORED
@@ -28,13 +28,13 @@ def label(ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 def buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory to fill: pinned where there is a GPU, which then copies it by itself.
+    """Return an empty tensor, pinned if there is a GPU, so that copies to it are asynchronous.
 
-    torch keeps pinned memory for the next buffer once no copy from it is under way.
+    torch reuses pinned memory after the last copy from it.
     """
-    return torch.empty(shape, dtype=dtype, pin_memory=_gpu())
+    return torch.empty(shape, dtype=dtype, pin_memory=_has_gpu())
 
 
 @cache
-def _gpu() -> bool:
+def _has_gpu() -> bool:
     return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Which examples make which step: a pure function of lengths, seed, epoch and step."""
+"""Plan the examples of each step: a pure function of lengths, seed, epoch and step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..recipe.tables import Recipe, Train
 from ..tokens.store import Tokens
 
 
-class Windows(OnDemand):
-    """The core's layout: windows of `batch_size` in the epoch's order, each rank its share."""
+class GlobalBatches(OnDemand):
+    """The core's layout: `batch_size` examples a step, in the epoch's order."""
 
     def __init__(self, order: Ints, ranks: int, train: Train) -> None:
         self._order, self._ranks, self._train = order, ranks, train
@@ -24,24 +24,24 @@ class Windows(OnDemand):
         return -(-len(self._order) // self._train.batch_size)
 
     def lay_out(self, number: int) -> Layout:
-        """Deal out one window."""
+        """Lay out one global batch."""
         size = self._train.batch_size
         return lay_out(
             self._order[number * size : (number + 1) * size], self._ranks, self._train.micro_batch
         )
 
 
-def lay_out(examples: Ints, ranks: int, micro: int) -> Layout:
-    """Deal examples to ranks, a micro-batch at a time; the last ranks may get none."""
-    steps = -(-len(examples) // (ranks * micro))
+def lay_out(examples: Ints, ranks: int, size: int) -> Layout:
+    """Deal examples to ranks in micro-batches of `size`; the last ranks may get none."""
+    num_steps = -(-len(examples) // (ranks * size))
     return [
-        [examples[(step * ranks + rank) * micro :][:micro] for step in range(steps)]
+        [examples[(step * ranks + rank) * size :][:size] for step in range(num_steps)]
         for rank in range(ranks)
     ]
 
 
 class Plan:
-    """All steps of a run. Seeking costs the same for every step."""
+    """All steps of a run. Each step is found in the same time."""
 
     def __init__(self, tokens: Tokens, recipe: Recipe, ranks: int, hook: Hooks) -> None:
         self.tokens, self._train, self.ranks, self._hook = tokens, recipe.train, ranks, hook
@@ -50,8 +50,8 @@ class Plan:
         ]
         if empty := int(np.count_nonzero(tokens.units == 0)):
             raise DataError(
-                f"{empty:,} of {len(tokens.units):,} examples have no trained token, and a step of "
-                "them no loss. The plugin that cuts or masks examples must leave them out"
+                f"{empty:,} of {len(tokens.units):,} examples have no trained token, so a step of "
+                "them has no loss. The plugin that cuts or masks examples must leave them out"
             )
         self._epochs: dict[int, Layouts] = {}
         self.per_epoch = len(self._epoch(0))
@@ -64,32 +64,33 @@ class Plan:
 
     @classmethod
     def once_through(cls, tokens: Tokens, recipe: Recipe, ranks: int, hook: Hooks) -> Self:
-        """Plan a single epoch of evaluation."""
+        """Plan a single epoch, for evaluation."""
         train = recipe.train.model_copy(update={"epochs": 1, "steps": None})
         return cls(tokens, recipe.model_copy(update={"train": train}), ranks, hook)
 
     def window(self, step: int) -> Window:
-        """Return the window of a step; the first is step 1."""
+        """Return the global batch of a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
         self.tokens.ensure_unchanged()
         layout = self._epoch(epoch)[number]
-        ranks = [np.concatenate(parts) for parts in layout]
-        shares = [int(self.tokens.lengths[chosen].sum()) for chosen in ranks]
+        rank_examples = [np.concatenate(micro_batches) for micro_batches in layout]
+        rank_tokens = [int(self.tokens.lengths[examples].sum()) for examples in rank_examples]
+        examples = np.concatenate(rank_examples)
         return Window(
             step=step,
             epoch=epoch,
             layout=layout,
-            total=int(self.tokens.units[np.concatenate(ranks)].sum()),
-            trained=int(self.tokens.trained[np.concatenate(ranks)].sum()),
-            tokens=sum(shares),
-            imbalance=max(shares) * len(shares) / sum(shares),
+            total=int(self.tokens.units[examples].sum()),
+            trained=int(self.tokens.trained[examples].sum()),
+            tokens=sum(rank_tokens),
+            imbalance=max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
         )
 
     def _epoch(self, epoch: int) -> Layouts:
         if epoch not in self._epochs:
-            # Two at most: the one that trains, and the next, of which a feeder builds ahead.
-            self._epochs = {old: kept for old, kept in self._epochs.items() if old >= epoch - 1}
-            order = shuffled(self._sources, self._train.seed, epoch)
+            # At most two: the current epoch, and the next, whose batches may be loaded ahead.
+            self._epochs = {n: layouts for n, layouts in self._epochs.items() if n >= epoch - 1}
+            order = shuffle(self._sources, self._train.seed, epoch)
             self._examples = len(order)
             layouts = self._hook.batches(
                 order=order,
@@ -99,24 +100,24 @@ class Plan:
             )
             if self._epochs and len(layouts) != self.per_epoch:
                 raise PluginError(
-                    f"'batches' gave {len(layouts)} windows for epoch {epoch} and {self.per_epoch} "
+                    f"'batches' gave {len(layouts)} steps for epoch {epoch} and {self.per_epoch} "
                     "for the first; every epoch must have the same number"
                 )
             self._epochs[epoch] = layouts
         return self._epochs[epoch]
 
 
-def shuffled(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Ints:
-    """Return an epoch's examples in order; a source's weight says how often each is taken."""
+def shuffle(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Ints:
+    """Return the order of an epoch; each example comes `weight` times, for (count, weight)."""
     # Philox is counter-based: its stream follows from (seed, epoch) alone, on every platform.
     random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-    parts, first = [], 0
+    repeats, first = [], 0
     for count, weight in sources:
-        whole, rest = divmod(weight, 1.0)
-        parts += [np.arange(first, first + count)] * int(whole)
-        if rest:
-            parts.append(first + random.permutation(count)[: round(rest * count)])
+        whole, fraction = divmod(weight, 1.0)
+        repeats += [np.arange(first, first + count)] * int(whole)
+        if fraction:
+            repeats.append(first + random.permutation(count)[: round(fraction * count)])
         first += count
-    order: Ints = np.concatenate(parts)
+    order: Ints = np.concatenate(repeats)
     random.shuffle(order)
     return order

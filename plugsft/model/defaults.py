@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
 from ..base.types import Batch, Ints, Score
-from ..batches.labels import IGNORED, buffer, heard, label
+from ..batches.labels import IGNORED, buffer, heard, make_labels
 from ..hooks import hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
@@ -69,7 +69,7 @@ class ModelDefaults:
         ids.numpy().fill(pad)
         ids.numpy()[inside] = token_ids
         labels.numpy().fill(IGNORED)
-        labels.numpy()[inside] = label(token_ids, mask)
+        labels.numpy()[inside] = make_labels(token_ids, mask)
         attention.numpy()[:] = positions < np.maximum(lengths, 1)[:, None]
         return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 

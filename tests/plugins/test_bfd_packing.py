@@ -22,7 +22,7 @@ from transformers import (
 
 from plugsft import DataError, RecipeError, look, testing
 from plugsft.base.types import Shard
-from plugsft.batches.plan import Windows as Plain
+from plugsft.batches.plan import GlobalBatches
 from plugsft.model.load import Load
 from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
 from plugsft.recipe.tables import Train
@@ -96,7 +96,7 @@ def members(layout):
 def test_scope_step_keeps_every_window(lengths, ranks, size, seed):
     lengths = np.array(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
-    plain = Plain(order, ranks, Train(batch_size=size, learning_rate=0.0))
+    plain = GlobalBatches(order, ranks, Train(batch_size=size, learning_rate=0.0))
     packed = Windows(plain, lengths, ranks, 50, cost)
     assert [members(one) for one in packed] == [members(one) for one in plain]
     assert [members(one) for one in packed[1:]] == [members(one) for one in plain[1:]]

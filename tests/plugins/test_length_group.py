@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugsft import testing
-from plugsft.batches.plan import Windows, lay_out
+from plugsft.batches.plan import GlobalBatches, lay_out
 from plugsft.plugins.length_group import LengthGroup, Sorted, deal_again, padded
 from plugsft.recipe.tables import Train
 
@@ -63,7 +63,7 @@ def test_any_layout_may_be_wrapped():
 def test_a_window_is_laid_out_when_it_is_asked_for():
     asked = []
 
-    class Counting(Windows):
+    class Counting(GlobalBatches):
         def __getitem__(self, number):
             asked.append(number)
             return super().__getitem__(number)

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from plugsft.base.machine import peak_memory
 from plugsft.base.types import Ints
-from plugsft.batches.plan import shuffled
+from plugsft.batches.plan import shuffle
 
 
 def train(given: dict) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def trl_settings(case: Case, best: bool, cpu: bool, lengths: Ints) -> tuple[dict
 
 def first_loss(trainer: Any, case: Case, tokens: Any) -> float:
     """Return TRL's loss of the chats that plugsft's first step has, before anything is learned."""
-    chosen = shuffled([(len(tokens), 1.0)], 0, 0)[: case.batch]
+    chosen = shuffle([(len(tokens), 1.0)], 0, 0)[: case.batch]
     examples = []
     for number in chosen.tolist():
         ids, mask = tokens.example(number)

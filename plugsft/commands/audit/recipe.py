@@ -12,7 +12,7 @@ from ...base.errors import DataError, RecipeError
 from ...base.machine import free_disk, look
 from ...base.types import Ints
 from ...batches.defaults import BatchDefaults
-from ...batches.plan import shuffled
+from ...batches.plan import shuffle
 from ...data.cache_key import TOKEN_HOOKS
 from ...data.defaults import DataDefaults
 from ...data.prepare import eval_source, open_data, open_named_tokens, summarize
@@ -132,7 +132,7 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[st
             check_ids(recipe, tokens.facts["largest_id"])
             findings.ok("data", summarize(tokens.facts, "already prepared").removeprefix("data: "))
             sources = [(one["examples"], one["weight"]) for one in tokens.facts["sources"]]
-            return tokens.lengths[shuffled(sources, recipe.train.seed, 0)]
+            return tokens.lengths[shuffle(sources, recipe.train.seed, 0)]
     return np.zeros(0, np.int64)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ...base.types import Batch, Ints, Slice
-from ...batches.plan import shuffled
+from ...batches.plan import shuffle
 from ...data.prepare import open_data, open_named_tokens
 from ...data.sample import make_work
 from ...data.sources import ensure_columns, open_source
@@ -82,14 +82,14 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
         examples.append(first + np.resize(np.arange(shard.examples), total))
         first += shard.examples
     numbers = np.concatenate(examples)
-    order = shuffled([(len(numbers), 1.0)], recipe.train.seed, 0)
+    order = shuffle([(len(numbers), 1.0)], recipe.train.seed, 0)
     return Epoch(_fit(recipe, tokens), numbers, order, len(work.tokenizer), False)
 
 
 def epoch_of(recipe: Recipe, tokens: Tokens, vocabulary: int) -> Epoch:
     """Return the first epoch of prepared tokens."""
     counts = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
-    order = shuffled(counts, recipe.train.seed, 0)
+    order = shuffle(counts, recipe.train.seed, 0)
     return Epoch(_fit(recipe, tokens), np.arange(len(tokens)), order, vocabulary, True)
 
 

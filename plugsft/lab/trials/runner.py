@@ -22,7 +22,7 @@ import tomli_w
 from ...base.errors import MEMORY
 from ...base.machine import look
 from ...base.types import Ints, Shard
-from ...batches.plan import shuffled
+from ...batches.plan import shuffle
 from ...data.defaults import DataDefaults
 from ...data.prepare import prepare
 from ...hooks import DATA
@@ -109,7 +109,7 @@ class Trials:
             # Of a single source it is known beforehand which example an epoch takes when.
             for name in ("source", "sources", "split"):
                 self.tables["data"].pop(name, None)
-            order = shuffled([(len(numbers), 1.0)], self.tables["train"]["seed"], 0)
+            order = shuffle([(len(numbers), 1.0)], self.tables["train"]["seed"], 0)
             numbers = numbers[np.argsort(order)]
         write_some(self.tokens, numbers, folder, together=in_order)
         self._tell(folder)

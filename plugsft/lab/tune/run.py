@@ -15,7 +15,7 @@ from ...base.console import format_size, out, parse_size, say
 from ...base.errors import PlugsftError, RecipeError
 from ...base.machine import look
 from ...base.types import Ints
-from ...batches.plan import shuffled
+from ...batches.plan import shuffle
 from ...output.bottlenecks import capacity
 from ...output.folder import ensure_inputs
 from ...ranks.precision import on_cpu
@@ -265,7 +265,7 @@ def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> I
     evenly over the steps, sorted by tokens.
     """
     sources = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
-    order = shuffled(sources, recipe.train.seed, 0)
+    order = shuffle(sources, recipe.train.seed, 0)
     size = recipe.train.batch_size
     if len(order) < size:
         return order[None]
