@@ -30,13 +30,11 @@ from plugsft import (
     TrainError,
     hookimpl,
     plugin,
-    render_rows,
+    render_pairs,
     state,
 )
 
 SIDES = ("chosen", "rejected")
-MORE = ("tools", "chat_template_kwargs")
-"""Columns that belong to both conversations of a row."""
 OF_SIDES = [f"{name}_{side}" for name in ("reward", "logp") for side in SIDES]
 MEASURES = ("accuracy", "margin", *OF_SIDES)
 BEGINS = {True: 1e-3, False: 5e-2}
@@ -108,40 +106,8 @@ class Dpo:
 
     @hookimpl
     def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
-        """Render each row as two conversations, or texts, with the same prompt."""
-        halves: list[Row] = []
-        owners: list[int] = []
-        bad: dict[int, str] = {}
-        for number, row in enumerate(rows):
-            try:
-                halves += pair_of(row | {ours: row.get(its) for ours, its in data.columns.items()})
-                owners.append(number)
-            except ValueError as error:
-                bad[number] = str(error)
-        columns = {column for row in rows for column in row}
-        if bad and not columns.issuperset(data.columns.get(side, side) for side in SIDES):
-            raise DataError(
-                f"no row has two answers to compare: {next(iter(bad.values()))}. plugins.dpo reads "
-                "chosen and rejected, with a prompt or a common beginning; name yours in "
-                '[data.columns], for instance chosen = "good"'
-            )
-        if not owners:
-            return Rendered(bad=bad)
-        rendered = render_rows(halves, tokenizer, data.model_copy(update={"columns": {}}))
-        assert rendered is not None, "halves have a format that is known"
-        for half, reason in rendered.bad.items():
-            bad[owners[half // 2]] = f"{SIDES[half % 2]}: {reason}"
-        whole = [place for place, half in enumerate(rendered.rows) if owners[half // 2] not in bad]
-        return Rendered(
-            [rendered.texts[place] for place in whole],
-            [rendered.spans[place] for place in whole],
-            [owners[rendered.rows[place] // 2] for place in whole],
-            bad,
-            rendered.special_tokens,
-            f"of two answers: {rendered.mask}",
-            {it: [owners[half // 2] for half in some] for it, some in rendered.warnings.items()},
-            {*SIDES, "prompt", "system", *MORE},
-        )
+        """Render each row as two texts with the same prompt."""
+        return render_pairs(rows, tokenizer, data)
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
@@ -291,58 +257,6 @@ class Dpo:
         loss = f"{self.loss} loss, beta {self.beta:g}{smooth}{nll}"
         reference = f"reference: {self.referred}" if self.referred else ""
         return "; ".join(filter(None, [loss, reference, self.saved]))
-
-
-def pair_of(row: Row) -> list[Row]:
-    """Return a row as two with prompt and completion; raise ValueError where it has not both."""
-    for side in SIDES:
-        if row.get(side) is None:
-            there = ", ".join(sorted(key for key, value in row.items() if value is not None))
-            raise ValueError(f"no '{side}': the row has {there or 'no columns'}")
-    prompt = row.get("prompt")
-    answers = [[one] if isinstance(one, dict) else one for one in (row[side] for side in SIDES)]
-    kinds = {type(one) for one in answers}
-    if answers[0] == answers[1]:
-        raise ValueError("chosen and rejected are the same")
-    if kinds == {str}:
-        if isinstance(prompt, list):
-            answers = [[{"role": "assistant", "content": one}] for one in answers]
-    elif kinds == {list}:
-        if isinstance(prompt, str) and all(begins_with_answer(one) for one in answers):
-            prompt = [{"role": "user", "content": prompt}]
-    else:
-        raise ValueError("chosen and rejected are not both texts, or both lists of turns")
-    if type(prompt) is not type(answers[0]):
-        prompt = answers[0][: common(*answers)]
-        if not prompt:
-            raise ValueError("there is no prompt, and chosen and rejected do not begin alike")
-        # As in TRL: most tokenizers write the space before a word and the word as one token.
-        prompt = prompt[:-1] if prompt[-1] == " " else prompt
-        answers = [one[len(prompt) :] for one in answers]
-    elif isinstance(prompt, list) and all(one[: len(prompt)] == prompt for one in answers):
-        answers = [one[len(prompt) :] for one in answers]
-    if row.get("system"):
-        if isinstance(prompt, str):
-            raise ValueError("'system' is for chats, and the answers are texts")
-        prompt = [{"role": "system", "content": row["system"]}, *prompt]
-    more = {name: row[name] for name in MORE if row.get(name) is not None}
-    return [{"prompt": prompt, "completion": answer, **more} for answer in answers]
-
-
-def begins_with_answer(turns: list[Any]) -> bool:
-    """Tell whether a conversation lacks its question."""
-    first = turns[0] if turns else None
-    return isinstance(first, dict) and (first.get("role") or first.get("from")) in (
-        "assistant",
-        "gpt",
-    )
-
-
-def common(one: Any, other: Any) -> int:
-    """Return how much two conversations, or texts, begin with alike."""
-    pairs = zip(one, other, strict=False)
-    same = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-    return min(same, len(one) - 1, len(other) - 1)
 
 
 def summed(losses: Tensor, targets: Tensor) -> Tensor:

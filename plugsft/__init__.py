@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .batches.labels import heard
     from .batches.packed_rows import attend_per_document, documents_of, lone_document, pack
     from .data.defaults import opened, tokenizing
+    from .data.pairs import render_pairs
     from .data.render import render_rows
     from .model.document_probe import ensure_apart, ensure_twin_apart, takes_documents
     from .model.flops import Shapes, peak_flops, shapes_of
@@ -81,6 +82,7 @@ LATE = {
     "pack": "batches.packed_rows",
     "peak_flops": "model.flops",
     "progress": "base.console",
+    "render_pairs": "data.pairs",
     "render_rows": "data.render",
     "say": "base.console",
     "shapes_of": "model.flops",
@@ -160,6 +162,7 @@ __all__ = [
     "peak_flops",
     "plugin",
     "progress",
+    "render_pairs",
     "render_rows",
     "say",
     "shapes_of",

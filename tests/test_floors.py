@@ -42,7 +42,7 @@ EXPORTED = _words("""
     Tokenizer Tokens Train TrainError Window Work __version__ attend_per_document bottlenecks
     cache_folder damage decoder_layers digest documents_of encode ensure_apart ensure_twin_apart
     fused_loss heard hookimpl lone_document look once opened pack peak_flops plugin progress
-    render_rows say shapes_of state takes_documents tokenizing weights_digest
+    render_pairs render_rows say shapes_of state takes_documents tokenizing weights_digest
 """)
 COMMANDS = _words("""
     bench cache chat check diff export inspect new_plugin plan plugins prepare schema show train

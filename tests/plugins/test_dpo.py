@@ -32,7 +32,7 @@ from plugsft import DataError, RecipeError, look
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
-from plugsft.plugins.dpo import pair_of
+from plugsft.data.pairs import split_pair
 from plugsft.registry.active import check, resolve
 from plugsft.run import OpenRun
 
@@ -116,8 +116,8 @@ READ = [
 def test_a_row_is_read_as_a_prompt_and_two_answers(row, wanted):
     more = {"tools": TOOLS, "chat_template_kwargs": {"short": True}}
     prompt, chosen, rejected = wanted
-    assert pair_of(row) == [{"prompt": prompt, "completion": one} for one in (chosen, rejected)]
-    assert pair_of(row | more | {"score": 1}) == [
+    assert split_pair(row) == [{"prompt": prompt, "completion": one} for one in (chosen, rejected)]
+    assert split_pair(row | more | {"score": 1}) == [
         {"prompt": prompt, "completion": one, **more} for one in (chosen, rejected)
     ]
 
@@ -128,7 +128,7 @@ WORDS = st.text(min_size=1, max_size=6)
 @given(WORDS, WORDS, WORDS)
 def test_what_texts_begin_with_alike_is_their_prompt(prompt, chosen, rejected):
     assume(chosen != rejected)
-    one, other = pair_of({"chosen": prompt + chosen, "rejected": prompt + rejected})
+    one, other = split_pair({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert one["prompt"] == other["prompt"] and one["completion"] and other["completion"]
     assert (one["prompt"] + " ").startswith(prompt)
     assert one["prompt"] + one["completion"] == prompt + chosen
@@ -152,7 +152,7 @@ BAD = [
 @pytest.mark.parametrize(("row", "says"), BAD)
 def test_a_row_without_two_answers_says_why(row, says):
     with pytest.raises(ValueError, match=says):
-        pair_of(row)
+        split_pair(row)
 
 
 # Pairs become tokens.
@@ -851,4 +851,4 @@ def test_a_reference_that_is_not_there_is_named(tiny, tmp_path):
 
 def test_a_system_column_stands_before_the_prompt():
     row = {"system": "be brief", "prompt": [ASK], **GIVEN}
-    assert [one["prompt"] for one in pair_of(row)] == [[say("be brief", "system"), ASK]] * 2
+    assert [one["prompt"] for one in split_pair(row)] == [[say("be brief", "system"), ASK]] * 2

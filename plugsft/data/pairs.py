@@ -1,0 +1,110 @@
+"""Render preferences: each row as two texts with the same prompt, chosen first."""
+
+from typing import Any
+
+from ..base.errors import DataError
+from ..base.types import Rendered, Row
+from ..recipe.tables import Data
+from ..tokens.tokenizer import Tokenizer
+from .formats import BadRow
+from .render import render_rows
+
+ANSWERS = ("chosen", "rejected")
+SHARED = ("tools", "chat_template_kwargs")
+"""Columns that belong to both conversations of a row."""
+
+
+def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
+    """Render the chosen and the rejected answer of each row, both with the prompt."""
+    answers: list[Row] = []
+    pair_rows: list[int] = []
+    bad: dict[int, str] = {}
+    for number, row in enumerate(rows):
+        try:
+            renamed = {ours: row.get(yours) for ours, yours in data.columns.items()}
+            answers += split_pair(row | renamed)
+            pair_rows.append(number)
+        except BadRow as error:
+            bad[number] = str(error)
+    columns = {column for row in rows for column in row}
+    if bad and not columns.issuperset(data.columns.get(name, name) for name in ANSWERS):
+        raise DataError(
+            f"no row has two answers to compare: {next(iter(bad.values()))}. Pairs have columns "
+            "chosen and rejected, with a prompt or a common beginning; name yours in "
+            '[data.columns], for instance chosen = "good"'
+        )
+    if not pair_rows:
+        return Rendered(bad=bad)
+    rendered = render_rows(answers, tokenizer, data.model_copy(update={"columns": {}}))
+    assert rendered is not None, "the format of prompt and completion is known"
+    for answer, reason in rendered.bad.items():
+        bad[pair_rows[answer // 2]] = f"{ANSWERS[answer % 2]}: {reason}"
+    complete = [n for n, answer in enumerate(rendered.rows) if pair_rows[answer // 2] not in bad]
+    return Rendered(
+        texts=[rendered.texts[n] for n in complete],
+        spans=[rendered.spans[n] for n in complete],
+        rows=[pair_rows[rendered.rows[n] // 2] for n in complete],
+        bad=bad,
+        special_tokens=rendered.special_tokens,
+        mask=f"of two answers: {rendered.mask}",
+        warnings={
+            warning: [pair_rows[answer // 2] for answer in numbers]
+            for warning, numbers in rendered.warnings.items()
+        },
+        read={*ANSWERS, "prompt", "system", *SHARED},
+    )
+
+
+def split_pair(row: Row) -> list[Row]:
+    """Return a row as two rows with prompt and completion; raise BadRow if it is no pair."""
+    for name in ANSWERS:
+        if row.get(name) is None:
+            present = ", ".join(sorted(key for key, value in row.items() if value is not None))
+            raise BadRow(f"no '{name}': the row has {present or 'no columns'}")
+    prompt: Any = row.get("prompt")
+    answers: list[Any] = [[row[a]] if isinstance(row[a], dict) else row[a] for a in ANSWERS]
+    types = {type(answer) for answer in answers}
+    if answers[0] == answers[1]:
+        raise BadRow("chosen and rejected are the same")
+    if types == {str}:
+        if isinstance(prompt, list):
+            answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+    elif types == {list}:
+        if isinstance(prompt, str) and all(map(_begins_with_answer, answers)):
+            prompt = [{"role": "user", "content": prompt}]
+    else:
+        raise BadRow("chosen and rejected are not both texts, or both lists of turns")
+    if type(prompt) is not type(answers[0]):
+        prompt = answers[0][: _common_prefix(*answers)]
+        if not prompt:
+            raise BadRow("there is no prompt, and chosen and rejected do not begin alike")
+        # As in TRL: most tokenizers write the space before a word and the word as one token.
+        prompt = prompt[:-1] if prompt[-1] == " " else prompt
+        answers = [answer[len(prompt) :] for answer in answers]
+    elif isinstance(prompt, list) and all(answer[: len(prompt)] == prompt for answer in answers):
+        answers = [answer[len(prompt) :] for answer in answers]
+    if row.get("system"):
+        if isinstance(prompt, str):
+            raise BadRow("'system' is for chats, and the answers are texts")
+        prompt = [{"role": "system", "content": row["system"]}, *prompt]
+    shared = {name: row[name] for name in SHARED if row.get(name) is not None}
+    return [{"prompt": prompt, "completion": answer, **shared} for answer in answers]
+
+
+def _begins_with_answer(turns: list[Any]) -> bool:
+    """Return whether a conversation begins with the assistant."""
+    first = turns[0] if turns else None
+    return isinstance(first, dict) and (first.get("role") or first.get("from")) in (
+        "assistant",
+        "gpt",
+    )
+
+
+def _common_prefix(first: Any, second: Any) -> int:
+    """Return the length of the common prefix of two conversations or texts.
+
+    It is shorter than both, so that no answer is empty.
+    """
+    longest = min(len(first), len(second)) - 1
+    pairs = enumerate(zip(first, second, strict=False))
+    return min(longest, next((place for place, (a, b) in pairs if a != b), longest))
