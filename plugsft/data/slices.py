@@ -122,11 +122,8 @@ class Work:
         return short, encoded
 
     def _call_encode(self, rendered: Rendered) -> Encoded:
-        return self.hook.encode(
-            texts=rendered.texts,
-            tokenizer=self.tokenizer,
-            special_tokens=rendered.special_tokens,
-        )
+        texts, special = rendered.texts, rendered.special_tokens
+        return self.hook.encode(texts=texts, tokenizer=self.tokenizer, special_tokens=special)
 
 
 def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tokenizer) -> Rendered:
