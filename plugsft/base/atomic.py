@@ -42,7 +42,9 @@ HERE = _here()
 FOREIGN = ("(os error ", "inline_container", "iostream error")
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of writes to an open file, for which Python names no file."""
-FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
+"""The system's error number in the text of an error, from Rust and from shutil."""
 
 Stands = Callable[[Path], bool]
 """Whether a folder may stay as it is."""
@@ -123,14 +125,22 @@ def writing(place: Path) -> Iterator[None]:
         several = isinstance(error, shutil.Error)
         reason = " ".join(str(error.args[0][0][2] if several else error).split())
         cure = "give another folder (output=...)"
-        # "unexpected pos" is torch's only message for a full disk.
-        full = any(sign in reason for sign in (*FULL, "unexpected pos"))
-        if full:
+        if _errno(error, reason) in FULL:
             room = free_disk(place) / 2**20
             shown = f"{room:.0f} MiB" if room < 1024 else f"{room / 1024:.2f} GiB"
             reason = f"the disk is full ({shown} are free): {reason}"
             cure = f"free some, or {cure}"
         raise DiskError(f"{place}: cannot be written: {reason}", cure) from error
+
+
+def _errno(error: Exception, reason: str) -> int | None:
+    """Return the system's error number: the exception's own, or the one in a library's text."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if match := NUMBER.search(reason):
+        return int(match[1])
+    # torch reports a full disk only in these words.
+    return errno.ENOSPC if "unexpected pos" in reason else None
 
 
 def _concerns(error: Exception, place: Path) -> bool:
@@ -268,13 +278,19 @@ def remove(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: readers find the old text or the new."""
+    with writing(path), replace_file(path) as half:
+        half.write_text(text, encoding="utf8")
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; then give the file its real name."""
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        try:
-            half.write_text(text, encoding="utf8")
-            half.replace(path)
-        finally:
-            half.unlink(missing_ok=True)
+    try:
+        yield half
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def runs(pid: int) -> bool:

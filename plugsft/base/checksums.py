@@ -75,7 +75,6 @@ def cached_file_digest(path: Path) -> str:
     if now - stat.st_mtime > SETTLED_SECONDS:
         with suppress(OSError):
             entry_file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = entry_file.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({"identity": identity, "digest": checksum}))
-            temporary.replace(entry_file)
+            # A torn file is no JSON: its reader computes the checksum again.
+            entry_file.write_text(json.dumps({"identity": identity, "digest": checksum}))
     return checksum

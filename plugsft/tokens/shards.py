@@ -13,7 +13,6 @@ row and checksum. facts.json has the checksum of the index, and its own.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
+from ..base.atomic import replace_file
 from ..base.checksums import add_checksum, parse_checksummed
 from ..base.types import Ints, Shard
 
@@ -109,12 +109,14 @@ class Examples:
 def write_shard(path: Path, examples: Examples) -> int:
     """Write one Arrow file, whole or not at all; return its number of targets."""
     num_targets = 0
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
+    with (
+        replace_file(path) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_stream(sink, SCHEMA) as writer,
+    ):
         for batch in _split(examples):
             writer.write_batch(_record_batch(batch))
             num_targets += int(np.count_nonzero(batch.mask))
-    temporary.replace(path)
     return num_targets
 
 
