@@ -72,7 +72,7 @@ class Simulated:
                     break
 
     def search(self):
-        search = Search(self.sizes, self.own, self.probe)
+        search = Search(self.sizes, self.own, self.probe, [self.probe(self.own)])
         search.run()
         settings = [probe.setting for probe in search.probes]
         assert len({*settings}) == len(settings)

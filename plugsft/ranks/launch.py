@@ -23,7 +23,7 @@ from ..base.machine import Machine
 from ..recipe.tables import Recipe
 from .agree import host_group
 from .failures import failure, store, store_key
-from .launcher import asked_of_launcher
+from .launcher import started_too_few
 from .precision import ensure_no_other, in_float32, mixed, on_cpu
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
@@ -47,11 +47,9 @@ def silence_libraries() -> None:
 
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     """Start the process group, and check that it is as asked for."""
-    asked = asked_of_launcher()
-    if asked > machine.world_size:
+    if started_too_few():
         raise LaunchError(
-            f"accelerate launch was asked for {asked} processes and started {machine.world_size}. "
-            f"{CURE}"
+            f"accelerate launch was asked for several processes and started one. {CURE}"
         )
     wait_for_all(machine)
     cpu = on_cpu(recipe)

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from ..base.errors import Stopped
 from .agree import agreed
-from .launcher import ended as launcher_ended
+from .launcher import launcher_ended
 
 
 class Stop:
@@ -30,7 +30,7 @@ class Stop:
     @property
     def requested(self) -> bool:
         """Whether this process was told to stop, or failed."""
-        return bool(self._signal) or self._error is not None or launcher_ended.is_set()
+        return bool(self._signal) or self._error is not None or launcher_ended()
 
     @contextmanager
     def defer_error(self) -> Iterator[None]:
@@ -52,7 +52,7 @@ class Stop:
         with agreed(accelerator, "logging metrics"):
             if self._error is not None:
                 raise self._error
-        other = "the end of its launcher" if launcher_ended.is_set() else "another rank"
+        other = "the end of its launcher" if launcher_ended() else "another rank"
         raise Stopped(
             f"stopped by {self._signal or other} after step {step}: saved; "
             f"resume with --resume ({output})",

@@ -111,10 +111,9 @@ def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
 def _whole_lengths(work: Work, opened: list[OpenSource], source: int, sample: Sample) -> Ints:
     """Return the lengths of all examples; those that were cut are made again, whole."""
     shard = sample.shard
-    unused = {
-        row for reason, rows in shard.bad.items() if "among the first" in reason for row in rows
-    }
-    cut = {*shard.truncated, *shard.too_long, *unused}
+    # A bad row may have been cut before its first trained token.
+    bad = (row for rows in shard.bad.values() for row in rows)
+    cut = {*shard.truncated, *shard.too_long, *bad}
     if not cut:
         return sample.tokens.lengths
     again = [one for one in sample.ranges if cut.intersection(one)]

@@ -43,8 +43,10 @@ class Search:
 
     def run(self) -> None:
         """Double or halve the size; try recomputing where memory runs out; refine once."""
-        self._move(self.own, larger=True)
-        if self.fastest == self._speed(self.own):
+        speed = self._speed(self.own)
+        if speed:
+            self._move(self._step(self.own, larger=True), larger=True)
+        if self.fastest == speed:
             self._move(self._step(self.own, larger=False), larger=False)
         best, too_large = self.best(), [one.setting for one in self.probes if not one.speed]
         if self.own.recompute:
