@@ -1,16 +1,16 @@
-"""Every hook of plugsft, in the order in which a run calls them, and how a plugin is declared.
+"""Every hook of plugsft, in the order of a run, and the declaration of a plugin.
 
-A *stage* turns one thing into the next. The core answers it; at most one plugin may answer in its
-place; any number may wrap:
+A *stage* returns one result. The core answers it; one plugin may answer instead; any number may
+wrap it:
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load):
         load.kwargs["attn_implementation"] = "sdpa"   # before the core's answer
         model = yield
-        return model                                  # what the next wrapper gets
+        return model                                  # the result for the next wrapper
 
-A *notice* is heard by every plugin, and its order never matters.
-An implementation takes any part of a hook's arguments, by their names.
+A *notice* goes to every plugin; the order does not matter.
+An implementation names only the arguments that it needs.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ notice = pluggy.HookspecMarker("plugsft")
 stage = notice(firstresult=True)
 
 PASSES = ("cache", "tokenize", "render")
-"""Stages whose answer may be None: it passes the question on, to the core at last."""
+"""Stages where returning None passes the call on: to other plugins, then to the core."""
 
 DATA = ("cache", "tokenize", "render", "encode")
-"""The hooks of data: with them alone, rows become tokens on a machine that never trains."""
+"""The hooks of data preparation; `plugsft prepare` calls only these."""
 
 PLUGIN = "__plugsft__"
-"""Where a plugin's class keeps its contract."""
+"""Attribute of a plugin's class that holds its contract."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """A plugin's demands on other plugins."""
+    """The arguments of @plugin(...)."""
 
     after: tuple[str, ...]
     requires: tuple[str, ...]
@@ -90,13 +90,12 @@ def plugin(
     learns: Sequence[str] = (),
     tokens: Sequence[str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Make a class a plugin: its fields are its options, its marked methods its hooks.
+    """Turn a class into a plugin: fields are options, methods marked @hookimpl are hooks.
 
-    `after` names plugins that this one wraps where both are active; `requires`, plugins that must
-    be active too; `conflicts`, plugins that must not, each with the reason; `learns`, options that
-    change what is learned, other than by default: no run goes on with others of them; `tokens`,
-    those of its options that decide about tokens, where it has hooks of the data and not all do.
-    State that is no option is declared with `state(default)`.
+    `after`: plugins that this one wraps. `requires`: plugins that must be active too. `conflicts`:
+    plugins that must not be active -> reason. `learns`: options that affect results, unless at
+    their defaults; resuming with other values is refused. `tokens`: options that affect tokens;
+    default: all options of a plugin with hooks of data. Declare state with `state(default)`.
     """
     contract = Contract(
         tuple(after),
@@ -109,27 +108,27 @@ def plugin(
         extra="forbid",
         strict=True,
         use_attribute_docstrings=True,
-        # State may be anything; pydantic looks at its type as well.
+        # pydantic checks the types of state too; these may be any class.
         arbitrary_types_allowed=True,
     )
 
     def declare(cls: type[T]) -> type[T]:
-        made: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
-        setattr(made, PLUGIN, contract)
-        return cast("type[T]", made)
+        plugin_class: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
+        setattr(plugin_class, PLUGIN, contract)
+        return cast("type[T]", plugin_class)
 
     return declare
 
 
 def state(default: Any = None) -> Any:
-    """Declare an attribute of a plugin that is no option of it; each run gets its own copy."""
+    """Declare an attribute of a plugin that is not an option; each run gets its own copy."""
     return dataclasses.field(
         init=False, default_factory=lambda: copy.deepcopy(default), repr=False, compare=False
     )
 
 
 class Prelude(Protocol):
-    """What a plugin may do with the whole run before step 1, in `annotate`."""
+    """The run before step 1, as `annotate` sees it."""
 
     rank: int
     ranks: int
@@ -141,59 +140,59 @@ class Prelude(Protocol):
         """How the model was loaded."""
 
     def losses(self, model: Module, tokens: Tokens, examples: Ints) -> Tensor:
-        """Return -log p of the targets of some examples, in one micro-batch as the run makes it.
+        """Return -log p of the targets of examples, computed as one micro-batch of the run.
 
-        Under ZeRO-3 and FSDP2 all ranks must call it together, if need be without examples.
+        Under ZeRO-3 and FSDP2 all ranks must call it together, even without examples.
         """
 
     def added(self, values: Tensor) -> Tensor:
-        """Return the sums over all ranks."""
+        """All-reduce values: return their sums over all ranks."""
 
     def agreed(self, operation: str) -> AbstractContextManager[None]:
-        """Run a body without collectives on all ranks; if one fails, all raise.
+        """Run a block on all ranks; if it fails on one, all ranks raise.
 
-        For code between two collectives that may fail on a single rank, such as writing.
+        For code without collectives that may fail on a single rank, such as writing a file.
         """
 
     def frozen(self, path: str = "", revision: str | None = None) -> Module:
-        """Load a model as the run's was, that one again or another; it is never trained."""
+        """Load a model for inference: the run's own base again, or the one at `path`."""
 
     def keep(
         self, key: dict[str, Any], build: Callable[[Path | None], None], read: Callable[..., Any]
     ) -> Any:
-        """Return `read` of the cache entry of a key; build the entry if it is missing.
+        """Return `read(entry)` of a key's cache entry; build the entry if it is missing.
 
-        All ranks build together: the main process with the folder, the others with None.
+        All ranks build together: the main process gets the folder, the others None.
         """
 
 
 class Hooks(Protocol):
-    """The specs. The registry hands this class out as the type of its caller."""
+    """The hook specifications, and the type of the object that calls them."""
 
     @notice
     def check(self, recipe: Recipe, machine: Machine) -> None:
-        """Look at the whole recipe before anything is loaded; raise RecipeError to refuse it."""
+        """Check the recipe before anything is loaded; raise RecipeError to refuse it."""
 
     @stage
     def cache(
         self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Kept]
     ) -> Kept:
-        """Return what `read(folder, in_memory)` makes of the folder of a key, as a rule its tokens.
+        """Return `read(folder, in_memory)` of a key's cache entry; its result is usually tokens.
 
-        Where there is none, `build` fills a new one.
+        If the entry is missing, `build(folder)` fills a new one first.
         """
 
     @stage
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard]:
-        """Call `work` on every slice of the sources, anywhere; return the shards in order."""
+        """Call `work` on every slice, in any process; return the shards in the order of slices."""
 
     @stage
     def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
-        """Turn rows into text with trained spans. Returning None means: not my format."""
+        """Turn rows into texts with trained spans; return None for rows of another format."""
 
     @stage
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:
-        """Turn texts into token ids, with the place in their bytes where each token ends."""
+        """Turn texts into token ids, with the byte offset where each token ends."""
 
     @stage
     def optimize_model(self, load: ModelLoad) -> Module:
@@ -201,7 +200,7 @@ class Hooks(Protocol):
 
     @stage
     def optimizer(self, model: Module, train: Train) -> Optimizer:
-        """Make the optimizer."""
+        """Create the optimizer."""
 
     @stage
     def annotate(self, model: Module, tokens: Tokens, prelude: Prelude) -> Tokens:
@@ -209,54 +208,54 @@ class Hooks(Protocol):
 
     @stage
     def batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
-        """Lay an epoch's examples out as windows: [window][rank][micro-step] -> examples.
+        """Lay out an epoch's examples as global batches: [step][rank][micro-step] -> examples.
 
-        `order` is the epoch's shuffled order, `lengths` the tokens of every example. Every rank
-        gets the same number of micro-steps; one without examples is an empty array.
+        `order` is the epoch's shuffled order, `lengths` the tokens of each example. Every rank
+        gets the same number of micro-steps; an empty array is one without examples.
         """
 
     @stage
     def feed(self, build: Build, steps: range) -> Feed:
-        """Iterate over `build(step)`, in order. `build` is pure: it may be called ahead."""
+        """Iterate over `build(step)` in order. `build` is pure and may be called ahead of time."""
 
     @stage
     def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
-        """Turn examples into tensors; none of them gives a batch that trains nothing."""
+        """Turn examples into tensors; no examples give a batch without targets."""
 
     @stage
     def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
-        """Return the micro-batch's loss, summed over its targets and divided by `total`.
+        """Return a micro-batch's loss: the sum over its targets, divided by `total`.
 
         `score` calls the next stage.
         """
 
     @stage
     def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
-        """Return -log p of the batch's targets, in float32: each, in their order, or their sum."""
+        """Return -log p of each target in float32, in order; or their sum, if `summed`."""
 
     @notice
     def measure(self) -> dict[str, Tensor]:
-        """Return sums over the micro-batches since last asked, on every rank the same names.
+        """Return sums over this rank's micro-batches since the last call; same names on all ranks.
 
-        The core reduces them over ranks, divides by the window's total, and logs them; those of
-        evaluation as `eval_NAME`. Names of the core's or another plugin's metrics are refused.
+        The core sums them over ranks, divides by the step's `total`, and logs them; metrics of
+        an evaluation as `eval_NAME`. Names of other metrics are refused.
         """
 
     @notice
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Hear the metrics of a step, on the main process."""
+        """Receive a step's metrics, on the main process."""
 
     @notice
     def record(self, run: dict[str, Any]) -> None:
-        """Hear what run.json holds, on the main process: before the first step, and at the end.
+        """Receive run.json's content, on the main process, before the first step and at the end.
 
-        `run["status"]` tells them apart: at first it is "running". `run["steps"]["done"]` is the
-        last step made, not 0 at first where a run goes on.
+        `run["status"]` is "running" before the first step. `run["steps"]["done"]` is the last
+        finished step, which is not 0 at the start of a resumed run.
         """
 
     @notice
     def verdict(self) -> str | None:
-        """Say in one line what the plugin did; asked once the model is there, and at the end.
+        """Return a line about what the plugin did; called once the model is loaded, and at the end.
 
-        `plugsft prepare` asks those that have hooks of the data, where no model ever is.
+        `plugsft prepare` calls it without a model, for plugins with hooks of data.
         """

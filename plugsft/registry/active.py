@@ -1,4 +1,4 @@
-"""Plugins: find, import, configure, check, order, and hand out as one typed caller."""
+"""A recipe's active plugins: configured, checked, ordered, and called through typed hooks."""
 
 import inspect
 import os
@@ -35,7 +35,7 @@ from .discover import BUNDLED, CORE, FoundPlugin, find, is_core, load_class
 
 
 class Active:
-    """The core's answers and the plugins of one recipe, checked, in order."""
+    """The core's answers and the plugins of one recipe, in order."""
 
     def __init__(self, plugins: Mapping[str, Any], found: Mapping[str, FoundPlugin]) -> None:
         self.plugins = dict(plugins)
@@ -44,11 +44,11 @@ class Active:
         self._manager.add_hookspecs(Hooks)
         if os.environ.get("PLUGSFT_TRACE") == "1":
             _trace(self._manager)
-        # The type checker sees the specs: a missing argument or a wrong result is an error there.
+        # Typed as the specs, so that mypy checks arguments and results of each call.
         self.hook = cast(Hooks, self._manager.hook)
 
     def attach(self, *answers: object) -> "Active":
-        """Register the core's answers, and after them the plugins, so that these come first."""
+        """Register the core's answers, then the plugins, so that plugins are called first."""
         for number, core in enumerate(answers):
             self._manager.register(core, f"{CORE}{number or ''}")
         for name, plugin in self.plugins.items():
@@ -63,58 +63,58 @@ class Active:
                 else:
                     guard = refuse_lost_result if impl.wrapper else refuse_none
                     checked = guard(impl.function, impl.plugin_name, hook)
-                # pluggy has no seam of its own around a single implementation.
+                # pluggy cannot wrap a single implementation.
                 object.__setattr__(impl, "function", checked)
         return self
 
     def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
-        """Yield each hook: name, whether a stage, who answers, who wraps (outermost last)."""
+        """Yield each hook: name, whether a stage, answering plugins, wrappers (outermost last)."""
         for hook in SPECS:
             names = [(impl.plugin_name, impl.wrapper) for impl in self._impls(hook)]
             answers = [name for name, wrapper in reversed(names) if not wrapper]
             yield hook, is_stage(hook), answers, [name for name, wrapper in names if wrapper]
 
     def verdicts(self, hooks: Sequence[str] | None = None) -> dict[str, str]:
-        """Return what each plugin says it did, or each that has some of these hooks."""
-        asked = [name for name in self.plugins if hooks is None or self.implements(name, hooks)]
-        impls = [impl for impl in self._impls("verdict") if impl.plugin_name in asked]
-        said = {impl.plugin_name: impl.function() for impl in impls}
-        return {name: str(said.get(name) or "active") for name in asked}
+        """Return each plugin's `verdict`; only of plugins with one of these hooks, if any."""
+        names = [name for name in self.plugins if hooks is None or self.implements(name, hooks)]
+        impls = [impl for impl in self._impls("verdict") if impl.plugin_name in names]
+        texts = {impl.plugin_name: impl.function() for impl in impls}
+        return {name: str(texts.get(name) or "active") for name in names}
 
     def implements(self, name: str, hooks: Sequence[str]) -> bool:
-        """Tell whether a plugin answers or wraps one of these hooks."""
+        """Tell whether a plugin implements one of these hooks."""
         return any(hook_mark(type(self.plugins[name]), hook) for hook in hooks)
 
     def options_affecting_results(self) -> dict[str, Any]:
-        """Return the options that affect results and differ from the default."""
-        found = {}
+        """Return the options that affect results and differ from their defaults."""
+        changed = {}
         for name, plugin in self.plugins.items():
             options, fields = options_of(plugin), type(plugin).__pydantic_fields__
             for option in contract_of(plugin).learns:
                 default = fields[option].get_default(call_default_factory=True)
                 if options.get(option) != default:
-                    found[f"plugins.{name}.{option}"] = options[option]
-        return found
+                    changed[f"plugins.{name}.{option}"] = options[option]
+        return changed
 
     def is_bundled(self, name: str) -> bool:
         """Tell whether a plugin comes with plugsft."""
         return self.found[name].origin == BUNDLED
 
     def source_digest(self, name: str) -> str:
-        """Return a checksum of a plugin: its file, or its package's version and files."""
+        """Return a checksum of a plugin's file, or of its package's version and files."""
         file = Path(inspect.getfile(type(self.plugins[name])))
         if self.is_bundled(name):
             return file_digest(file)
         package = sys.modules[type(self.plugins[name]).__module__.partition(".")[0]]
         folders = [Path(folder) for folder in getattr(package, "__path__", ())]
         files = sorted(path for folder in folders for path in folder.rglob("*.py")) or [file]
-        # Ranks and machines may have it in other places.
+        # Only file names: the folder may differ between machines.
         names = [(path.name, file_digest(path)) for path in files]
         return digest({"origin": self.found[name].origin, "files": names})
 
     @contextmanager
     def name_failing_plugin(self) -> Iterator[None]:
-        """Let an unforeseen error say in which plugin's hook it was raised."""
+        """Add the plugin and hook that raised it to an unexpected error."""
         try:
             yield
         except PlugsftError:
@@ -125,7 +125,7 @@ class Active:
                 for hook in SPECS
                 for impl in self._impls(hook)
             }
-            called = [places.get(id(at.f_code)) for at, _ in walk_tb(error.__traceback__)]
+            called = [places.get(id(frame.f_code)) for frame, _ in walk_tb(error.__traceback__)]
             name, hook = next(filter(None, reversed(called)), (CORE, ""))
             if not is_core(name):
                 error.add_note(f"raised by plugin '{name}', in its hook '{hook}'")
@@ -141,14 +141,14 @@ def load(
     overrides: Sequence[str] = (),
     without: Sequence[str] = (),
 ) -> tuple[Recipe, Active]:
-    """Read a recipe with its plugins; raise every mistake in it at once."""
+    """Read a recipe and create its plugins; report all mistakes at once."""
     return resolve(reading.read(path, overrides), without, path)
 
 
 def resolve(
     raw: dict[str, Any], without: Sequence[str] = (), path: str | Path = "recipe"
 ) -> tuple[Recipe, Active]:
-    """Make a recipe and its plugins from tables; the recipe then holds every option."""
+    """Create a recipe and its plugins from tables; the recipe then holds every option."""
     found = find()
     given = raw.get("plugins", {})
     tables = dict(given) if isinstance(given, dict) else {}
@@ -156,33 +156,35 @@ def resolve(
     for name in without:
         if tables.pop(name, None) is None:
             problems.append(f"--without {name}: the recipe has no [plugins.{name}]")
-    made = {}
+    created = {}
     for name, options in tables.items():
         try:
-            plugin = _configure(name, options, found, str(path))
+            plugin = _create(name, options, found, str(path))
             if plugin is not None:
-                made[name] = plugin
+                created[name] = plugin
         except RecipeError as error:
             problems += error.problems
     if isinstance(given, dict):
-        given = {name: options_of(plugin) for name, plugin in made.items()}
+        given = {name: options_of(plugin) for name, plugin in created.items()}
     recipe, wrong = reading.validate({**raw, "plugins": given}, path)
     columns = recipe.data.columns if recipe else {}
-    problems = wrong + problems + [f"{path}: {line}" for line in _combine(made, tables, columns)]
+    problems = (
+        wrong + problems + [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
+    )
     if problems or recipe is None:
         raise RecipeError(problems)
-    return recipe, Active({name: made[name] for name in order(made)}, found)
+    return recipe, Active({name: created[name] for name in order(created)}, found)
 
 
 def rebuild(plugins: Mapping[str, dict[str, Any]]) -> Active:
-    """Make plugins again in another process, from options that were checked in the first."""
+    """Create plugins again in another process, from options that are already checked."""
     found = find()
-    made = {name: _configure(name, options, found, "recipe") for name, options in plugins.items()}
-    return Active({name: made[name] for name in order(made)}, found)
+    created = {name: _create(name, options, found, "recipe") for name, options in plugins.items()}
+    return Active({name: created[name] for name in order(created)}, found)
 
 
 def order(plugins: Mapping[str, Any]) -> list[str]:
-    """Sort plugins: each after those it names, and by name where it does not matter."""
+    """Sort plugins by `after`, then by name."""
     sorter = TopologicalSorter[str]()
     for name, plugin in sorted(plugins.items()):
         sorter.add(name, *(other for other in contract_of(plugin).after if other in plugins))
@@ -202,14 +204,14 @@ def order(plugins: Mapping[str, Any]) -> list[str]:
 
 
 def contract_of(plugin: Any) -> Contract:
-    """Return what a plugin declared in @plugin(...)."""
+    """Return the arguments of a plugin's @plugin(...)."""
     return cast(Contract, getattr(plugin, PLUGIN))
 
 
 def options_of(plugin: Any) -> dict[str, Any]:
-    """Return the values of a plugin's options; None is no TOML value, and means the default."""
+    """Return a plugin's options without those that are None, which TOML cannot express."""
     names = {name for name, _ in reading.fields(type(plugin))}
-    # As plain values: an option may be a table of its own.
+    # Convert to plain values: an option may be a table.
     values: dict[str, Any] = TypeAdapter(type(plugin)).dump_python(
         plugin, mode="json", include=names, exclude_none=True
     )
@@ -219,7 +221,7 @@ def options_of(plugin: Any) -> dict[str, Any]:
 def check(
     active: Active, recipe: Recipe, machine: Machine, hooks: Sequence[str] | None = None
 ) -> None:
-    """Let plugins, or those with some of these hooks, look at the recipe; raise all objections."""
+    """Call `check` of all plugins, or those with one of these hooks; raise all errors at once."""
     problems: list[str] = []
     for impl in active._impls("check"):
         if hooks is not None and not active.implements(impl.plugin_name, hooks):
@@ -236,7 +238,7 @@ def check(
         raise RecipeError(problems)
 
 
-def _configure(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str) -> Any:
+def _create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str) -> Any:
     where = f"{path}: plugins.{name}"
     if name not in found:
         hint = did_you_mean(name, found) or ";"
@@ -254,7 +256,7 @@ def _configure(name: str, options: Any, found: Mapping[str, FoundPlugin], path: 
         inspect_hooks(cls, name)
         return cls(**options)
     except OSError as error:
-        error.add_note(f"raised by plugin '{name}', as it was made")
+        error.add_note(f"raised by plugin '{name}', as it was created")
         raise
     except PluginError as error:
         raise RecipeError(f"{where}: {error}") from error
@@ -263,19 +265,19 @@ def _configure(name: str, options: Any, found: Mapping[str, FoundPlugin], path: 
         raise RecipeError(reading.explain(errors, cls, path, ("plugins", name))) from error
 
 
-def _combine(
-    made: Mapping[str, Any], tables: Mapping[str, Any], columns: Mapping[str, str]
+def _conflicts(
+    created: Mapping[str, Any], tables: Mapping[str, Any], columns: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield conflicts between active plugins, and columns that no plugin reads."""
+    """Yield conflicts between active plugins, and unknown names in data.columns."""
     replaced: dict[str, str] = {}
-    for name, plugin in sorted(made.items()):
+    for name, plugin in sorted(created.items()):
         contract = contract_of(plugin)
         for other in contract.requires:
-            if other not in made:
+            if other not in created:
                 off = " (it is switched off)" if other in tables else ""
                 yield f"plugins.{name}: requires '{other}'{off}: add [plugins.{other}]"
         for other, reason in contract.conflicts.items():
-            if other in made:
+            if other in created:
                 yield f"plugins.{name}: cannot be used with '{other}': {reason}. Remove one."
         for hook in SPECS:
             mark = hook_mark(type(plugin), hook)
@@ -286,7 +288,7 @@ def _combine(
                         f"plugins.{name}: answers '{hook}', and so does '{first}': "
                         "remove one, or switch it off with --without"
                     )
-    if not any(hook_mark(type(plugin), "render") for plugin in made.values()):
+    if not any(hook_mark(type(plugin), "render") for plugin in created.values()):
         for name in sorted({*columns} - {*COLUMNS}):
             hint = did_you_mean(name, COLUMNS) or ";"
             yield f"data.columns: unknown name '{name}'{hint} known are {', '.join(COLUMNS)}"
@@ -294,17 +296,17 @@ def _combine(
 
 def _trace(manager: pluggy.PluginManager) -> None:
     """Print each call of a hook with its time, indented by depth."""
-    # Batches may be made in a thread of their own: each has its own depth.
-    here = threading.local()
+    # A thread may load batches: each thread has its own depth.
+    local = threading.local()
 
     def before(*_: object) -> None:
-        here.started = [*getattr(here, "started", ()), time.perf_counter()]
+        local.started = [*getattr(local, "started", ()), time.perf_counter()]
 
     def after(outcome: pluggy.Result[Any], hook: str, impls: Any, args: Any) -> None:
-        took = (time.perf_counter() - here.started.pop()) * 1e3
+        took = (time.perf_counter() - local.started.pop()) * 1e3
         who = ", ".join(impl.plugin_name for impl in reversed(impls))
         result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
-        depth = "  " * len(here.started)
+        depth = "  " * len(local.started)
         print_error(f"trace {depth}{hook}({', '.join(args)}) by {who} -> {result}, {took:.3f} ms")
 
     manager.add_hookcall_monitoring(before, after)

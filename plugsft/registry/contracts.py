@@ -31,7 +31,7 @@ METRICS = frozenset(
         "waited",
     ]
 )
-"""The core's metrics, and the counters that it reduces with them."""
+"""The core's metrics, and the counters that are all-reduced with them."""
 
 
 def inspect_hooks(cls: type[Any], name: str) -> None:
@@ -50,7 +50,9 @@ def inspect_hooks(cls: type[Any], name: str) -> None:
                 f"{where}: only wrapper=True is understood; order comes from @plugin(after=...)"
             )
         if mark["wrapper"] and not is_stage(attribute):
-            raise PluginError(f"{where}: every plugin hears '{attribute}'; nobody wraps it")
+            raise PluginError(
+                f"{where}: '{attribute}' is a notice to every plugin; it cannot be wrapped"
+            )
         if bool(mark["wrapper"]) != inspect.isgeneratorfunction(value):
             raise PluginError(
                 f"{where}: a wrapper is marked @hookimpl(wrapper=True) and yields once; "
@@ -73,17 +75,17 @@ def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> N
 
 
 def hook_mark(cls: type[Any], hook: str) -> dict[str, Any] | None:
-    """Return what @hookimpl left on a method, the class's own or inherited."""
+    """Return the arguments of @hookimpl on a method, which may be inherited."""
     return getattr(inspect.getattr_static(cls, hook, None), "plugsft_impl", None)
 
 
 def is_stage(hook: str) -> bool:
-    """Tell whether a hook is a stage; else it is a notice."""
+    """Tell whether a hook is a stage, not a notice."""
     return bool(vars(SPECS[hook])["plugsft_spec"]["firstresult"])
 
 
 def refuse_none(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
-    """Wrap an answer to refuse None, unless the hook allows it."""
+    """Wrap an answer to refuse None, unless its hook allows it."""
     if hook in PASSES:
         return function
 
@@ -98,7 +100,7 @@ def refuse_none(function: Callable[..., Any], name: str, hook: str) -> Callable[
 
 
 def refuse_lost_result(function: Callable[..., Any], name: str, hook: str) -> Callable[..., Any]:
-    """Wrap a wrapper to refuse a lost result."""
+    """Wrap a wrapper to refuse a missing `return` or a second yield."""
     where = f"plugin '{name}': its wrapper of '{hook}'"
 
     @functools.wraps(function)
@@ -117,7 +119,7 @@ def refuse_lost_result(function: Callable[..., Any], name: str, hook: str) -> Ca
             else:
                 wrapper.send(result)
         except StopIteration as end:
-            # None may be the result: no plugin knew the format of these rows.
+            # The result itself may be None: no plugin knew the format of these rows.
             if end.value is None and result is not None:
                 raise PluginError(
                     f"{where} returned nothing; end it with: return what the yield gave"

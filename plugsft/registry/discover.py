@@ -1,4 +1,4 @@
-"""The plugins of this installation: those that come with plugsft, and those of other packages."""
+"""Discovers the installed plugins: bundled ones, and those of other packages."""
 
 import ast
 import importlib
@@ -15,14 +15,14 @@ from ..hooks import PLUGIN
 PLUGIN_PACKAGE = "plugsft.plugins"
 GROUP = "plugsft"
 BUNDLED = "bundled"
-"""The origin of plugins that come with plugsft; others have their distribution's."""
+"""Origin of bundled plugins; that of others is their distribution's name and version."""
 CORE = "core"
-"""The name under which the core's own answers are registered, before any plugin."""
+"""Name under which the core's answers are registered."""
 
 
 @dataclass(frozen=True)
 class FoundPlugin:
-    """A plugin that is there, not imported yet."""
+    """An installed plugin, not imported yet."""
 
     name: str
     origin: str
@@ -36,20 +36,20 @@ class FoundPlugin:
         if isinstance(self.source, Path):
             text = ast.get_docstring(ast.parse(self.source.read_text(encoding="utf8"))) or ""
             return text.partition("\n")[0]
-        # Not by []: where a package has imported importlib_metadata, what is missing raises.
+        # Not []: it raises for missing fields if a package has imported importlib_metadata.
         metadata: Any = self.source.metadata
         return metadata.get("Summary") or ""
 
 
 def find() -> dict[str, FoundPlugin]:
-    """Return every plugin of this installation by name, without importing one."""
+    """Return every installed plugin by name, without importing any."""
     found = {}
     folder = Path(importlib.import_module(PLUGIN_PACKAGE).__path__[0])
     for path in sorted(folder.glob("[!_]*.py")):
         found[path.stem] = FoundPlugin(path.stem, BUNDLED, f"{PLUGIN_PACKAGE}.{path.stem}", path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         other, dist = found.get(point.name), point.dist
-        assert dist is not None, "entry_points() gives those of distributions"
+        assert dist is not None, "entry points belong to distributions"
         origin = f"{dist.name} {dist.version}"
         if is_core(point.name):
             raise PluginError(f"{origin}: a plugin cannot be named '{point.name}'. Uninstall it.")
@@ -62,12 +62,12 @@ def find() -> dict[str, FoundPlugin]:
 
 
 def is_core(name: str) -> bool:
-    """Tell whether the core registers its own answers under a name."""
+    """Tell whether a name is one of the core's registrations."""
     return name.rstrip("0123456789") == CORE
 
 
 def load_class(found: FoundPlugin) -> type[Any]:
-    """Import a plugin; return its class."""
+    """Import a plugin and return its class."""
     module_name, _, class_name = found.target.partition(":")
     try:
         module = importlib.import_module(module_name)
