@@ -25,11 +25,11 @@ from plugsft import (
     digest,
     hookimpl,
     once,
-    opened,
     plugin,
     say,
     state,
 )
+from plugsft.kit.tokens import opened
 
 BUILT = "built.json"
 """File of an entry: the run that built it, and how long that took."""

@@ -20,17 +20,12 @@ from plugsft import (
     Prelude,
     Recipe,
     RecipeError,
-    Tokens,
     Train,
-    attend_per_document,
-    ensure_apart,
-    ensure_twin_apart,
     hookimpl,
-    pack,
     plugin,
     state,
-    takes_documents,
 )
+from plugsft.kit.tokens import Tokens
 
 Costs = Callable[[Ints], Any]
 """Lengths of documents -> their cost in a step."""
@@ -105,6 +100,8 @@ class BfdPacking:
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Let attention be computed per document, unless a kernel that can do so was chosen."""
+        from plugsft.kit.model import attend_per_document, ensure_twin_apart, takes_documents
+
         load.kwargs.setdefault("attn_implementation", attend_per_document())
         with takes_documents():
             model = yield
@@ -117,6 +114,8 @@ class BfdPacking:
         self, model: Any, tokens: Tokens, prelude: Prelude
     ) -> Generator[None, Tokens, Tokens]:
         """Prove that documents do not see each other; cut long examples."""
+        from plugsft.kit.model import ensure_apart
+
         tokens = yield
         self.apart = self.apart or f"{ensure_apart(model, prelude.exact)}, {self.twin}"
         return self.fitting(tokens)
@@ -146,6 +145,8 @@ class BfdPacking:
     @hookimpl
     def collate(self, tokens: Tokens, examples: Ints) -> Batch:
         """Lay examples end to end; rows of a data set all have the same length."""
+        from plugsft.kit.model import pack
+
         with COUNTING:
             self.used += int(tokens.lengths[examples].sum())
             self.made += len(examples) > 0

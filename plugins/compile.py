@@ -14,16 +14,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plugsft import (
-    Recipe,
-    RecipeError,
-    TrainError,
-    attend_per_document,
-    decoder_layers,
-    hookimpl,
-    plugin,
-    state,
-)
+from plugsft import Recipe, RecipeError, TrainError, hookimpl, plugin, state
+from plugsft.kit.model import attend_per_document, decoder_layers
 
 LIMIT = 32
 """Variants of a piece of code, at most. Beyond its own limit torch would go on uncompiled."""

@@ -1,16 +1,17 @@
 """Compute the reference's log-probabilities once, before step 1, and keep them."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 import xxhash
 from numpy.typing import NDArray
 from pydantic import Field
@@ -21,15 +22,17 @@ from plugsft import (
     Prelude,
     Recipe,
     RecipeError,
-    Tokens,
     TrainError,
     digest,
     hookimpl,
     plugin,
     progress,
     state,
-    weights_digest,
 )
+from plugsft.kit.tokens import Tokens
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA = pa.schema(
     {"example": pa.int64(), "id": pa.uint64(), "chosen": pa.float32(), "rejected": pa.float32()}
@@ -101,7 +104,7 @@ class DpoReference:
         """Say what it took, and what it saves."""
         return "; ".join(self.said) or None
 
-    def told(self, done: "Pass", kept: "Reference") -> str:
+    def told(self, done: Pass, kept: Reference) -> str:
         """Say what the pass over a data set took, what it saves, and where it is kept."""
         count = len(done.tokens)
         cost = f"{count:,} pairs known"
@@ -147,6 +150,8 @@ class Pass:
     @cached_property
     def key(self) -> dict[str, Any]:
         """All that the log-probabilities depend on."""
+        from plugsft.kit.model import weights_digest
+
         load = self.prelude.load
         path = self.plugin.given or load.path
         revision = None if self.plugin.given else load.kwargs.get("revision")
@@ -168,6 +173,8 @@ class Pass:
 
     def build(self, folder: Path | None) -> None:
         """Compute the missing values on all ranks; the main process writes them."""
+        import torch
+
         started = time.perf_counter()
         count = len(self.tokens)
         values, done = np.zeros((count, 2), np.float32), np.zeros(count, np.float32)
@@ -217,6 +224,8 @@ class Pass:
 
     def sums(self, parts: list[Ints]) -> Values:
         """Return the log-probabilities of some micro-batches' pairs; each rank takes its share."""
+        import torch
+
         rank, ranks = self.prelude.rank, self.prelude.ranks
         if self.plugin.given and self.model is self.trained:
             self.model = self.prelude.frozen(self.plugin.given)
@@ -233,14 +242,18 @@ class Pass:
 
     def pairs(self, examples: Ints) -> torch.Tensor:
         """Return the log-probabilities of pairs, in one micro-batch."""
+        import torch
+
         counts = torch.from_numpy(self.tokens.targets(examples)).to(self.device)
         with self.adapted() if self.adapted else nullcontext():
             losses = self.prelude.losses(self.model, self.tokens, examples)
         sums = torch.segment_reduce(losses, "sum", lengths=counts, unsafe=True, initial=0)
         return -sums.view(-1, 2)
 
-    def look_again(self, kept: "Reference") -> None:
+    def look_again(self, kept: Reference) -> None:
         """Compute some pairs again, and compare."""
+        import torch
+
         chosen = torch.zeros(self.plugin.probes, device=self.device, dtype=torch.float64)
         if self.prelude.rank == 0:
             picked = np.random.default_rng().integers(0, len(self.tokens), self.plugin.probes)

@@ -12,18 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, pre_tokenizers
 
-from plugsft import (
-    Encoded,
-    Ints,
-    PluginError,
-    RecipeError,
-    Tokenizer,
-    Tokens,
-    encode,
-    hookimpl,
-    plugin,
-    state,
-)
+from plugsft import Encoded, Ints, PluginError, RecipeError, hookimpl, plugin, state
+from plugsft.kit.tokens import Tokenizer, Tokens, encode
 
 Flat = tuple[NDArray[np.int32], Ints]
 Engine = Callable[[list[str]], Flat]

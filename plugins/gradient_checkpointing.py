@@ -5,9 +5,8 @@ from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
-from torch.utils.checkpoint import checkpoint
 
-from plugsft import decoder_layers, hookimpl, plugin, state
+from plugsft import hookimpl, plugin, state
 
 
 @plugin(after=["lora"])
@@ -22,6 +21,10 @@ class GradientCheckpointing:
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Mark the layers that are computed again; a mark works in training only."""
+        from torch.utils.checkpoint import checkpoint
+
+        from plugsft.kit.model import decoder_layers
+
         model = yield
         layers = decoder_layers(
             model,

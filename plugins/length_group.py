@@ -5,18 +5,8 @@ from threading import Lock
 
 import numpy as np
 
-from plugsft import (
-    Ints,
-    Layout,
-    Layouts,
-    OnDemand,
-    Recipe,
-    RecipeError,
-    Tokens,
-    hookimpl,
-    plugin,
-    state,
-)
+from plugsft import Ints, Layout, Layouts, OnDemand, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft.kit.tokens import Tokens
 
 COUNTING = Lock()
 """Training and evaluation windows may be laid out in different threads."""

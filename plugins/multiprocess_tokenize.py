@@ -18,18 +18,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from plugsft import (
-    PluginError,
-    PlugsftError,
-    Shard,
-    Slice,
-    Work,
-    hookimpl,
-    look,
-    plugin,
-    state,
-    tokenizing,
-)
+from plugsft import PluginError, PlugsftError, Shard, Slice, Work, hookimpl, look, plugin, state
+from plugsft.kit.tokens import tokenizing
 
 MEMORY = 1 << 30
 """Bytes granted to each worker; it takes about half of that, however large the data."""

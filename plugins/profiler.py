@@ -25,16 +25,14 @@ from plugsft import (
     Measured,
     Recipe,
     RecipeError,
-    Shapes,
-    Tokens,
     bottlenecks,
     hookimpl,
-    peak_flops,
     plugin,
     say,
-    shapes_of,
     state,
 )
+from plugsft.kit.model import Shapes, peak_flops, shapes_of
+from plugsft.kit.tokens import Tokens
 
 PARTS = (
     "wait",

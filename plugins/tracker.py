@@ -10,7 +10,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from pydantic import Field
 
 from plugsft import Folder, Machine, PluginError, Recipe, RecipeError, hookimpl, plugin, say, state
@@ -108,6 +107,8 @@ class Tracker:
 
     def _started(self, kind: Kind, done: int, known: str | None) -> tuple[Any, str, str]:
         """Return a tracker, the run that it has begun or goes on with, and how to look at it."""
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # it imports torch
+
         name = self.name or self.recipe.folder.name
         folder = Path(self.folder) if self.folder else self.recipe.folder / "trackers"
         make: Any = LOGGER_TYPE_TO_CLASS[kind]

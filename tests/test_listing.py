@@ -9,10 +9,16 @@ from conftest import ROOT, run_plugsft
 from making import activate, install
 
 from plugsft.base.errors import RecipeError
+from plugsft.base.machine import look
+from plugsft.batches.defaults import BatchDefaults
 from plugsft.commands import json_schema
 from plugsft.commands import recipe_overview as overview
 from plugsft.commands.runs.results import show_run
-from plugsft.registry.contracts import SPECS
+from plugsft.data.defaults import DataDefaults
+from plugsft.model.defaults import ModelDefaults
+from plugsft.output.record import Record
+from plugsft.registry.active import load
+from plugsft.registry.contracts import SPECS, is_stage
 from plugsft.registry.discover import find
 
 LOUD = '''
@@ -95,6 +101,14 @@ def test_hooks_say_who_answers_and_who_wraps_from_the_inside(installed, tiny, ca
     printed = capsys.readouterr().out
     assert "quiet" not in printed
     assert "volume = 5" in printed and '"horn"' in printed and "not run yet" in printed
+
+
+def test_the_core_answers_every_stage_and_hears_what_is_listed(tiny):
+    recipe, active = load(tiny())
+    core = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
+    active.attach(*core, Record(recipe, look(), active))
+    answered = [hook for hook, _, answers, _ in active.describe() if answers]
+    assert answered == [hook for hook in SPECS if is_stage(hook) or hook in overview.CORE_NOTICES]
 
 
 def test_hooks_come_with_the_verdicts_of_the_last_run(installed, tiny, tmp_path, capsys):

@@ -7,16 +7,14 @@ from pathlib import Path
 from rich.text import Text
 
 from ..base.console import out, say
-from ..base.machine import look
-from ..batches.defaults import BatchDefaults
-from ..data.defaults import DataDefaults
-from ..model.defaults import ModelDefaults
-from ..output.record import Record
 from ..output.report import read_record
 from ..recipe.parse import resolved
 from ..registry import active as registry
 from ..registry.contracts import SPECS
 from ..registry.discover import CORE, find
+
+CORE_NOTICES = ("log",)
+"""The notices that the core hears. It answers every stage, and to say so takes no torch."""
 
 
 def list_plugins() -> None:
@@ -41,12 +39,10 @@ def show_recipe(path: Path, overrides: Sequence[str]) -> None:
 def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> None:
     """Print who answers and who wraps each hook, then each plugin's options and verdict."""
     recipe, active = registry.load(path, overrides, without)
-    record = Record(recipe, look(), active)
-    active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(), record)
+    active.attach()
     wide = max(map(len, SPECS))
     for hook, is_stage, answers, wrappers in active.describe():
-        # The core answers in several parts; which of them is nobody's concern.
-        names = [CORE if name.startswith(CORE) else name for name in answers]
+        names = [*answers, CORE] if is_stage or hook in CORE_NOTICES else answers
         text = (", else " if is_stage else ", ").join(names) or "nobody"
         wrapped = f", wrapped by {', then '.join(wrappers)}" if wrappers else ""
         kind = "stage " if is_stage else "notice"

@@ -104,9 +104,10 @@ class Active:
         """Return a checksum of a plugin's file, or of its package's version and files."""
         file = Path(inspect.getfile(type(self.plugins[name])))
         if self.is_bundled(name):
-            return file_digest(file)
-        package = sys.modules[type(self.plugins[name]).__module__.partition(".")[0]]
-        folders = [Path(folder) for folder in getattr(package, "__path__", ())]
+            folders = [file.parent] if file.name == "__init__.py" else []
+        else:
+            package = sys.modules[type(self.plugins[name]).__module__.partition(".")[0]]
+            folders = [Path(folder) for folder in getattr(package, "__path__", ())]
         files = sorted(path for folder in folders for path in folder.rglob("*.py")) or [file]
         # Only file names: the folder may differ between machines.
         names = [(path.name, file_digest(path)) for path in files]

@@ -45,8 +45,11 @@ def find() -> dict[str, FoundPlugin]:
     """Return every installed plugin by name, without importing any."""
     found = {}
     folder = Path(importlib.import_module(PLUGIN_PACKAGE).__path__[0])
-    for path in sorted(folder.glob("[!_]*.py")):
-        found[path.stem] = FoundPlugin(path.stem, BUNDLED, f"{PLUGIN_PACKAGE}.{path.stem}", path)
+    # A plugin is a file, or a folder whose __init__.py holds its class.
+    files = {path.stem: path for path in folder.glob("[!_]*.py")}
+    files |= {path.parent.name: path for path in folder.glob("[!_]*/__init__.py")}
+    for name, path in sorted(files.items()):
+        found[name] = FoundPlugin(name, BUNDLED, f"{PLUGIN_PACKAGE}.{name}", path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         other, dist = found.get(point.name), point.dist
         assert dist is not None, "entry points belong to distributions"

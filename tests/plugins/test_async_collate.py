@@ -25,7 +25,7 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins import async_collate
-from plugsft.plugins.async_collate import Ahead
+from plugsft.plugins.async_collate.ahead import Ahead
 from plugsft.ranks.load_batches import BatchLoader
 from plugsft.registry.active import check, resolve
 

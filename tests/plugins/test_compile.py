@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from test_launch import TRAIN, curve
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from plugsft import RecipeError, TrainError, attend_per_document, documents_of, look
+from plugsft import RecipeError, TrainError, look
+from plugsft.kit.model import attend_per_document, documents_of
 from plugsft.plugins import compile as plugin_file
 from plugsft.plugins.compile import Compile, Unseen
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing

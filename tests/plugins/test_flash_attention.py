@@ -26,13 +26,12 @@ from transformers import (
     modeling_flash_attention_utils,
 )
 
-from plugsft import RecipeError, TrainError, attend_per_document, documents_of, testing
-from plugsft.plugins import flash_attention
-from plugsft.plugins.flash_attention import (
+from plugsft import RecipeError, TrainError, testing
+from plugsft.kit.model import attend_per_document, documents_of
+from plugsft.plugins.flash_attention import FlashAttention, Here, kernels
+from plugsft.plugins.flash_attention.kernels import (
     PACKAGES,
     VARLEN,
-    FlashAttention,
-    Here,
     arguments,
     attend,
     head_widths,
@@ -281,12 +280,12 @@ def assert_same(model, other, seen=None):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_torchs_kernel_is_called_for_what_attention_per_document_computes(monkeypatch, name):
-    monkeypatch.setattr(flash_attention, "varlen_attn", stand_in)
+    monkeypatch.setattr(kernels, "varlen_attn", stand_in)
     assert_same(make(MODELS[name], VARLEN), make(MODELS[name], attend_per_document()))
 
 
 def test_a_shared_prompt_reaches_torchs_kernel(monkeypatch):
-    monkeypatch.setattr(flash_attention, "varlen_attn", stand_in)
+    monkeypatch.setattr(kernels, "varlen_attn", stand_in)
     seen = np.zeros_like(LENGTHS)
     seen[[1, 3]] = LENGTHS[[0, 2]] // 2
     for name in MODELS:
@@ -302,7 +301,7 @@ def test_packages_that_cannot_share_a_prompt_are_passed_over():
 
 
 def test_one_plain_row_is_one_document_and_padded_rows_are_refused(monkeypatch):
-    monkeypatch.setattr(flash_attention, "varlen_attn", stand_in)
+    monkeypatch.setattr(kernels, "varlen_attn", stand_in)
     model, other = make(MODELS["qwen3"], VARLEN), make(MODELS["qwen3"], "eager")
     ids = torch.arange(9)[None]
     logits = [one(input_ids=ids, use_cache=False).logits for one in (model, other)]
@@ -366,7 +365,7 @@ def test_transformers_gives_flash_attn_the_documents_window_and_cap(monkeypatch,
 
 def test_no_layer_waits_for_the_device(monkeypatch):
     """In `plain` the stand-ins do: they read the bounds. So they are given none to read."""
-    monkeypatch.setattr(flash_attention, "varlen_attn", lambda **given: given["query"])
+    monkeypatch.setattr(kernels, "varlen_attn", lambda **given: given["query"])
     monkeypatch.setitem(flash_stand_in.__globals__, "plain", lambda q, *_: q)
     counts = {}
     for layers in (2, 5):

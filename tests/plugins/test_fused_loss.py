@@ -30,10 +30,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft import RecipeError, attend_per_document, documents_of, look, testing
+from plugsft import RecipeError, look, testing
+from plugsft.kit.model import attend_per_document, documents_of
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.fused_head import Behind, Positions, fused_loss
-from plugsft.plugins.fused_loss import IGNORED, FusedLoss, head_of
+from plugsft.plugins.fused_loss import FusedLoss
+from plugsft.plugins.fused_loss.loss import IGNORED, head_of
 from plugsft.registry.active import check, resolve
 
 # peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
@@ -497,7 +499,7 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
 LIGER = """
 import interpreted, torch
 from functools import partial
-from plugsft.plugins.fused_loss import Behind, Positions, from_package, fused_loss
+from plugsft.plugins.fused_loss.loss import Behind, Positions, from_package, fused_loss
 
 torch.manual_seed(0)
 hidden, weight, bias = torch.randn(9, 16), torch.randn(61, 16), torch.randn(61)

@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from test_launch import TRAIN, config, curve, finish, launch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from plugsft import RecipeError, attend_per_document, documents_of, testing
+from plugsft import RecipeError, testing
+from plugsft.kit.model import attend_per_document, documents_of
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 
 SMALL = {

@@ -24,7 +24,9 @@ import torch
 from datasets import Dataset, disable_progress_bars, load_from_disk
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from plugsft import Batch, Ints, Tokens, pack
+from plugsft import Batch, Ints
+from plugsft.kit.model import pack
+from plugsft.kit.tokens import Tokens
 from plugsft.plugins.bfd_packing import best_fit
 
 Made = Callable[[int], Batch]

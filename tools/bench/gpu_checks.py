@@ -23,12 +23,16 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from plugsft import RecipeError, Tokens, Window, documents_of, pack
+from plugsft import RecipeError, Window
 from plugsft.batches.packed_rows import attend as attend_documents
-from plugsft.plugins import flash_attention
+from plugsft.kit.model import documents_of, pack
+from plugsft.kit.tokens import Tokens
 from plugsft.plugins.async_collate import AsyncCollate
-from plugsft.plugins.flash_attention import Here, least_gpu, unavailable
-from plugsft.plugins.fused_loss import Behind, FusedLoss
+from plugsft.plugins.flash_attention import Here
+from plugsft.plugins.flash_attention import kernels as flash_attention
+from plugsft.plugins.flash_attention.kernels import least_gpu, unavailable
+from plugsft.plugins.fused_loss import FusedLoss
+from plugsft.plugins.fused_loss.loss import Behind, losses
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.lora import Lora
 from plugsft.ranks.load_batches import BatchLoader
@@ -229,7 +233,7 @@ def loss() -> Iterator[Check]:
                     behind: Behind = behind,
                 ) -> Tensor:
                     head = SimpleNamespace(weight=weight, bias=None)
-                    made: Tensor = plugin.losses(head, behind, hidden, labels, summed=True)
+                    made: Tensor = losses(plugin, head, behind, hidden, labels, summed=True)
                     return made.sum()
 
                 def plain(hidden: Tensor, weight: Tensor, behind: Behind = behind) -> Tensor:

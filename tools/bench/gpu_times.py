@@ -19,8 +19,11 @@ from gpu_checks import ATTENTIONS, DEVICE, GPU, LOSSES, fused_loss
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from plugsft import Behind, RecipeError
-from plugsft.plugins.flash_attention import Here, least_gpu, unavailable
+from plugsft import RecipeError
+from plugsft.kit.model import Behind
+from plugsft.plugins.flash_attention import Here
+from plugsft.plugins.flash_attention.kernels import least_gpu, unavailable
+from plugsft.plugins.fused_loss.loss import losses
 
 ROW, DOCUMENTS = (16_384, (500, 4_096, 16_384)) if GPU else (64, (16, 64))
 HEADS, KV_HEADS, WIDTH = (32, 8, 128) if GPU else (4, 2, 32)
@@ -72,7 +75,7 @@ def loss(trained: bool) -> Iterator[dict[str, Any]]:
 
     def fused(hidden: Tensor, weight: Tensor = weight, *, plugin: Any) -> Tensor:
         head = SimpleNamespace(weight=weight, bias=None)
-        made: Tensor = plugin.losses(head, Behind(), hidden, labels, summed=True)
+        made: Tensor = losses(plugin, head, Behind(), hidden, labels, summed=True)
         return made.sum()
 
     pull = torch.ones((), device=DEVICE)

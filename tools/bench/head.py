@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trl.kernels import ChunkedLogProbFunction
 
-from plugsft import Behind
+from plugsft.kit.model import Behind
 from plugsft.plugins.fused_loss import FusedLoss
+from plugsft.plugins.fused_loss.loss import losses
 
 IGNORED = -100
 GIB = 2**30
@@ -221,7 +222,7 @@ def fused() -> Loss:
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head.weight = weight
-        return plugin.losses(head, Behind(), hidden, labels, summed=True).sum()
+        return losses(plugin, head, Behind(), hidden, labels, summed=True).sum()
 
     return loss
 

@@ -30,12 +30,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
-from plugsft import attend_per_document, pack  # noqa: E402
 from plugsft.base.types import Rendered  # noqa: E402
 from plugsft.data.load_tokenizer import train_tokenizer  # noqa: E402
+from plugsft.kit.model import (  # noqa: E402
+    attend_per_document,
+    pack,
+)
 from plugsft.model.defaults import ModelDefaults  # noqa: E402
 from plugsft.model.load import Load, make_model  # noqa: E402
-from plugsft.plugins.lora import FastLinear, Lora  # noqa: E402
+from plugsft.plugins.lora import Lora  # noqa: E402
+from plugsft.plugins.lora.adapters import FastLinear  # noqa: E402
 from plugsft.recipe.tables import Scratch, Train  # noqa: E402
 
 RATE = 1e-4

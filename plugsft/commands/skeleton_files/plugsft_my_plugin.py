@@ -1,10 +1,14 @@
 """Count the micro-batches that are long."""
 
-from collections.abc import Generator
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from plugsft import Batch, hookimpl, plugin, state
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @plugin()

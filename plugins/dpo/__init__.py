@@ -1,16 +1,14 @@
 """Learn which of two answers is preferred (DPO): affects results."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn import Dropout, Module
-from torch.nn.functional import logsigmoid
 
 from plugsft import (
     Batch,
@@ -25,14 +23,16 @@ from plugsft import (
     Rendered,
     Row,
     Score,
-    Tokenizer,
-    Tokens,
     TrainError,
     hookimpl,
     plugin,
-    render_pairs,
     state,
 )
+from plugsft.kit.tokens import Tokenizer, Tokens, render_pairs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
 
 SIDES = ("chosen", "rejected")
 OF_SIDES = [f"{name}_{side}" for name in ("reward", "logp") for side in SIDES]
@@ -40,8 +40,6 @@ MEASURES = ("accuracy", "margin", *OF_SIDES)
 BEGINS = {True: 1e-3, False: 5e-2}
 """Allowed relative error of the first loss, where policy and reference are the same model: in
 float32 (True), or not."""
-PROBES = 2
-"""Pairs on which a shared prompt is proved to change nothing."""
 
 
 @plugin(learns=["loss", "beta", "label_smoothing", "nll", "reference"], tokens=[])
@@ -76,7 +74,8 @@ class Dpo:
     first: int = state(0)
     """The first step of this run; 1 if it does not resume."""
     exact: bool = state(True)
-    sums: dict[str, Tensor] = state({})
+    sums: dict[str, Any] = state({})
+    """Tensors, by the names of metrics."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -112,6 +111,8 @@ class Dpo:
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Leave out the model's dropout: it would be taken for a difference to the reference."""
+        from torch.nn import Dropout
+
         model = yield
         for name, module in model.named_modules():
             if isinstance(module, Dropout) and "lora_" not in name:
@@ -125,6 +126,8 @@ class Dpo:
         self, model: Any, tokens: Tokens, prelude: Prelude
     ) -> Generator[None, Tokens, Tokens]:
         """Count pairs, share their prompts, and get the reference ready."""
+        from .losses import prove_shared
+
         plain = yield
         if plain.facts["pairs"] < len(plain):
             raise DataError(
@@ -166,6 +169,8 @@ class Dpo:
     @hookimpl(wrapper=True)
     def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
         """Say which targets are whose, and what the reference made of them."""
+        import torch
+
         batch = yield
         batch["_targets"] = torch.from_numpy(tokens.targets(examples))
         if "reference" in tokens.columns:
@@ -181,6 +186,10 @@ class Dpo:
     @hookimpl
     def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
         """Compare the answers of each pair, as the model and the reference see them."""
+        import torch
+
+        from .losses import summed
+
         targets = batch["_targets"]
         logps = summed(score(model=model, batch=batch, summed=False), targets)
         reference = batch.get("_reference")
@@ -200,6 +209,8 @@ class Dpo:
 
     def losses(self, logps: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
         """Return the loss of each pair; logps are of the chosen and of the rejected answers."""
+        from .losses import compared
+
         scores = logps - reference
         # Whole, as TRL has them, whatever the loss compares.
         rewards = self.beta * scores.detach()
@@ -211,17 +222,7 @@ class Dpo:
         )
         if self.loss in ("length_normalized", "ipo"):
             scores = scores / lengths
-        return self.compared(scores[:, 0] - scores[:, 1])
-
-    def compared(self, deltas: Tensor) -> Tensor:
-        """Return the losses of differences between chosen and rejected."""
-        if self.loss == "hinge":
-            return torch.relu(1 - self.beta * deltas)
-        if self.loss == "ipo":
-            return (deltas - 1 / (2 * self.beta)) ** 2
-        wrong = self.label_smoothing
-        right = logsigmoid(self.beta * deltas) * (1 - wrong)
-        return -right - logsigmoid(-self.beta * deltas) * wrong
+        return compared(self, scores[:, 0] - scores[:, 1])
 
     def note(self, **values: Tensor) -> None:
         """Add to what is measured."""
@@ -231,15 +232,21 @@ class Dpo:
     @hookimpl
     def measure(self) -> dict[str, Tensor]:
         """Return sums over pairs."""
+        import torch
+
         sums, self.sums = self.sums, {}
         names = (*MEASURES, "nll") if self.nll else MEASURES
         return {name: sums.get(name, torch.zeros(())) for name in names}
 
     def ensure_begun(self, losses: Tensor) -> None:
         """Make sure that the first loss is what it must be where policy and reference are one."""
+        import torch
+
+        from .losses import compared
+
         if self.reference or not len(losses):
             return
-        wanted, found = float(self.compared(torch.zeros(()))), float(losses.mean())
+        wanted, found = float(compared(self, torch.zeros(()))), float(losses.mean())
         if not abs(found - wanted) <= BEGINS[self.exact] * wanted:
             raise TrainError(
                 f"plugins.dpo: the first loss is {found:.6g}, and must be {wanted:.6g}, as the "
@@ -257,30 +264,3 @@ class Dpo:
         loss = f"{self.loss} loss, beta {self.beta:g}{smooth}{nll}"
         reference = f"reference: {self.referred}" if self.referred else ""
         return "; ".join(filter(None, [loss, reference, self.saved]))
-
-
-def summed(losses: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probabilities of answers, two to a pair, from the losses of their targets."""
-    sums = torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
-    return -sums.view(-1, 2)
-
-
-def prove_shared(model: Any, plain: Tokens, shared: Tokens, prelude: Prelude) -> str:
-    """Compare the losses of some pairs with their prompt once and twice; say what it saves."""
-    worst = 0.0
-    training = model.training
-    model.eval()
-    try:
-        for number in range(min(PROBES, len(plain))):
-            chosen = np.array([number])
-            one, other = (prelude.losses(model, some, chosen) for some in (plain, shared))
-            worst = max(worst, float((one - other).abs().mean() / one.abs().mean()))
-    finally:
-        model.train(training)
-    if not worst <= (1e-4 if prelude.exact else 5e-2):
-        raise RecipeError(
-            f"plugins.dpo: share_prompt: losses of a pair differ by {worst:.1e} where its prompt "
-            "stands once; this model's attention cannot share it; remove share_prompt"
-        )
-    less = 1 - shared.lengths.sum() / plain.lengths.sum()
-    return f"prompts shared: {less:.0%} fewer tokens (proved, {worst:.0e} off)"

@@ -1,19 +1,19 @@
-"""Train small adapters on the frozen weights (LoRA): affects results."""
+"""Adapters: where they stand, how they begin, and how they are computed and saved."""
+
+from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModelForCausalLM, TaskType, get_peft_model_state_dict
 from peft.tuners import lora
 from peft.utils import ModulesToSaveWrapper
-from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
@@ -21,7 +21,10 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from plugsft import ModelLoad, PluginError, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import ModelLoad, PluginError, Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from . import Lora
 
 ALL = "all-linear"
 NAME = "default"
@@ -29,132 +32,76 @@ NAME = "default"
 MAGNITUDE = "lora_magnitude_vector"
 
 
-@plugin(
-    learns=["r", "alpha", "dropout", "targets", "modules_to_save", "rslora", "dora", "init"],
-)
-class Lora:
-    """Train small adapters on the frozen weights (LoRA): affects results.
+def adapt(plugin: Lora, load: ModelLoad, model: Any) -> Adapted:
+    """Freeze the model, and add adapters to its layers."""
+    targets, saved = choose(plugin, model)
+    here = Path(load.path)
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        # Found from anywhere; a name on the hub stays what it is.
+        base_model_name_or_path=str(here.resolve()) if here.is_dir() else load.path,
+        revision=load.kwargs.get("revision"),
+        r=plugin.r,
+        lora_alpha=plugin.alpha,
+        lora_dropout=plugin.dropout,
+        target_modules=shortened(targets, model),
+        modules_to_save=saved or None,
+        use_rslora=plugin.rslora,
+        use_dora=plugin.dora,
+        init_lora_weights=plugin.init if plugin.init != "default" else True,
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+        # One weight that is both head and embeddings stays one.
+        ensure_weight_tying=is_tied(model)
+        and any(model.get_submodule(name) in ends(model) for name in saved),
+    )
+    config._register_custom_module({Linear: FastLinear, Conv1D: FastLinear})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what these say of other settings is settled above
+        try:
+            adapted = Adapted(model, config)
+        except ValueError as error:  # peft does not support this model
+            raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
+    begin(adapted, plugin.init, plugin.seed)
+    plugin.said = describe(adapted, targets, plugin.r)
+    return adapted
 
-    Adapters are stored and trained in float32, whatever the type of the weights, and computed in
-    the type of their inputs. The run's `model/` holds only them, in peft's format;
-    `plugsft export --merge` makes a whole model of it.
-    """
 
-    r: Annotated[int, Field(ge=1)] = 16
-    """Rank: the inner width of an adapter."""
-    alpha: Annotated[int, Field(ge=1)] = 32
-    """An adapter's output is scaled by alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that is left out in training."""
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Modules that get adapters, by the ends of their names; or all linear layers but the head."""
-    modules_to_save: list[str] = field(default_factory=list)
-    """Modules that are trained whole, and saved with the adapters."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(r) instead, which keeps its size where r is large."""
-    dora: bool = False
-    """Train the length of each row of weights apart from its direction: dearer by half and more."""
-    init: Literal["default", "gaussian", "orthogonal"] = "default"
-    """How adapters begin. Each leaves the model, at first, what it was."""
-
-    seed: int = state(0)
-    dtype: str = state("float32")
-    fused: bool = state(False)
-    said: str = state("")
-
-    @hookimpl
-    def check(self, recipe: Recipe) -> None:
-        """Refuse wrong settings, and names that are not in the model."""
-        self.seed, self.fused = recipe.train.seed, recipe.has("fused_loss")
-        self.dtype = recipe.model.dtype
-        if recipe.model.weights != "float32":
-            raise RecipeError("adapters are always trained in float32; remove model.weights")
-        if self.init == "orthogonal" and self.r % 2:
-            raise RecipeError(f'init = "orthogonal" needs an even r; it is {self.r}')
-        if (model := without_weights(recipe)) is not None:
-            self.choose(model)
-
-    @hookimpl(wrapper=True)
-    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
-        """Freeze the model, and add adapters to its layers."""
-        if self.dora or self.modules_to_save:
-            load.empty = False  # these begin from the weights
-        load.kwargs["dtype"] = getattr(torch, self.dtype)  # frozen weights are only computed with
-        model = yield
-        targets, saved = self.choose(model)
-        here = Path(load.path)
-        config = LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            # Found from anywhere; a name on the hub stays what it is.
-            base_model_name_or_path=str(here.resolve()) if here.is_dir() else load.path,
-            revision=load.kwargs.get("revision"),
-            r=self.r,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=shortened(targets, model),
-            modules_to_save=saved or None,
-            use_rslora=self.rslora,
-            use_dora=self.dora,
-            init_lora_weights=self.init if self.init != "default" else True,
-            fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
-            # One weight that is both head and embeddings stays one.
-            ensure_weight_tying=is_tied(model)
-            and any(model.get_submodule(name) in ends(model) for name in saved),
+def choose(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
+    """Return the names of modules that get adapters, and of those that are trained whole."""
+    head, table = (name_of(one, model) for one in ends(model))
+    fit = {name: one for name, one in model.named_modules() if is_fit(one)}
+    plain = [name for name, one in fit.items() if head != name and not isinstance(one, Embedding)]
+    whole = found("modules_to_save", plugin.modules_to_save, model, plain)
+    if wide := [name for name in whole if [*model.get_submodule(name).children()]]:
+        raise RecipeError(
+            f"plugins.lora.modules_to_save: {wide[0]} holds other modules; name those of them "
+            f"that are trained whole; {told(plain)}"
         )
-        config._register_custom_module({Linear: FastLinear, Conv1D: FastLinear})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what these say of other settings is settled above
-            try:
-                adapted = Adapted(model, config)
-            except ValueError as error:  # peft does not support this model
-                raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
-        begin(adapted, self.init, self.seed)
-        self.said = describe(adapted, targets, self.r)
-        return adapted
-
-    @hookimpl
-    def verdict(self) -> str | None:
-        """Say how many modules got adapters, and what share of the model is trained."""
-        return self.said or None
-
-    def choose(self, model: Any) -> tuple[list[str], list[str]]:
-        """Return the names of modules that get adapters, and of those that are trained whole."""
-        head, table = (name_of(one, model) for one in ends(model))
-        fit = {name: one for name, one in model.named_modules() if is_fit(one)}
-        plain = [
-            name for name, one in fit.items() if head != name and not isinstance(one, Embedding)
-        ]
-        whole = found("modules_to_save", self.modules_to_save, model, plain)
-        if wide := [name for name in whole if [*model.get_submodule(name).children()]]:
+    if plugin.targets == ALL:
+        targets = [name for name in plain if name not in whole]
+    else:
+        targets = found("targets", plugin.targets, model, plain)
+        if odd := [name for name in targets if name not in fit]:
             raise RecipeError(
-                f"plugins.lora.modules_to_save: {wide[0]} holds other modules; name those of them "
-                f"that are trained whole; {told(plain)}"
+                f"plugins.lora.targets: {odd[0]} is a "
+                f"{type(model.get_submodule(odd[0])).__name__}, beside which no adapter can "
+                f"stand; {told(plain)}"
             )
-        if self.targets == ALL:
-            targets = [name for name in plain if name not in whole]
-        else:
-            targets = found("targets", self.targets, model, plain)
-            if odd := [name for name in targets if name not in fit]:
-                raise RecipeError(
-                    f"plugins.lora.targets: {odd[0]} is a "
-                    f"{type(model.get_submodule(odd[0])).__name__}, beside which no adapter can "
-                    f"stand; {told(plain)}"
-                )
-        if both := [name for name in targets if name in whole]:
-            raise RecipeError(f"plugins.lora.modules_to_save: {both[0]} is one of targets, too")
-        if is_tied(model) and {head, table} & {*targets}:
-            raise RecipeError(
-                f"plugins.lora.targets: {head} and {table} are one weight in this model, which "
-                "peft cannot merge with adapters; name it in modules_to_save to train it whole"
-            )
-        ours = {*targets, *whole}
-        if self.fused and (head in ours or (is_tied(model) and table in ours)):
-            raise RecipeError(
-                f"plugins.lora: {head} would be trained, and [plugins.fused_loss] reads the "
-                "frozen weight below it; leave it out of targets and modules_to_save, or remove "
-                "[plugins.fused_loss]"
-            )
-        return targets, whole
+    if both := [name for name in targets if name in whole]:
+        raise RecipeError(f"plugins.lora.modules_to_save: {both[0]} is one of targets, too")
+    if is_tied(model) and {head, table} & {*targets}:
+        raise RecipeError(
+            f"plugins.lora.targets: {head} and {table} are one weight in this model, which "
+            "peft cannot merge with adapters; name it in modules_to_save to train it whole"
+        )
+    ours = {*targets, *whole}
+    if plugin.fused and (head in ours or (is_tied(model) and table in ours)):
+        raise RecipeError(
+            f"plugins.lora: {head} would be trained, and [plugins.fused_loss] reads the "
+            "frozen weight below it; leave it out of targets and modules_to_save, or remove "
+            "[plugins.fused_loss]"
+        )
+    return targets, whole
 
 
 class Adapted(PeftModelForCausalLM):
