@@ -5,9 +5,9 @@
     def test_it_changes_nothing_that_is_learned():
         testing.keeps_gradients("my_plugin", {"my_option": 3})
 
-Every check runs for real, in new processes: a tiny model, tiny data, a temporary folder. One that
-fails raises AssertionError, with what to mend. `tables` are merged into the tiny recipe: for a
-plugin that needs another one, rows of another kind, or other settings.
+Every check trains a tiny model on tiny data in new processes and a temporary folder. A failing
+check raises AssertionError and says what to change. `tables` are merged into the tiny recipe, for
+plugins that need other plugins, data or settings.
 """
 
 import functools
@@ -36,15 +36,15 @@ from .registry.discover import find
 
 ROWS = 24
 TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that read them all"
-MEND = {
+CURES = {
     "trained_tokens": "examples or targets were lost, doubled or moved to another step. 'batches' "
-    "may only lay out each window's examples anew; 'render' and 'encode' leave the targets alone",
-    "loss": "it must be the sum over the micro-batch's targets divided by `total`, and by nothing "
-    "else: the core does all other scaling",
-    "grad_norm": "the loss is the same and its gradient is not. Look for a scaled or detached "
+    "may only rearrange the examples of a step; 'render' and 'encode' may not change targets",
+    "loss": "it must be the sum over the micro-batch's targets, divided by `total` only: the "
+    "core does all other scaling",
+    "grad_norm": "the loss is equal, but its gradient is not. Look for a scaled or detached "
     "loss, hooks on gradients, frozen parameters, or lower precision in the backward pass",
 }
-"""What is wrong, most likely, where a metric is the first to differ."""
+"""Metric that differs first -> the likely cause."""
 
 Tables = Mapping[str, Any]
 Job = TypeVar("Job")
@@ -57,17 +57,17 @@ def keeps_gradients(
     tables: Tables | None = None,
     tolerance: float = 1e-5,
 ) -> None:
-    """Check that each step of a run has the same loss and gradient norm as without the plugin."""
+    """Check that a run has the same losses and gradient norms as without the plugin."""
     with _recipe(name, options, tables) as recipe:
         others = {other: given for other, given in recipe["plugins"].items() if other != name}
         bare = {**recipe, "plugins": others, "output": recipe["output"] + "-without"}
         (without, _), (with_it, _) = _run(_train, [bare, recipe], f"plugin '{name}'")
     assert len(without) == len(with_it), (
         f"plugin '{name}': {len(with_it)} steps with it and {len(without)} without: 'batches' may "
-        "only lay out each window's examples anew"
+        "only rearrange the examples of a step"
     )
     for before, after in zip(without, with_it, strict=True):
-        for metric, cure in MEND.items():
+        for metric, cure in CURES.items():
             assert math.isclose(before[metric], after[metric], rel_tol=tolerance), (
                 f"plugin '{name}': step {before['step']}: {metric} is {after[metric]:.8g} with it "
                 f"and {before[metric]:.8g} without: {cure}"
@@ -75,7 +75,7 @@ def keeps_gradients(
 
 
 def survives_worker(name: str, options: Tables | None = None, tables: Tables | None = None) -> None:
-    """Check that the plugin, made again in a worker process, writes the same bytes of tokens."""
+    """Check that the plugin writes the same tokens in a worker process."""
     with _recipe(name, options, tables) as recipe:
         [(work, slices, here)] = _run(_prepare, [recipe], f"plugin '{name}'")
         # Workers take slices in any order.
@@ -83,22 +83,22 @@ def survives_worker(name: str, options: Tables | None = None, tables: Tables | N
         [there] = _run(write, [work], f"plugin '{name}' in a worker process")
     for file, content in here.items():
         assert there[file] == content, (
-            f"plugin '{name}': a worker process wrote other tokens for the same rows. What becomes "
-            "of a row may depend on the row and on the plugin's options alone: not on rows seen "
-            "before, on what check() or another process set, on the clock or on chance"
+            f"plugin '{name}': a worker process wrote other tokens for the same rows. A row's "
+            "tokens may depend only on the row and on the plugin's options: not on earlier rows, "
+            "on state from check() or another process, on time or on random numbers"
         )
 
 
 def returns_what_it_wrapped(
     name: str, options: Tables | None = None, tables: Tables | None = None
 ) -> None:
-    """Check that a run calls the plugin's hooks to the end, and gets something from each."""
+    """Check that a run completes and that every wrapper returns its result."""
     with _recipe(name, options, tables) as recipe:
         _run(_train, [recipe], f"plugin '{name}'")
 
 
 def verdict(name: str, options: Tables | None = None, tables: Tables | None = None) -> str:
-    """Return what the plugin says of itself at the end of a tiny run."""
+    """Return the plugin's `verdict` at the end of a tiny run."""
     with _recipe(name, options, tables) as recipe:
         [(_, verdicts)] = _run(_train, [recipe], f"plugin '{name}'")
     return verdicts[name]
@@ -106,7 +106,7 @@ def verdict(name: str, options: Tables | None = None, tables: Tables | None = No
 
 @contextmanager
 def _recipe(name: str, options: Tables | None, tables: Tables | None) -> Iterator[dict[str, Any]]:
-    """Give a recipe that trains in a second, in a temporary folder."""
+    """Yield a recipe that trains in a second, in a temporary folder."""
     found = find()
     assert name in found, (
         f"no plugin '{name}' is installed{did_you_mean(name, found) or ';'} there are: "
@@ -140,8 +140,8 @@ def _chats() -> Iterator[dict[str, Any]]:
 
 
 def _run(function: Callable[[Job], Result], jobs: Sequence[Job], who: str) -> list[Result]:
-    """Run each job in a new process, all at once; a failure becomes an AssertionError."""
-    # They start from one that has imported torch, and nothing of the plugin or of this process.
+    """Run all jobs at once in new processes; a failure becomes an AssertionError."""
+    # The fork server has imported torch, but neither the plugin nor state of this process.
     servers = multiprocessing.get_context("forkserver")
     servers.set_forkserver_preload([loop.__name__])
     with ProcessPoolExecutor(len(jobs), servers, max_tasks_per_child=1) as pool:
@@ -154,7 +154,7 @@ def _run(function: Callable[[Job], Result], jobs: Sequence[Job], who: str) -> li
 def _train(raw: dict[str, Any]) -> tuple[list[Tables], dict[str, str]]:
     """Train; return the metrics of every step, and the verdicts."""
     recipe, active = resolve(raw)
-    # A tiny model gains nothing from threads, and several runs would fight over the cores.
+    # A tiny model gains nothing from threads, and several runs share the cores.
     loop.train(run.open(recipe, active, replace(look(), cores=1)))
     lines = read_metrics(recipe.folder / "metrics.jsonl")
     return [line for line in lines if "loss" in line], active.verdicts()

@@ -283,7 +283,7 @@ def places_of(table, prefix=""):
             continue  # a plugin's state
         kinds = [info.annotation, *get_args(info.annotation)]
         marks = [*info.metadata, *(mark for kind in kinds for mark in get_args(kind)[1:])]
-        if any(getattr(mark, "func", None) is recipe_module._usable for mark in marks):
+        if any(getattr(mark, "func", None) is recipe_module._expand for mark in marks):
             yield prefix + name
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, BaseModel):

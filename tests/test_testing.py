@@ -113,7 +113,7 @@ def test_what_changes_learning_does_not_keep_gradients(install, code, words):
             wrapper("encode(self)", "given.ids[0] = os.getpid(); return given").replace(
                 "@plugin", "import os\n\n@plugin"
             ),
-            ["a worker process wrote other tokens", "clock or on chance"],
+            ["a worker process wrote other tokens", "on random numbers"],
         ),
         (
             """

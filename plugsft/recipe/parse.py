@@ -1,4 +1,4 @@
-"""A recipe's file: read, overridden, checked, explained key by key, and written again."""
+"""Read a recipe file, apply overrides, explain its mistakes, and write it again."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ from .tables import TRL, Recipe, absolute, short
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a recipe file, and set `key.path=value` overrides in it."""
+    """Read a recipe file and apply `key.path=value` overrides."""
     try:
         raw = parse_toml(read_text(Path(path)))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # TOML's, UTF-8's, ours, and int's limit of digits
+    except ValueError as error:  # from TOML, UTF-8, our limits, and int's limit of digits
         raise RecipeError(f"{path}: is not TOML: {error}") from error
     for override in overrides:
         key, sign, text = override.partition("=")
@@ -36,7 +36,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def validate(raw: Mapping[str, Any], path: str | Path) -> tuple[Recipe | None, list[str]]:
-    """Check the core's tables; return the recipe, or what is wrong with it."""
+    """Check the core's tables; return the recipe, or None and its mistakes."""
     try:
         return Recipe.model_validate(raw), []
     except ValidationError as error:
@@ -46,7 +46,7 @@ def validate(raw: Mapping[str, Any], path: str | Path) -> tuple[Recipe | None, l
 def explain(
     errors: Sequence[ErrorDetails], table: type[Any], path: str, prefix: tuple[str, ...]
 ) -> list[str]:
-    """Turn pydantic's errors into lines: file, key path, what was given, what is allowed."""
+    """Turn pydantic's errors into lines: file, key, the value, the allowed values."""
     lines: dict[str, str] = {}
     for error in errors:
         place = _keys(error["loc"], table)
@@ -77,7 +77,7 @@ def explain(
 
 
 def _keys(loc: Sequence[int | str], table: type[Any] | None) -> Sequence[int | str]:
-    """Cut off what pydantic adds to a place that is no key: the branch of a union."""
+    """Remove from a location the branches of a union, which are not keys."""
     for depth, part in enumerate(loc):
         kind = dict(fields(table)).get(str(part))
         branches = [branch for branch in get_args(kind) if branch is not NoneType]
@@ -93,14 +93,14 @@ def _key(part: int | str) -> str:
 
 
 def fields(table: type[Any] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a table and their types: a model's, or a plugin's options."""
+    """Yield the keys and types of a table, or of a plugin's options."""
     for name, info in getattr(table, "__pydantic_fields__", {}).items():
         if info.init is not False:
             yield name, info.annotation
 
 
 def default_of(key: str) -> Any:
-    """Return the default of a recipe's key ("train.seed"); None where there is none."""
+    """Return the default of a recipe's key ("train.seed"), or None."""
     table: Any = Recipe
     *above, last = key.split(".")
     for name in above:
@@ -114,7 +114,7 @@ def default_of(key: str) -> Any:
 
 
 def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {"train.seed": 0, ...}."""
+    """Flatten nested tables: {"train.seed": 0, ...}."""
     flat: dict[str, Any] = {}
     for key, value in raw.items():
         if isinstance(value, Mapping) and value:
@@ -125,7 +125,7 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def resolved(recipe: Recipe) -> str:
-    """Return the recipe as TOML with everything in it; it runs again, from any folder."""
+    """Return the recipe as TOML with all defaults and absolute paths."""
     return tomli_w.dumps(anchored(recipe))
 
 
@@ -136,7 +136,7 @@ def anchored(recipe: Recipe) -> dict[str, Any]:
     model, data = tables["model"], tables["data"]
     for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
         for name in {"path", "tokenizer", "chat_template", "source", "tokens"} & table.keys():
-            # The variant of a chat template is no place, whatever lies here under its name.
+            # "trl" is not a path, even if a file of that name exists.
             if (name, table[name]) != ("chat_template", TRL):
                 table[name] = absolute(table[name])
     if "sources" in data:
@@ -159,7 +159,7 @@ def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
 
 
 def value_of(text: str) -> Any:
-    """Read a value as TOML; what is not TOML is a bare string, so that paths need no quotes."""
+    """Parse a value as TOML, else take it as a string, so that paths need no quotes."""
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:
@@ -179,7 +179,7 @@ def _table_at(table: type[Any] | None, place: Sequence[int | str]) -> type[Any] 
 
 
 def _elsewhere(key: str, table: type[Any]) -> str:
-    """Find a key that stands in another table than the one it belongs to."""
+    """Return a hint if the key belongs to another table."""
     for name, _ in fields(table):
         if key in dict(fields(_table_at(table, [name]))):
             return f"; did you mean '{name}.{key}'?"

@@ -1,4 +1,4 @@
-"""The recipe: TOML in, typed objects out, and every mistake of a file in one go."""
+"""The recipe as typed tables: options, their docs, and their defaults."""
 
 import os
 import re
@@ -40,7 +40,8 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[name]
 
 
-def _usable(place: str) -> str:
+def _expand(place: str) -> str:
+    """Expand ~ and variables in a path; raise ValueError if it cannot be a path."""
     if not place:
         raise ValueError("given ''; it should be a name or a path")
     expanded = os.path.expanduser(VARIABLE.sub(_variable, place))
@@ -50,7 +51,7 @@ def _usable(place: str) -> str:
         expanded.encode()
         os.stat(expanded)
     except (FileNotFoundError, NotADirectoryError):
-        pass  # a name on the hub, or a folder that is still to be made
+        pass  # a hub name, or a folder that does not exist yet
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"given {short(place)}; it cannot be a path: {reason}") from error
@@ -66,13 +67,13 @@ def _anchored(place: str) -> str:
     return str(Path(place).absolute())
 
 
-# As a plugin's option is written into the resolved recipe, which runs again from any folder.
-Place = Annotated[str, AfterValidator(_usable), PlainSerializer(absolute, when_used="json")]
-"""A path, in which ~ and ${NAME} (environment variables) are expanded; or a hub name."""
-Folder = Annotated[str, AfterValidator(_usable), PlainSerializer(_anchored, when_used="json")]
+# Absolute in the resolved recipe, so that it runs from any folder; plugins use these types too.
+Place = Annotated[str, AfterValidator(_expand), PlainSerializer(absolute, when_used="json")]
+"""A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
+Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""
 TRL = "trl"
-"""In model.chat_template: trl's training variant of the model's own."""
+"""Value of model.chat_template for trl's training variant of the model's template."""
 LOSSY = (
     'model.weights = "bfloat16": trained weights and optimizer states are stored in bfloat16, '
     "which rounds away most of a step at a learning rate of 1e-5; remove it where memory allows "
@@ -87,16 +88,16 @@ FORMATS = {
     "preference": ("chosen", "rejected"),
     "text": ("text",),
 }
-"""Formats, and the columns that each needs; the first whose columns are there is taken."""
+"""Format -> its required columns; the first format that matches a row is used."""
 COLUMNS = [*chain(*FORMATS.values()), "input", "system", "history", "tools", "chat_template_kwargs"]
-"""All columns that are read."""
+"""All columns that are read from rows."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Table(BaseModel):
     """One table of a recipe."""
 
-    # defer_build: `import plugsft` need not pay for validators that it may never use.
+    # defer_build: validators are built on first use, so that `import plugsft` stays fast.
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
@@ -116,11 +117,11 @@ class Scratch(Table):
     heads: int = Field(4, ge=1, le=65_536)
     """Attention heads; they divide `hidden` into even widths."""
     kv_heads: Count | None = None
-    """Heads of keys and values. Default: as many as `heads`."""
+    """Heads of keys and values. Default: `heads`."""
     mlp: int | None = Field(None, ge=8, le=1_000_000)
-    """Width inside the MLP. Default: four times `hidden`."""
+    """Hidden width of the MLP. Default: four times `hidden`."""
     vocab: int = Field(2048, ge=300, le=1_000_000)
-    """Most entries the new byte-level BPE tokenizer may have."""
+    """Most entries of the new byte-level BPE tokenizer."""
     context: int = Field(512, ge=8, le=10_000_000)
     """Longest sequence, in tokens."""
 
@@ -139,19 +140,19 @@ class Model(Table):
     path: Place | None = None
     """A hub name or a folder."""
     scratch: Scratch | None = None
-    """Start a new small model instead."""
+    """A new small model, instead of `path`."""
     revision: str | None = None
     """Branch, tag or commit of a hub name."""
     tokenizer: Place | None = None
-    """A hub name or a folder, where the tokenizer is not the model's own."""
+    """A hub name or a folder. Default: the model's own tokenizer."""
     chat_template: Place | None = None
-    """A Jinja file that replaces the tokenizer's chat template; or "trl": trl's training variant
-    of it, which writes every turn alike and marks the assistant's. Saved with the model."""
+    """A Jinja file that replaces the tokenizer's chat template; or "trl" for its training variant
+    in trl, which marks the assistant's turns. Saved with the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of computing, of frozen weights, and of the model that the run writes."""
+    """Type of computation, of frozen weights, and of the saved model."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Type of trained weights, their gradients and AdamW's moments: 16 bytes a weight in float32,
-    8 in bfloat16, where most of a step at a learning rate of 1e-5 is rounded away."""
+    8 in bfloat16, which rounds away most of a step at a learning rate of 1e-5."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -162,7 +163,7 @@ class Model(Table):
         return self
 
     @model_validator(mode="after")
-    def _computes_in_its_weights(self) -> Self:
+    def _dtype_matches_weights(self) -> Self:
         if self.weights == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError(
                 'weights = "bfloat16" needs dtype = "bfloat16"; set it, or remove weights'
@@ -171,40 +172,40 @@ class Model(Table):
 
 
 class Source(Table):
-    """One of several sources."""
+    """One source of a mixture."""
 
     source: Place
     """A hub name, a folder, or a jsonl, json, parquet or arrow file."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     weight: float = Field(1.0, gt=0, le=1_000)
-    """How often an epoch takes each row: 0.5 takes a new random half, 2 takes all rows twice."""
+    """How often an epoch uses each row: 0.5 a new random half, 2 all rows twice."""
 
 
 class Data(Table):
-    """What to train on."""
+    """The data to train on."""
 
     source: Place | None = None
     """A hub name, a folder, or a jsonl, json, parquet or arrow file."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
     sources: list[Source] | None = Field(None, min_length=1)
-    """A mixture, in place of `source`."""
+    """A mixture of sources, instead of `source`."""
     tokens: Place | None = None
-    """A folder that `plugsft prepare` wrote; `source` may then be left out, or missing here."""
+    """A folder of `plugsft prepare`; `source` may then be absent from the recipe or the disk."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Names that plugsft knows -> your columns: {messages = "dialogue"}."""
+    """plugsft's column names -> yours: {messages = "dialogue"}."""
     ignore: list[str] = Field(default_factory=list)
-    """Columns to train without: rows are read as if they did not have them. Needed for unread
-    columns that change the meaning of a row (label, weight, images, ...)."""
+    """Columns to ignore. Required for unread columns that change the meaning of a row (label,
+    weight, images, ...)."""
     max_length: int = Field(4096, ge=2, lt=2**31)
     """Longest example, in tokens."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to longer examples; the count is always reported."""
+    """What to do with longer examples; their count is always reported."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Trained turns: the assistant's, its last one, or every token."""
+    """What to train on: all assistant turns, the last one, or every token."""
     on_bad_row: Literal["error", "drop"] = "error"
-    """Whether a row that cannot be used stops the run, or is left out and counted."""
+    """Whether an unusable row stops the run, or is dropped and counted."""
     template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables for the chat template."""
 
@@ -221,7 +222,7 @@ class Data(Table):
         return self
 
     def all_sources(self) -> list[Source]:
-        """Return the mixture, of one source in most recipes."""
+        """Return the sources; most recipes have one."""
         if self.source:
             return [Source(source=self.source, split=self.split)]
         return self.sources or []
@@ -231,49 +232,49 @@ class Eval(Table):
     """Evaluation while training."""
 
     every: Count = 100
-    """Steps between evaluations; there is always one at the end."""
+    """Steps between evaluations; the run always ends with one."""
     source: Place | None = None
-    """A second source; the training source if not given."""
+    """A hub name, a folder or a file. Default: data.source."""
     split: str = "train"
-    """Its split, or slice."""
+    """Split or slice of the source."""
 
 
 class Train(Table):
     """How to train."""
 
     batch_size: Count
-    """Examples per optimizer step, over all ranks; it does not depend on the machine."""
+    """Examples per optimizer step (the global batch), over all ranks."""
     learning_rate: float = Field(ge=0, allow_inf_nan=False)
     """Peak learning rate."""
     micro_batch: Count = 1
-    """Examples per rank at a time: affects memory and speed, never results."""
+    """Examples per micro-batch of a rank; affects memory and speed, not results."""
     epochs: Count = 1
-    """Times each example is seen."""
+    """Passes over the data."""
     steps: Count | None = None
-    """Total steps, instead of epochs."""
+    """Total steps, instead of `epochs`."""
     schedule: Schedule = "linear"
-    """Learning-rate schedule, by its name in transformers."""
+    """Name of the learning-rate schedule in transformers."""
     schedule_options: dict[str, JsonValue] = Field(default_factory=dict)
-    """The schedule's own options: {min_lr_rate = 0.1} for cosine_with_min_lr."""
+    """Options of the schedule: {min_lr_rate = 0.1} for cosine_with_min_lr."""
     warmup: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Warm-up: a share of all steps below 1, a number of steps from 1 on."""
+    """Warm-up: below 1 a share of all steps, else a number of steps."""
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Decoupled weight decay; norms and biases are left out."""
+    """Decoupled weight decay; not applied to norms and biases."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's decay of the mean."""
+    """AdamW's decay rate of the first moment."""
     beta2: float = Field(0.999, ge=0, lt=1)
-    """AdamW's decay of the square."""
+    """AdamW's decay rate of the second moment."""
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
-    """AdamW's term against division by zero."""
+    """AdamW's epsilon."""
     max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Clip gradients to this norm; 0 does not clip."""
+    """Clip gradients to this norm; 0 disables clipping."""
     keep_whole_gradients: bool = False
-    """FSDP2 only: reduce gradients once a step, not after every micro-batch. Less traffic between
-    ranks, but each stores whole gradients until then: 4 bytes a trained weight."""
+    """FSDP2 only: reduce gradients once a step, not after each micro-batch. Less traffic, but each
+    rank stores whole gradients: 4 bytes a trained weight."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Everything random follows from it."""
+    """Seed of everything random."""
     log_every: Count = 10
-    """Steps between console lines; metrics.jsonl has every step."""
+    """Steps between console lines; metrics.jsonl has all steps."""
 
     @field_validator("epochs", mode="before")
     @classmethod
@@ -287,17 +288,17 @@ class Checkpoint(Table):
     """Checkpoints."""
 
     every: int | None = Field(None, ge=0, lt=2**31)
-    """Steps between checkpoints. Default: a tenth of the run, at most 500. 0 saves only at the end,
+    """Steps between checkpoints. Default: a tenth of the run, at most 500. 0 saves only at the end
     and when the run is stopped."""
     keep: Count = 3
-    """How many of the latest to keep."""
+    """Number of latest checkpoints to keep."""
 
     def interval(self, steps: int) -> int:
-        """Return the steps between the checkpoints of a run; 0 means at the end only."""
+        """Return the steps between checkpoints; 0 means only at the end."""
         return min(500, -(-steps // 10)) if self.every is None else self.every
 
     def describe(self, steps: int) -> str:
-        """Say when the checkpoints of a run are written."""
+        """Describe in words when checkpoints are written."""
         every = self.interval(steps)
         return f"every {every:,} steps, the last {self.keep} kept" if every else "at the end only"
 
@@ -306,9 +307,9 @@ class Recipe(Table):
     """A whole run."""
 
     output: Place
-    """Folder that receives everything the run leaves behind."""
+    """Folder for everything that the run writes."""
     device: Literal["auto", "cpu"] = "auto"
-    """Where to train: on GPUs where there are any; or on the CPU even so."""
+    """Where to train: auto uses GPUs if there are any, cpu never does."""
     model: Model
     data: Data
     train: Train
@@ -333,7 +334,7 @@ class Recipe(Table):
         return plugin in self.plugins
 
     def evaluates(self, step: int) -> bool:
-        """Tell whether it is evaluated after this step, whatever comes then."""
+        """Tell whether a regular evaluation follows this step."""
         return self.eval is not None and step % self.eval.every == 0
 
     @property
@@ -343,7 +344,7 @@ class Recipe(Table):
 
 
 def short(value: Any) -> str:
-    """Write a value as it was given, or its beginning."""
+    """Return a value's repr, cut to 60 characters."""
     try:
         text = repr(value)
     except ValueError:
