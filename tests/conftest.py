@@ -5,12 +5,18 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,8 @@ import tomli_w
 
 from plugsft import cli
 from plugsft.base import console
+from plugsft.lab.bench import run as bench_runner
+from plugsft.lab.trials import runner as trial_runner
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
@@ -85,7 +93,20 @@ def write_recipe(path: Path, tables: dict[str, Any]) -> Path:
 # Children of a process that has imported everything: the same program, without the four seconds
 # that importing torch takes each time.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["plugsft.loop", "plugsft.commands.runs.start"])
+FORKS.set_forkserver_preload(["preloaded"])
+FORK_TRIALS = "PLUGSFT_TESTS_FORK_TRIALS"
+
+
+def _start_fork_server() -> None:
+    """Start it, if it does not run yet, where it can import tests/preloaded.py."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [before])]
+    )
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
 class Running:
@@ -96,6 +117,7 @@ class Running:
         self._out, self._err = (self._files / name for name in ("out", "err"))
         words = list(map(str, arguments))
         inside = (words, {**os.environ, **env}, str(cwd), str(self._out), str(self._err))
+        _start_fork_server()
         self.process = FORKS.Process(target=_child, args=inside)
         self.process.start()
 
@@ -122,7 +144,100 @@ def _child(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) 
     for number, name in ((1, out), (2, err)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
     console.out.quiet = env.get("RANK", "0") != "0"
+    if FORK_TRIALS in env:
+        trial_runner.ended = bench_runner.ended = _end_of_fork
     cli.main(words)
+
+
+def _end_of_fork(words: list[str], said: Path, **environment: str) -> tuple[int, float]:
+    """Do as plugsft.lab.trials.runner.ended, in a fork instead of a fresh process."""
+    python, option, module, *arguments = words
+    assert (python, option) == (sys.executable, "-m"), words
+    started = time.perf_counter()
+    inside = (module, arguments, {**os.environ, **environment}, os.getcwd(), str(said))
+    process = FORKS.Process(target=_run_module, args=inside)
+    process.start()
+    process.join()
+    return process.exitcode, time.perf_counter() - started
+
+
+def _run_module(
+    module: str, arguments: list[str], env: dict[str, str], cwd: str, said: str
+) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__")
+
+
+@contextmanager
+def fork_trials() -> Iterator[None]:
+    """Let trials of tune, plan and bench start as forks, not as processes that import torch."""
+    _start_fork_server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FORK_TRIALS, "1")
+        patch.setattr(trial_runner, "ended", _end_of_fork)
+        patch.setattr(bench_runner, "ended", _end_of_fork)
+        yield
+
+
+@pytest.fixture
+def forked_trials() -> Iterator[None]:
+    """Let trials of tune, plan and bench start as forks during a test."""
+    with fork_trials():
+        yield
+
+
+@cache
+def _launch_environment(words: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets for its ranks."""
+    _start_fork_server()
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_send_launch_environment, args=(words, sender))
+    process.start()
+    sender.close()
+    environment = receiver.recv()
+    process.join()
+    return environment
+
+
+def _send_launch_environment(words: tuple[str, ...], sender: Any) -> None:
+    from accelerate.commands import launch
+    from torch.distributed import run
+
+    before, seen = dict(os.environ), {}
+    run.run = lambda _: seen.update(os.environ)
+    launch.launch_command(launch.launch_command_parser().parse_args(words))
+    sender.send({name: value for name, value in seen.items() if before.get(name) != value})
+
+
+def run_launch(
+    *words: object, env: dict[str, str] | None = None, timeout: float = 240
+) -> tuple[int, str, str]:
+    """Do as `accelerate launch WORDS` does, with ranks that have imported everything.
+
+    Returns the exit code, and what all ranks have said.
+    """
+    options = [str(word) for word in words]
+    start = options.index("plugsft") + 1
+    count = int(options[options.index("--num_processes") + 1])
+    environment = {"OMP_NUM_THREADS": "1", **_launch_environment(tuple(options[:start]))}
+    ranks = start_ranks(count, *options[start:], env=environment | (env or {}))
+    waiting, end = list(ranks), time.monotonic() + timeout
+    while waiting and time.monotonic() < end:
+        connection.wait([rank.process.sentinel for rank in waiting], timeout=1)
+        waiting = [rank for rank in ranks if rank.process.exitcode is None]
+        if waiting and any(rank.process.exitcode for rank in ranks):
+            end = min(end, time.monotonic() + 15)
+    for rank in waiting:
+        rank.process.terminate()
+    ended = [rank.wait(20) for rank in ranks]
+    out, err = ("".join(getattr(rank, name) for rank in ended) for name in ("stdout", "stderr"))
+    return next((rank.returncode for rank in ended if rank.returncode), 0), out, err
 
 
 def start_plugsft(

@@ -458,7 +458,7 @@ def test_benches_of_other_work_are_not_compared():
 
 
 @pytest.mark.slow
-def test_planted_plugins_come_out_as_they_are(recipe, tmp_path):
+def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     path = recipe(louder={}, slow={}, sleeper={"seconds": 1e-3}, broken={})
     words = ["--rounds", 1, "--steps", 2, "--warmup", 1, "--keep", "sleeper"]
     done = run_plugsft("bench", path, "--without", "broken", *words)
@@ -485,7 +485,7 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_that_breaks_is_told_and_the_others_go_on(recipe, tmp_path):
+def test_one_that_breaks_is_told_and_the_others_go_on(recipe, tmp_path, forked_trials):
     path = recipe(broken={})
     words = ["--rounds", 2, "--steps", 1, "--warmup", 0, "--out", tmp_path / "made"]
     done = run_plugsft("bench", path, *words)
@@ -497,7 +497,7 @@ def test_one_that_breaks_is_told_and_the_others_go_on(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_baseline_that_does_not_run_names_the_cure(recipe):
+def test_a_baseline_that_does_not_run_names_the_cure(recipe, forked_trials):
     done = run_plugsft("bench", recipe(nothing={}), "--instead", "nothing:train.micro_batch=0")
     assert done.returncode == 2 and "train.micro_batch: given 0" in done.stderr
     assert "the baseline, without nothing, does not run" in done.stderr

@@ -280,7 +280,7 @@ def test_thousands_of_gpus_take_seconds(recipe):
 
 
 @pytest.mark.slow
-def test_a_probe_says_how_far_the_forecast_was_off_and_corrects_it(recipe):
+def test_a_probe_says_how_far_the_forecast_was_off_and_corrects_it(recipe, forked_trials):
     done = run_plugsft("plan", recipe, "--probe")
     assert done.returncode == 0, done.stderr
     said = r"probe: measured ([\d.,]+) MB, forecast .+ \([+-]\d+%\), .*; ([\d.e+-]+) s a step"

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
+from conftest import (
+    ROOT,
+    chats,
+    only_full,
+    read_metrics,
+    run_launch,
+    run_plugsft,
+    tiny_tables,
+    write_recipe,
+)
 from making import activate, install
 
 from plugsft.base.atomic import HERE, damage, runs
@@ -86,7 +95,7 @@ def test_any_kind_goes_on_from_the_checkpoint_of_another(tiny, tmp_path, first, 
     assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
     run = tmp_path / "sharded"
     words = ("-m", "plugsft", recipe, f"output={run}")
-    code, _, err = finish(launch(*config(first), *words))
+    code, _, err = run_launch(*config(first), *words)
     assert code == 0, err
     for step in (6, 7):
         shutil.rmtree(run / f"checkpoints/step-{step:06d}")
@@ -95,7 +104,7 @@ def test_any_kind_goes_on_from_the_checkpoint_of_another(tiny, tmp_path, first, 
         done = run_plugsft(recipe, f"output={run}", "--resume")
         code, out, err = done.returncode, done.stdout, done.stderr
     else:
-        code, out, err = finish(launch(*config(then), *words, "--resume"))
+        code, out, err = run_launch(*config(then), *words, "--resume")
     assert code == 0, err
     assert "going on after step 3" in out
     assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
@@ -106,13 +115,13 @@ def test_any_kind_goes_on_from_the_checkpoint_of_another(tiny, tmp_path, first, 
 def test_sharded_runs_resume_bit_for_bit(tiny, tmp_path, kind):
     recipe = tiny(rows=chats(21), train=TRAIN, checkpoint={"every": 4}, eval=EVAL)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    code, _, err = finish(launch(*config(kind), "-m", "plugsft", recipe, f"output={whole}"))
+    code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={whole}")
     assert code == 0, err
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoints/step-000007")
     shutil.rmtree(parts / "model")
     words = ("-m", "plugsft", recipe, f"output={parts}", "--resume")
-    code, out, err = finish(launch(*config(kind), *words))
+    code, out, err = run_launch(*config(kind), *words)
     assert code == 0, err
     assert "going on after step 4" in out
     assert curve(parts) == curve(whole)
@@ -151,14 +160,14 @@ def test_what_a_launchers_file_asks_for_is_done_or_refused(tiny, tmp_path, name,
         text = text.replace(old, new, 1)
     (tmp_path / "changed.yaml").write_text(text)
     words = ("--config_file", tmp_path / "changed.yaml", "--num_processes", 1)
-    code, out, err = finish(launch(*words, "-m", "plugsft", tiny()))
+    code, out, err = run_launch(*words, "-m", "plugsft", tiny())
     assert code != 0 and says in err and "step 1" not in out
 
 
 def test_two_strangers_become_ranks_of_one_run(tiny, tmp_path):
     """Without ACCELERATE_USE_CPU accelerate brings these up as two runs in one folder."""
     words = ("--multi_gpu", "--num_processes", 2, *QUIET, "--main_process_port", 0)
-    code, out, err = finish(launch(*words, "-m", "plugsft", tiny(train={"steps": 2})))
+    code, out, err = run_launch(*words, "-m", "plugsft", tiny(train={"steps": 2}))
     assert code == 0, err
     assert "DDP of 2" in out
 
@@ -191,7 +200,7 @@ def test_a_killed_rank_ends_the_launch_and_the_rerun_goes_on(tiny, tmp_path, nam
     code, _, err = finish(process, timeout=60)
     assert code != 0 and time.monotonic() - killed < 15
     assert "another rank has ended" in err and f"Resume with --resume ({run})" in err
-    code, out, err = finish(launch(*config(name), "-m", "plugsft", recipe, "--resume"))
+    code, out, err = run_launch(*config(name), "-m", "plugsft", recipe, "--resume")
     assert code == 0, err
     assert "going on after step" in out
     assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-4)
@@ -255,7 +264,7 @@ def test_a_process_that_a_shell_leaves_behind_goes_on(tiny, tmp_path):
 
 
 WATCH = """
-    import os, threading, time
+    import ctypes, os, threading, time
     from pathlib import Path
 
     def anonymous():
@@ -274,6 +283,9 @@ WATCH = """
         def optimize_model(self):
             if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
                 import deepspeed  # it takes as much memory as this model
+            # What is freed goes back at once: only what is held counts.
+            M_MMAP_THRESHOLD = -3
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 262144)
             before = anonymous()
 
             def look():
@@ -311,9 +323,8 @@ def test_no_rank_holds_a_whole_model_that_is_sharded(tiny, tmp_path, monkeypatch
     tables = tiny_tables(tmp_path, chats(8)) | tables
     tables["train"] |= {"steps": 1}
     recipe = write_recipe(tmp_path / "sharded.toml", tables)
-    # What is freed goes back at once: only what is held counts.
-    env = {"WATCHED": str(tmp_path / "rank-"), "MALLOC_MMAP_THRESHOLD_": "262144"}
-    code, _, err = finish(launch(*config(name), "-m", "plugsft", recipe, env=env))
+    env = {"WATCHED": str(tmp_path / "rank-")}
+    code, _, err = run_launch(*config(name), "-m", "plugsft", recipe, env=env)
     assert code == 0, err
     shares = [int((tmp_path / f"rank-{rank}").read_text()) / size for rank in range(2)]
     print(f"{name}: {shares[0]:.2f} and {shares[1]:.2f} of {size / 2**20:.0f} MiB")
@@ -338,9 +349,9 @@ SLOW = """
         @hookimpl
         def check(self):
             # As short as a run's patience would be, against a preparation of hours.
-            distributed_c10d.default_pg_timeout = timedelta(seconds=4)
+            distributed_c10d.default_pg_timeout = timedelta(seconds=2)
             if os.environ["RANK"] == self.rank:
-                time.sleep(10)
+                time.sleep(5)
 
         @hookimpl(wrapper=True)
         def render(self):
@@ -370,9 +381,9 @@ def slow(tmp_path, monkeypatch, tiny):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=only_full)])
 def test_one_rank_prepares_for_longer_than_a_process_group_waits(slow, tmp_path, ranks):
     run = tmp_path / f"run-{ranks}"
-    recipe = slow(seconds=9.0)
+    recipe = slow(seconds=4.0)
     words = ("-m", "plugsft", recipe, f"output={run}")
-    code, out, err = finish(launch(*config("cpu2", ranks), *words))
+    code, out, err = run_launch(*config("cpu2", ranks), *words)
     assert code == 0, err
     assert len(list(tmp_path.glob("rank-*"))) == 1, "all others waited for it"
     assert f"DDP of {ranks}" in out

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, chats, only_full, run_plugsft, tiny_tables, write_recipe
-from test_launch import config, finish, launch
+from conftest import FULL, chats, only_full, run_launch, run_plugsft, tiny_tables, write_recipe
+from test_launch import config
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
 
@@ -32,7 +32,7 @@ def trained(folder, rows, model, steps, rate, kind=None, micro=EXAMPLES, seed=0,
         done = run_plugsft(recipe, timeout=3000)
         assert done.returncode == 0, done.stderr
     else:
-        code, _, err = finish(launch(*config(kind), "-m", "plugsft", recipe), timeout=3000)
+        code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, timeout=3000)
         assert code == 0, err
     return folder / "run"
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_plugsft
+from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
 from making import activate, install
 from safetensors import safe_open
-from test_launch import config, finish, launch
+from test_launch import config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -126,8 +126,8 @@ def test_sharded_runs_tell_the_truth_too(
     assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
     recipe = tiny(rows=chats(21), train=train, plugins=packed | {"grads": {}})
     more = (f"model.dtype={dtype}", f"model.weights={weights}")
-    code, out, err = finish(
-        launch(*config(kind), "--mixed_precision", launcher, "-m", "plugsft", recipe, *more)
+    code, out, err = run_launch(
+        *config(kind), "--mixed_precision", launcher, "-m", "plugsft", recipe, *more
     )
     assert code == 0, err
     assert f"precision: {told_of(weights, 'bfloat16')}" in out
@@ -263,7 +263,7 @@ def test_whole_gradients_are_stored_under_fsdp2_only_where_asked_for(tiny, tmp_p
     activate(install(tmp_path / "site", grads=GRADS), monkeypatch)
     recipe = tiny(train={"steps": 3, "micro_batch": 1}, plugins={"grads": {}})
     words = ("-m", "plugsft", recipe)
-    code, _, err = finish(launch(*config("fsdp2"), *words, "train.keep_whole_gradients=true"))
+    code, _, err = run_launch(*config("fsdp2"), *words, "train.keep_whole_gradients=true")
     assert code == 0, err
     ensure_sharded(tmp_path / "run", whole=True)
 

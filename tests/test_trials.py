@@ -29,7 +29,7 @@ def test_a_trial_gives_figures_of_each_step_and_saves_nothing(recipe, tmp_path):
     assert not made.folder.exists() and not (tmp_path / "run").exists()
 
 
-def test_trials_learn_the_same_of_the_same_examples(recipe):
+def test_trials_learn_the_same_of_the_same_examples(recipe, forked_trials):
     with trials(*load(recipe), examples=16) as made:
         one, other, less = (
             made.run(changes, steps=2)
@@ -39,7 +39,7 @@ def test_trials_learn_the_same_of_the_same_examples(recipe):
     assert one.of("loss")[0] == pytest.approx(less.of("loss")[0]) != less.of("loss")[1]
 
 
-def test_what_goes_wrong_is_told(recipe):
+def test_what_goes_wrong_is_told(recipe, forked_trials):
     with trials(*load(recipe)) as made:
         wrong = made.run({"train.micro_batch": 0}, steps=1)
         assert "train.micro_batch" in wrong.error and not wrong.out_of_memory
@@ -47,13 +47,13 @@ def test_what_goes_wrong_is_told(recipe):
         assert less.error and less.out_of_memory, less.error
 
 
-def test_a_tracker_hears_of_no_trial(recipe):
+def test_a_tracker_hears_of_no_trial(recipe, forked_trials):
     with trials(*load(recipe, ["plugins.tracker.to=['tensorboard']"])) as made:
         trial = made.run({}, steps=1)
     assert [one["name"] for one in trial.run["plugins"]] == ["trial"]
 
 
-def test_no_step_of_a_trial_is_traced(recipe):
+def test_no_step_of_a_trial_is_traced(recipe, forked_trials):
     with trials(*load(recipe, ["plugins.profiler.trace=[1,99]"])) as made:
         trial = made.run({}, steps=1)
     assert not trial.error and not (trial.folder / "run/profile").exists()
@@ -81,7 +81,7 @@ def test_some_examples_are_as_long_as_all():
     assert np.median(lengths[chosen]) == pytest.approx(np.median(lengths), rel=0.05)
 
 
-def test_pairs_stay_pairs(tmp_path, monkeypatch):
+def test_pairs_stay_pairs(tmp_path, forked_trials):
     rows = []
     for number in range(12):
         asked = {"role": "user", "content": f"say {number}"}

@@ -13,6 +13,7 @@ import pytest
 from conftest import (
     ROOT,
     chats,
+    fork_trials,
     only_full,
     read_metrics,
     run_plugsft,
@@ -80,7 +81,7 @@ def place(tmp_path_factory):
 def peaks(place):
     """Measure what some settings take, as {(size, again): bytes}."""
     found = {}
-    with trials(*load(place / "my.toml")) as made:
+    with fork_trials(), trials(*load(place / "my.toml")) as made:
         for size, again in ((1, False), (8, False), (1, True)):
             changes = {"train.micro_batch": size}
             changes |= {"plugins.gradient_checkpointing": {}} if again else {}
@@ -96,7 +97,7 @@ def lines_of(text):
 
 
 @pytest.mark.slow
-def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, peaks):
+def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, peaks, forked_trials):
     room = int((peaks[1, False] + peaks[8, False]) / 2 / 0.95)
     for _ in range(3):
         done = run_plugsft("tune", place / "my.toml", "--memory", room, "--steps", 3, cwd=place)
@@ -130,7 +131,7 @@ def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, peaks):
 
 @only_full  # between two limits 28 MiB apart, where other libraries may abort first
 @pytest.mark.slow
-def test_layers_are_computed_again_where_memory_forces_it(place, peaks):
+def test_layers_are_computed_again_where_memory_forces_it(place, peaks, forked_trials):
     assert peaks[1, False] - peaks[1, True] > 25e6
     room = int((peaks[1, False] + peaks[1, True]) / 2 / 0.95)
     target = place / "again.toml"

@@ -15,6 +15,7 @@ from conftest import (
     TEXT,
     only_full,
     read_metrics,
+    run_launch,
     run_plugsft,
     run_ranks,
     tiny_tables,
@@ -25,7 +26,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from making import TRL, activate, install
 from peft import LoraConfig
-from test_launch import TRAIN, config, finish, launch
+from test_launch import TRAIN, config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from plugsft import DataError, RecipeError, look
@@ -712,7 +713,7 @@ def test_sharded_ranks_learn_what_one_process_does(
     words = [f"plugins.{one}" for one in LAYOUTS[layout]]
     recipe, run = of_kind(tiny, kind), tmp_path / launcher
     words += [f"output={run}", "train.micro_batch=1", f"plugins.weigh.folder={tmp_path}"]
-    code, _, err = finish(launch(*config(launcher), "-m", "plugsft", recipe, *words))
+    code, _, err = run_launch(*config(launcher), "-m", "plugsft", recipe, *words)
     assert code == 0, err
     assert measured(run) == about(plain(kind))
     shares = [float(path.read_text()) for path in tmp_path.glob("share-*")]

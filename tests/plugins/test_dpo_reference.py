@@ -5,9 +5,17 @@ import random
 
 import numpy as np
 import pytest
-from conftest import TEXT, only_full, read_metrics, run_plugsft, run_ranks, start_plugsft
+from conftest import (
+    TEXT,
+    only_full,
+    read_metrics,
+    run_launch,
+    run_plugsft,
+    run_ranks,
+    start_plugsft,
+)
 from making import activate, install
-from test_launch import config, finish, launch
+from test_launch import config
 
 from plugsft.plugins.dpo_reference import read, write
 
@@ -198,7 +206,7 @@ def test_it_needs_the_objective_that_asks_for_it(tiny):
 def test_sharded_ranks_compute_the_same(recipe, tmp_path, kind):
     ran(recipe, f"output={tmp_path / 'alone'}", REFERENCE, *PACKED)
     words = ("-m", "plugsft", recipe, f"output={tmp_path / kind}", REFERENCE, *PACKED)
-    code, out, err = finish(launch(*config(kind), *words))
+    code, out, err = run_launch(*config(kind), *words)
     assert code == 0, err
     assert "23 of 23 pairs computed" in out
     assert curve(tmp_path / kind) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5, abs=1e-6)

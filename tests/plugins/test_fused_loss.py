@@ -13,10 +13,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, chats, only_full, read_metrics, run_plugsft, run_ranks
+from conftest import ROOT, chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
 from making import activate, install
 from peft import LoraConfig, get_peft_model
-from test_launch import config, finish, launch
+from test_launch import config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -489,7 +489,7 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
         "plugins.fused_loss.chunk=9",
         "plugins.looks={}",
     )
-    code, out, err = finish(launch(*config(name), *words))
+    code, out, err = run_launch(*config(name), *words)
     assert code == 0, err
     assert "Warning" not in out + err
     assert len(curve(run)) == 11

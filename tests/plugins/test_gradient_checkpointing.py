@@ -5,9 +5,9 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
+from conftest import chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
 from peft import LoraConfig, get_peft_model
-from test_launch import TRAIN, config, curve, finish, launch
+from test_launch import TRAIN, config, curve
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from plugsft import RecipeError, testing
@@ -135,7 +135,7 @@ def test_sharded_ranks_learn_what_one_does_without(tiny, tmp_path, name):
     )
     assert alone.returncode == 0, alone.stderr
     run = tmp_path / name
-    code, out, err = finish(launch(*config(name), "-m", "plugsft", recipe, f"output={run}"))
+    code, out, err = run_launch(*config(name), "-m", "plugsft", recipe, f"output={run}")
     assert code == 0, err
     assert "plugin gradient_checkpointing: 2 of 2 layers" in out
     assert len(read_metrics(run)) == 5

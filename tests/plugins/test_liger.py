@@ -241,6 +241,7 @@ def test_ranks_that_share_the_weights_learn_what_one_plain_process_learns(tiny, 
     run = tmp_path / name
     words = (script, recipe, f"output={run}", "plugins.liger.rms_norm=true")
     env = {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    # Triton's interpreter is chosen before Triton is imported: no fork will do.
     code, out, err = finish(launch(*config(name), *words, env=env))
     assert code == 0, err
     assert "modules: 2 mlp, 5 rms_norm, 2 rope" in out

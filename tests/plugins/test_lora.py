@@ -6,9 +6,17 @@ import warnings
 
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks, write_recipe
+from conftest import (
+    chats,
+    only_full,
+    read_metrics,
+    run_launch,
+    run_plugsft,
+    run_ranks,
+    write_recipe,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_launch import TRAIN, config, curve, finish, launch
+from test_launch import TRAIN, config, curve
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from plugsft import PluginError, RecipeError, look
@@ -374,7 +382,7 @@ def test_sharded_ranks_learn_and_save_what_one_process_does(recipe, tmp_path, ki
     done = run_plugsft(recipe, f"output={alone}")
     assert done.returncode == 0, done.stderr
     words = (f"output={run}", *(f"plugins.{one}" for one in beside))
-    code, _, err = finish(launch(*config(kind), "-m", "plugsft", recipe, *words))
+    code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, *words)
     assert code == 0, err
     assert curve(run) == pytest.approx(curve(alone), rel=1e-5)
     (found, bare), (wanted, _) = trained_model(run), trained_model(alone)

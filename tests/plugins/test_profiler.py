@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
+from conftest import chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
 from making import activate, install
 from peft import LoraConfig, get_peft_model
-from test_launch import config, finish, launch
+from test_launch import config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
@@ -281,7 +281,7 @@ def test_a_run_that_is_stopped_early_has_no_profile(tiny, tmp_path):
 )
 def test_every_rank_of_every_kind(tiny, tmp_path, name):
     recipe = tiny(train=TRAIN | {"micro_batch": 2, "steps": 6}, plugins={"profiler": {}})
-    code, _, err = finish(launch(*config(name), "-m", "plugsft", recipe))
+    code, _, err = run_launch(*config(name), "-m", "plugsft", recipe)
     assert code == 0, err
     profile = json.loads((tmp_path / "run/profile.json").read_text())
     assert len(profile["seconds_a_step"]) == 2

@@ -1,0 +1,20 @@
+"""What every forked process of the tests has imported; see FORKS in conftest.py."""
+
+import importlib
+import os
+from contextlib import suppress
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import looks for a GPU, and says so
+
+with suppress(ImportError):
+    importlib.import_module("deepspeed")
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import plugsft.commands.runs.start
+import plugsft.lab.bench.run
+import plugsft.lab.tune.run
+import plugsft.loop  # noqa: F401
+
+# A table of some thousand patterns that each first model of a process compiles.
+get_checkpoint_conversion_mapping("llama")
