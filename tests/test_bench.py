@@ -19,20 +19,20 @@ from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_ta
 from making import activate, install
 
 from plugsft.base.errors import RecipeError
+from plugsft.lab.bench.contenders import BOTH, LEARNS, READS, choose_contenders
 from plugsft.lab.bench.page import Scale, write_page
-from plugsft.lab.bench.results import Bench, costs, ensure_alike, worse
+from plugsft.lab.bench.results import Bench, ensure_comparable, regressions, seconds_per_token
+from plugsft.lab.bench.tables import format_console, markdown, plugin_table, run_table
 from plugsft.lab.bench.timing import (
     FASTER,
     NOISE,
     SLOWER,
     head,
     in_rounds,
+    slowdown,
     spread,
     times_as_fast,
-    times_as_long,
 )
-from plugsft.lab.bench.variants import BOTH, LEARNS, READS, line_up
-from plugsft.lab.bench.words import brings, console_lines, markdown, ran
 from plugsft.registry.active import load
 
 NOTHING = """
@@ -110,7 +110,7 @@ def recipe(tmp_path, monkeypatch):
 
 
 def line_of(path, keep=(), only=()):
-    return line_up(load(path)[1], keep, only)
+    return choose_contenders(load(path)[1], keep, only)
 
 
 def test_each_takes_part_alone_and_left_out(recipe):
@@ -127,13 +127,13 @@ def test_each_takes_part_alone_and_left_out(recipe):
         "all but slow": ["louder", "nothing"],
     }
     # Two contenders that differ in what touches no step are one trial; the tokens know of `slow`.
-    assert line.trials_of(line.steppers) == {
+    assert line.trials_for(line.steppers) == {
         "none": ["louder", "nothing"],
         "louder nothing": [],
         "louder": ["nothing"],
         "nothing": ["louder"],
     }
-    assert line.trials_of(line.preparers) == {"none": ["slow"], "slow": []}
+    assert line.trials_for(line.preparers) == {"none": ["slow"], "slow": []}
 
 
 def test_what_a_recipe_needs_stays(recipe):
@@ -243,8 +243,8 @@ def test_a_round_alone_makes_nothing_faster_and_little_is_nothing():
     assert str(times_as_fast([1.0, 2.0], [2.0, 4.0])) == "2.00 x (2.00 to 2.00)"
     assert times_as_fast([1.0] * 3, [250.0] * 3).said == "250 x (250 to 250) as fast, faster"
     assert str(times_as_fast([8.0], [2.0])) == "0.25 x"
-    assert times_as_long([2.0, 2.1, 2.0], [1.0, 1.0, 1.1]) == pytest.approx(1.97, rel=0.01)
-    assert times_as_long([2.0, 9.0, 1.0], [1.0, 1.0, 1.1]) == times_as_long([2.0], [1.0]) == 1.0
+    assert slowdown([2.0, 2.1, 2.0], [1.0, 1.0, 1.1]) == pytest.approx(1.97, rel=0.01)
+    assert slowdown([2.0, 9.0, 1.0], [1.0, 1.0, 1.1]) == slowdown([2.0], [1.0]) == 1.0
     assert spread([3.0]) == "3.000" and spread([3.0, 1.0, 2.0], ".0f") == "2 (1 to 3)"
 
 
@@ -314,7 +314,7 @@ def report(**trials):
 
 
 def words_of(found):
-    return {row[0]: row[-1] for row in brings(Bench(found))[1:]}
+    return {row[0]: row[-1] for row in plugin_table(Bench(found))[1:]}
 
 
 def test_words_of_a_bench():
@@ -351,13 +351,13 @@ def test_what_is_learned_is_compared(change, said):
 def test_steps_are_compared_with_their_like():
     dice = random.Random(3)
     trials = [figures(dice, noise=0.0) for _ in range(5)]
-    assert costs(trials, 2) == pytest.approx([1e-4] * 5)
+    assert seconds_per_token(trials, 2) == pytest.approx([1e-4] * 5)
     # Twice the tokens in a step, in twice the time: as fast.
     double = {
         "tokens": [2 * one for one in trials[0]["tokens"]],
         "seconds": [2 * one for one in trials[0]["seconds"]],
     }
-    assert costs([double], 2)[0] == pytest.approx(costs(trials[:1], 2)[0])
+    assert seconds_per_token([double], 2)[0] == pytest.approx(seconds_per_token(trials[:1], 2)[0])
 
 
 def test_a_contender_that_fails_is_a_line(tmp_path):
@@ -373,7 +373,7 @@ def test_a_contender_that_fails_is_a_line(tmp_path):
         "b": "within noise; b alone failed",
     }
     assert len(bench.figures("b alone")) == 4 and bench.error("b alone") == "out of memory"
-    assert ran(bench)[2][:2] == ["all on", "failed"]
+    assert run_table(bench)[2][:2] == ["all on", "failed"]
     text = markdown(bench)
     assert "all on failed: it broke." in text and "b alone failed: out of memory." in text
     assert "c is always on: it reads the rows." in text
@@ -421,10 +421,10 @@ def test_the_scale_has_ticks_on_both_sides_of_one_that_do_not_touch():
 
 def test_a_bench_is_compared_with_an_earlier_one():
     earlier = report()
-    assert list(worse(Bench(report()), Bench(earlier), 0.05)) == []
+    assert list(regressions(Bench(report()), Bench(earlier), 0.05)) == []
     now = report(none={"cost": 1.2}, a={"host": 600 * 2**20}, b={"off": 0.1})
     now["rounds"][0]["a b"] |= {"error": "it broke"}
-    assert list(worse(Bench(now), Bench(earlier), 0.05)) == [
+    assert list(regressions(Bench(now), Bench(earlier), 0.05)) == [
         "baseline: a step takes 1.20 times as long",
         "all on: failed: it broke",
         "a alone: it holds 1.20 times the memory",
@@ -432,12 +432,12 @@ def test_a_bench_is_compared_with_an_earlier_one():
         "all but a: changes what is learned: loss off by 0.1",
         "all but b: it holds 1.20 times the memory",
     ]
-    assert next(worse(Bench(now), Bench(earlier), 0.5)).startswith("all on: failed")
+    assert next(regressions(Bench(now), Bench(earlier), 0.5)).startswith("all on: failed")
     # On another machine all may be slower; what a plugin brings may not be less.
     slow, larger = {"cost": 3.0}, {"cost": 3.0, "host": 900 * 2**20}
     other = report(none=slow, a={"cost": 3.6}, b=larger, a_b=slow)
     other["machine"]["cores"] += 1
-    assert list(worse(Bench(other), Bench(earlier), 0.05)) == [
+    assert list(regressions(Bench(other), Bench(earlier), 0.05)) == [
         "a alone: a step takes 1.20 times as long, beside the baseline",
         "all but b: a step takes 1.20 times as long, beside the baseline",
     ]
@@ -447,14 +447,14 @@ def test_benches_of_other_work_are_not_compared():
     earlier, now = report(), report()
     now["recipe"]["plugins"] = {"a": {"x": 1}}
     now["settings"]["rounds"] = 7
-    ensure_alike(Bench(now), Bench(earlier))
+    ensure_comparable(Bench(now), Bench(earlier))
     now["settings"]["steps"] = 20
     with pytest.raises(RecipeError, match="that bench has --steps = 10, and this one 20"):
-        ensure_alike(Bench(now), Bench(earlier))
+        ensure_comparable(Bench(now), Bench(earlier))
     now = copy.deepcopy(earlier)
     now["recipe"]["train"]["batch_size"] = 16
     with pytest.raises(RecipeError, match=r"has train\.batch_size = 8, and this one 16"):
-        ensure_alike(Bench(now), Bench(earlier))
+        ensure_comparable(Bench(now), Bench(earlier))
 
 
 @pytest.mark.slow
@@ -540,7 +540,7 @@ def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
     first = run_plugsft("bench", path, *words, "--rounds", 3, "--out", tmp_path / "first")
     assert first.returncode == 0, first.stderr
     bench = Bench(json.loads((tmp_path / "first/bench.json").read_text()))
-    cost = statistics.median(costs(bench.figures("baseline"), bench.warmup))
+    cost = statistics.median(seconds_per_token(bench.figures("baseline"), bench.warmup))
     plugins = {"nothing": {}, "sleeper": {"seconds": 0.05 * cost}}
     write_recipe(path, tables | {"plugins": plugins})
     found = []
@@ -556,7 +556,7 @@ def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
 
 
 def test_columns_stand_below_each_other():
-    lines = list(console_lines(Bench(report())))
+    lines = list(format_console(Bench(report())))
     assert len({line.index("within") for line in lines[1:]}) == 1 and len(lines) == 3
     assert sys.maxsize and lines[0].startswith("plugin  alone")
 

@@ -1,4 +1,4 @@
-"""Trials run for real: they leave figures, and nothing else."""
+"""TrialRunner run for real: they leave figures, and nothing else."""
 
 import sys
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, tiny_tables, write_recipe
 
-from plugsft.lab.trials.runner import changed, spread_out, trials
+from plugsft.lab.trials.runner import sample_by_length, trials, with_changes
 from plugsft.registry.active import load
 from plugsft.tokens.store import Tokens
 
@@ -76,7 +76,7 @@ def test_some_examples_are_as_long_as_all():
 
     held = Held()
     held.lengths = lengths
-    chosen = spread_out(held, 100)
+    chosen = sample_by_length(held, 100)
     assert len({*chosen}) == 100 and lengths[chosen].max() == lengths.max()
     assert np.median(lengths[chosen]) == pytest.approx(np.median(lengths), rel=0.05)
 
@@ -98,6 +98,6 @@ def test_pairs_stay_pairs(tmp_path, forked_trials):
 
 def test_tables_are_changed_in_a_copy():
     tables = {"train": {"steps": 1}, "plugins": {"a": {}}}
-    other = changed(tables, {"train.steps": 2, "plugins.b": {"x": 1}, "plugins.a": None})
+    other = with_changes(tables, {"train.steps": 2, "plugins.b": {"x": 1}, "plugins.a": None})
     assert other == {"train": {"steps": 2}, "plugins": {"b": {"x": 1}}}
     assert tables == {"train": {"steps": 1}, "plugins": {"a": {}}}

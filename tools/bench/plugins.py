@@ -20,7 +20,7 @@ import shared
 import tomli_w
 
 from plugsft.lab.bench.results import Bench
-from plugsft.lab.bench.words import as_markdown, brings
+from plugsft.lab.bench.tables import format_table, plugin_table
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- tools/bench/plugins.py writes this -->\n", "<!-- to here -->\n"
@@ -96,7 +96,7 @@ def bench(
 def table(report: dict[str, Any]) -> str:
     """Write what each plugin brings, and where and how that was measured."""
     benches = [Bench(one) for one in report["benches"]]
-    head, *rows = [row for one in benches for row in brings(one)]
+    head, *rows = [row for one in benches for row in plugin_table(one)]
     rows = [row for row in rows if row != head]
     settings = benches[0].report["settings"]
     machine = shared.machine_line(benches[0].report["machine"])
@@ -104,7 +104,7 @@ def table(report: dict[str, Any]) -> str:
         f"{machine}, {benches[0].report['date'][:10]}: medians of {settings['rounds']} rounds, "
         "with the least and the most."
     )
-    return f"{as_markdown([head, *sorted(rows)])}\n\n{said}\n"
+    return f"{format_table([head, *sorted(rows)])}\n\n{said}\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page of `plugsft bench`: needs nothing but a browser, and runs nothing in it."""
+"""The page of `plugsft bench`: one file, without scripts."""
 
 import math
 import re
@@ -9,22 +9,22 @@ from pathlib import Path
 from ...base.console import format_count
 from ...output.report import STYLE
 from .results import Bench
+from .tables import Table, drop_empty_columns, notes, plugin_table, prepared, run_table
 from .timing import Ratio
-from .words import Table, brings, notes, prepared, ran, without_empty
 
 SKELETON = Path(__file__).with_name("bench.html")
 TICKS = [0.001, 0.01, 0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10]
 TICKS += [20, 50, 100, 1_000, 10_000]
 MOST = 7
-"""Ticks that a picture has, about."""
+"""Ticks of a chart, at most."""
 Pair = tuple[str, Ratio | None, Ratio | None]
-"""A plugin, and what is drawn of it."""
+"""A plugin and its two ratios."""
 LANES = ("first", "second")
 STATES = {"complete": "good", "running": "care", "stopped": "care"}
 
 
 def write_page(path: Path, bench: Bench) -> None:
-    """Write a bench as one page."""
+    """Write the page of a bench."""
     page = SKELETON.read_text("utf-8").replace("<!--style-->\n", STYLE.read_text("utf-8"))
     name = escape(str(bench.report["name"]))
     # What comes from a bench holds no "<" any more, and so cannot pass for one of the marks.
@@ -51,7 +51,7 @@ def _sections(bench: Bench) -> str:
     data = [(one.plugin, one.prepared, one.again) for one in lines if one.prepared]
     drawn = _picture("Steps", ("alone", "among the others"), steps)
     drawn += _picture("Preparing data", ("the first time", "once more"), data)
-    tables = [("Each plugin", brings(bench)), ("All runs", ran(bench))]
+    tables = [("Each plugin", plugin_table(bench)), ("All runs", run_table(bench))]
     tables.append(("Preparing", prepared(bench)))
     told = "".join(_table(title, table) for title, table in tables if len(table) > 1)
     said = "".join(f'<p class="small">{escape(note)}</p>' for note in notes(bench))
@@ -128,7 +128,7 @@ def _whole(cell: str) -> str:
 
 def _table(title: str, table: Table) -> str:
     """Write a table; where it is narrow, each cell is named after its column."""
-    head, *rows = without_empty(table)
+    head, *rows = drop_empty_columns(table)
     titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'

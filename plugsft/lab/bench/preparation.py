@@ -1,6 +1,6 @@
 """Prepare a recipe once, timed: python -m plugsft.lab.bench.preparation RECIPE.
 
-A process of its own for each; its imports are done before the clock starts, and are nobody's.
+Each preparation is a fresh process; imports happen before the clock starts.
 """
 
 import json
@@ -22,7 +22,7 @@ from ...registry.active import load
 
 
 def run(path: Path) -> dict[str, Any]:
-    """Prepare; return how long it took, what came of it, and what went wrong."""
+    """Prepare; return the seconds, a digest of the tokens, and the error."""
     try:
         recipe, active = load(path)
         started = time.perf_counter()

@@ -19,21 +19,21 @@ from ...output.folder import ensure_inputs, ensure_page
 from ...recipe.parse import value_of
 from ...recipe.tables import Recipe
 from ...registry import active as registry
-from ..trials.runner import Trial, Trials, changed, ended, trials
+from ..trials.runner import Trial, TrialRunner, run_process, trials, with_changes
+from .contenders import Contenders, choose_contenders, key
 from .page import write_page
-from .results import Bench, Figures, ensure_alike, read_report, worse
+from .results import Bench, Figures, ensure_comparable, read_report, regressions
+from .tables import TITLE, duration, format_console, markdown
 from .timing import as_json, head, in_rounds
-from .variants import Lineup, key, line_up
-from .words import TITLE, console_lines, duration, markdown
 
 JSON, MARKDOWN, PAGE = "bench.json", "bench.md", "bench.html"
 AGAIN = "again"
-"""Of a preparation: the seconds of one more, by another run with the same cache."""
+"""Key of the seconds of a second preparation, by another run with the same cache."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says besides the recipe."""
+    """The options of the command."""
 
     rounds: int
     steps: int
@@ -50,25 +50,25 @@ class Options:
     tolerance: float
 
 
-class Ended(PlugsftError):
-    """Told to stop: what whole rounds have found is kept."""
+class Interrupted(PlugsftError):
+    """Ctrl-C: the results of whole rounds stay on disk."""
 
     exit_code = 130
 
 
-class Worse(PlugsftError):
-    """Something is slower, takes more memory or learns other than it did."""
+class Regressed(PlugsftError):
+    """Something is slower, takes more memory or gives other results than before."""
 
     exit_code = 1
 
 
 def bench(path: Path, overrides: Sequence[str], without: Sequence[str], options: Options) -> None:
-    """Measure each plugin alone and left out, in fresh processes, in rounds; say what it brings."""
+    """Measure each plugin alone and left out, in fresh processes, in rounds."""
     if "RANK" in os.environ:
         raise RecipeError('bench starts ranks by itself: run it with --launch "accelerate launch"')
     recipe, active = registry.load(path, overrides, without)
     ensure_inputs(recipe, path)
-    line = line_up(active, options.keep, options.only)
+    line = choose_contenders(active, options.keep, options.only)
     for text in options.instead:
         name, _, change = text.partition(":")
         if name not in line.optional or not change.partition("=")[1]:
@@ -76,10 +76,10 @@ def bench(path: Path, overrides: Sequence[str], without: Sequence[str], options:
                 f"--instead {text}: it is written PLUGIN:key.path=value, of an optional plugin"
             )
     folder = options.out or Path(f"{recipe.folder}-bench")
-    running = Running(recipe, line, options, folder, report_of(path, recipe, line, options))
+    running = BenchRun(recipe, line, options, folder, new_report(path, recipe, line, options))
     earlier = Bench(read_report(options.against)) if options.against else None
     if earlier:
-        ensure_alike(Bench(running.report), earlier)
+        ensure_comparable(Bench(running.report), earlier)
     if (folder / JSON).exists() and not options.overwrite:
         raise RecipeError(f"--out: {folder} holds a bench; add --overwrite, or give another folder")
     ensure_bench(folder)
@@ -91,18 +91,18 @@ def bench(path: Path, overrides: Sequence[str], without: Sequence[str], options:
             running.measure(made)
     except KeyboardInterrupt:
         running.write("stopped")
-        raise Ended(f"stopped: {running.done}, kept in {folder}") from None
+        raise Interrupted(f"stopped: {running.done}, kept in {folder}") from None
     running.write("complete")
     found = Bench(running.report)
-    for text in console_lines(found):
+    for text in format_console(found):
         say(text)
     say(f"figures: {folder / JSON}\ntable: {folder / MARKDOWN}\npage: {folder / PAGE}")
-    if earlier and (problems := worse(found, earlier, options.tolerance)):
-        raise Worse("\n".join(f"beside {options.against}: {text}" for text in problems))
+    if earlier and (problems := regressions(found, earlier, options.tolerance)):
+        raise Regressed("\n".join(f"beside {options.against}: {text}" for text in problems))
 
 
 def ensure_bench(folder: Path) -> None:
-    """Refuse to replace files that no bench wrote."""
+    """Refuse to replace files of the user."""
     for name, sign in {JSON: '"contenders": {', MARKDOWN: TITLE}.items():
         path = folder / name
         if path.exists() and sign not in path.read_text(encoding="utf8", errors="replace"):
@@ -113,8 +113,8 @@ def ensure_bench(folder: Path) -> None:
         ensure_page(folder / PAGE, "--out")
 
 
-def report_of(path: Path, recipe: Recipe, line: Lineup, options: Options) -> dict[str, Any]:
-    """Return a report that holds nothing measured yet."""
+def new_report(path: Path, recipe: Recipe, line: Contenders, options: Options) -> dict[str, Any]:
+    """Return a report without measurements."""
     return {
         **head(),
         "status": "running",
@@ -146,21 +146,21 @@ def report_of(path: Path, recipe: Recipe, line: Lineup, options: Options) -> dic
 
 
 @dataclass
-class Running:
-    """A bench that runs."""
+class BenchRun:
+    """A bench while it runs."""
 
     recipe: Recipe
-    line: Lineup
+    line: Contenders
     options: Options
     folder: Path
     report: dict[str, Any]
     """Written after each round."""
     failed: set[tuple[str, str]] = field(default_factory=set)
-    """What need not be tried again."""
+    """Part and name of trials that failed, and are not repeated."""
 
     @property
     def examples(self) -> int:
-        """How many examples are trained on: as many as all steps take, unless said."""
+        """Number of examples. Default: as many as the steps take."""
         if self.options.examples is not None:
             return self.options.examples
         steps = self.options.warmup + self.options.steps + 1
@@ -168,28 +168,28 @@ class Running:
 
     @property
     def done(self) -> str:
-        """How much of it is measured."""
+        """The finished rounds, in words."""
         steps, prepared = len(self.report["rounds"]), len(self.report["preparations"])
         return f"{format_count(steps, 'whole round')} of steps and {prepared} of preparing"
 
-    def measure(self, made: Trials) -> None:
-        """Run all rounds of steps, then those of preparing."""
+    def measure(self, made: TrialRunner) -> None:
+        """Run the rounds of steps, then those of preparation."""
         options, line = self.options, self.line
-        steps = line.trials_of(line.steppers)
+        steps = line.trials_for(line.steppers)
         if line.steppers:
             took = self.first(made, steps["none"])
             count, rounds = options.rounds * len(steps), format_count(options.rounds, "round")
             say(f"steps: {count} trials in {rounds}, {duration(count * took)}")
-            self.in_turn("rounds", options.rounds, self.step_trials(made, steps))
+            self.run_rounds("rounds", options.rounds, self.step_measurements(made, steps))
         again = options.rounds if options.prepare_rounds is None else options.prepare_rounds
-        prepared = line.trials_of(line.preparers)
-        # Tokens that the recipe names are made already.
+        prepared = line.trials_for(line.preparers)
+        # Tokens that the recipe names are already prepared.
         if again and line.preparers and not self.recipe.data.tokens:
             say(f"preparing: {2 * again * len(prepared)} times, in {format_count(again, 'round')}")
-            self.in_turn("preparations", again, preparations(made, prepared))
+            self.run_rounds("preparations", again, preparations(made, prepared))
 
-    def first(self, made: Trials, left_out: Sequence[str]) -> float:
-        """Try the baseline: it has to run. Return how long a trial will take, about."""
+    def first(self, made: TrialRunner, left_out: Sequence[str]) -> float:
+        """Try the baseline, which must run; return about how long a trial takes."""
         trial = made.run(self.changes(left_out), steps=1, without=left_out)
         if trial.error:
             why = "out of memory" if trial.out_of_memory else trial.error.splitlines()[-1]
@@ -202,24 +202,24 @@ class Running:
         )
 
     def changes(self, left_out: Sequence[str]) -> dict[str, Any]:
-        """Return what the recipe says in the place of plugins that are left out."""
+        """Return the changes from --instead for plugins that are left out."""
         given = [text.partition(":") for text in self.options.instead]
         pairs = [change.partition("=") for name, _, change in given if name in left_out]
         return {place: value_of(text) for place, _, text in pairs}
 
-    def step_trials(
-        self, made: Trials, trials: dict[str, list[str]]
+    def step_measurements(
+        self, made: TrialRunner, trials: dict[str, list[str]]
     ) -> dict[str, Callable[[], Figures]]:
-        """Return what runs each trial of some steps."""
+        """Return a function for each trial of steps."""
         steps = self.options.warmup + self.options.steps
 
         def run(left_out: list[str]) -> Figures:
-            return figures_of(made.run(self.changes(left_out), steps, left_out))
+            return read_figures(made.run(self.changes(left_out), steps, left_out))
 
         return {name: partial(run, out) for name, out in trials.items()}
 
-    def in_turn(self, part: str, rounds: int, trials: dict[str, Callable[[], Figures]]) -> None:
-        """Run trials in rounds; write what they gave after each."""
+    def run_rounds(self, part: str, rounds: int, trials: dict[str, Callable[[], Figures]]) -> None:
+        """Run trials in rounds; write the report after each."""
         with progress("bench", rounds * len(trials), "trials") as advance:
 
             def told(name: str, trial: Callable[[], Figures]) -> Figures | None:
@@ -238,7 +238,7 @@ class Running:
                 self.write("running")
 
     def write(self, status: str) -> None:
-        """Write what there is: figures, and a table and a page of them."""
+        """Write the report so far: figures, table and page."""
         self.report["status"] = status
         if self.report["rounds"] or self.report["preparations"]:
             write_text(self.folder / JSON, as_json(self.report))
@@ -247,8 +247,8 @@ class Running:
             write_page(self.folder / PAGE, found)
 
 
-def figures_of(trial: Trial) -> Figures:
-    """Return what is kept of a trial."""
+def read_figures(trial: Trial) -> Figures:
+    """Return the figures of a trial for the report."""
     found: Figures = {"whole": trial.seconds, "error": trial.error}
     if trial.error:
         return found | {"out_of_memory": trial.out_of_memory}
@@ -267,8 +267,10 @@ def figures_of(trial: Trial) -> Figures:
     return found
 
 
-def preparations(made: Trials, trials: dict[str, list[str]]) -> dict[str, Callable[[], Figures]]:
-    """Return what prepares the data, each time with a cache and an output of its own, and again."""
+def preparations(
+    made: TrialRunner, trials: dict[str, list[str]]
+) -> dict[str, Callable[[], Figures]]:
+    """Return a function for each trial of preparation: with an empty cache, then once more."""
 
     def run(left_out: list[str]) -> Figures:
         folder = made.folder / "preparing"
@@ -281,19 +283,19 @@ def preparations(made: Trials, trials: dict[str, list[str]]) -> dict[str, Callab
     return {name: partial(run, out) for name, out in trials.items()}
 
 
-def prepared(made: Trials, folder: Path, name: str, left_out: Sequence[str]) -> Figures:
+def prepared(made: TrialRunner, folder: Path, name: str, left_out: Sequence[str]) -> Figures:
     """Prepare the data in a fresh process, as a run with this output would."""
     inside = folder / name
     inside.mkdir(parents=True)
-    tables = changed(made.tables, {"data.tokens": None, "output": str(inside / "run")})
+    tables = with_changes(made.tables, {"data.tokens": None, "output": str(inside / "run")})
     for plugin in left_out:
         tables["plugins"].pop(plugin, None)
-    # What it keeps elsewhere would be found there.
+    # The cache must be empty at first.
     tables["plugins"].get("arrow_cache", {}).pop("folder", None)
     path, said = inside / "recipe.toml", inside / "said.txt"
     path.write_text(tomli_w.dumps(tables))
     words = [sys.executable, "-m", "plugsft.lab.bench.preparation", str(path)]
-    code, _ = ended(words, said, PLUGSFT_CACHE=str(folder / "cache"))
+    code, _ = run_process(words, said, PLUGSFT_CACHE=str(folder / "cache"))
     if code:
         return {"error": said.read_text(errors="replace").strip()[-2000:] or f"exit code {code}"}
     found: Figures = json.loads((inside / "prepared.json").read_text())

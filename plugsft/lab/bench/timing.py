@@ -1,4 +1,4 @@
-"""What every bench measures with: rounds in turn, medians with their spread, and plain words."""
+"""Measuring in rounds: ratios with confidence, medians with their spread."""
 
 import importlib.metadata
 import json
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 FASTER, SLOWER, NOISE = "faster", "slower", "within noise"
 FLOOR = 0.02
-"""What is less than this apart is the same, however sure."""
+"""Smaller differences count as none, however certain."""
 SURE = (31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764, 2.718, 2.681, 2.650)
-"""Student's t for 98 %, on both sides, by the number of rounds less one."""
+"""Student's t, two-sided 98 %, by degrees of freedom."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast one is as another, in each round that both took part in."""
+    """The speed of one contender relative to another, in each round that both ran."""
 
     rounds: tuple[float, ...]
 
@@ -40,15 +40,15 @@ class Ratio:
 
     @property
     def word(self) -> str:
-        """Faster or slower where the rounds are sure of it, and it is more than nothing.
+        """Faster or slower, if the 98 % interval and the floor exclude equality.
 
-        What slows a whole round down is in none of its ratios. A round that was disturbed for one
-        of the two only widens the interval, and so makes neither faster or slower.
+        Load that slows a whole round cancels in its ratio. Load that slows only one of the two
+        widens the interval, and so makes neither faster.
         """
         logs = [math.log(one) for one in self.rounds]
         if len(logs) < 2:
             return NOISE
-        mean, sure = statistics.fmean(logs), reach(logs)
+        mean, sure = statistics.fmean(logs), margin_of_error(logs)
         if abs(mean) <= sure or abs(math.log(self.middle)) < math.log(1 + FLOOR):
             return NOISE
         return FASTER if mean > 0 else SLOWER
@@ -62,32 +62,32 @@ class Ratio:
 
     @property
     def said(self) -> str:
-        """The whole of it, for a line."""
+        """The ratio and its word, for a line."""
         return f"{self} as fast, {self.word}"
 
 
-def reach(*samples: Sequence[float]) -> float:
-    """Return how far a mean, or the difference of two, may be off: half of the 98 % interval."""
+def margin_of_error(*samples: Sequence[float]) -> float:
+    """Return half of the 98 % interval of a mean, or of the difference of two."""
     error = math.sqrt(sum(statistics.variance(some) / len(some) for some in samples))
     return SURE[min(min(map(len, samples)) - 1, len(SURE)) - 1] * error
 
 
 def times_as_fast(one: Sequence[float], other: Sequence[float]) -> Ratio:
-    """Compare the seconds that one took in each round with those of another."""
+    """Compare the seconds of one contender in each round with those of another."""
     return Ratio(tuple(b / a for a, b in zip(one, other, strict=True)))
 
 
-def times_as_long(some: Sequence[float], others: Sequence[float]) -> float:
-    """Compare seconds that were taken at different times; 1 where they are apart by noise."""
+def slowdown(some: Sequence[float], others: Sequence[float]) -> float:
+    """Return the ratio of seconds from two sessions; 1 if within noise."""
     logs = [[math.log(one) for one in seconds] for seconds in (some, others)]
     if min(map(len, logs)) < 2:
         return 1.0
     more = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-    return math.exp(more) if abs(more) > reach(*logs) else 1.0
+    return math.exp(more) if abs(more) > margin_of_error(*logs) else 1.0
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Write a median with the least and the most."""
+    """Format a median with minimum and maximum."""
     if len(values) == 1:
         return f"{values[0]:{form}}"
     middle, least, most = statistics.median(values), min(values), max(values)
@@ -95,9 +95,9 @@ def spread(values: Sequence[float], form: str = ".3f") -> str:
 
 
 def in_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> Iterator[dict[str, T]]:
-    """Let each contender run once a round, each time in another order; yield what they gave.
+    """Run each contender once a round, in another order each round; yield the results by name.
 
-    The orders are the same each time: no contender always follows the same one.
+    The orders are reproducible, and no contender always follows the same one.
     """
     dice = random.Random(0)
     for _ in range(rounds):
@@ -106,7 +106,7 @@ def in_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> Iterato
 
 
 def head(*packages: str) -> dict[str, Any]:
-    """Return what every result begins with: when, where, and with which versions."""
+    """Return the head of a report: date, machine and versions."""
     names = (*PACKAGES, *packages)
     return {
         "format": 1,
@@ -120,13 +120,13 @@ def head(*packages: str) -> dict[str, Any]:
 
 
 def as_json(report: Mapping[str, Any]) -> str:
-    """Write a result, with lists of numbers in a line each."""
+    """Format a report; a list of numbers takes one line."""
     text = json.dumps(report, indent=1) + "\n"
     return re.sub(r"\[\n[\s\d.,eE+-]*\]", lambda found: " ".join(found[0].split()), text)
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what a machine's speed depends on."""
+    """Return the facts that a machine's speed depends on."""
     machine = look()
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     return {
@@ -139,7 +139,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Name the processor."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
     except OSError:
@@ -149,6 +149,6 @@ def processor() -> str:
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
-    """Name a machine in a line."""
+    """Describe a machine in one line."""
     gpus = ", ".join(machine["gpus"]) or "no GPU"
     return f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']:g} GiB, {gpus}"

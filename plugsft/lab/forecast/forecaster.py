@@ -18,7 +18,7 @@ from ...output.bottlenecks import capacity
 from ...recipe.tables import Recipe
 from ...registry import active as registry
 from ...tokens.store import Tokens
-from ..trials.runner import changed, trials
+from ..trials.runner import trials, with_changes
 from .cluster import Cluster
 from .meta_model import MetaModel, Weights
 from .strategies import (
@@ -88,7 +88,7 @@ class Forecaster:
 
     def trace(self, changes: Mapping[str, Any], ranks: int) -> tuple[Recipe, Traced]:
         """Trace the recipe with {"table.key": value} set."""
-        tables = changed(self.tables, changes)
+        tables = with_changes(self.tables, changes)
         recipe, _ = registry.resolve(tables)
         _, active = registry.resolve(tables, [name for name in LEFT_OUT if recipe.has(name)])
         active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())

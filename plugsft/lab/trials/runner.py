@@ -1,4 +1,4 @@
-"""Trials of a recipe: the same examples, in fresh processes, with other plugins or options."""
+"""Short runs of a recipe in fresh processes: same examples, other plugins or options."""
 
 import copy
 import json
@@ -35,15 +35,15 @@ from ...registry.active import Active
 from ...tokens.shards import Examples, write_index, write_shard
 from ...tokens.store import Tokens
 
-ELSEWHERE = ("tracker",)
-"""Plugins that trials leave out: they tell others of every run."""
+LEFT_OUT_ALWAYS = ("tracker",)
+"""Plugins that trials leave out: they report every run elsewhere."""
 NO_STACK = "can't start new thread"
-"""A limit of memory may leave no room for a thread's stack."""
+"""Raised when a memory limit leaves no space for a thread's stack."""
 
 
 @dataclass
 class Trial:
-    """What came of one."""
+    """The results of one short run."""
 
     folder: Path
     seconds: float
@@ -53,7 +53,7 @@ class Trial:
     run: dict[str, Any] = field(default_factory=dict)
     """Its run.json."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """Of each rank the bytes it held at most: `host`, `before` its model, and on a GPU `device`."""
+    """Peak bytes of each rank: `host`, `before` loading its model, and on a GPU `device`."""
     error: str = ""
     out_of_memory: bool = False
 
@@ -65,9 +65,9 @@ class Trial:
 @contextmanager
 def trials(
     recipe: Recipe, active: Active, launch: str = "", examples: int = 0
-) -> Iterator["Trials"]:
-    """Prepare a recipe's data, as a run would; give what runs trials with some of it, or all."""
-    with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as made, sigterm_is_heard():
+) -> Iterator["TrialRunner"]:
+    """Prepare a recipe's data as a run would; yield a runner of trials on some or all of it."""
+    with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as made, sigterm_as_interrupt():
         folder = Path(made)
         inside = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
         active.attach(DataDefaults(inside.folder))
@@ -75,11 +75,11 @@ def trials(
             check_recipe(inside, active, look(), DATA)
             data = prepare(inside, active)
             check_ids(inside, data.largest_id)
-        yield Trials(recipe, folder, data.tokens, data.tokenizer_folder, launch, examples)
+        yield TrialRunner(recipe, folder, data.tokens, data.tokenizer_folder, launch, examples)
 
 
-class Trials:
-    """Runs trials, each in a folder of its own that is gone at the end."""
+class TrialRunner:
+    """Runs trials, each in its own temporary folder."""
 
     def __init__(
         self,
@@ -94,24 +94,24 @@ class Trials:
         self.tables = anchored(recipe)
         self.tables.pop("eval", None)
         self.tables["checkpoint"] = {"every": 0}
-        # Of a run's steps, not of a trial's.
+        # Its step numbers are those of a whole run.
         self.tables["plugins"].get("profiler", {}).pop("trace", None)
         self._tokenizer, self._count = tokenizer, 0
         if 0 < examples < len(tokens):
-            self.use(spread_out(tokens, examples))
+            self.use(sample_by_length(tokens, examples))
         else:
             self._tell(tokens.folder)
 
     def use(self, numbers: Ints, in_order: bool = False) -> None:
-        """Train on these examples from now on; where asked, in this order through an epoch."""
+        """Train on these examples from now on; if `in_order`, an epoch takes them in this order."""
         folder = self.folder / f"tokens-{time.monotonic_ns()}"
         if in_order:
-            # Of a single source it is known beforehand which example an epoch takes when.
+            # With a single source, the order of an epoch is known in advance.
             for name in ("source", "sources", "split"):
                 self.tables["data"].pop(name, None)
             order = shuffle([(len(numbers), 1.0)], self.tables["train"]["seed"], 0)
             numbers = numbers[np.argsort(order)]
-        write_some(self.tokens, numbers, folder, together=in_order)
+        write_examples(self.tokens, numbers, folder, together=in_order)
         self._tell(folder)
 
     def _tell(self, folder: Path) -> None:
@@ -128,13 +128,13 @@ class Trials:
     ) -> Trial:
         """Train some steps with {"table.key": value} set and plugins left out, in a fresh process.
 
-        What goes wrong in it is told, not raised. `memory` limits the bytes of each rank's own.
+        Failures are returned, not raised. `memory` limits the bytes of each rank.
         """
         self._count += 1
         folder = self.folder / f"{self._count:04d}"
         folder.mkdir()
-        tables = changed(self.tables, {**changes, "output": str(folder / "run")})
-        for name in (*without, *ELSEWHERE):
+        tables = with_changes(self.tables, {**changes, "output": str(folder / "run")})
+        for name in (*without, *LEFT_OUT_ALWAYS):
             tables["plugins"].pop(name, None)
         # The run ends before its last step, which would save.
         tables["train"] |= {"steps": steps + 1, "log_every": 10**9}
@@ -142,7 +142,7 @@ class Trials:
         path.write_text(tomli_w.dumps(tables))
         words = [*self._launch, *(() if self._launch else (sys.executable,))]
         words += ["-m", "plugsft.lab.trials.trial", str(path), str(memory)]
-        code, seconds = ended(words, folder / "said.txt")
+        code, seconds = run_process(words, folder / "said.txt")
         return self._read(folder, steps, code, seconds, memory)
 
     def _read(self, folder: Path, steps: int, code: int, seconds: float, memory: int) -> Trial:
@@ -155,17 +155,17 @@ class Trials:
         if code or len(trial.steps) < steps or not trial.ranks:
             errors = [one["error"] for one in trial.ranks if one["error"]]
             trial.error = "\n".join(dict.fromkeys(errors)) or said[-2000:] or f"exit code {code}"
-            # Nobody else kills a process without a word.
+            # Only the kernel, out of memory, kills a process without a message.
             killed = code == -signal.SIGKILL or "SIGKILL" in said or "Signal 9" in said
             signs = (*MEMORY, "MemoryError", *((NO_STACK,) if memory else ()))
             trial.out_of_memory = killed or any(sign in trial.error for sign in signs)
         return trial
 
 
-def ended(words: Sequence[str], said: Path, **environment: str) -> tuple[int, float]:
+def run_process(words: Sequence[str], said: Path, **environment: str) -> tuple[int, float]:
     """Run a command to its end; return its exit code and the seconds it took."""
     started = time.perf_counter()
-    # A group of its own: it ends with us, and Ctrl-C does not make it save what nobody wants.
+    # In its own process group: Ctrl-C does not make it save a checkpoint that nobody wants.
     with said.open("w") as output:
         process = subprocess.Popen(
             words,
@@ -177,7 +177,7 @@ def ended(words: Sequence[str], said: Path, **environment: str) -> tuple[int, fl
         try:
             code = process.wait()
         except BaseException:
-            # Ranks that a launcher has started are in groups of their own.
+            # A launcher starts its ranks in process groups of their own.
             whole = psutil.Process(process.pid)
             for one in (*whole.children(recursive=True), whole):
                 with suppress(psutil.NoSuchProcess):
@@ -188,8 +188,8 @@ def ended(words: Sequence[str], said: Path, **environment: str) -> tuple[int, fl
 
 
 @contextmanager
-def sigterm_is_heard() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does: with all that it has started."""
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end this process and its children, as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -197,7 +197,7 @@ def sigterm_is_heard() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def changed(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def with_changes(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return tables with {"table.key": value} set; None removes a key, or a table."""
     made = copy.deepcopy(dict(tables))
     for place, value in changes.items():
@@ -212,17 +212,17 @@ def changed(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return made
 
 
-def spread_out(tokens: Tokens, count: int) -> Ints:
-    """Choose examples, the same each time, whose lengths are spread as those of all are."""
+def sample_by_length(tokens: Tokens, count: int) -> Ints:
+    """Choose examples whose lengths are distributed like all; the same each time."""
     order = np.argsort(tokens.lengths, kind="stable")
     chosen: Ints = np.sort(order[np.linspace(0, len(order) - 1, count).round().astype(np.int64)])
     return chosen
 
 
-def write_some(tokens: Tokens, numbers: Ints, folder: Path, together: bool = False) -> None:
-    """Write some examples as prepared tokens, of which a run takes that they are all.
+def write_examples(tokens: Tokens, numbers: Ints, folder: Path, together: bool = False) -> None:
+    """Write some examples as prepared tokens that a run accepts as its whole data.
 
-    They stay with their sources; or are, in their order, those of a single one.
+    They stay with their sources; if `together`, they become one source, in this order.
     """
     folder.mkdir()
     known = tokens.facts["sources"]

@@ -1,6 +1,6 @@
 """One trial of a recipe: python -m plugsft.lab.trials.trial RECIPE.
 
-A process of its own for each, so that none inherits what another has loaded, warmed up or filled.
+Each trial is a fresh process, so that it inherits no loaded modules, caches or memory.
 `accelerate launch -m plugsft.lab.trials.trial` makes it one of several ranks.
 """
 
@@ -25,8 +25,8 @@ from ...registry.discover import FoundPlugin
 from ...run import open as open_run
 
 
-class Over(PlugsftError):
-    """All steps of the trial are made: before the one that would save checkpoint and model."""
+class TrialOver(PlugsftError):
+    """All steps of the trial are done; the next would save checkpoint and model."""
 
 
 @plugin()
@@ -35,13 +35,13 @@ class Trial:
 
     last: int
     limit: int = state(0)
-    """Bytes that it may take of a GPU."""
+    """Bytes of a GPU that the trial may take."""
     before: int = state(0)
-    """Bytes that the process held before the model was loaded."""
+    """Memory of the process before the model is loaded."""
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Any:
-        """Look at what is held before; of a GPU, take no more than the limit."""
+        """Record the memory before loading; limit the GPU's memory."""
         self.before = psutil.Process().memory_info().rss
         if self.limit:
             total = torch.cuda.get_device_properties().total_memory
@@ -50,19 +50,19 @@ class Trial:
 
     @hookimpl(wrapper=True)
     def feed(self) -> Any:
-        """Feed so many steps."""
+        """Feed the steps of the trial."""
         feed = yield
         return self._until(feed)
 
     def _until(self, feed: Feed) -> Feed:
         for fed in feed:
             if fed.window.step == self.last:
-                raise Over
+                raise TrialOver
             yield fed
 
 
 def run(path: Path, limit: int) -> dict[str, Any]:
-    """Train all steps of a recipe but the last; return what this rank held, and what went wrong."""
+    """Train all steps of a recipe but the last; return this rank's peak memory, and its error."""
     recipe, active = load(path)
     trial = Trial(last=recipe.train.steps or 0)
     active.plugins["trial"] = trial
@@ -73,12 +73,12 @@ def run(path: Path, limit: int) -> dict[str, Any]:
     found: dict[str, Any] = {"error": ""}
     try:
         if on_cpu(recipe):
-            confine(limit)
+            limit_memory(limit)
         else:
             trial.limit = limit
         with active.name_failing_plugin():
             loop.train(open_run(recipe, active, look()))
-    except Over:
+    except TrialOver:
         pass
     except (PlugsftError, MemoryError, RuntimeError) as error:
         found["error"] = str(error) or type(error).__name__
@@ -91,23 +91,23 @@ def run(path: Path, limit: int) -> dict[str, Any]:
     return found
 
 
-def confine(limit: int) -> None:
-    """Let this process hold no more bytes than the limit (0: as many as there are)."""
+def limit_memory(limit: int) -> None:
+    """Limit the memory of this process (0: no limit)."""
     held = psutil.Process().memory_info()
     if limit and sys.platform == "linux":
-        # Libraries set gigabytes aside that they never touch: these cost nothing.
+        # Libraries reserve gigabytes that they never touch; these do not count.
         most = max(0, limit + held.data - held.rss)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def main() -> None:
-    """Run a trial, and write what this rank found beside the recipe."""
+    """Run a trial; write this rank's results next to the recipe."""
     path, limit = Path(sys.argv[1]), int(sys.argv[2])
     found = run(path, limit)
     rank = os.environ.get("RANK", "0")
     path.with_name(f"rank-{rank}.json").write_text(json.dumps(found))
     sys.stdout.flush()
-    # Other ranks may wait for this one in an exchange: they end with it.
+    # Other ranks may wait for this one in a collective: they end with it.
     os._exit(1 if found["error"] else 0)
 
 

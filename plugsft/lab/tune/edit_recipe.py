@@ -11,7 +11,7 @@ import tomlkit
 from ...base.atomic import write_text
 from ...base.checksums import digest
 from ...base.errors import RecipeError
-from ..trials.runner import changed
+from ..trials.runner import with_changes
 
 MARK = "# Written by plugsft tune, which replaces it as long as nobody changes it: "
 
@@ -53,7 +53,7 @@ def write_edited(
 
 def edit(text: str, changes: Mapping[str, Any]) -> tuple[str, bool]:
     """Set keys in the text of a recipe; return whether its comments stayed."""
-    wanted = changed(tomllib.loads(text), changes)
+    wanted = with_changes(tomllib.loads(text), changes)
     document = tomlkit.parse(text)
     for place, value in changes.items():
         *path, key = place.split(".")

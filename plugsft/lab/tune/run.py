@@ -24,7 +24,7 @@ from ...recipe.tables import Recipe
 from ...registry.active import load
 from ...tokens.store import Tokens
 from ..bench.timing import machine_facts, machine_line
-from ..trials.runner import Trial, Trials, trials
+from ..trials.runner import Trial, TrialRunner, trials
 from .edit_recipe import ensure_free, write_edited
 from .search import NEAR_BEST, Probe, Search, Setting
 
@@ -119,7 +119,7 @@ class Tuning:
         """Bytes that a probe may take."""
         return int(self._limit * (1 - MARGIN))
 
-    def run(self, runner: Trials) -> None:
+    def run(self, runner: TrialRunner) -> None:
         """Probe the recipe's own setting, then search."""
         lengths = lengths_of(self._recipe, runner.tokens)
         self._ensure_whole(int(lengths.max()))
@@ -159,7 +159,7 @@ class Tuning:
                 f"{longest:,} tokens, and a larger one would learn otherwise; set {longest} or more"
             )
 
-    def probe(self, runner: Trials, setting: Setting) -> Probe:
+    def probe(self, runner: TrialRunner, setting: Setting) -> Probe:
         """Train some steps with a setting; print the result."""
         number = len(self._search.probes) + 1
         with out.status(f"probe {number}: {self.name(setting)}"):

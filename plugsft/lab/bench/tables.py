@@ -1,12 +1,12 @@
-"""A bench in words: lines for the console, and tables in Markdown."""
+"""The tables of a bench, for the console and in Markdown."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 
 from ...base.console import format_count, format_size
-from .results import LEARNS, Bench, Figures, Line, costs, off
+from .contenders import BASELINE
+from .results import LEARNS, Bench, Figures, PluginResult, relative_differences, seconds_per_token
 from .timing import NOISE, machine_line, spread
-from .variants import BASELINE
 
 Table = list[list[str]]
 """Rows of cells; the first names the columns."""
@@ -17,8 +17,8 @@ RAN = ["run", "ms a step", "tokens/s", "host", "device", "loss off", "gradient n
 PREPARED = ["run", "preparing, s", "once more, s"]
 
 
-def brings(bench: Bench) -> Table:
-    """Return what each plugin brings."""
+def plugin_table(bench: Bench) -> Table:
+    """Return a row for each plugin: speed, memory, preparation."""
     rows = []
     for line in bench.lines():
         found = [line.alone, line.company, line.prepared, line.again]
@@ -28,8 +28,8 @@ def brings(bench: Bench) -> Table:
     return [BRINGS, *rows]
 
 
-def memory(line: Line) -> str:
-    """Write what a plugin takes alone."""
+def memory(line: PluginResult) -> str:
+    """Format the extra memory of a plugin alone."""
     places = {"host": line.host, "device": line.device}
     known = {place: more for place, more in places.items() if more is not None}
     return ", ".join(
@@ -38,8 +38,8 @@ def memory(line: Line) -> str:
     )
 
 
-def verdict(line: Line) -> str:
-    """Say in a word or two what a plugin does."""
+def verdict(line: PluginResult) -> str:
+    """Summarize the effect of a plugin in a few words."""
     said = [line.alone.word] if line.alone else []
     if line.company and (not line.alone or line.company.word != line.alone.word):
         said.append(f"among the others {line.company.word}")
@@ -52,8 +52,8 @@ def verdict(line: Line) -> str:
     return "; ".join(said) or NOISE
 
 
-def ran(bench: Bench) -> Table:
-    """Return what each run took and held."""
+def run_table(bench: Bench) -> Table:
+    """Return a row for each run: time, speed, memory, differences."""
     rows = []
     for name in bench.trials("rounds"):
         found = bench.figures(name)
@@ -61,7 +61,7 @@ def ran(bench: Bench) -> Table:
             rows.append([name, "failed", *[""] * 5])
             continue
         seconds = [statistics.median(one["seconds"][bench.warmup :]) * 1e3 for one in found]
-        speeds = [1 / one for one in costs(found, bench.warmup)]
+        speeds = [1 / one for one in seconds_per_token(found, bench.warmup)]
         far = [] if name == BASELINE else beside(found[0], bench.figures(BASELINE))
         held = [most(found, place) for place in ("host", "device")]
         cells = [name, spread(seconds, ",.1f"), spread(speeds, ",.0f"), *held, *far]
@@ -70,18 +70,21 @@ def ran(bench: Bench) -> Table:
 
 
 def beside(one: Figures, baseline: Sequence[Figures]) -> list[str]:
-    """Write by how much losses and gradient norms are off the baseline's."""
-    return [f"{value:.0e}" if value else "0" for value in off(one, baseline[0]).values()]
+    """Format how far loss and gradient norm are off the baseline."""
+    return [
+        f"{value:.0e}" if value else "0"
+        for value in relative_differences(one, baseline[0]).values()
+    ]
 
 
 def most(some: Sequence[Figures], place: str) -> str:
-    """Write the most bytes that was held somewhere."""
+    """Format the median of the peak memory on host or device."""
     held = [one[place] for one in some if place in one]
     return format_size(statistics.median(held)) if held else ""
 
 
 def prepared(bench: Bench) -> Table:
-    """Return how long each run's data took to prepare."""
+    """Return a row for each run's preparation of data."""
     part, rows = "preparations", []
     for name in bench.trials(part):
         found = bench.figures(name, part)
@@ -90,8 +93,8 @@ def prepared(bench: Bench) -> Table:
     return [PREPARED, *rows]
 
 
-def without_empty(table: Table) -> Table:
-    """Leave out columns that say nothing."""
+def drop_empty_columns(table: Table) -> Table:
+    """Drop columns without values."""
     columns = [column for column in zip(*table, strict=True) if any(column[1:])]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -100,7 +103,7 @@ TITLE = "# What the plugins of "
 
 
 def notes(bench: Bench) -> Iterator[str]:
-    """Say what one must know to read the tables."""
+    """Yield the notes below the tables."""
     report, settings = bench.report, bench.report["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield f"{machine_line(report['machine'])}; {versions}; {report['date'][:10]}."
@@ -126,21 +129,21 @@ def notes(bench: Bench) -> Iterator[str]:
 
 def markdown(bench: Bench) -> str:
     """Write a bench as Markdown."""
-    parts = [f"{TITLE}{bench.report['name']} bring", as_markdown(brings(bench))]
-    parts += [as_markdown(one) for one in (ran(bench), prepared(bench)) if len(one) > 1]
+    parts = [f"{TITLE}{bench.report['name']} bring", format_table(plugin_table(bench))]
+    parts += [format_table(one) for one in (run_table(bench), prepared(bench)) if len(one) > 1]
     return "\n\n".join([*parts, *notes(bench)]) + "\n"
 
 
-def as_markdown(table: Table) -> str:
+def format_table(table: Table) -> str:
     """Write a table as Markdown."""
-    head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in without_empty(table)]
+    head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in drop_empty_columns(table)]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def console_lines(bench: Bench) -> Iterator[str]:
-    """Write what the plugins bring for a terminal: columns that stand below each other."""
-    table = without_empty(brings(bench))
+def format_console(bench: Bench) -> Iterator[str]:
+    """Yield the aligned lines of the plugin table."""
+    table = drop_empty_columns(plugin_table(bench))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         cells = zip(row, widths, strict=True)
@@ -148,5 +151,5 @@ def console_lines(bench: Bench) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Write about how long something takes."""
+    """Format an approximate duration."""
     return f"about {seconds / 60:,.0f} min" if seconds > 90 else f"about {seconds:,.0f} s"

@@ -1,4 +1,4 @@
-"""Who takes part in a bench: a recipe's plugins, each alone, each left out, none, and all."""
+"""The contenders of a bench: no plugin, all, each one alone, and all but each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,28 +7,28 @@ from ...base.errors import RecipeError, did_you_mean
 from ...hooks import DATA
 from ...registry.active import Active, contract_of
 from ...registry.contracts import SPECS, hook_mark
-from ..trials.runner import ELSEWHERE
+from ..trials.runner import LEFT_OUT_ALWAYS
 
 BASELINE, ALL = "baseline", "all on"
 SILENT = ("check", "verdict", "record")
-"""Notices that no step waits for."""
+"""Notices outside of steps."""
 READS, LEARNS = "it reads the rows", "it says what is learned"
 BOTH = "it changes rows and works in steps: bench a recipe without it"
 
 
 @dataclass
-class Lineup:
-    """The plugins that a recipe can do without, and the contenders: name -> who of them is on."""
+class Contenders:
+    """The optional plugins of a recipe, and the contenders: name -> active optional plugins."""
 
     optional: list[str]
     kept: dict[str, str]
-    """Plugin -> why it is always on."""
+    """Plugin -> reason why it is always on."""
     requires: dict[str, list[str]]
-    """Of each optional plugin, those it cannot be without: itself, and what it requires."""
+    """Optional plugin -> itself and the plugins that it requires."""
     steppers: list[str]
-    """Those that could touch a step; no step of the others' differs, by construction."""
+    """Plugins that can affect a step."""
     preparers: list[str]
-    """Those that have a hand in preparing the data."""
+    """Plugins that can affect the preparation of data."""
     measured: list[str]
     contenders: dict[str, list[str]] = field(default_factory=dict)
 
@@ -37,16 +37,16 @@ class Lineup:
         for name in self.measured:
             self.contenders[alone(name)] = self.requires[name]
         for name in self.measured:
-            self.contenders[all_but(name)] = self.without([name])
+            self.contenders[name_without(name)] = self.without([name])
 
     def without(self, names: Sequence[str]) -> list[str]:
-        """Return the optional plugins but some, and those that require one of these."""
+        """Return the optional plugins without some, and without those that require them."""
         return [one for one in self.optional if not {*names} & {*self.requires[one]}]
 
-    def trials_of(self, some: Sequence[str]) -> dict[str, list[str]]:
-        """Return what is to be tried: which of some plugins are on -> what is left out for that.
+    def trials_for(self, some: Sequence[str]) -> dict[str, list[str]]:
+        """Return the trials: key of the active plugins among `some` -> plugins left out.
 
-        Contenders that differ in others only are one trial.
+        Contenders that differ only in other plugins share a trial.
         """
         found = {}
         for on in self.contenders.values():
@@ -57,23 +57,23 @@ class Lineup:
 
 
 def key(on: Sequence[str], some: Sequence[str]) -> str:
-    """Name a trial by those of some plugins that are on."""
+    """Name a trial by the active plugins among `some`."""
     return " ".join(name for name in some if name in on) or "none"
 
 
 def alone(plugin: str) -> str:
-    """Name the contender with one plugin, and what that one requires."""
+    """Name the contender with one plugin and its requirements."""
     return f"{plugin} alone"
 
 
-def all_but(plugin: str) -> str:
-    """Name the contender with every plugin but one, and those that require that one."""
+def name_without(plugin: str) -> str:
+    """Name the contender with all plugins but one, and but those that require it."""
     return f"all but {plugin}"
 
 
-def line_up(active: Active, keep: Sequence[str], only: Sequence[str]) -> Lineup:
-    """Choose what is measured: what a recipe can do without, or some of that."""
-    there = [name for name in active.plugins if name not in ELSEWHERE]
+def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) -> Contenders:
+    """Choose the optional plugins to measure, and the contenders."""
+    there = [name for name in active.plugins if name not in LEFT_OUT_ALWAYS]
     for option, names in (("--keep", keep), ("--only", only)):
         for name in names:
             if name not in there:
@@ -91,7 +91,7 @@ def line_up(active: Active, keep: Sequence[str], only: Sequence[str]) -> Lineup:
         raise RecipeError(wrong)
     if not optional:
         raise RecipeError("plugins: there is none to measure; add a table [plugins.NAME]")
-    return Lineup(
+    return Contenders(
         optional,
         kept,
         {name: _with_required(active, name, optional) for name in optional},
@@ -102,7 +102,7 @@ def line_up(active: Active, keep: Sequence[str], only: Sequence[str]) -> Lineup:
 
 
 def _needed(active: Active, name: str) -> str:
-    """Say why a recipe cannot do without a plugin, if so."""
+    """Return why a plugin must stay on, or an empty string."""
     marks = {hook: hook_mark(type(active.plugins[name]), hook) for hook in ("render", "step")}
     answers = [hook for hook, mark in marks.items() if mark and not mark["wrapper"]]
     if answers:
@@ -111,12 +111,12 @@ def _needed(active: Active, name: str) -> str:
 
 
 def _in_steps(active: Active, name: str) -> bool:
-    """Tell whether a plugin could touch a step."""
+    """Tell whether a plugin can affect a step."""
     return active.implements(name, [hook for hook in SPECS if hook not in (*DATA, *SILENT)])
 
 
 def _with_required(active: Active, name: str, among: Sequence[str]) -> list[str]:
-    """Return a plugin with those of some others that it requires, and those these require."""
+    """Return a plugin and all that it requires, directly or not, among some plugins."""
     found = [name]
     for one in found:
         requires = contract_of(active.plugins[one]).requires
