@@ -1,4 +1,4 @@
-"""TrialRunner run for real: they leave figures, and nothing else."""
+"""Real trials: they leave figures, and nothing else."""
 
 import sys
 

@@ -40,25 +40,25 @@ class Contenders:
             self.contenders[name_without(name)] = self.without([name])
 
     def without(self, names: Sequence[str]) -> list[str]:
-        """Return the optional plugins without some, and without those that require them."""
-        return [one for one in self.optional if not {*names} & {*self.requires[one]}]
+        """Return the optional plugins without `names`, and without those that require them."""
+        return [name for name in self.optional if not {*names} & {*self.requires[name]}]
 
-    def trials_for(self, some: Sequence[str]) -> dict[str, list[str]]:
-        """Return the trials: key of the active plugins among `some` -> plugins left out.
+    def trials_for(self, plugins: Sequence[str]) -> dict[str, list[str]]:
+        """Return the trials: key of the active plugins among `plugins` -> plugins left out.
 
         Contenders that differ only in other plugins share a trial.
         """
         found = {}
         for on in self.contenders.values():
-            off = [name for name in some if name not in on]
+            off = [name for name in plugins if name not in on]
             stay = self.without(off)
-            found[key(on, some)] = [name for name in self.optional if name not in stay]
+            found[key(on, plugins)] = [name for name in self.optional if name not in stay]
         return found
 
 
-def key(on: Sequence[str], some: Sequence[str]) -> str:
-    """Name a trial by the active plugins among `some`."""
-    return " ".join(name for name in some if name in on) or "none"
+def key(on: Sequence[str], plugins: Sequence[str]) -> str:
+    """Name a trial by the active plugins among `plugins`."""
+    return " ".join(name for name in plugins if name in on) or "none"
 
 
 def alone(plugin: str) -> str:
@@ -73,20 +73,20 @@ def name_without(plugin: str) -> str:
 
 def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) -> Contenders:
     """Choose the optional plugins to measure, and the contenders."""
-    there = [name for name in active.plugins if name not in LEFT_OUT_ALWAYS]
+    available = [name for name in active.plugins if name not in LEFT_OUT_ALWAYS]
     for option, names in (("--keep", keep), ("--only", only)):
         for name in names:
-            if name not in there:
-                hint = did_you_mean(name, there) or (
-                    f"; it has {', '.join(there) or 'none'}: add [plugins.{name}]"
+            if name not in available:
+                hint = did_you_mean(name, available) or (
+                    f"; it has {', '.join(available) or 'none'}: add [plugins.{name}]"
                 )
                 raise RecipeError(f"{option} {name}: the recipe has no such plugin on{hint}")
-    kept = {name: why for name in there if (why := _needed(active, name))}
+    kept = {name: why for name in available if (why := _needed(active, name))}
     kept |= dict.fromkeys(keep, "--keep")
     for name in [*kept]:
-        for other in _with_required(active, name, there):
+        for other in _with_required(active, name, available):
             kept.setdefault(other, f"{name} requires it")
-    optional = [name for name in there if name not in kept]
+    optional = [name for name in available if name not in kept]
     if wrong := [f"--only {name}: it is always on: {kept[name]}" for name in only if name in kept]:
         raise RecipeError(wrong)
     if not optional:

@@ -87,17 +87,17 @@ def bench(path: Path, overrides: Sequence[str], without: Sequence[str], options:
     for name, why in line.kept.items():
         say(f"always on: {name}: {why}")
     try:
-        with trials(recipe, active, options.launch, running.examples) as made:
-            running.measure(made)
+        with trials(recipe, active, options.launch, running.examples) as runner:
+            running.measure(runner)
     except KeyboardInterrupt:
         running.write("stopped")
         raise Interrupted(f"stopped: {running.done}, kept in {folder}") from None
     running.write("complete")
-    found = Bench(running.report)
-    for text in format_console(found):
+    result = Bench(running.report)
+    for text in format_console(result):
         say(text)
     say(f"figures: {folder / JSON}\ntable: {folder / MARKDOWN}\npage: {folder / PAGE}")
-    if earlier and (problems := regressions(found, earlier, options.tolerance)):
+    if earlier and (problems := regressions(result, earlier, options.tolerance)):
         raise Regressed("\n".join(f"beside {options.against}: {text}" for text in problems))
 
 
@@ -172,25 +172,25 @@ class BenchRun:
         steps, prepared = len(self.report["rounds"]), len(self.report["preparations"])
         return f"{format_count(steps, 'whole round')} of steps and {prepared} of preparing"
 
-    def measure(self, made: TrialRunner) -> None:
+    def measure(self, runner: TrialRunner) -> None:
         """Run the rounds of steps, then those of preparation."""
         options, line = self.options, self.line
         steps = line.trials_for(line.steppers)
         if line.steppers:
-            took = self.first(made, steps["none"])
+            took = self.first(runner, steps["none"])
             count, rounds = options.rounds * len(steps), format_count(options.rounds, "round")
             say(f"steps: {count} trials in {rounds}, {duration(count * took)}")
-            self.run_rounds("rounds", options.rounds, self.step_measurements(made, steps))
+            self.run_rounds("rounds", options.rounds, self.step_measurements(runner, steps))
         again = options.rounds if options.prepare_rounds is None else options.prepare_rounds
         prepared = line.trials_for(line.preparers)
         # Tokens that the recipe names are already prepared.
         if again and line.preparers and not self.recipe.data.tokens:
             say(f"preparing: {2 * again * len(prepared)} times, in {format_count(again, 'round')}")
-            self.run_rounds("preparations", again, preparations(made, prepared))
+            self.run_rounds("preparations", again, preparations(runner, prepared))
 
-    def first(self, made: TrialRunner, left_out: Sequence[str]) -> float:
+    def first(self, runner: TrialRunner, left_out: Sequence[str]) -> float:
         """Try the baseline, which must run; return about how long a trial takes."""
-        trial = made.run(self.changes(left_out), steps=1, without=left_out)
+        trial = runner.run(self.changes(left_out), steps=1, without=left_out)
         if trial.error:
             why = "out of memory" if trial.out_of_memory else trial.error.splitlines()[-1]
             raise PlugsftError(
@@ -203,18 +203,18 @@ class BenchRun:
 
     def changes(self, left_out: Sequence[str]) -> dict[str, Any]:
         """Return the changes from --instead for plugins that are left out."""
-        given = [text.partition(":") for text in self.options.instead]
-        pairs = [change.partition("=") for name, _, change in given if name in left_out]
+        parts = [text.partition(":") for text in self.options.instead]
+        pairs = [change.partition("=") for name, _, change in parts if name in left_out]
         return {place: value_of(text) for place, _, text in pairs}
 
     def step_measurements(
-        self, made: TrialRunner, trials: dict[str, list[str]]
+        self, runner: TrialRunner, trials: dict[str, list[str]]
     ) -> dict[str, Callable[[], Figures]]:
         """Return a function for each trial of steps."""
         steps = self.options.warmup + self.options.steps
 
         def run(left_out: list[str]) -> Figures:
-            return read_figures(made.run(self.changes(left_out), steps, left_out))
+            return read_figures(runner.run(self.changes(left_out), steps, left_out))
 
         return {name: partial(run, out) for name, out in trials.items()}
 
@@ -225,16 +225,16 @@ class BenchRun:
             def told(name: str, trial: Callable[[], Figures]) -> Figures | None:
                 if (part, name) in self.failed:
                     return None
-                found = trial()
+                figures = trial()
                 advance(1, name)
-                if found["error"]:
+                if figures["error"]:
                     self.failed.add((part, name))
-                    say(f"with {name}: failed: {found['error'].splitlines()[-1]}")
-                return found
+                    say(f"with {name}: failed: {figures['error'].splitlines()[-1]}")
+                return figures
 
             contenders = {name: partial(told, name, trial) for name, trial in trials.items()}
-            for found in in_rounds(rounds, contenders):
-                self.report[part].append({name: one for name, one in found.items() if one})
+            for figures in in_rounds(rounds, contenders):
+                self.report[part].append({name: value for name, value in figures.items() if value})
                 self.write("running")
 
     def write(self, status: str) -> None:
@@ -242,16 +242,16 @@ class BenchRun:
         self.report["status"] = status
         if self.report["rounds"] or self.report["preparations"]:
             write_text(self.folder / JSON, as_json(self.report))
-            found = Bench(self.report)
-            write_text(self.folder / MARKDOWN, markdown(found))
-            write_page(self.folder / PAGE, found)
+            result = Bench(self.report)
+            write_text(self.folder / MARKDOWN, markdown(result))
+            write_page(self.folder / PAGE, result)
 
 
 def read_figures(trial: Trial) -> Figures:
     """Return the figures of a trial for the report."""
-    found: Figures = {"whole": trial.seconds, "error": trial.error}
+    figures: Figures = {"whole": trial.seconds, "error": trial.error}
     if trial.error:
-        return found | {"out_of_memory": trial.out_of_memory}
+        return figures | {"out_of_memory": trial.out_of_memory}
     names = {
         "seconds": "step_seconds",
         "tokens": "tokens",
@@ -259,22 +259,22 @@ def read_figures(trial: Trial) -> Figures:
         "loss": "loss",
         "grad_norm": "grad_norm",
     }
-    found |= {name: trial.of(metric) for name, metric in names.items()}
-    found["exact"] = not any("float16" in dtype for dtype in trial.run["dtypes"].values())
+    figures |= {name: trial.of(metric) for name, metric in names.items()}
+    figures["exact"] = not any("float16" in dtype for dtype in trial.run["dtypes"].values())
     for place in ("host", "device"):
-        if held := [rank[place] for rank in trial.ranks if place in rank]:
-            found[place] = max(held)
-    return found
+        if peaks := [rank[place] for rank in trial.ranks if place in rank]:
+            figures[place] = max(peaks)
+    return figures
 
 
 def preparations(
-    made: TrialRunner, trials: dict[str, list[str]]
+    runner: TrialRunner, trials: dict[str, list[str]]
 ) -> dict[str, Callable[[], Figures]]:
     """Return a function for each trial of preparation: with an empty cache, then once more."""
 
     def run(left_out: list[str]) -> Figures:
-        folder = made.folder / "preparing"
-        first, again = (prepared(made, folder, name, left_out) for name in ("first", AGAIN))
+        folder = runner.folder / "preparing"
+        first, again = (prepared(runner, folder, name, left_out) for name in ("first", AGAIN))
         shutil.rmtree(folder)
         if first["error"] or again["error"]:
             return {"error": first["error"] or again["error"]}
@@ -283,11 +283,11 @@ def preparations(
     return {name: partial(run, out) for name, out in trials.items()}
 
 
-def prepared(made: TrialRunner, folder: Path, name: str, left_out: Sequence[str]) -> Figures:
+def prepared(runner: TrialRunner, folder: Path, name: str, left_out: Sequence[str]) -> Figures:
     """Prepare the data in a fresh process, as a run with this output would."""
     inside = folder / name
     inside.mkdir(parents=True)
-    tables = with_changes(made.tables, {"data.tokens": None, "output": str(inside / "run")})
+    tables = with_changes(runner.tables, {"data.tokens": None, "output": str(inside / "run")})
     for plugin in left_out:
         tables["plugins"].pop(plugin, None)
     # The cache must be empty at first.
@@ -298,5 +298,5 @@ def prepared(made: TrialRunner, folder: Path, name: str, left_out: Sequence[str]
     code, _ = run_process(words, said, PLUGSFT_CACHE=str(folder / "cache"))
     if code:
         return {"error": said.read_text(errors="replace").strip()[-2000:] or f"exit code {code}"}
-    found: Figures = json.loads((inside / "prepared.json").read_text())
-    return found
+    figures: Figures = json.loads((inside / "prepared.json").read_text())
+    return figures

@@ -70,7 +70,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
         **active.found,
         "trial": FoundPlugin("trial", "bundled", __name__, Path(__file__)),
     }
-    found: dict[str, Any] = {"error": ""}
+    result: dict[str, Any] = {"error": ""}
     try:
         if on_cpu(recipe):
             limit_memory(limit)
@@ -81,14 +81,14 @@ def run(path: Path, limit: int) -> dict[str, Any]:
     except TrialOver:
         pass
     except (PlugsftError, MemoryError, RuntimeError) as error:
-        found["error"] = str(error) or type(error).__name__
-    found["before"] = trial.before
-    found["host"] = peak_memory()
+        result["error"] = str(error) or type(error).__name__
+    result["before"] = trial.before
+    result["host"] = peak_memory()
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.max_memory_allocated()
-        found["reserved"] = torch.cuda.max_memory_reserved()
-        found["total"] = torch.cuda.get_device_properties().total_memory
-    return found
+        result["device"] = torch.cuda.max_memory_allocated()
+        result["reserved"] = torch.cuda.max_memory_reserved()
+        result["total"] = torch.cuda.get_device_properties().total_memory
+    return result
 
 
 def limit_memory(limit: int) -> None:
@@ -103,12 +103,12 @@ def limit_memory(limit: int) -> None:
 def main() -> None:
     """Run a trial; write this rank's results next to the recipe."""
     path, limit = Path(sys.argv[1]), int(sys.argv[2])
-    found = run(path, limit)
+    result = run(path, limit)
     rank = os.environ.get("RANK", "0")
-    path.with_name(f"rank-{rank}.json").write_text(json.dumps(found))
+    path.with_name(f"rank-{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()
     # Other ranks may wait for this one in a collective: they end with it.
-    os._exit(1 if found["error"] else 0)
+    os._exit(1 if result["error"] else 0)
 
 
 if __name__ == "__main__":
