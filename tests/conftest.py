@@ -97,7 +97,7 @@ FORKS.set_forkserver_preload(["preloaded"])
 FORK_TRIALS = "PLUGSFT_TESTS_FORK_TRIALS"
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
     """Start it, if it does not run yet, where it can import tests/preloaded.py."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -117,7 +117,7 @@ class Running:
         self._out, self._err = (self._files / name for name in ("out", "err"))
         words = list(map(str, arguments))
         inside = (words, {**os.environ, **env}, str(cwd), str(self._out), str(self._err))
-        _start_fork_server()
+        start_fork_server()
         self.process = FORKS.Process(target=_child, args=inside)
         self.process.start()
 
@@ -177,7 +177,7 @@ def _run_module(
 @contextmanager
 def fork_trials() -> Iterator[None]:
     """Let trials of tune, plan and bench start as forks, not as processes that import torch."""
-    _start_fork_server()
+    start_fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FORK_TRIALS, "1")
         patch.setattr(trial_runner, "ended", _end_of_fork)
@@ -195,7 +195,7 @@ def forked_trials() -> Iterator[None]:
 @cache
 def _launch_environment(words: tuple[str, ...]) -> dict[str, str]:
     """Return the variables that `accelerate launch` sets for its ranks."""
-    _start_fork_server()
+    start_fork_server()
     receiver, sender = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=_send_launch_environment, args=(words, sender))
     process.start()

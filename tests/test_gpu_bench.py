@@ -107,7 +107,7 @@ def test_the_checks_and_a_tiny_case_run(tmp_path):
 
 
 @only_full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_preferences_are_measured_beside_trl(tmp_path):
     result = tmp_path / "result.json"
     words = ["--case", "0.6b-dpo", "--shapes", "cpu", "--rounds", "1", "--steps", "2"]

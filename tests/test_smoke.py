@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from conftest import ROOT, read_metrics, run_plugsft
+from conftest import FORKS, ROOT, read_metrics, run_plugsft, start_fork_server
 
 
 def test_a_tiny_run_trains_and_leaves_everything_behind(tiny, tmp_path):
@@ -25,3 +25,16 @@ def test_a_run_imports_no_package_that_it_does_not_use(tiny):
     imported = {*re.findall(r"\| +([a-z_0-9]+)", done.stderr)}
     # accelerate imports DeepSpeed where it is installed, and DeepSpeed mlflow: two seconds.
     assert "torch" in imported and not imported & {"deepspeed", "mlflow", "wandb", "trl"}
+
+
+def _end_if_preloaded():
+    sys.exit(0 if "preloaded" in sys.modules else 1)
+
+
+def test_forks_have_imported_everything():
+    """A fork server passes over a module that it cannot import: all tests would be slower."""
+    start_fork_server()
+    process = FORKS.Process(target=_end_if_preloaded)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
