@@ -1,4 +1,4 @@
-"""Compile the decoder layers: one program for all of them, for rows of any length."""
+"""Compile the decoder layers with torch.compile: one program for rows of any length."""
 
 import os
 import shutil
@@ -18,33 +18,33 @@ from plugsft import Recipe, RecipeError, TrainError, hookimpl, plugin, state
 from plugsft.kit.model import attend_per_document, decoder_layers
 
 LIMIT = 32
-"""Variants of a piece of code, at most. Beyond its own limit torch would go on uncompiled."""
+"""Most compiled variants of a function. Beyond its own limit, torch would run it uncompiled."""
 
 
 @plugin(after=["flash_attention", "gradient_checkpointing", "liger", "lora"])
 class Compile:
-    """Compile the decoder layers: one program for all of them, for rows of any length.
+    """Compile the decoder layers with torch.compile: one program for rows of any length.
 
-    The numbers that dropout draws are others than without it.
+    Dropout draws other random numbers than without it.
     """
 
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """The second tries many kernels out, for far longer compiling. CUDA graphs are not to be had:
-    each would hold rows of one length only."""
+    """The second tries many kernels, and compiles far longer. CUDA graphs are not supported:
+    each graph works for one length only."""
     dynamic: bool = True
-    """One program for rows of any length. false: one for each length, for rows that all have the
-    same."""
+    """Compile one program for rows of any length. false compiles one per length, for data whose
+    rows all have the same length."""
 
     layers: int = state(0)
     pieces: int = state(0)
-    """Programs that were compiled, and those of them whose code had another before."""
+    """Number of compiled programs; `again` counts those that are further variants."""
     again: int = state(0)
     seconds: float = state(0.0)
     began: float = state(0.0)
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Refuse to start where nothing can be compiled."""
+        """Refuse ZeRO-3, and a machine without a compiler."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             raise RecipeError(
                 "the hooks that ZeRO-3 has inside the layers cannot be compiled; launch with "
@@ -60,7 +60,7 @@ class Compile:
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
-        """Put a compiled program in the place of each layer's code; names of weights stay."""
+        """Replace each layer's forward by a compiled one; names of weights stay the same."""
         model = yield
         layers = decoder_layers(model, "are known to compile; remove [plugins.compile]")
         self.layers = len(layers)
@@ -70,7 +70,7 @@ class Compile:
         on_compile_end(self.end)
         known: Any = AttentionInterface
         name, uncompiled = attend_per_document(), torch.compiler.disable
-        # A loop over documents would be compiled again for each number of them.
+        # A loop over documents would be recompiled for each number of documents.
         known.register(name, uncompiled(known()[name]))  # type: ignore[no-untyped-call]
         programs = {
             kind: torch.compile(body(kind), dynamic=self.dynamic, mode=self.mode)
@@ -82,7 +82,7 @@ class Compile:
 
     @hookimpl
     def verdict(self) -> str | None:
-        """Say what was compiled, how often again, and how long that took."""
+        """Report the number of programs and recompilations, and the seconds spent."""
         if not self.layers:
             return None
         if not self.pieces:
@@ -92,20 +92,20 @@ class Compile:
         return f"{self.layers} layers, {made} compiled in {self.seconds:.0f} s{again}"
 
     def start(self, _: CallbackArgs) -> None:
-        """Hear that something is being compiled."""
+        """Start the timer of a compilation."""
         self.began = time.perf_counter()
 
-    def end(self, told: CallbackArgs) -> None:
-        """Count it. The compiler numbers what it makes of a piece of code: 3/0, 3/1."""
+    def end(self, compilation: CallbackArgs) -> None:
+        """Count a compilation; ids are FUNCTION/VARIANT, as 3/0, 3/1."""
         self.seconds += time.perf_counter() - self.began
         self.pieces += 1
-        self.again += not str(told.compile_id).endswith("/0")
+        self.again += not str(compilation.compile_id).endswith("/0")
 
 
-class Unseen:
-    """The lengths of documents, as something of which the compiler sees the type alone.
+class OpaqueLengths:
+    """The lengths of documents, hidden from the compiler.
 
-    A tuple would be a part of what a program is made for, and each batch has another.
+    Programs are specialized on the values of a tuple, which differ in each batch.
     """
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
@@ -116,15 +116,15 @@ class Unseen:
 
 
 def body(kind: type[GradientCheckpointingLayer]) -> Callable[..., Any]:
-    """Return a layer's code without the switch to gradient checkpointing around it."""
+    """Return a layer's forward without its wrapper for gradient checkpointing."""
     code: Callable[..., Any] = kind.forward.__wrapped__  # type: ignore[attr-defined]  # functools
     return code
 
 
 def run(program: Callable[..., Any], layer: Any, *inputs: Any, **others: Any) -> Any:
-    """Run a layer; a checkpoint stands around the program, since inside none would be made."""
+    """Run a layer; gradient checkpointing must be outside the compiled program."""
     if isinstance(others.get("documents"), tuple):
-        others["documents"] = Unseen(others["documents"])
+        others["documents"] = OpaqueLengths(others["documents"])
     compiled = partial(program, layer, **others)
     try:
         if layer.gradient_checkpointing and layer.training:

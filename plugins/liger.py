@@ -1,4 +1,4 @@
-"""Run norms, MLPs and rotary embeddings in Liger's fused kernels, in full fine-tuning."""
+"""Use Liger's fused kernels for norms, MLPs and rotary embeddings, in full fine-tuning."""
 
 import importlib
 import importlib.metadata
@@ -23,13 +23,13 @@ SWITCHES = {
     "mlp": ("swiglu", "geglu", "relu_squared"),
     "rope": ("rope",),
 }
-"""Ours, and what Liger calls them: a family has one kind of MLP."""
+"""Option -> Liger's names; a family has one kind of MLP."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": nn.functional.silu,
     "geglu": lambda x: nn.functional.gelu(x, approximate="tanh"),
     "relu_squared": lambda x: nn.functional.relu(x).square(),
 }
-"""What its MLPs compute, whatever the model's own have between their weights."""
+"""Activations of Liger's MLP kernels, whatever the model's own activation is."""
 Parts = dict[ModuleType, dict[str, Any]]
 
 
@@ -40,14 +40,14 @@ Parts = dict[ModuleType, dict[str, Any]]
     }
 )
 class Liger:
-    """Run norms, MLPs and rotary embeddings in Liger's fused kernels, in full fine-tuning.
+    """Use Liger's fused kernels for norms, MLPs and rotary embeddings, in full fine-tuning.
 
-    In this model alone: what Liger changes for its whole family is changed back. The loss is not
-    its business here; see fused_loss.
+    Only this model is patched: Liger's changes to the whole model family are undone. Liger's
+    loss stays off; see fused_loss.
     """
 
     rms_norm: bool | None = None
-    """Each kernel; default: where the model family has it."""
+    """Use this kernel. Default for each: if Liger has it for the model family."""
     layer_norm: bool | None = None
     mlp: bool | None = None
     """SwiGLU, GeGLU or squared ReLU, as the family has it."""
@@ -55,7 +55,7 @@ class Liger:
     """Rotary position embeddings."""
 
     patched: dict[str, int] = state({})
-    """Kernel -> how many modules run in it."""
+    """Kernel -> number of modules that use it."""
 
     @hookimpl
     def check(self) -> None:
@@ -69,7 +69,7 @@ class Liger:
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
-        """Refuse a family that Liger has no kernels for, and put them into the others' modules."""
+        """Patch the model's modules; refuse a family that Liger has no kernels for."""
         liger = importlib.import_module("liger_kernel.transformers.monkey_patch")
         families: dict[str, Callable[..., None]] = liger.MODEL_TYPE_TO_APPLY_LIGER_FN
         self.kernels(families, family_of(load))
@@ -82,41 +82,41 @@ class Liger:
         absent = [name for name in kernels if self.switch(name) and not self.patched.get(name)]
         if absent or not self.patched:
             raise PluginError(
-                f"plugins.liger: {' and '.join(absent) or 'no kernel'} found a place in this model "
-                f"({type(model).__name__}); "
+                f"plugins.liger: no module of this model ({type(model).__name__}) can use "
+                f"{' or '.join(absent) or 'its kernels'}; "
                 + (f"remove {', '.join(absent)}" if absent else "remove [plugins.liger]")
             )
         return model
 
     def switch(self, name: str) -> bool | None:
-        """Return what was said of a kernel."""
-        said: bool | None = getattr(self, name)
-        return said
+        """Return the option of a kernel."""
+        option: bool | None = getattr(self, name)
+        return option
 
     def kernels(self, families: dict[str, Any], family: str) -> dict[str, str]:
-        """Return the kernels that are wanted of a family: ours -> Liger's name."""
+        """Return the kernels to use for a family: option -> Liger's name."""
         if family not in families:
             raise RecipeError(
                 f"plugins.liger: Liger has no kernels for models of type '{family}'; remove it. "
                 f"There are: {', '.join(sorted(families))}"
             )
         known = inspect.signature(families[family]).parameters
-        had = {
+        available = {
             name: next(their for their in theirs if their in known)
             for name, theirs in SWITCHES.items()
             if set(theirs) & set(known)
         }
         for name in SWITCHES:
-            if self.switch(name) and name not in had:
+            if self.switch(name) and name not in available:
                 raise RecipeError(
                     f"plugins.liger.{name}: Liger has no such kernel for models of type "
-                    f"'{family}'; remove it. There are: {', '.join(had)}"
+                    f"'{family}'; remove it. There are: {', '.join(available)}"
                 )
-        return {name: their for name, their in had.items() if self.switch(name) is not False}
+        return {name: their for name, their in available.items() if self.switch(name) is not False}
 
     @hookimpl
     def verdict(self) -> str | None:
-        """Say how many modules run in which kernel."""
+        """Report the number of modules per kernel."""
         if not self.patched:
             return None
         counted = ", ".join(f"{number} {name}" for name, number in sorted(self.patched.items()))
@@ -124,7 +124,7 @@ class Liger:
 
 
 def family_of(load: ModelLoad) -> str:
-    """Return a model's type, from its configuration alone."""
+    """Return a model's type from its configuration."""
     wanted = ("revision", "trust_remote_code")
     kwargs = {name: load.kwargs[name] for name in wanted if name in load.kwargs}
     config = AutoConfig.from_pretrained(load.path, **kwargs)
@@ -132,13 +132,13 @@ def family_of(load: ModelLoad) -> str:
 
 
 def apply(model: Any, patch: Callable[..., None], kernels: list[str]) -> Parts:
-    """Let Liger patch a model, and undo what it does to all others; return its functions.
+    """Let Liger patch a model, and undo its changes to other models; return its functions.
 
-    Modules that are there get its forwards, each for itself. But it also replaces classes and
-    functions in the file of the family, and so in every model that is made later.
+    Liger replaces the forward of each existing module, but also classes and functions in the
+    Python module of the family, and so in every model built later.
     """
     known = inspect.signature(patch).parameters
-    # All that is not asked for is off, its loss above all.
+    # All other kernels are off, above all the loss.
     switches = {name: name in kernels for name in known if name != "model"}
     before: Parts = {module: dict(vars(module)) for module in modeling()}
     try:
@@ -161,15 +161,15 @@ def apply(model: Any, patch: Callable[..., None], kernels: list[str]) -> Parts:
 
 
 def modeling() -> list[ModuleType]:
-    """Return the modules in which models are written."""
-    written = [
+    """Return the Python modules that define models."""
+    families = [
         module for name, module in sys.modules.items() if name.startswith("transformers.models.")
     ]
-    return [*written, nn, nn.functional]
+    return [*families, nn, nn.functional]
 
 
 def undo(before: Parts) -> Parts:
-    """Put back what was replaced; return the functions that it was replaced with."""
+    """Restore replaced values; return the functions that replaced them."""
     functions: Parts = {}
     for module, values in before.items():
         for name, value in values.items():
@@ -182,7 +182,7 @@ def undo(before: Parts) -> Parts:
 
 
 def bind(model: nn.Module, functions: Parts) -> None:
-    """Give modules that call such a function by its name a forward that finds the new one."""
+    """Give modules that call a replaced function by name a forward that uses the new one."""
     for part in model.modules():
         forward = type(part).forward
         home = sys.modules.get(getattr(forward, "__module__", ""))
@@ -202,8 +202,8 @@ def bind(model: nn.Module, functions: Parts) -> None:
 
 
 def count(model: nn.Module, functions: Parts) -> dict[str, int]:
-    """Return how many modules run in which kernel."""
-    named = [one for names in functions.values() for one in names.items()]
+    """Count the modules that use each kernel."""
+    named = [item for names in functions.values() for item in names.items()]
     counted: Counter[str] = Counter()
     for part in model.modules():
         forward = getattr(vars(part).get("forward"), "__func__", None)
@@ -219,7 +219,7 @@ def count(model: nn.Module, functions: Parts) -> dict[str, int]:
 
 
 def ensure_activation(model: nn.Module, kernel: str) -> None:
-    """Refuse MLPs with another function than the kernel's, which would be dropped unheard."""
+    """Refuse MLPs whose activation is not the kernel's, which would silently replace it."""
     values = torch.linspace(-4, 4, 33)
     for part in model.modules():
         for name in ("act_fn", "activation_fn"):
@@ -228,6 +228,6 @@ def ensure_activation(model: nn.Module, kernel: str) -> None:
                 own(values), ACTIVATIONS[kernel](values), atol=1e-4
             ):
                 raise RecipeError(
-                    f"plugins.liger: its {kernel} kernel has another function than the "
+                    f"plugins.liger: its {kernel} kernel has another activation than the "
                     f"{type(own).__name__} in this model's MLPs; set mlp = false"
                 )

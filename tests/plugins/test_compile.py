@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextCon
 from plugsft import RecipeError, TrainError, look
 from plugsft.kit.model import attend_per_document, documents_of
 from plugsft.plugins import compile as plugin_file
-from plugsft.plugins.compile import Compile, Unseen
+from plugsft.plugins.compile import Compile, OpaqueLengths
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 from plugsft.registry.active import check, resolve
 
@@ -127,7 +127,7 @@ def test_lengths_hide_from_the_compiler_and_not_from_attention():
     attend = AttentionInterface()[attend_per_document()]
     module = torch.nn.Identity()
     wanted = attend(module, heads, heads, heads, None, documents=(3, 4))[0]
-    found = attend(module, heads, heads, heads, None, documents=Unseen((3, 4)))[0]
+    found = attend(module, heads, heads, heads, None, documents=OpaqueLengths((3, 4)))[0]
     assert torch.equal(found, wanted)
 
 

@@ -96,7 +96,7 @@ def test_a_model_without_such_layers_is_refused():
     class Old(torch.nn.Module):
         config = LlamaConfig()
 
-    with pytest.raises(RecipeError, match="no layers that can be computed again"):
+    with pytest.raises(RecipeError, match="no layers that can be recomputed"):
         apply(Old(), GradientCheckpointing())
 
 

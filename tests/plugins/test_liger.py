@@ -117,7 +117,7 @@ def test_an_mlp_with_another_function_is_refused(tmp_path):
 
 def test_a_kernel_that_finds_no_place_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("plugsft.plugins.liger.count", lambda model, functions: {"mlp": 2})
-    with pytest.raises(PluginError, match=r"rope found a place in this model.*remove rope"):
+    with pytest.raises(PluginError, match=r"no module of this model .* can use rope; remove rope"):
         loaded(tmp_path, LlamaConfig(**SMALL), rope=True)
     monkeypatch.setattr("plugsft.plugins.liger.count", lambda model, functions: {})
     with pytest.raises(PluginError, match="no kernel found a place"):
