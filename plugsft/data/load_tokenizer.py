@@ -1,13 +1,15 @@
 """Load a tokenizer with transformers, or train one on the recipe's data."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
+import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..base.errors import RecipeError
 from ..base.load_errors import explain_load_error
@@ -15,6 +17,9 @@ from ..base.types import Rendered, Row, Rows
 from ..recipe.tables import TRL, Model
 from ..tokens.tokenizer import Tokenizer, lighten
 from .chat import CHATML, training_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Render = Callable[[list[Row], int, Tokenizer], Rendered]
 """(rows, number of their source, tokenizer) -> text."""
@@ -29,7 +34,11 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     if model.revision and not model.tokenizer:
         options["revision"] = model.revision
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        if model.scratch and not model.tokenizer:
+            # Our own, of this class: AutoTokenizer would import torch to look for another.
+            tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(where)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
     except Exception as error:  # transformers raises whatever its readers and the hub raise
         raise RecipeError(
             f"model.{'tokenizer' if model.tokenizer else 'path'}: no tokenizer could be loaded "
@@ -52,7 +61,8 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
             )
     elif model.chat_template:
         tokenizer.chat_template = _read_template(model.chat_template)
-    return tokenizer
+    loaded: PreTrainedTokenizerBase = tokenizer
+    return loaded
 
 
 def _read_template(name: str) -> str:
@@ -115,7 +125,7 @@ def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreT
 
 
 def _wrap(tokenizer: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:
-    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped upstream
+    wrapped = transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped upstream
         tokenizer_object=tokenizer, eos_token=END, pad_token=PAD
     )
     wrapped.chat_template = CHATML.read_text(encoding="utf8")

@@ -1,12 +1,12 @@
 """Prepare the tokens of a recipe on disk, before any process group exists."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from ..base.build_once import once
 from ..base.checksums import digest
@@ -23,6 +23,9 @@ from .defaults import opened as open_mapped
 from .load_tokenizer import Render, load_tokenizer, train_tokenizer
 from .slices import Work, describe_bad_rows, describe_warnings, merge, render
 from .sources import OpenSource, ensure_columns, open_source, slices_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Open sources of rows: jsonl line by line, everything else through `datasets`."""
+"""Open sources of rows: jsonl line by line, everything else through `datasets`.
+
+Importing `datasets` takes a second, so only the functions that read through it do.
+"""
 
 from collections.abc import Sequence, Sized
 from functools import cached_property
@@ -6,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import datasets
 import numpy as np
 
 from ..base.checksums import cached_file_digest, digest
@@ -182,6 +184,8 @@ class Table(TableRows):
     """Parquet, Arrow, a saved dataset, or a name on the hub, through `datasets`."""
 
     def __init__(self, source: Source) -> None:
+        import datasets
+
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our messages say enough
         name, path = source.source, Path(source.source)
@@ -221,6 +225,8 @@ class Table(TableRows):
 
 
 def _load_saved(path: Path, split: str) -> Any:
+    import datasets
+
     data = datasets.load_from_disk(str(path))
     splits = data if isinstance(data, datasets.DatasetDict) else {"train": data}
     ranges = _parse_split(split, {name: len(rows) for name, rows in splits.items()})
@@ -229,6 +235,8 @@ def _load_saved(path: Path, split: str) -> Any:
 
 def _row_numbers(split: str, count: int, path: Path) -> Ints:
     """Return the row numbers of "train[10:20%]" in a file, which is one split named train."""
+    if split == "train":
+        return np.arange(count)
     try:
         ranges = _parse_split(split, {"train": count})
     except (ValueError, AssertionError) as error:
@@ -241,6 +249,8 @@ def _row_numbers(split: str, count: int, path: Path) -> Ints:
 
 def _parse_split(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:
     """Return the splits and row numbers of a split in the notation of `datasets`."""
+    import datasets
+
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     return [(part.splitname, range(sizes[part.splitname])[part.from_ : part.to]) for part in parts]
 

@@ -1,16 +1,22 @@
 """Checks on a model's configuration, before its weights are read."""
 
+from __future__ import annotations
+
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import list_repo_files
+# By their own names: what stands in them imports torch, when it is asked for.
+import huggingface_hub
+import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, PretrainedConfig
 
 from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory
 from ..base.load_errors import explain_load_error
 from ..recipe.tables import Model, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PICKLES = ("pytorch_model", "adapter_model")
 """File name prefixes of weights that may be pickled."""
@@ -22,7 +28,9 @@ def load_config(model: Model) -> PretrainedConfig:
     if model.revision:
         options["revision"] = model.revision
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(str(model.path), **options)
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            str(model.path), **options
+        )
     except Exception as error:  # transformers passes on all errors of its parsers and of the hub
         raise load_error(str(model.path), error) from error
     return config
@@ -71,7 +79,7 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
         if Path(path).is_dir():
             names = [file.name for file in Path(path).iterdir()]
         else:
-            names = list_repo_files(path, revision=revision)
+            names = huggingface_hub.list_repo_files(path, revision=revision)
     except Exception:  # no network: loading will refuse the pickle
         return
     pickles = [name for name in names if name.startswith(PICKLES) and name.endswith(".bin")]

@@ -1,17 +1,24 @@
 """The learning rate as a function of the step; resuming needs no state."""
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import transformers
-from torch.optim import Optimizer
 
 from ..base.errors import RecipeError
 from ..recipe.tables import Train
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class Schedule:
     """Sets the learning rate of each step."""
 
     def __init__(self, train: Train, optimizer: Optimizer, steps: int) -> None:
+        import torch
+
         warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
         # transformers' schedules need an optimizer of torch, and the run's may be DeepSpeed's. This
         # one never steps; only the function of the step is used.
@@ -49,6 +56,8 @@ def check_schedule(train: Train) -> None:
     """Refuse options that the schedule does not take."""
     # Creating any optimizer imports torch's compiler, which takes most of a second.
     if train.schedule_options or train.schedule in NEED_OPTIONS:
+        import torch
+
         Schedule(
             train, torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate), train.steps or 100
         )

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+import huggingface_hub
 
 from ..base.console import format_size
 from ..base.errors import RecipeError
@@ -65,7 +65,9 @@ def _weights(model: Model) -> int | None:
     folder = Path(str(model.path))
     if not folder.is_dir():
         try:
-            kept = snapshot_download(str(folder), revision=model.revision, local_files_only=True)
+            kept = huggingface_hub.snapshot_download(
+                str(folder), revision=model.revision, local_files_only=True
+            )
         except Exception:  # whatever the hub raises: it is not on this machine
             return None
         folder = Path(kept)
