@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from plugsft.data.formats import FORMATS, BadRow, kind_of, spellings, talk_of
+from plugsft.data.formats import FORMATS, BadRow, call_variants, format_of, read_chat
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -13,36 +13,36 @@ TOOL = {"type": "function", "function": {"name": "look_up"}}
 
 
 def messages(row, kind="messages"):
-    return talk_of(kind, row).messages
+    return read_chat(kind, row).messages
 
 
 def reason(row, kind="messages"):
     with pytest.raises(BadRow) as caught:
-        talk_of(kind, row)
+        read_chat(kind, row)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_format_is_told_by_its_columns(kind):
     row = dict.fromkeys(FORMATS[kind], "")
-    assert kind_of([{"id": 1}, row]) == kind
-    assert kind_of([{column: ""} for column in FORMATS[kind]]) == kind, "over all rows"
+    assert format_of([{"id": 1}, row]) == kind
+    assert format_of([{column: ""} for column in FORMATS[kind]]) == kind, "over all rows"
     for column in row:
-        assert kind_of([{name: "" for name in row if name != column}]) is None
+        assert format_of([{name: "" for name in row if name != column}]) is None
 
 
 def test_the_richest_format_is_taken():
     every = [column for columns in FORMATS.values() for column in columns]
     for kind, columns in FORMATS.items():
-        assert kind_of([dict.fromkeys(every)]) == kind
+        assert format_of([dict.fromkeys(every)]) == kind
         every = [column for column in every if column not in columns]
-    assert kind_of([{"zzz": 1}]) is None and kind_of([{}]) is None
+    assert format_of([{"zzz": 1}]) is None and format_of([{}]) is None
 
 
 def test_plain_messages_are_not_copied():
     turns = [SYSTEM, ASK, TELL]
-    talk = talk_of("messages", {"messages": turns, "id": 3})
-    assert talk.messages is turns and talk.plain and not talk.calls
+    talk = read_chat("messages", {"messages": turns, "id": 3})
+    assert talk.messages is turns and talk.trains_all_answers and not talk.has_calls
 
 
 def test_sharegpt():
@@ -63,13 +63,13 @@ def test_sharegpt_s_tools():
     call = {"name": "look_up", "arguments": {"word": "owl"}}
     turns = [("human", "who?"), ("function_call", json.dumps(call)), ("observation", "a bird")]
     row = {"conversations": [{"from": who, "value": said} for who, said in turns]}
-    talk = talk_of("conversations", {**row, "tools": json.dumps([TOOL])})
+    talk = read_chat("conversations", {**row, "tools": json.dumps([TOOL])})
     assert talk.messages == [
         ASK,
         {"role": "assistant", "tool_calls": [CALL]},
         {"role": "tool", "content": "a bird"},
     ]
-    assert talk.calls and talk.tools == [TOOL]
+    assert talk.has_calls and talk.tools == [TOOL]
     row["conversations"][1]["value"] = "look up owls"
     assert reason(row, "conversations") == "a function call is no JSON"
     row["conversations"][1]["value"] = json.dumps([{"arguments": {}}])
@@ -111,9 +111,9 @@ def test_parts_of_content_are_joined():
 def test_tools_are_a_list_or_its_json():
     row = {"messages": [ASK, TELL]}
     for given in ([TOOL], json.dumps([TOOL])):
-        assert talk_of("messages", {**row, "tools": given}).tools == [TOOL]
+        assert read_chat("messages", {**row, "tools": given}).tools == [TOOL]
     for nothing in (None, "", [], "[]"):
-        assert talk_of("messages", {**row, "tools": nothing}).tools is None
+        assert read_chat("messages", {**row, "tools": nothing}).tools is None
     assert reason({**row, "tools": "{"}) == "'tools' is no JSON"
     for wrong in ({"a": 1}, ["look_up"], 3, '"x"'):
         assert reason({**row, "tools": wrong}) == "'tools' is no list of tools"
@@ -121,7 +121,7 @@ def test_tools_are_a_list_or_its_json():
 
 def test_a_row_s_own_variables():
     row = {"messages": [ASK, TELL], "chat_template_kwargs": {"enable_thinking": False}}
-    assert talk_of("messages", row).variables == {"enable_thinking": False}
+    assert read_chat("messages", row).variables == {"enable_thinking": False}
     assert reason({**row, "chat_template_kwargs": "x"}) == "'chat_template_kwargs' is no object"
 
 
@@ -145,9 +145,9 @@ def test_reasoning_is_given_under_every_name():
     ],
 )
 def test_wishes(said, wish):
-    talk = talk_of("messages", {"messages": [ASK, {**TELL, **said}]})
-    assert talk.wishes == ({} if wish is None else {1: wish})
-    assert talk.plain == (wish is None)
+    talk = read_chat("messages", {"messages": [ASK, {**TELL, **said}]})
+    assert talk.flags == ({} if wish is None else {1: wish})
+    assert talk.trains_all_answers == (wish is None)
 
 
 def test_wishes_that_are_not_understood():
@@ -159,9 +159,13 @@ def test_wishes_that_are_not_understood():
 
 def test_prompts_are_never_trained():
     row = {"prompt": [ASK, TELL, ASK], "completion": [TELL]}
-    assert kind_of([{"prompt": "a", "completion": "b"}, row]) == "chat completion"
-    talk = talk_of("chat completion", row)
-    assert talk.messages == [ASK, TELL, ASK, TELL] and talk.prompt == 3 and not talk.plain
+    assert format_of([{"prompt": "a", "completion": "b"}, row]) == "chat completion"
+    talk = read_chat("chat completion", row)
+    assert (
+        talk.messages == [ASK, TELL, ASK, TELL]
+        and talk.num_prompt == 3
+        and not talk.trains_all_answers
+    )
 
 
 def test_turns_without_words():
@@ -194,12 +198,12 @@ def test_a_row_without_the_columns_names_those_it_has():
 def test_calls_are_tried_in_every_way_a_template_may_take_them():
     function = {"name": "look_up", "arguments": {"word": "鷹"}}
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
-    ways = [one[1] for one in spellings([ASK, called, TELL])]
+    ways = [one[1] for one in call_variants([ASK, called, TELL])]
     assert [way["content"] for way in ways] == ["", None, "", None]
     arguments = [way["tool_calls"][0]["function"]["arguments"] for way in ways]
     assert arguments == [{"word": "鷹"}] * 2 + ['{"word": "鷹"}'] * 2
     flat = {"role": "assistant", "content": "so:", "tool_calls": [{"name": "a", "arguments": "{}"}]}
-    ways = list(spellings([flat]))
+    ways = list(call_variants([flat]))
     assert ways[0] == [flat] and ways[-1][0]["tool_calls"] == [{"name": "a", "arguments": {}}]
     flat["tool_calls"][0]["arguments"] = "no JSON"
-    assert list(spellings([flat])) == [[flat]] * 4
+    assert list(call_variants([flat])) == [[flat]] * 4

@@ -8,7 +8,7 @@ from conftest import FORKS
 from jinja2 import TemplateError
 
 from plugsft.data import jinja_limits
-from plugsft.data.chat import WRONG
+from plugsft.data.chat import TEMPLATE_ERRORS
 from plugsft.data.jinja import compiled, render
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
@@ -88,7 +88,7 @@ def refuse(cases):
         try:
             made = render(compiled(source), MESSAGES, {"tools": None})[0]
             raise AssertionError(f"{name}: {len(made):,} characters")
-        except (TemplateError, *WRONG):
+        except (TemplateError, *TEMPLATE_ERRORS):
             pass
         taken = time.thread_time() - started
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024

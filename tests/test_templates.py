@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plugsft import DataError, RecipeError
 from plugsft.data.chat import CHATML, Chat, training_template
-from plugsft.data.formats import talk_of
+from plugsft.data.formats import read_chat
 from plugsft.data.jinja import compiled
 from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import load_tokenizer, train_tokenizer
@@ -361,7 +361,7 @@ def parted(messages):
 def theirs(tokenizer, row, **options):
     """What transformers makes of a chat; None where the template refuses it."""
     chat = Chat(lighten(tokenizer), Data(source="none"))
-    messages = parted(row["messages"]) if chat.parted else row["messages"]
+    messages = parted(row["messages"]) if chat.needs_parts else row["messages"]
     try:
         return tokenizer.apply_chat_template(messages, tools=row.get("tools"), **options)
     except Exception:  # a template raises what it likes
@@ -651,5 +651,5 @@ def test_a_chat_of_very_many_turns_is_refused_where_each_answer_would_be_compare
 def test_of_a_chat_of_very_many_turns_a_sample_is_looked_at(with_template):
     chat = Chat(lighten(with_template(CHATML.read_text())), Data(source="none"))
     began = time.process_time()
-    assert chat.is_stable(talk_of("messages", {"messages": [ASK, TELL] * 10_000}))
+    assert chat.is_stable(read_chat("messages", {"messages": [ASK, TELL] * 10_000}))
     assert time.process_time() - began < 30

@@ -1,4 +1,4 @@
-"""A chat as its template writes it, and which characters of it the assistant wrote."""
+"""Render chats with their template, and find the assistant's characters."""
 
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
@@ -11,20 +11,20 @@ from ..base.errors import DataError
 from ..base.types import Row, Span
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
-from .formats import BadRow, Talk, calls_of, spellings
+from .formats import BadRow, Conversation, call_variants, calls_of
 from .jinja import Compiled, compiled
 from .jinja import render as render_chat
 
 CHATML = Path(__file__).with_name("chatml.jinja")
-"""The template of models made from scratch."""
+"""Template of models from scratch."""
 
 BLOCKS = "the chat template's generation blocks"
 VARIANT = "trl's training variant of the chat template"
 BEGINNINGS = "each chat compared with its beginnings, as the chat template writes them"
 WHOLE = "every token of the chat"
 
-# A template is a program, and may trip over a row in as many ways.
-WRONG = (
+# A template is a program: these are the errors that it may raise for a row.
+TEMPLATE_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -33,165 +33,167 @@ WRONG = (
     TypeError,
     ValueError,
 )
-MANY = 1000
-"""Most answers of a chat to find by comparing renderings; each needs one of all turns before it."""
-SAMPLE = 32
+MAX_ANSWERS = 1000
+"""Most answers of a chat to find by comparison; each needs a rendering of all turns before it."""
+MAX_CHECKED = 32
 """Most answers of a chat that `is_stable` checks."""
 REWRITES = (
     "the chat template rewrites earlier turns, so that the assistant's words cannot be told apart: "
 )
-# A chat to try a template with.
+# A chat that tests a template.
 ASK, ANSWER = {"role": "user", "content": "!ask!"}, {"role": "assistant", "content": "!answer!"}
 
 Text = tuple[str, list[Span]]
 
 
 class Chat:
-    """A tokenizer's chat template, with the spans that the assistant wrote."""
+    """Renders conversations with a tokenizer's chat template; finds the assistant's spans."""
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         if not tokenizer.chat_template:
             raise DataError(
                 "the data holds chats, but the tokenizer has no chat template. Set "
-                'model.chat_template = "FILE.jinja", or give rows with prompt and completion'
+                'model.chat_template = "FILE.jinja", or use rows with prompt and completion'
             )
-        self.own = _compiled(tokenizer.chat_template)
+        self.own = _compile(tokenizer.chat_template)
         training = None if self.own.marked else training_template(tokenizer.chat_template)
-        self.training = _compiled(training) if training else None
+        self.training = _compile(training) if training else None
         if unknown := data.template_kwargs.keys() - self.own.variables:
             raise DataError(
                 f"data.template_kwargs: the chat template reads no '{min(unknown)}'; it reads "
                 f"{', '.join(sorted(self.own.variables))}"
             )
         self.train_on = data.train_on
-        self.given: dict[str, Any] = {
+        self.variables: dict[str, Any] = {
             "tools": None,
             "documents": None,
             "add_generation_prompt": False,
             **(tokenizer.special_tokens_map or {}),
             **data.template_kwargs,
         }
-        self.used: set[str] = set()
-        """Where spans came from, in words."""
-        self.parted = False
-        # Templates of models that see images may drop a string, and want a list of parts.
+        self.methods: set[str] = set()
+        """Methods that found spans."""
+        self.needs_parts = False
+        # Templates of vision models may drop a string and need a list of parts.
         if not self._writes_answers():
-            self.parted = True
-            self.parted = self._writes_answers()
+            self.needs_parts = True
+            self.needs_parts = self._writes_answers()
 
     @cached_property
     def header(self) -> str:
-        """What the template writes before any answer: the assistant's role."""
+        """The text that the template writes before an answer: the assistant's role."""
         try:
-            bare = self._write(self.own, [ASK], self.given)[0]
-            asked = self._write(self.own, [ASK], {**self.given, "add_generation_prompt": True})[0]
-            answered = self._write(self.own, [ASK, ANSWER], self.given)[0]
+            question = self._write(self.own, [ASK], self.variables)[0]
+            prompt = self._write_prompt([ASK], self.variables)
+            whole = self._write(self.own, [ASK, ANSWER], self.variables)[0]
         except BadRow:
             return ""
-        return asked[len(bare) : _alike(asked, answered)] if asked.startswith(bare) else ""
+        end = common_prefix(prompt, whole)
+        return prompt[len(question) : end] if prompt.startswith(question) else ""
 
-    def render(self, talk: Talk) -> Text:
-        """Return a conversation's text, and the spans of it that are trained."""
-        if not talk.calls:
-            return self._render(talk, talk.messages)
-        problems = []
-        for messages in spellings(talk.messages):
+    def render(self, chat: Conversation) -> Text:
+        """Return the text of a conversation and its trained spans."""
+        if not chat.has_calls:
+            return self._render(chat, chat.messages)
+        errors = []
+        for messages in call_variants(chat.messages):
             try:
-                return self._render(talk, messages)
-            except BadRow as problem:
-                problems.append(problem)
-        # A template refuses what it takes in another way; anything else tells more.
-        raise min(problems, key=lambda problem: "refuses" in str(problem))
+                return self._render(chat, messages)
+            except BadRow as error:
+                errors.append(error)
+        # A template may refuse one variant; any other error is more informative.
+        raise min(errors, key=lambda error: "refuses" in str(error))
 
-    def is_stable(self, talk: Talk) -> bool:
-        """Tell whether answers stand behind what a model would be given to write them.
+    def is_stable(self, chat: Conversation) -> bool:
+        """Return whether the text before each answer is the prompt that generation would use.
 
         Checks a sample of a long chat's answers: each needs a rendering of all turns before it.
         """
-        asked = {**self._variables(talk), "add_generation_prompt": True}
-        for messages in spellings(talk.messages):
-            places = [n for n, one in enumerate(messages) if n and one["role"] == "assistant"]
-            places = places[-1:] if self.train_on == "last" else places
-            places = places[:: -(-len(places) // SAMPLE) or 1]
+        variables = self._variables_of(chat)
+        for messages in call_variants(chat.messages):
+            answers = [n for n, turn in enumerate(messages) if n and turn["role"] == "assistant"]
+            answers = answers[-1:] if self.train_on == "last" else answers
+            answers = answers[:: -(-len(answers) // MAX_CHECKED) or 1]
             try:
-                text, _ = self._render(talk, messages)
-                given = [self._write(self.own, messages[:place], asked)[0] for place in places]
+                text, _ = self._render(chat, messages)
+                prompts = [self._write_prompt(messages[:n], variables) for n in answers]
             except BadRow:
                 continue
-            return all(text.startswith(one) for one in given)
+            return all(text.startswith(prompt) for prompt in prompts)
         return True
 
     def describe(self) -> str:
-        """Say where the spans come from."""
-        return ", or ".join(way for way in (BLOCKS, VARIANT, BEGINNINGS, WHOLE) if way in self.used)
+        """Describe the methods that found the spans."""
+        methods = (BLOCKS, VARIANT, BEGINNINGS, WHOLE)
+        return ", or ".join(method for method in methods if method in self.methods)
 
-    def _render(self, talk: Talk, messages: list[Row]) -> Text:
-        given = self._variables(talk)
-        text, marks = self._write(self.own, messages, given)
-        everything = self.train_on == "all"
-        way, spans = "", list[Span]()
-        if not everything or talk.calls or talk.wishes:
-            way, spans = self._marked(text, marks, messages, given)
-        if talk.calls:
-            _ensure_called(messages, "".join(text[a:b] for a, b in spans) if way else text)
-        if everything and not talk.wishes:
-            self.used.add(WHOLE)
+    def _render(self, chat: Conversation, messages: list[Row]) -> Text:
+        variables = self._variables_of(chat)
+        text, marks = self._write(self.own, messages, variables)
+        train_all = self.train_on == "all"
+        method, spans = "", list[Span]()
+        if not train_all or chat.has_calls or chat.flags:
+            method, spans = self._marked_spans(text, marks, messages, variables)
+        if chat.has_calls:
+            _ensure_calls(messages, "".join(text[a:b] for a, b in spans) if method else text)
+        if train_all and not chat.flags:
+            self.methods.add(WHOLE)
             return text, [(0, len(text))]
-        if way and talk.plain and self.train_on == "assistant":
-            self.used.add(way)
-            return text, _joined(spans)
-        places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
-        needed = self._left_out(talk, places) if everything else self._trained(talk, places)
-        for one_each in (spans, _joined(spans)) if way else ():
-            if len(one_each) == len(places):
-                self.used.add(way)
-                turns = dict(zip(places, one_each, strict=True))
+        if method and chat.trains_all_answers and self.train_on == "assistant":
+            self.methods.add(method)
+            return text, _merge_adjacent(spans)
+        answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
+        chosen = self._untrained(chat, answers) if train_all else self._trained(chat, answers)
+        for turn_spans in (spans, _merge_adjacent(spans)) if method else ():
+            if len(turn_spans) == len(answers):
+                self.methods.add(method)
+                span_of = dict(zip(answers, turn_spans, strict=True))
                 break
         else:
-            self.used.add(BEGINNINGS)
-            turns = self._compared(text, messages, given, needed)
-        spans = [turns[place] for place in needed]
-        if talk.prompt and not everything:
-            spans = self._behind_prompt(text, spans, messages[: talk.prompt], given)
-        return text, _between(spans, len(text)) if everything else spans
+            self.methods.add(BEGINNINGS)
+            span_of = self._compare_beginnings(text, messages, variables, chosen)
+        spans = [span_of[answer] for answer in chosen]
+        if chat.num_prompt and not train_all:
+            spans = self._after_prompt(text, spans, messages[: chat.num_prompt], variables)
+        return text, _complement(spans, len(text)) if train_all else spans
 
-    def _trained(self, talk: Talk, places: list[int]) -> list[int]:
-        """Return which of the assistant's messages are trained."""
-        if wrong := [place for place, wish in talk.wishes.items() if wish and place not in places]:
-            role = talk.messages[wrong[0]]["role"]
+    def _trained(self, chat: Conversation, answers: list[int]) -> list[int]:
+        """Return the assistant's messages that are trained."""
+        if wrong := [n for n, flag in chat.flags.items() if flag and n not in answers]:
+            role = chat.messages[wrong[0]]["role"]
             raise BadRow(f"a turn of the {role} is to be trained; only the assistant's are")
-        last = places[-1:] if self.train_on == "last" else places
-        asked = [place for place in last if place >= talk.prompt]
-        kept = [place for place in asked if talk.wishes.get(place, True)]
-        if asked and not kept:
+        last = answers[-1:] if self.train_on == "last" else answers
+        candidates = [n for n in last if n >= chat.num_prompt]
+        trained = [n for n in candidates if chat.flags.get(n, True)]
+        if candidates and not trained:
             raise BadRow("no trained token: the row's own flags leave nothing")
-        return kept
+        return trained
 
-    def _left_out(self, talk: Talk, places: list[int]) -> list[int]:
-        """Return the messages that are not trained where all others are."""
-        found = [place for place, wish in talk.wishes.items() if not wish]
-        if wrong := [place for place in found if place not in places]:
-            role = talk.messages[wrong[0]]["role"]
+    def _untrained(self, chat: Conversation, answers: list[int]) -> list[int]:
+        """Return the messages that are not trained although `train_on` is "all"."""
+        untrained = [n for n, flag in chat.flags.items() if not flag]
+        if wrong := [n for n in untrained if n not in answers]:
+            role = chat.messages[wrong[0]]["role"]
             raise BadRow(f"a turn of the {role} is not to be trained; only the assistant's can be")
-        return found
+        return untrained
 
-    def _marked(
-        self, text: str, marks: list[Span], messages: list[Row], given: dict[str, Any]
+    def _marked_spans(
+        self, text: str, marks: list[Span], messages: list[Row], variables: dict[str, Any]
     ) -> tuple[str, list[Span]]:
-        """Return the spans that a template marks, and whose marks they are, if anyone's."""
+        """Return the spans that a template marks, and the method; "" if none marks them."""
         if self.own.marked:
             return BLOCKS, marks
         if self.training:
             try:
-                same, marks = self._write(self.training, messages, given)
+                same, marks = self._write(self.training, messages, variables)
             except BadRow:
                 return "", []
             if same == text:
-                return VARIANT, [(self._behind_header(text, start), stop) for start, stop in marks]
+                return VARIANT, [(self._after_header(text, start), stop) for start, stop in marks]
         return "", []
 
-    def _behind_header(self, text: str, start: int) -> int:
-        """Return where the assistant's role ends, where a span begins with it or inside it.
+    def _after_header(self, text: str, start: int) -> int:
+        """Move the start of a span behind the assistant's role.
 
         Some of trl's variants mark the role, or the newline after it, which the model never writes.
         """
@@ -203,39 +205,39 @@ class Chat:
                 return start + len(header) - written
         return start
 
-    def _behind_prompt(
-        self, text: str, spans: list[Span], prompt: list[Row], given: dict[str, Any]
+    def _after_prompt(
+        self, text: str, spans: list[Span], messages: list[Row], variables: dict[str, Any]
     ) -> list[Span]:
-        """Take from spans what the template writes to ask for an answer."""
+        """Remove the generation prompt from spans."""
         try:
-            asked = self._write(self.own, prompt, {**given, "add_generation_prompt": True})[0]
+            prompt = self._write_prompt(messages, variables)
         except BadRow:
             return spans
-        end = _alike(asked, text)
-        starts = [max(end, self._behind_header(text, start)) for start, _ in spans]
-        return [(at, stop) for at, (_, stop) in zip(starts, spans, strict=True) if stop > at]
+        end = common_prefix(prompt, text)
+        moved = [(max(end, self._after_header(text, start)), stop) for start, stop in spans]
+        return [(start, stop) for start, stop in moved if stop > start]
 
-    def _compared(
-        self, text: str, messages: list[Row], given: dict[str, Any], places: list[int]
+    def _compare_beginnings(
+        self, text: str, messages: list[Row], variables: dict[str, Any], answers: list[int]
     ) -> dict[int, Span]:
-        """Find messages by what the template writes up to each: without it, and with it."""
-        if len(places) > MANY:
+        """Find answers by two renderings each: of the turns before it, and up to its end."""
+        if len(answers) > MAX_ANSWERS:
             raise BadRow(
-                f"it has {len(places):,} answers, and the chat template marks none of them: "
+                f"it has {len(answers):,} answers, and the chat template marks none of them: "
                 f"{self._cure()}"
             )
-        asked, found = {**given, "add_generation_prompt": True}, {}
-        for place in places:
+        spans = {}
+        for answer in answers:
             try:
-                before = self._write(self.own, messages[:place], asked)[0]
-                until = self._write(self.own, messages[: place + 1], given)[0]
+                before = self._write_prompt(messages[:answer], variables)
+                until = self._write(self.own, messages[: answer + 1], variables)[0]
             except BadRow:
                 raise BadRow(REWRITES + self._cure()) from None
             if not (text.startswith(before) and text.startswith(until)):
                 raise BadRow(REWRITES + self._cure())
             # White space after the end of a turn belongs to the template.
-            found[place] = (len(before), max(len(before), len(until.rstrip())))
-        return found
+            spans[answer] = (len(before), max(len(before), len(until.rstrip())))
+        return spans
 
     def _cure(self) -> str:
         cures = ['model.chat_template = "trl" (its training variant, saved with the model)']
@@ -244,36 +246,40 @@ class Chat:
         cures += ['data.train_on = "last"'] if self.train_on == "assistant" else []
         return f'set {", ".join(cures)} or "all"'
 
-    def _variables(self, talk: Talk) -> dict[str, Any]:
-        if talk.tools is None and not talk.variables:
-            return self.given
-        if talk.tools and "tools" not in self.own.variables:
+    def _variables_of(self, chat: Conversation) -> dict[str, Any]:
+        if chat.tools is None and not chat.variables:
+            return self.variables
+        if chat.tools and "tools" not in self.own.variables:
             raise BadRow(
                 "it has tools, and the chat template takes none (set model.chat_template, take a "
                 "model whose template does, or take the tools out)"
             )
-        return {**self.given, "tools": talk.tools, **(talk.variables or {})}
+        return {**self.variables, "tools": chat.tools, **(chat.variables or {})}
 
-    def _write(self, template: Compiled, messages: list[Row], given: dict[str, Any]) -> Text:
-        if self.parted:
-            messages = [_part(message) for message in messages]
+    def _write_prompt(self, messages: list[Row], variables: dict[str, Any]) -> str:
+        """Return the text that a model would continue to answer these messages."""
+        return self._write(self.own, messages, {**variables, "add_generation_prompt": True})[0]
+
+    def _write(self, template: Compiled, messages: list[Row], variables: dict[str, Any]) -> Text:
+        if self.needs_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
-            return render_chat(template, messages, given)
-        except (TemplateError, *WRONG) as error:
-            raise BadRow(f"the chat template refuses it: {_line(error)}") from error
+            return render_chat(template, messages, variables)
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
+            raise BadRow(f"the chat template refuses it: {_one_line(error)}") from error
 
     def _writes_answers(self) -> bool:
         try:
-            return "!answer!" in self._write(self.own, [ASK, ANSWER], self.given)[0]
+            return "!answer!" in self._write(self.own, [ASK, ANSWER], self.variables)[0]
         except BadRow:
             return False
 
 
 @lru_cache(maxsize=16)
 def training_template(template: str) -> str | None:
-    """Return trl's variant of a template that marks the assistant's words, if trl has one.
+    """Return trl's training variant of a template, which marks answers; None if trl has none.
 
-    trl keeps each as NAME.jinja and NAME_training.jinja; importing it would take four seconds.
+    trl stores NAME.jinja and NAME_training.jinja; importing trl would take four seconds.
     """
     spec = find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
@@ -287,53 +293,53 @@ def training_template(template: str) -> str | None:
     return None
 
 
-def _compiled(source: str) -> Compiled:
+def _compile(source: str) -> Compiled:
     try:
         return compiled(source)
     except (TemplateError, RecursionError) as error:
-        raise DataError(f"the chat template is no Jinja: {_line(error)}") from error
+        raise DataError(f"the chat template is no Jinja: {_one_line(error)}") from error
 
 
-def _alike(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    if other.startswith(one):
-        return len(one)
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+def common_prefix(first: Any, second: Any) -> int:
+    """Return the length of the common prefix of two texts or lists."""
+    if second[: len(first)] == first:
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _part(message: Row) -> Row:
+def _in_parts(message: Row) -> Row:
     if not isinstance(message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _ensure_called(messages: list[Row], said: str) -> None:
-    """Refuse a template that leaves calls out, as some do where there is content."""
+def _ensure_calls(messages: list[Row], text: str) -> None:
+    """Refuse a template that leaves out calls, as some do for messages with content."""
     for message in messages:
         for name, arguments in calls_of(message):
-            # JSON given to a template that writes JSON itself comes out quoted twice.
-            given = arguments.strip() if isinstance(arguments, str) else ""
-            if name not in said or given not in said:
+            # A template that writes JSON itself quotes JSON arguments twice.
+            literal = arguments.strip() if isinstance(arguments, str) else ""
+            if name not in text or literal not in text:
                 raise BadRow(f"the chat template leaves out a call of the tool '{name}'")
 
 
-def _joined(spans: list[Span]) -> list[Span]:
-    """Make one of spans that touch: a template may mark a turn and its end one by one."""
-    joined: list[Span] = []
+def _merge_adjacent(spans: list[Span]) -> list[Span]:
+    """Merge spans that touch: a template may mark a turn and its end separately."""
+    merged: list[Span] = []
     for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            joined.append((start, stop))
-    return joined
+            merged.append((start, stop))
+    return merged
 
 
-def _between(spans: list[Span], size: int) -> list[Span]:
-    """Return what is left of a text without some spans."""
-    cuts = [0, *(place for span in sorted(spans) for place in span), size]
+def _complement(spans: list[Span], size: int) -> list[Span]:
+    """Return the spans of a text that these spans leave out."""
+    cuts = [0, *(offset for span in sorted(spans) for offset in span), size]
     return list(zip(cuts[::2], cuts[1::2], strict=True))

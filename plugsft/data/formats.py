@@ -1,4 +1,4 @@
-"""A row of any known format as a conversation: messages with roles, tools, and what is trained."""
+"""Read a row of any known format as a conversation: messages, tools, and flags for training."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -12,15 +12,15 @@ from ..base.types import Row
 from ..recipe.tables import FORMATS
 
 TEXTS = ("text", "completion")
-"""Formats that are no conversations."""
-_OF_CHATS = ("tools", "chat_template_kwargs")
+"""Formats without a conversation."""
+_CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 READ = {
-    "messages": {"messages", *_OF_CHATS},
-    "conversations": {"conversations", "system", *_OF_CHATS},
-    "conversation": {"conversation", "system", *_OF_CHATS},
+    "messages": {"messages", *_CHAT_COLUMNS},
+    "conversations": {"conversations", "system", *_CHAT_COLUMNS},
+    "conversation": {"conversation", "system", *_CHAT_COLUMNS},
     "completion": {"prompt", "completion"},
-    "chat completion": {"prompt", "completion", *_OF_CHATS},
-    "alpaca": {"instruction", "input", "output", "history", "system", *_OF_CHATS},
+    "chat completion": {"prompt", "completion", *_CHAT_COLUMNS},
+    "alpaca": {"instruction", "input", "output", "history", "system", *_CHAT_COLUMNS},
     "text": {"text"},
 }
 """Format -> the columns that are read."""
@@ -37,7 +37,7 @@ REFUSED = {
         ("loss_mask", "completion_mask", "assistant_masks"), "says which tokens are trained"
     ),
 }
-"""Columns that change the meaning of a row, and their own meaning."""
+"""Columns that change the meaning of a row -> their own meaning."""
 WARNED = {
     **dict.fromkeys(("score", "scores", "reward", "rewards", "rating"), "says how good a row is"),
     "margin": "says how much better one answer is",
@@ -50,8 +50,8 @@ WARNED = {
     "chat_template_kwargs": "holds variables of the chat template",
     "history": "holds earlier turns",
 }
-"""Columns with information that hardly changes the meaning of a row."""
-_TELLING = REFUSED.keys() | WARNED.keys()
+"""Columns with information that hardly changes the meaning of a row -> their own meaning."""
+_MEANINGFUL = REFUSED.keys() | WARNED.keys()
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 SPEAKERS = {
     "human": "user",
@@ -65,43 +65,43 @@ SPEAKERS = {
     "function_response": "tool",
     "tool_response": "tool",
 }
-"""Who speaks in ShareGPT's turns, besides the roles themselves."""
+"""Speakers of ShareGPT -> roles."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which messages carry their reasoning; templates read the first, or the second."""
+"""Keys of a message's reasoning; templates read the first or the second."""
 
 
 class BadRow(ValueError):
-    """A row that cannot be used, and why."""
+    """A row that cannot be used, with the reason."""
 
 
 @dataclass(slots=True)
-class Talk:
+class Conversation:
     """A conversation."""
 
     messages: list[Row]
     tools: list[Row] | None = None
     variables: Row | None = None
     """The row's own variables for the chat template."""
-    calls: bool = False
+    has_calls: bool = False
     """Whether a message calls tools."""
-    wishes: dict[int, bool] = field(default_factory=dict)
-    """Messages that the row itself marks as trained or not."""
-    prompt: int = 0
-    """Messages at the beginning that are never trained."""
+    flags: dict[int, bool] = field(default_factory=dict)
+    """Message -> whether the row marks it as trained."""
+    num_prompt: int = 0
+    """Number of messages at the beginning that are never trained."""
 
     @property
-    def plain(self) -> bool:
-        """Whether no turn is told apart from the others of its role."""
-        return not (self.wishes or self.prompt)
+    def trains_all_answers(self) -> bool:
+        """Whether the row leaves out no answer."""
+        return not (self.flags or self.num_prompt)
 
 
-def kind_of(rows: list[Row]) -> str | None:
-    """Tell the format of rows by their columns."""
+def format_of(rows: list[Row]) -> str | None:
+    """Return the format of rows by their columns; None if no format has them."""
     columns = {column for row in rows for column in row}
-    kind = next((kind for kind, needed in FORMATS.items() if columns.issuperset(needed)), None)
-    if kind == "completion" and any(isinstance(row.get(kind), list) for row in rows):
+    name = next((name for name, needed in FORMATS.items() if columns.issuperset(needed)), None)
+    if name == "completion" and any(isinstance(row.get(name), list) for row in rows):
         return "chat completion"
-    return kind
+    return name
 
 
 def ensure_read(row: Row, read: Collection[str]) -> list[str]:
@@ -110,9 +110,9 @@ def ensure_read(row: Row, read: Collection[str]) -> list[str]:
     `read` are the columns that are read. Null or empty columns do not count.
     """
     unread = {
-        meaning: column
-        for meaning, column in _telling(tuple(row))
-        if column not in read and _says_something(row[column])
+        name: column
+        for name, column in _meaningful(tuple(row))
+        if column not in read and row[column] not in (None, [], "")
     }
     for name in REFUSED:
         if name in unread:
@@ -124,78 +124,74 @@ def ensure_read(row: Row, read: Collection[str]) -> list[str]:
 
 
 @lru_cache(maxsize=256)
-def _telling(columns: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the names of `REFUSED` and `WARNED` that columns have, in whatever case."""
-    return [(name.lower(), name) for name in columns if name.lower() in _TELLING]
+def _meaningful(columns: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return (name in REFUSED or WARNED, column) for columns in any case."""
+    return [(name.lower(), name) for name in columns if name.lower() in _MEANINGFUL]
 
 
-def _says_something(value: Any) -> bool:
-    return value is not None and value != [] and value != ""
-
-
-def odd_turns(messages: list[Row]) -> list[str]:
+def check_order(messages: list[Row]) -> list[str]:
     """Return warnings about an unusual order of turns."""
     roles = [message["role"] for message in messages]
-    twice = {a for a, b in pairwise(roles) if a == b and a in ("user", "assistant")}
-    odd = [f"two turns of the {role} in a row" for role in sorted(twice)]
+    repeated = {a for a, b in pairwise(roles) if a == b and a in ("user", "assistant")}
+    warnings = [f"two turns of the {role} in a row" for role in sorted(repeated)]
     if roles[-1] != "assistant":
-        odd.append(f"the conversation ends with a turn of the {roles[-1]}")
-    return odd
+        warnings.append(f"the conversation ends with a turn of the {roles[-1]}")
+    return warnings
 
 
-def talk_of(kind: str, row: Row) -> Talk:
-    """Read a row as a conversation."""
+def read_chat(kind: str, row: Row) -> Conversation:
+    """Read a row of a format as a conversation."""
     if kind == "chat completion":
         prompt = _turns(row, "prompt")
-        talk = _read(prompt + _turns(row, "completion"))
-        talk.prompt = len(prompt)
+        chat = _read_turns(prompt + _turns(row, "completion"))
+        chat.num_prompt = len(prompt)
     elif kind == "alpaca":
-        talk = _read([*_system(row), *_alpaca(row)])
+        chat = _read_turns([*_system(row), *_alpaca(row)])
     else:
         turns = _turns(row, kind)
-        talk = _read(turns if kind == "messages" else _system(row) + turns)
+        chat = _read_turns(turns if kind == "messages" else _system(row) + turns)
     if len(row) > 1:
-        talk.tools = _tools(row.get("tools"))
-        talk.variables = row.get("chat_template_kwargs")
-        if not isinstance(talk.variables, dict | None):
+        chat.tools = _tools(row.get("tools"))
+        chat.variables = row.get("chat_template_kwargs")
+        if not isinstance(chat.variables, dict | None):
             raise BadRow("'chat_template_kwargs' is no object")
-    return talk
+    return chat
 
 
-def string_of(row: Row, column: str, empty: bool = False) -> str:
-    """Return a column that holds text."""
+def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
+    """Return the text of a column."""
     value = _value(row, column)
     if not isinstance(value, str):
         raise BadRow(f"'{column}' is no text")
-    if not value and not empty:
+    if not value and not allow_empty:
         raise BadRow(f"'{column}' is empty")
     return value
 
 
 def calls_of(message: Row) -> list[tuple[str, Any]]:
-    """Return the tools that a message calls, by name, with their arguments."""
+    """Return the calls of a message: name of the tool, and arguments."""
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())
     return [(call["name"], call.get("arguments")) for call in calls]
 
 
-def spellings(messages: list[Row]) -> Iterator[list[Row]]:
-    """Yield a conversation in the ways in which templates take calls.
+def call_variants(messages: list[Row]) -> Iterator[list[Row]]:
+    """Yield a conversation in the variants that templates accept for calls.
 
-    Where there are no words beside a call, they are empty or null; its arguments are an object
-    or JSON, at first as they are given.
+    A call without content has an empty or a null content. Its arguments are an object or JSON;
+    the row's own type comes first.
     """
-    silent = [bool(one.get("tool_calls") and not one.get("content")) for one in messages]
-    ways = []
-    for nothing in ("", None):
-        pairs = zip(messages, silent, strict=True)
-        ways.append([{**one, "content": nothing} if bare else one for one, bare in pairs])
-    yield from ways
-    for way in ways:
-        yield [_other_arguments(message) for message in way]
+    bare = [bool(turn.get("tool_calls") and not turn.get("content")) for turn in messages]
+    variants = []
+    for empty in ("", None):
+        turns = zip(messages, bare, strict=True)
+        variants.append([{**turn, "content": empty} if call else turn for turn, call in turns])
+    yield from variants
+    for variant in variants:
+        yield [_other_arguments(message) for message in variant]
 
 
-def _read(turns: list[Any]) -> Talk:
-    """Look at every turn once; most are as plain as this, and need no copy."""
+def _read_turns(turns: list[Any]) -> Conversation:
+    """Read turns; plain turns, which are the most frequent, are not copied."""
     try:
         for turn in turns:
             if len(turn) != 2 or turn["role"] not in ROLES or type(turn["content"]) is not str:
@@ -203,33 +199,33 @@ def _read(turns: list[Any]) -> Talk:
             if not turn["content"]:
                 break
         else:
-            return Talk(turns)
+            return Conversation(turns)
     except (TypeError, LookupError):
-        pass  # looked at more closely
-    talk = Talk([])
-    for place, turn in enumerate(turns):
+        pass  # not plain
+    chat = Conversation([])
+    for number, turn in enumerate(turns):
         message = _message(turn)
-        talk.messages.append(message)
-        talk.calls |= bool(message.get("tool_calls"))
-        if (wish := _wish(message)) is not None:
-            talk.wishes[place] = wish
-    return talk
+        chat.messages.append(message)
+        chat.has_calls |= bool(message.get("tool_calls"))
+        if (flag := _training_flag(message)) is not None:
+            chat.flags[number] = flag
+    return chat
 
 
 def _message(turn: Any) -> Row:
-    """Return a turn as a message with a role that is known, and content that is text."""
+    """Return a turn as a message with a known role and text as content."""
     message = turn
     if isinstance(turn, dict) and "from" in turn and "role" not in turn:
         message = _from_sharegpt(turn)
     if not isinstance(message, dict) or "role" not in message:
         raise BadRow("a turn has no role")
-    # As transformers does: tables give every message the fields of all.
+    # As in transformers: tables give every message the fields of all messages.
     message = {key: item for key, item in message.items() if item not in (None, [])}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRow(f"unknown role {role!r}")
     if isinstance(content, list):
-        content = message["content"] = "".join(_part(part, role) for part in content)
+        content = message["content"] = "".join(_part_text(part, role) for part in content)
     if not isinstance(content, str | None):
         raise BadRow(f"a turn of the {role} is no text")
     if message.get("tool_calls"):
@@ -253,8 +249,8 @@ def _from_sharegpt(turn: Row) -> Row:
     return {"role": role, "content": value, **rest}
 
 
-def _part(part: Any, role: str) -> str:
-    """Return the text of a part of a message, as OpenAI writes them."""
+def _part_text(part: Any, role: str) -> str:
+    """Return the text of a content part, in OpenAI's format."""
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
         raise BadRow(f"a part of a turn of the {role} is no text ({kind})")
@@ -269,7 +265,7 @@ def _check_calls(calls: Any) -> None:
 
 
 def _other_arguments(message: Row) -> Row:
-    """Return a message with the arguments of its calls as objects instead of JSON, or as JSON."""
+    """Return a message with its calls' arguments converted from JSON to objects, or back."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -288,8 +284,8 @@ def _other_arguments(message: Row) -> Row:
     return {**message, "tool_calls": calls}
 
 
-def _wish(message: Row) -> bool | None:
-    """Tell whether a message says itself that it is trained, or not."""
+def _training_flag(message: Row) -> bool | None:
+    """Return a message's own flag for training: its `train` or `weight`; None without them."""
     train, weight = message.get("train"), message.get("weight")
     if not isinstance(train, bool | None):
         raise BadRow(f"'train' of a turn is {train!r}, and should be true or false")
@@ -300,7 +296,7 @@ def _wish(message: Row) -> bool | None:
 
 
 def _with_reasoning(message: Row) -> Row:
-    """Give a message's reasoning under the names that templates read, as transformers does."""
+    """Copy a message's reasoning to the keys that templates read, as transformers does."""
     for name in REASONING:
         if name in message:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
@@ -309,37 +305,37 @@ def _with_reasoning(message: Row) -> Row:
 
 def _alpaca(row: Row) -> Iterator[Row]:
     history = row.get("history") or []
-    pairs = isinstance(history, list) and all(isinstance(one, list) for one in history)
+    pairs = isinstance(history, list) and all(isinstance(pair, list) for pair in history)
     if not pairs or any(len(pair) != 2 for pair in history):
         raise BadRow("'history' is no list of pairs")
     for pair in history:
         yield {"role": "user", "content": pair[0]}
         yield {"role": "assistant", "content": pair[1]}
-    asked = string_of(row, "instruction", empty=True)
-    more = string_of(row, "input", empty=True) if row.get("input") else ""
-    yield {"role": "user", "content": "\n".join(filter(None, [asked, more]))}
-    yield {"role": "assistant", "content": string_of(row, "output")}
+    instruction = read_text(row, "instruction", allow_empty=True)
+    context = read_text(row, "input", allow_empty=True) if row.get("input") else ""
+    yield {"role": "user", "content": "\n".join(filter(None, [instruction, context]))}
+    yield {"role": "assistant", "content": read_text(row, "output")}
 
 
 def _system(row: Row) -> list[Row]:
-    """Return the system prompt that stands in a column of its own: Alpaca's and ShareGPT's."""
-    return [{"role": "system", "content": string_of(row, "system")}] if row.get("system") else []
+    """Return the system prompt of the column that Alpaca and ShareGPT have for it."""
+    return [{"role": "system", "content": read_text(row, "system")}] if row.get("system") else []
 
 
-def _tools(given: Any) -> list[Row] | None:
-    tools = _parsed(given, "'tools'") if given and isinstance(given, str) else given
+def _tools(value: Any) -> list[Row] | None:
+    tools = _parsed(value, "'tools'") if value and isinstance(value, str) else value
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("'tools' is no list of tools")
     return tools or None
 
 
-def _parsed(given: Any, what: str) -> Any:
-    if not isinstance(given, str):
-        return given
+def _parsed(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
     try:
-        return parse_json(given)
+        return parse_json(value)
     except ValueError:
-        raise BadRow(f"{what} is no JSON") from None
+        raise BadRow(f"{name} is no JSON") from None
 
 
 def _value(row: Row, column: str) -> Any:

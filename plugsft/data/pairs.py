@@ -6,6 +6,7 @@ from ..base.errors import DataError
 from ..base.types import Rendered, Row
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
+from .chat import common_prefix
 from .formats import BadRow
 from .render import render_rows
 
@@ -75,7 +76,9 @@ def split_pair(row: Row) -> list[Row]:
     else:
         raise BadRow("chosen and rejected are not both texts, or both lists of turns")
     if type(prompt) is not type(answers[0]):
-        prompt = answers[0][: _common_prefix(*answers)]
+        # No answer is empty.
+        size = min(common_prefix(*answers), len(answers[0]) - 1, len(answers[1]) - 1)
+        prompt = answers[0][:size]
         if not prompt:
             raise BadRow("there is no prompt, and chosen and rejected do not begin alike")
         # As in TRL: most tokenizers write the space before a word and the word as one token.
@@ -98,13 +101,3 @@ def _begins_with_answer(turns: list[Any]) -> bool:
         "assistant",
         "gpt",
     )
-
-
-def _common_prefix(first: Any, second: Any) -> int:
-    """Return the length of the common prefix of two conversations or texts.
-
-    It is shorter than both, so that no answer is empty.
-    """
-    longest = min(len(first), len(second)) - 1
-    pairs = enumerate(zip(first, second, strict=False))
-    return min(longest, next((place for place, (a, b) in pairs if a != b), longest))

@@ -1,4 +1,4 @@
-"""Rows as text, with the characters that are trained on: the core's answer to `render`."""
+"""Render rows as text with trained spans: the core's answer to `render`."""
 
 from collections.abc import Callable, Collection
 from itertools import starmap
@@ -9,28 +9,28 @@ from ..base.types import Rendered, Row
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat, Text
-from .formats import READ, TEXTS, BadRow, ensure_read, kind_of, odd_turns, string_of, talk_of
+from .formats import READ, TEXTS, BadRow, check_order, ensure_read, format_of, read_chat, read_text
 
-Way = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
-"""The renderer of a row, with warnings, and the description of its spans."""
+Renderer = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
+"""Functions that render a row, with warnings, and that describe its spans."""
 
 
 def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
-    """Render rows of a format that formats.py knows; None if they have none."""
+    """Render rows of a format of formats.py; None for rows of another format."""
     if data.columns:
         rows = [renamed(row, data.columns) for row in rows]
-    kind = kind_of(rows)
+    kind = format_of(rows)
     if kind is None:
         return None
     if kind == "preference":
         raise DataError(_refuse_preferences(rows))
     result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
-    one, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
+    render_row, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
     for number, row in enumerate(rows):
         try:
-            (text, spans), odd = one(row)
+            (text, spans), warnings = render_row(row)
             if not text.isascii():
-                text.encode("utf-16-le")  # the fastest that minds half characters
+                text.encode("utf-16-le")  # the fastest codec that refuses lone surrogates
             if not any(starmap(lt, spans)):
                 raise BadRow("no trained token")
         except UnicodeEncodeError:
@@ -41,28 +41,28 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
             result.texts.append(text)
             result.spans.append(spans)
             result.rows.append(number)
-            for warning in odd:
+            for warning in warnings:
                 result.warnings.setdefault(warning, []).append(number)
     result.mask = describe()
     return result
 
 
-def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Way:
+def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
     chat = Chat(tokenizer, data)
 
     def text_of(row: Row) -> tuple[Text, list[str]]:
-        talk = talk_of(kind, row)
-        return chat.render(talk), odd_turns(talk.messages)
+        talk = read_chat(kind, row)
+        return chat.render(talk), check_order(talk.messages)
 
     return text_of, chat.describe
 
 
-def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Way:
+def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
     whole, end = kind == "text", tokenizer.eos_token
 
     def text_of(row: Row) -> tuple[Text, list[str]]:
-        prompt = "" if whole else string_of(row, "prompt", empty=True)
-        text = prompt + string_of(row, kind)
+        prompt = "" if whole else read_text(row, "prompt", allow_empty=True)
+        text = prompt + read_text(row, kind)
         text = text if text.endswith(end) else text + end
         return (text, [(0 if data.train_on == "all" else len(prompt), len(text))]), []
 
@@ -72,12 +72,12 @@ def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Way:
 
 
 def without(row: Row, columns: Collection[str]) -> Row:
-    """Return a row without some of its columns."""
+    """Return a row without these columns."""
     return {name: value for name, value in row.items() if name not in columns}
 
 
 def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
-    """Remove rows with unread columns that change their meaning; warn of others."""
+    """Remove rows with unread columns that change their meaning; warn of other columns."""
     read, refused = rendered.read, set[int]()
     if read is None:
         return
@@ -101,7 +101,7 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
 
 
 def renamed(row: Row, columns: dict[str, str]) -> Row:
-    """Give a row's columns the names that formats have for them."""
+    """Rename a row's columns to the names of the formats."""
     others = {name: value for name, value in row.items() if name not in columns.values()}
     return others | {ours: row[yours] for ours, yours in columns.items() if yours in row}
 

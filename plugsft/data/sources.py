@@ -120,7 +120,7 @@ class File:
     @cached_property
     def identity(self) -> dict[str, str]:
         """The checksum of the file."""
-        return _identity(self._path, self._split)
+        return {"file": cached_file_digest(self._path), "split": self._split}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -136,10 +136,6 @@ class File:
     def sizes(self) -> Ints:
         """Return the size of each row in bytes, approximately."""
         return self._rows.sizes()
-
-
-def _identity(path: Path, split: str) -> dict[str, str]:
-    return {"file": cached_file_digest(path), "split": split}
 
 
 def _read_array(path: Path) -> RowList | None:
@@ -212,7 +208,7 @@ class Table(TableRows):
         """The checksums of local files, or the fingerprint of a dataset on the hub."""
         path, split = Path(self._source.source), self._source.split
         if path.is_file():
-            return _identity(path, split)
+            return {"file": cached_file_digest(path), "split": split}
         if path.is_dir():
             files = [file for file in sorted(path.rglob("*")) if file.is_file()]
             checksums = {str(file.relative_to(path)): cached_file_digest(file) for file in files}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...base.errors import DataError
 from ...base.types import Ints, Row
 from ...data.chat import Chat
-from ...data.formats import TEXTS, BadRow, kind_of, talk_of
+from ...data.formats import TEXTS, BadRow, format_of, read_chat
 from ...data.render import renamed, without
 from ...data.sample import Sample, sample_ranges
 from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_warnings
@@ -225,13 +225,13 @@ def judge_chats(
             for number, row in read
             if row is not None
         }
-        kind = kind_of([*rows.values()])
+        kind = format_of([*rows.values()])
         if kind is None or kind in TEXTS:
             continue
         chat = Chat(work.tokenizer, work.data)
         for number, row in rows.items():
             try:
-                talk = talk_of(kind, row)
+                talk = read_chat(kind, row)
                 text, spans = chat.render(talk)
                 if not any(stop > start for start, stop in spans):
                     continue
