@@ -145,12 +145,12 @@ def _child(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) 
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
     console.out.quiet = env.get("RANK", "0") != "0"
     if FORK_TRIALS in env:
-        trial_runner.ended = bench_runner.ended = _end_of_fork
+        trial_runner.run_process = bench_runner.run_process = _end_of_fork
     cli.main(words)
 
 
 def _end_of_fork(words: list[str], said: Path, **environment: str) -> tuple[int, float]:
-    """Do as plugsft.lab.trials.runner.ended, in a fork instead of a fresh process."""
+    """Do as plugsft.lab.trials.runner.run_process, in a fork instead of a fresh process."""
     python, option, module, *arguments = words
     assert (python, option) == (sys.executable, "-m"), words
     started = time.perf_counter()
@@ -180,8 +180,8 @@ def fork_trials() -> Iterator[None]:
     start_fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FORK_TRIALS, "1")
-        patch.setattr(trial_runner, "ended", _end_of_fork)
-        patch.setattr(bench_runner, "ended", _end_of_fork)
+        patch.setattr(trial_runner, "run_process", _end_of_fork)
+        patch.setattr(bench_runner, "run_process", _end_of_fork)
         yield
 
 
