@@ -128,7 +128,7 @@ def test_what_changes_learning_does_not_keep_gradients(install, code, words):
                     given.ids[0] = self.count
                     return given
             """,
-            ["a worker process wrote other tokens", "rows seen before"],
+            ["a worker process wrote other tokens", "not on earlier rows"],
         ),
         (
             """
