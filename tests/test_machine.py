@@ -17,7 +17,7 @@ from plugsft.base.machine import (
     num_cores,
     peak_memory,
 )
-from plugsft.ranks.launch import threads_are_chosen
+from plugsft.ranks.launch import user_set_threads
 
 
 @pytest.fixture
@@ -113,4 +113,4 @@ def test_threads_that_a_user_has_set_are_known(monkeypatch, launched, threads):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     if launched:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert threads_are_chosen() == (threads == "3" or (threads == "1" and not launched))
+    assert user_set_threads() == (threads == "3" or (threads == "1" and not launched))

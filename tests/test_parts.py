@@ -70,7 +70,7 @@ def test_values_become_wider_numbers_and_are_never_rounded(tmp_path, was, now):
 
 
 def test_large_parts_go_to_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST", 100)
+    monkeypatch.setattr(module, "FILE_BYTES", 100)
     write(
         tmp_path, 3, {f"model/{n}": Part(torch.full((20,), float(n)), 20, (60,)) for n in range(4)}
     )

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft import LaunchError
-from plugsft.ranks.precision import autocast_experts, ensure_no_other, mixed, on_cpu
+from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
 from plugsft.recipe.parse import read, validate
 from plugsft.recipe.tables import Model
 
@@ -196,22 +196,22 @@ def test_weights_of_float16_are_refused(tiny):
 
 
 def test_a_deepspeed_file_that_wants_other_numbers_is_refused():
-    ensure_no_other({"bf16": {"enabled": "auto"}, "fp16": {}}, "bf16")
-    ensure_no_other({"bf16": {"enabled": True}}, "bf16")
+    ensure_same_dtypes({"bf16": {"enabled": "auto"}, "fp16": {}}, "bf16")
+    ensure_same_dtypes({"bf16": {"enabled": True}}, "bf16")
     for config_, numbers in (
         ({"fp16": {"enabled": True}}, "no"),
         ({"bf16": {"enabled": False}}, "bf16"),
     ):
         with pytest.raises(LaunchError, match=r"enabled = .* wants"):
-            ensure_no_other(config_, numbers)
-    ensure_no_other({"communication_data_type": "fp32", "data_types": {}}, "bf16")
+            ensure_same_dtypes(config_, numbers)
+    ensure_same_dtypes({"communication_data_type": "fp32", "data_types": {}}, "bf16")
     for lossy in (
         {"communication_data_type": "bf16"},
         {"data_types": {"grad_accum_dtype": "bf16"}},
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     ):
         with pytest.raises(LaunchError, match="updates weights in float32; leave it out"):
-            ensure_no_other(lossy, "bf16")
+            ensure_same_dtypes(lossy, "bf16")
 
 
 def test_a_gpu_is_not_left_idle_unless_the_recipe_says_so(tiny, monkeypatch):
@@ -231,12 +231,15 @@ def test_the_recipe_or_the_launcher_may_ask_for_bfloat16(monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     half, whole = (Model(path="m", dtype=dtype) for dtype in ("bfloat16", "float32"))
     pure = Model(path="m", dtype="bfloat16", weights="bfloat16")
-    assert mixed(half, deepspeed=True) == mixed(half, deepspeed=False) == "bf16"
-    assert mixed(whole, deepspeed=True) == mixed(pure, deepspeed=False) == "no"
+    assert mixed_precision(half, deepspeed=True) == mixed_precision(half, deepspeed=False) == "bf16"
+    assert mixed_precision(whole, deepspeed=True) == mixed_precision(pure, deepspeed=False) == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert mixed(whole, deepspeed=False) == "bf16" and mixed(pure, deepspeed=False) == "no"
+    assert (
+        mixed_precision(whole, deepspeed=False) == "bf16"
+        and mixed_precision(pure, deepspeed=False) == "no"
+    )
     with pytest.raises(LaunchError, match="ZeRO-3 stores and updates weights in float32"):
-        mixed(pure, deepspeed=True)
+        mixed_precision(pure, deepspeed=True)
 
 
 def test_weights_of_bfloat16_need_to_be_computed_with_as_they_are(tiny):

@@ -383,8 +383,8 @@ SPECIAL = {
     "float32": (an_old_one, "was written by an older plugsft; whether its data are the same"),
     "bfloat16": (an_old_one, "checkpoint: its weights are bfloat16 and resume in float32"),
     "newer": (a_newer_one, "was written by a newer plugsft (format 3; this one reads up to 2)"),
-    "old": (without_a_tensor, "model.norm.weight/exp_avg is not there as this model has it"),
-    "": (without_a_tensor, "model.norm.weight/exp_avg is not there as this model has it"),
+    "old": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
+    "": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
     "other": (another_optimizer, "the optimizer was RAdam and is NAdam"),
     "setting": (another_setting, "'k' of parameter group 0 changes in training"),
 }

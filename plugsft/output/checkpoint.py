@@ -139,7 +139,7 @@ class Checkpoints:
                         f"{self._steps}; go on from another checkpoint (--resume-from)"
                     )
                 state.restore(stored, *described_in(path, facts, state))
-            state.hand_out(stored)
+            state.update_copies(stored)
         self.saved = int(facts["step"])
 
 

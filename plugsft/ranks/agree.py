@@ -61,7 +61,7 @@ def agreed(accelerator: Accelerator, operation: str) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    late = threading.Timer(PATIENCE, failure.tell, [error])
+    late = threading.Timer(PATIENCE, failure.publish, [error])
     try:
         if error is not None:
             late.start()
@@ -122,12 +122,12 @@ def ending_together(output: str) -> Iterator[None]:
         raise
     except Exception as error:
         if not _is_lost(error):
-            failure.tell(error)
+            failure.publish(error)
             raise
-        why = failure.why() or "another rank has ended; see its message above"
-        raise PeerError(f"{why}. Resume with --resume ({output})") from error
+        reason = failure.reason() or "another rank has ended; see its message above"
+        raise PeerError(f"{reason}. Resume with --resume ({output})") from error
     finally:
-        failure.ending()
+        failure.stop_listening()
 
 
 def _is_lost(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""What a plugin may do with the whole run before step 1, in `annotate`."""
+"""Model, ranks and cache for plugins that add columns before step 1, in `annotate`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ from .failures import reason_of
 from .load_batches import BatchLoader
 from .sharding import is_sharded, shard_frozen_model
 
-BUILD, KEPT, FAILED = "build", "kept", "failed"
-"""What the main process tells the others in `keep`."""
+BUILD, CACHED, FAILED = "build", "cached", "failed"
+"""Messages of the main process to the other ranks in `keep`."""
 
 
 class Prelude:
@@ -53,7 +53,7 @@ class Prelude:
 
     @contextmanager
     def agreed(self, operation: str) -> Iterator[None]:
-        """Run a body without collectives on all ranks; where one fails, all of them raise."""
+        """Run a body without collectives on all ranks; if it fails on one, all raise."""
         try:
             with agreed(self._accelerator, operation):
                 yield
@@ -63,17 +63,17 @@ class Prelude:
 
     def added(self, values: Tensor) -> Tensor:
         """Return the sums over all ranks."""
-        there = values.to(self._accelerator.device)
-        summed: Tensor = self._accelerator.reduce(there, reduction="sum")
+        local = values.to(self._accelerator.device)
+        summed: Tensor = self._accelerator.reduce(local, reduction="sum")
         return summed
 
     def frozen(self, path: str = "", revision: str | None = None) -> Module:
-        """Load a model as the run's was, that one again or another; it is never trained."""
+        """Load a frozen model with the run's settings: its own model again, or another."""
         kwargs = dict(self.load.kwargs)
         if self._accelerator.mixed_precision == "bf16":
             kwargs["dtype"] = torch.bfloat16  # it is not trained
         if path:
-            kwargs = {name: one for name, one in kwargs.items() if name != "revision"}
+            kwargs = {name: value for name, value in kwargs.items() if name != "revision"}
             kwargs |= {"revision": revision} if revision else {}
         load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
         return shard_frozen_model(self._accelerator, load, load.build())
@@ -109,14 +109,14 @@ class Prelude:
             raise
         if lost:
             raise lost[0]
-        return from_main((KEPT, value))[1]
+        return from_main((CACHED, value))[1]
 
     def _build_with_main(self, build: Callable[[Path | None], None]) -> Any:
         """Join each build of the main process; return its value."""
         own: Exception | None = None
         while True:
             word, value = from_main((FAILED, None))
-            if word == KEPT:
+            if word == CACHED:
                 return value
             if word == FAILED:
                 raise own or PeerError(f"rank 0 failed: {value}")

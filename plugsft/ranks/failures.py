@@ -41,7 +41,7 @@ class Failure:
     def __init__(self) -> None:
         self.text = ""
         self._store: TCPStore | None = None
-        self._told, self._ending = threading.Event(), threading.Event()
+        self._received, self._stopped = threading.Event(), threading.Event()
 
     def listen(self) -> None:
         """Listen for failures; needs a process group."""
@@ -50,7 +50,7 @@ class Failure:
             self._store = store(seconds=10)
             threading.Thread(target=self._listen, args=(self._store,), daemon=True).start()
 
-    def tell(self, error: Exception) -> None:
+    def publish(self, error: Exception) -> None:
         """Publish this rank's failure, unless another rank did."""
         if self._store is not None:
             with suppress(RuntimeError):
@@ -59,24 +59,24 @@ class Failure:
                 # This rank may host the store: let the others read it before it ends.
                 time.sleep(2 * PAUSE)
 
-    def why(self) -> str:
+    def reason(self) -> str:
         """Return the published failure, or an empty text after a short wait."""
-        self._told.wait(4 * PAUSE)
+        self._received.wait(4 * PAUSE)
         return self.text
 
-    def ending(self) -> None:
-        """Stop listening: this rank is ending."""
-        self._ending.set()
+    def stop_listening(self) -> None:
+        """Stop listening before this rank ends."""
+        self._stopped.set()
 
-    def _listen(self, told: TCPStore) -> None:
+    def _listen(self, shared: TCPStore) -> None:
         key = store_key("failed")
         with suppress(RuntimeError):  # the store ends with the launcher or the main rank
-            while not told.check([key]):
-                if self._ending.wait(PAUSE):
+            while not shared.check([key]):
+                if self._stopped.wait(PAUSE):
                     return
-            self.text = told.get(key).decode()
-            self._told.set()
-        if self.text and not self._ending.wait(GRACE):
+            self.text = shared.get(key).decode()
+            self._received.set()
+        if self.text and not self._stopped.wait(GRACE):
             # NCCL waits for a lost rank forever, and nothing can be raised there.
             if os.environ.get("RANK", "0") == "0":
                 print_error(f"error: {self.text}")

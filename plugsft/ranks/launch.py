@@ -1,4 +1,4 @@
-"""The processes of a run: who came up, and whether it is what the launcher was asked for."""
+"""Starts the process group, and compares it with the launcher's settings."""
 
 import importlib
 import os
@@ -24,7 +24,7 @@ from ..recipe.tables import Recipe
 from .agree import host_group
 from .failures import failure, store, store_key
 from .launcher import started_too_few
-from .precision import ensure_no_other, in_float32, mixed, on_cpu
+from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_float32
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -35,23 +35,23 @@ CURE = (
 
 
 def silence_libraries() -> None:
-    """Keep the bars and notes of libraries from standing between our lines."""
+    """Turn off progress bars and messages of libraries."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped upstream
     if not torch.cuda.is_available():
-        # Else transformers, where DeepSpeed is installed, has it say that it found no GPU.
+        # Otherwise an installed DeepSpeed prints that it found no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
-        # Else the first save imports DeepSpeed, only to ask whether the model is its engine.
+        # Otherwise the first save imports DeepSpeed to check the model's class.
         accelerate_other.is_deepspeed_available = lambda: False
 
 
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:
-    """Start the process group, and check that it is as asked for."""
+    """Start the process group; refuse one that differs from the launcher's settings."""
     if started_too_few():
         raise LaunchError(
             f"accelerate launch was asked for several processes and started one. {CURE}"
         )
-    wait_for_all(machine)
+    wait_for_ranks(machine)
     cpu = on_cpu(recipe)
     fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
@@ -69,15 +69,16 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
     if cpu:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if local > 1 or not threads_are_chosen():
+        if local > 1 or not user_set_threads():
             torch.set_num_threads(max(1, machine.cores // local))
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # else accelerate sets them once more
+            # Otherwise accelerate sets the threads again.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
         _prepare_cpu(fsdp, deepspeed)
-    # Each rank reads its own rows. Told this, transformers would leave all ranks but one empty.
+    # Each rank reads its own rows; with this setting, only rank 0 would load weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    numbers = mixed(recipe.model, deepspeed)
-    # Without cpu=True, ranks on a machine without GPU come up as strangers to each other.
-    accelerator = Accelerator(cpu=cpu and not (fsdp or deepspeed), mixed_precision=numbers)
+    precision = mixed_precision(recipe.model, deepspeed)
+    # Without cpu=True, ranks on a machine without GPU form no process group.
+    accelerator = Accelerator(cpu=cpu and not (fsdp or deepspeed), mixed_precision=precision)
     kind = accelerator.distributed_type
     wanted = {"FSDP": fsdp, "DEEPSPEED": deepspeed}
     if accelerator.num_processes != machine.world_size or any(
@@ -88,20 +89,20 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
             f"{next((name for name, on in wanted.items() if on), 'DDP')}, and what came up is "
             f"{accelerator.num_processes} of {kind.value}. {CURE}"
         )
-    _ensure_heard(accelerator, recipe)
+    _ensure_effective(accelerator, recipe)
     if machine.world_size > 1:
         host_group()
         failure.listen()
     if deepspeed:
-        # DeepSpeed calls names of torch that torch wants called otherwise, at every step.
+        # DeepSpeed calls deprecated functions of torch at every step.
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-        # One source for each setting: the recipe. DeepSpeed would take its own file's.
+        # The recipe is the only source of these settings, not DeepSpeed's file.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        ensure_no_other(config, numbers)
+        ensure_same_dtypes(config, precision)
         config["gradient_clipping"] = recipe.train.max_grad_norm
         config["gradient_accumulation_steps"] = 1
         config["train_micro_batch_size_per_gpu"] = recipe.train.micro_batch
-    in_float32(accelerator)
+    reduce_in_float32(accelerator)
     return accelerator
 
 
@@ -115,7 +116,7 @@ def _ensure_no_accumulation() -> None:
         )
 
 
-def threads_are_chosen() -> bool:
+def user_set_threads() -> bool:
     """Tell whether the user has set OMP_NUM_THREADS; accelerate's launcher sets it to 1."""
     threads = os.environ.get("OMP_NUM_THREADS")
     return threads is not None and not (
@@ -134,7 +135,7 @@ def disconnect(accelerator: Accelerator, model: Module) -> None:
     accelerator.end_training()
 
 
-def _ensure_heard(accelerator: Accelerator, recipe: Recipe) -> None:
+def _ensure_effective(accelerator: Accelerator, recipe: Recipe) -> None:
     """Refuse settings of recipe and launcher that would have no effect."""
     if recipe.train.keep_whole_gradients and not accelerator.is_fsdp2:
         raise LaunchError(
@@ -161,7 +162,7 @@ def _ensure_heard(accelerator: Accelerator, recipe: Recipe) -> None:
         raise LaunchError(f"the launcher's file sets {'; and '.join(wrong)}")
 
 
-def wait_for_all(machine: Machine) -> None:
+def wait_for_ranks(machine: Machine) -> None:
     """Wait until every rank has prepared its data, however long that takes.
 
     Nodes without a shared file system prepare a copy each, and a process group would time out on
@@ -192,13 +193,13 @@ def gradient_sync(
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make a step's randomness (dropout) follow from its number: resuming needs no state."""
+    """Seed a step's dropout by its number, so that resuming needs no state."""
     words = np.random.SeedSequence([seed, step, rank]).generate_state(1)
     set_seed(int(words[0]))
 
 
 def strategy_name(accelerator: Accelerator) -> str:
-    """Say how the ranks work together."""
+    """Name the strategy: "single process", "DDP", "FSDP2" or "ZeRO-3"."""
     if accelerator.num_processes == 1:
         return "single process"
     return NAMES.get(accelerator.distributed_type.value, "DDP")

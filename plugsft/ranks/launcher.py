@@ -1,4 +1,4 @@
-"""The launcher of this process, as the environment describes it, and whether it lives."""
+"""The launcher of this process, from its environment, and whether it still runs."""
 
 import os
 import signal

@@ -55,10 +55,12 @@ class Describer:
             return self.tensor(value, name, weight)
         if isinstance(value, list | tuple):
             kind = "tuple" if isinstance(value, tuple) else "list"
-            inner = [self.value(one, f"{name}/{n}", weight) for n, one in enumerate(value)]
+            inner = [self.value(item, f"{name}/{n}", weight) for n, item in enumerate(value)]
             return {kind: inner}
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return {"dict": {k: self.value(one, f"{name}/{k}", weight) for k, one in value.items()}}
+            return {
+                "dict": {k: self.value(item, f"{name}/{k}", weight) for k, item in value.items()}
+            }
         return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
 
     def tensor(self, tensor: Tensor, name: str, weight: Tensor | None) -> Any:
@@ -69,10 +71,10 @@ class Describer:
         where = self.device if weight is None else weight.device
         if tensor.device.type != where.type:
             described["host"] = True
-        few = tensor.dim() == 0 or (weight is None and tensor.numel() <= FEW)
-        if few and not isinstance(tensor, DTensor) and not tensor.is_complex():
+        small = tensor.dim() == 0 or (weight is None and tensor.numel() <= FEW)
+        if small and not isinstance(tensor, DTensor) and not tensor.is_complex():
             return described | {"values": tensor.tolist()}
-        divided = self._divided(tensor, weight)
+        divided = self._division(tensor, weight)
         if divided is None:
             return {"object": "DTensor with unknown placements"}
         own = divided == "rank" or (self.own and not isinstance(tensor, DTensor))
@@ -98,7 +100,7 @@ class Describer:
         added = {k: v for k, v in optimizer.state_dict().items() if k not in USUAL}
         return {key: self.value(value, f"{STATES}/extra/{key}") for key, value in added.items()}
 
-    def _divided(self, tensor: Tensor, weight: Tensor | None) -> str | None:
+    def _division(self, tensor: Tensor, weight: Tensor | None) -> str | None:
         if isinstance(tensor, DTensor):
             if (
                 isinstance(weight, DTensor)
@@ -106,8 +108,8 @@ class Describer:
                 and tensor.placements == weight.placements
             ):
                 return "weight"
-            one = tensor.placements[0] if len(tensor.placements) == 1 else None
-            return next((name for name, place in PLACEMENTS.items() if place == one), None)
+            placement = tensor.placements[0] if len(tensor.placements) == 1 else None
+            return next((name for name, known in PLACEMENTS.items() if known == placement), None)
         if self.sharded:
             return "rank"
         return "weight" if weight is not None and tensor.shape == weight.shape else "whole"
@@ -138,10 +140,10 @@ class Restorer:
         for kind, make in (("list", list), ("tuple", tuple)):
             if kind in described:
                 inner = enumerate(described[kind])
-                return make(self.value(one, f"{where}/{n}", weight) for n, one in inner)
+                return make(self.value(item, f"{where}/{n}", weight) for n, item in inner)
         if "dict" in described:
             inner = described["dict"].items()
-            return {key: self.value(one, f"{where}/{key}", weight) for key, one in inner}
+            return {key: self.value(item, f"{where}/{key}", weight) for key, item in inner}
         raise CheckpointError(
             f"{self.stored.folder}: {where} was a {described['object']}, which checkpoints cannot "
             "store: this optimizer cannot be resumed; start again in another output folder"
@@ -163,7 +165,7 @@ class Restorer:
         if divided == "weight":
             assert weight is not None
             if tuple(described["shape"]) != tuple(weight.shape):
-                raise self.stored.strange(name)
+                raise self.stored.mismatch(name)
             tensor = torch.empty_like(
                 weight, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format
             )
@@ -218,7 +220,7 @@ class Restorer:
                     continue
                 where = f"'{key}' of parameter group {number}"
                 if _same(began.get(key), begins.get(key)):
-                    if not _built(value):
+                    if not _is_object(value):
                         group[key] = _placed(self.value(value, where), group.get(key))
                 elif not _same(value, began.get(key)):
                     raise CheckpointError(
@@ -261,12 +263,12 @@ def _placed(value: Any, current: Any) -> Any:
     return value
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     """Compare descriptions; NaN equals NaN here."""
-    return json.dumps(one) == json.dumps(other)
+    return json.dumps(first) == json.dumps(second)
 
 
-def _built(described: Any) -> bool:
+def _is_object(described: Any) -> bool:
     """Tell whether a value is an object that only the optimizer can build."""
     return isinstance(described, Mapping) and "object" in described
 
@@ -294,7 +296,7 @@ def widened(described: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
 def old_description(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     """Describe a checkpoint of the first format from its files alone."""
     # Only with these options does torch put counters on the device.
-    fast = any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups)
+    fast = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     weights = {
         name: {
             "dtype": dtype_name(stored.dtypes[f"model/{name}"]),
@@ -330,4 +332,4 @@ def ensure_complete(
         kinds.setdefault(len(weights.get(name, {"shape": ()})["shape"]), set()).update(state)
     for name, state in states.items():
         if missing := kinds[len(weights.get(name, {"shape": ()})["shape"])] - {*state}:
-            raise stored.strange(f"{STATES}/{name}/{min(missing)}")
+            raise stored.mismatch(f"{STATES}/{name}/{min(missing)}")

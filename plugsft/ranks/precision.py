@@ -37,8 +37,8 @@ def on_cpu(recipe: Recipe) -> bool:
     return False
 
 
-def mixed(model: Model, deepspeed: bool) -> str:
-    """Return the mixed precision that accelerate gets."""
+def mixed_precision(model: Model, deepspeed: bool) -> str:
+    """Return the mixed_precision setting that accelerate gets."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if asked not in ("no", "bf16"):
         raise LaunchError(
@@ -73,7 +73,7 @@ def autocast_experts() -> None:
         library.impl("_grouped_mm", grouped, key.name)
 
 
-def in_float32(accelerator: Accelerator) -> None:
+def reduce_in_float32(accelerator: Accelerator) -> None:
     """Accumulate and reduce gradients in float32 where a run computes in bfloat16."""
     if accelerator.mixed_precision != "bf16":
         return
@@ -89,9 +89,9 @@ def in_float32(accelerator: Accelerator) -> None:
         config["communication_data_type"] = "fp32"
 
 
-def ensure_no_other(config: dict[str, Any], mixed: str) -> None:
-    """Refuse a DeepSpeed file that wants other numbers than the recipe."""
-    for name, wanted in (("fp16", False), ("bf16", mixed == "bf16")):
+def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
+    """Refuse a DeepSpeed file with other number types than the recipe."""
+    for name, wanted in (("fp16", False), ("bf16", mixed_precision == "bf16")):
         given = config.get(name, {}).get("enabled", "auto")
         if given != "auto" and bool(given) != wanted:
             raise LaunchError(

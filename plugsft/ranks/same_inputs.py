@@ -1,4 +1,4 @@
-"""What must be equal on all ranks before step 1: recipe, plugins, data, model and plan.
+"""Compares the inputs of all ranks before step 1: recipe, plugins, data, model and plan.
 
 Two machines may find different rows, models or code under the same path. No loss would show it, so
 each rank describes its inputs, and the ranks compare the descriptions.
@@ -52,7 +52,7 @@ def ensure_same_inputs(
 
 def model_facts(model: Any, load: Load) -> dict[str, str]:
     """Describe the model of this rank, before it is sharded: samples of its files and weights."""
-    config = {name: repr(one) for name, one in model.config.to_dict().items()}
+    config = {name: repr(value) for name, value in model.config.to_dict().items()}
     files = sorted({*files_of(load.path, load.kwargs.get("revision")).values()})
     return {
         "the model's configuration": digest(config | {"_name_or_path": ""})[:8],
@@ -64,7 +64,7 @@ def model_facts(model: Any, load: Load) -> dict[str, str]:
 def plan_facts(plan: Plan) -> dict[str, str]:
     """Describe the number of steps, and the layout of the first."""
     window = plan.window(1)
-    layout = [[part.tolist() for part in rank] for rank in window.layout]
+    layout = [[examples.tolist() for examples in rank] for rank in window.layout]
     return {
         "the number of steps": f"{plan.steps:,}",
         "the order of examples": digest({"layout": layout, "targets": window.total})[:8],
@@ -91,12 +91,12 @@ def _weights(model: Module) -> str:
     """Return a checksum of samples of the unsharded weights."""
     checksum = xxhash.xxh3_64()
     named = [
-        (name, one)
-        for name, one in model.named_parameters()
+        (name, parameter)
+        for name, parameter in model.named_parameters()
         # Under ZeRO-3 each rank has its own shard.
-        if not one.is_meta and not hasattr(one, "ds_id")
+        if not parameter.is_meta and not hasattr(parameter, "ds_id")
     ]
-    for name, one in named[:: max(1, len(named) // TENSORS)]:
-        sample = one.detach().flatten()[:NUMBERS].float().cpu().numpy()
+    for name, parameter in named[:: max(1, len(named) // TENSORS)]:
+        sample = parameter.detach().flatten()[:NUMBERS].float().cpu().numpy()
         checksum.update(name.encode() + sample.tobytes())
     return checksum.hexdigest()[:8]

@@ -1,8 +1,8 @@
 """Tensors on disk as parts, written and read by any number of ranks.
 
-A part is a stretch of the flattened tensor: all of it (one process, DDP), some rows (FSDP2), or
-some numbers (ZeRO-3). Files hold parts and say where these belong, so that a reader takes what it
-needs from whatever was written. Nothing is pickled, and no rank ever needs the whole.
+A part is a range of the flattened tensor: all of it (one process, DDP), rows (FSDP2), or numbers
+(ZeRO-3). Files hold parts and their offsets, so any number of ranks can read what any other number
+wrote. Nothing is pickled, and no rank needs whole tensors.
 """
 
 import json
@@ -22,10 +22,10 @@ from ..base.errors import CheckpointError
 from ..model.tensor_shards import Part
 
 PLACES = "places"
-"""In a file's metadata: of each part, where in its tensor it begins, and that tensor's shape."""
-MOST = 2**30
+"""Key in a file's metadata: each part's offset and the shape of its whole tensor."""
+FILE_BYTES = 2**30
 """Approximate bytes of a file; saving needs this much more memory."""
-OPEN = 256
+MAX_OPEN = 256
 """Most files that a reader keeps open."""
 FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
 
@@ -35,17 +35,17 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> dict[str, Stamp
 
     Whole tensors are written by the first rank.
     """
-    mine = [
+    owned = [
         (name, part)
         for name, part in parts.items()
         if part.values.numel() and (rank == 0 or part.own or not part.whole)
     ]
     stamps = {}
-    for number, batch in enumerate(_batches(mine)):
+    for number, batch in enumerate(_batches(owned)):
         places = {name: (part.start, part.shape) for name, part in batch}
         path = folder / f"rank-{rank:05d}-{number:03d}.safetensors"
         save_file(
-            # A copy of its own on the host: safetensors refuses views of one piece of memory.
+            # A copy on the host: safetensors refuses views of one piece of memory.
             {name: part.values.to("cpu", copy=True) for name, part in batch},
             path,
             {PLACES: json.dumps(places)},
@@ -56,22 +56,22 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> dict[str, Stamp
 
 
 def _batches(parts: Iterable[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
-    some: list[tuple[str, Part]] = []
+    batch: list[tuple[str, Part]] = []
     size = 0
     for name, part in parts:
-        if some and size + part.values.nbytes > MOST:
-            yield some
-            some, size = [], 0
-        some.append((name, part))
+        if batch and size + part.values.nbytes > FILE_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append((name, part))
         size += part.values.nbytes
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
 class Stored:
     """The tensors of a checkpoint, read in parts.
 
-    A file is opened when the files before it lack some part of a tensor. A rank begins with the
+    Files are opened one by one until all parts of a tensor are found. A rank begins with the
     files of the rank with the same shard, so that it opens few of a thousand.
     """
 
@@ -82,7 +82,7 @@ class Stored:
         self._parts: dict[str, list[tuple[int, int, Path]]] = {}
         """Tensor -> begin, end and file of each of its parts."""
         reader: Any = safe_open
-        self._open = lru_cache(OPEN)(lambda path: reader(path, "pt"))
+        self._open = lru_cache(MAX_OPEN)(lambda path: reader(path, "pt"))
         writers = {
             match[0]: int(match[1]) for match in map(FILE.fullmatch, _files(folder)) if match
         }
@@ -102,10 +102,10 @@ class Stored:
         """Fill a part from the files; exactly, or rounded to the part's type."""
         begin, end = part.start, part.start + part.values.numel()
         filled = 0
-        for start, stop, path in self._found(name):
+        for start, stop, path in self._parts_of(name):
             low, high = max(begin, start), min(end, stop)
             if self.shapes[name] != part.shape:
-                raise self.strange(name)
+                raise self.mismatch(name)
             if low < high:
                 values: Tensor = self._open(path).get_slice(name)[low - start : high - start]
                 if exact and not widens(values.dtype, part.values.dtype):
@@ -119,7 +119,7 @@ class Stored:
             if filled == end - begin:
                 return
         if name not in self.shapes:
-            raise self.strange(name)
+            raise self.mismatch(name)
         raise CheckpointError(
             f"{self.folder}: {name} has only {filled:,} of {end - begin:,} numbers; "
             "files of some rank are missing: all nodes must write to one file system"
@@ -127,8 +127,8 @@ class Stored:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        if next(self._found(name), None) is None:
-            raise self.strange(name)
+        if next(self._parts_of(name), None) is None:
+            raise self.mismatch(name)
         return self.shapes[name]
 
     def of(self, kind: str) -> set[str]:
@@ -139,14 +139,14 @@ class Stored:
             name.removeprefix(f"{kind}/") for name in self.shapes if name.startswith(f"{kind}/")
         }
 
-    def strange(self, name: str) -> CheckpointError:
-        """Return the error of a tensor that is not as the model has it."""
+    def mismatch(self, name: str) -> CheckpointError:
+        """Return the error for a tensor that does not fit the model."""
         return CheckpointError(
-            f"{self.folder}: {name} is not there as this model has it: the checkpoint is of "
-            "another model, or other parts of it were trained"
+            f"{self.folder}: {name} does not fit this model: the checkpoint is of another model, "
+            "or other weights of it were trained"
         )
 
-    def _found(self, name: str) -> Iterator[tuple[int, int, Path]]:
+    def _parts_of(self, name: str) -> Iterator[tuple[int, int, Path]]:
         """Yield the parts of a tensor; read more files' headers when needed."""
         number = 0
         while True:

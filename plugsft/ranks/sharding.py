@@ -23,7 +23,7 @@ from .agree import agreed
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Tell whether no rank is to hold the whole model."""
+    """Tell whether each rank stores only its shard of the model."""
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -37,36 +37,40 @@ def loads_in_bfloat16(accelerator: Accelerator) -> bool:
 def shard_model(
     accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
-    """Shard or copy a model over the ranks; make the optimizer of the weights of this one."""
+    """Shard or copy a model over the ranks; make the optimizer of this rank's weights."""
     names = load.names_in(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _hand_out(model, accelerator, names, load)
-        engine, zero = accelerator.prepare(model, _checked(model, make(model)))
+        _scatter_weights(model, accelerator, names, load)
+        engine, zero = accelerator.prepare(
+            model, _ensure_updates_trained_weights(model, make(model))
+        )
         if loads_in_bfloat16(accelerator):
-            _fill_float32(model, names, load)
+            _copy_float32_weights(model, names, load)
         return engine, zero
     if accelerator.is_fsdp2:
         fsdp2_prepare_model(accelerator, model)
         if names:
-            _fetch(model, accelerator, names, load)
-        return model, _checked(model, make(model))
+            _read_rows(model, accelerator, names, load)
+        return model, _ensure_updates_trained_weights(model, make(model))
     model = accelerator.prepare_model(model)
     plain = accelerator.unwrap_model(model)
-    return model, _checked(plain, make(plain))
+    return model, _ensure_updates_trained_weights(plain, make(plain))
 
 
-def _checked(model: Module, optimizer: Optimizer) -> Optimizer:
+def _ensure_updates_trained_weights(model: Module, optimizer: Optimizer) -> Optimizer:
     """Refuse an optimizer that does not update exactly the trainable weights."""
-    updated = [one for group in optimizer.param_groups for one in group["params"]]
-    trained = {one: name for name, one in model.named_parameters() if one.requires_grad}
+    updated = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    trained = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     known = {*updated}
-    if left := [name for one, name in trained.items() if one not in known]:
+    if left := [name for parameter, name in trained.items() if parameter not in known]:
         raise PluginError(
             f"the plugin that makes the optimizer leaves out {len(left)} trainable weights "
             f"({left[0]} first); give them to a parameter group, or freeze them in optimize_model "
             "(requires_grad_(False))"
         )
-    if foreign := [one for one in updated if one not in trained]:
+    if foreign := [tensor for tensor in updated if tensor not in trained]:
         raise PluginError(
             f"the plugin that makes the optimizer gives it {len(foreign)} tensors that are not "
             f"trainable weights of the model (the first of shape {list(foreign[0].shape)}), so "
@@ -76,11 +80,11 @@ def _checked(model: Module, optimizer: Optimizer) -> Optimizer:
 
 
 def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Module:
-    """Spread a model that is never trained, as the one that is."""
+    """Shard a model that is never trained, like the trained one."""
     names = load.names_in(model)
     model.requires_grad_(False).eval()
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _hand_out(model, accelerator, names, load)
+        _scatter_weights(model, accelerator, names, load)
         deepspeed: Any = importlib.import_module("deepspeed")
         config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
         engine: Module = deepspeed.initialize(model=model, config=config)[0]
@@ -88,14 +92,16 @@ def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Modu
     if accelerator.is_fsdp2:
         fsdp2_prepare_model(accelerator, model)
         if names:
-            _fetch(model, accelerator, names, load)
+            _read_rows(model, accelerator, names, load)
         return model  # type: ignore[no-any-return]
     return accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
 
 
-def _fetch(model: Any, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
+def _read_rows(model: Any, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
     """Read this rank's rows of each weight from the files."""
-    present = {name: one.detach() for name, one in _tensors(model).items() if not one.is_meta}
+    present = {
+        name: tensor.detach() for name, tensor in _tensors(model).items() if not tensor.is_meta
+    }
     model.to_empty(device=accelerator.device)
     model.tie_weights()
     tensors = _tensors(model)
@@ -112,7 +118,9 @@ def _fetch(model: Any, accelerator: Accelerator, names: dict[str, str], load: Lo
         load.ensure_same(parts, accelerator.process_index)
 
 
-def _hand_out(model: Module, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
+def _scatter_weights(
+    model: Module, accelerator: Accelerator, names: dict[str, str], load: Load
+) -> None:
     """Read each tensor on one rank, and let DeepSpeed scatter it."""
     if not names:
         return
@@ -120,35 +128,37 @@ def _hand_out(model: Module, accelerator: Accelerator, names: dict[str, str], lo
     tensors = dict(model.named_parameters())
     with torch.no_grad(), load.weights() as weights:
         for name, stored in names.items():
-            one: Any = tensors[name]
-            with deepspeed.zero.GatheredParameters([one], modifier_rank=0):
+            parameter: Any = tensors[name]
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if accelerator.is_main_process:
-                    one.copy_(weights.rows(stored, 0, one.ds_shape[0]))
+                    parameter.copy_(weights.rows(stored, 0, parameter.ds_shape[0]))
     parts = {stored: local_part(tensors[name]) for name, stored in names.items()}
     with agreed(accelerator, "comparing the model with its files"):
         load.ensure_same(parts, accelerator.process_index)
 
 
-def _fill_float32(model: Module, names: dict[str, str], load: Load) -> None:
+def _copy_float32_weights(model: Module, names: dict[str, str], load: Load) -> None:
     """Copy float32 files into DeepSpeed's float32 weights, made from rounded ones."""
     access: Any = importlib.import_module("deepspeed").utils
     tensors: dict[str, Any] = {
-        name: one for name, one in model.named_parameters() if name in names and one.requires_grad
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name in names and parameter.requires_grad
     }
     if not tensors:
         return
     with torch.no_grad(), load.weights() as weights:
-        for name, one in tensors.items():
-            part, row = local_part(one), math.prod(one.ds_shape[1:])
+        for name, parameter in tensors.items():
+            part, row = local_part(parameter), math.prod(parameter.ds_shape[1:])
             if not part.values.numel():
                 continue
             first, stop = part.start // row, part.start + part.values.numel()
             rows = weights.rows(names[name], first, -(-stop // row))
             if rows.dtype == torch.float32:
-                values = torch.zeros_like(one.ds_tensor, dtype=torch.float32)
-                mine = rows.reshape(-1)[part.start - first * row : stop - first * row]
-                values.view(-1)[: len(mine)].copy_(mine)
-                access.safe_set_local_fp32_param(one, values)
+                values = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
+                shard = rows.reshape(-1)[part.start - first * row : stop - first * row]
+                values.view(-1)[: len(shard)].copy_(shard)
+                access.safe_set_local_fp32_param(parameter, values)
 
 
 def _tensors(model: Module) -> dict[str, Tensor]:

@@ -36,13 +36,13 @@ class TrainState:
     """This rank's shard of a model and its optimizer: whole tensors, or rows under FSDP2."""
 
     joined = False
-    """Whether weights are joined, and sharded without regard to rows."""
+    """Whether weights are joined in flat tensors, and sharded by numbers instead of rows."""
 
     def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
         self.rank, self.optimizer = accelerator.process_index, optimizer
         self.ranks, self._device = accelerator.num_processes, accelerator.device
         self._wrapped, self.plain = model, accelerator.unwrap_model(model)
-        # The groups before training: tells the user's settings from values that training changes.
+        # The groups before training show which values the user set and which training changes.
         self._initial = describe_groups(Describer(self.rank, self._device), self._base.param_groups)
 
     @property
@@ -52,31 +52,33 @@ class TrainState:
         return base
 
     def parameters(self, trained: bool = True) -> dict[str, Any]:
-        """Return the parameters, or those that are trained, by their names in the plain model."""
+        """Return the trained parameters, or all, by their names in the plain model."""
         for module in self._wrapped.modules():
             if isinstance(module, FSDPModule):
                 # After an evaluation the last modules are still gathered.
                 module.reshard()
         named = self.plain.named_parameters()
-        return {name: one for name, one in named if one.requires_grad or not trained}
+        return {
+            name: parameter for name, parameter in named if parameter.requires_grad or not trained
+        }
 
     def sharding(self) -> dict[str, Any]:
-        """Describe how tensors are sharded; under the same sharding all state can be restored."""
+        """Describe how tensors are sharded; the same sharding can restore all state."""
         return {"kind": "whole" if self._mesh() is None else "rows", "ranks": self.ranks}
 
     def describe(self, own: bool = False) -> tuple[dict[str, Any], dict[str, Part]]:
-        """Describe trained weights and optimizer state; return their parts, too.
+        """Return a description of trained weights and optimizer state, and their parts.
 
         With `own`, each rank writes its own copy of unsharded state.
         """
         sharded = self.sharding()["kind"] != "whole"
         describer, weights = Describer(self.rank, self._device, sharded, own), {}
-        for name, one in self.parameters().items():
-            part = describer.parts[f"{WEIGHTS}/{name}"] = self.part(one)
+        for name, parameter in self.parameters().items():
+            part = describer.parts[f"{WEIGHTS}/{name}"] = self.part(parameter)
             weights[name] = {"dtype": dtype_name(part.values.dtype), "shape": part.shape}
         optimizer = {
             "class": type(self._base).__name__,
-            "states": self._states(describer),
+            "states": self._describe_states(describer),
             "groups": describe_groups(describer, self._base.param_groups),
             "initial": self._initial,
             "shared": describer.shared(self._base),
@@ -87,27 +89,29 @@ class TrainState:
     def restore(
         self, stored: Stored, described: dict[str, Any] | None, same: bool, own: bool
     ) -> None:
-        """Restore model and optimizer from a checkpoint; no rank waits for another.
+        """Restore model and optimizer from a checkpoint, without collectives.
 
         A checkpoint of the first format has no description. `same`: tensors are sharded as in the
         checkpoint. `own`: the description is only this rank's.
         """
         described, named = described or old_description(stored, self._base), self.parameters()
-        ensure_same(stored, named, {*described["weights"]})
+        ensure_same_parameters(stored, named, {*described["weights"]})
         restorer = Restorer(
             stored, self.rank, self._device, self._mesh(), same, own, joined=self.joined
         )
         optimizer = described["optimizer"]
         restorer.ensure_class(optimizer.get("class"), self._base)
         with torch.no_grad():
-            self._fill_weights(stored, named)
-            types = {name: dtype_named(one["dtype"]) for name, one in described["weights"].items()}
+            self._restore_weights(stored, named)
+            types = {
+                name: dtype_named(entry["dtype"]) for name, entry in described["weights"].items()
+            }
             restorer.extra(optimizer.get("extra", {}), self._base)
-            self._fill_states(restorer, optimizer["states"], types)
+            self._restore_states(restorer, optimizer["states"], types)
             restorer.shared(optimizer.get("shared", {}), self._base)
             if "groups" in optimizer:
                 restorer.groups(optimizer, self._base.param_groups, self._initial)
-        now = {name: self.part(one).values.dtype for name, one in named.items()}
+        now = {name: self.part(parameter).values.dtype for name, parameter in named.items()}
         if changed := {(types[name], now[name]) for name in named if types[name] != now[name]}:
             was, becomes = next(iter(changed))
             say(
@@ -115,74 +119,76 @@ class TrainState:
                 f"{dtype_name(becomes)}, as do optimizer states of the same type"
             )
 
-    def hand_out(self, stored: Stored) -> None:
-        """Update other copies of the restored weights; all ranks together."""
+    def update_copies(self, stored: Stored) -> None:
+        """Update other copies of the restored weights, on all ranks together."""
 
-    def part(self, one: Any) -> Part:
+    def part(self, parameter: Any) -> Part:
         """Return this rank's part of a parameter."""
-        return part_of(one)
+        return part_of(parameter)
 
-    def whole(self, one: Any) -> Tensor:
-        """Return all of a parameter; all ranks ask for it together."""
-        return one.full_tensor() if isinstance(one, DTensor) else one.detach()
+    def whole(self, parameter: Any) -> Tensor:
+        """Gather a whole parameter, on all ranks together."""
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
     def _mesh(self) -> Any:
-        sharded = (one for one in self.plain.parameters() if isinstance(one, DTensor))
-        first = next(sharded, None)
+        parameters = self.plain.parameters()
+        first = next((tensor for tensor in parameters if isinstance(tensor, DTensor)), None)
         return None if first is None else first.device_mesh
 
-    def _states(self, describer: Describer) -> dict[str, Any]:
+    def _describe_states(self, describer: Describer) -> dict[str, Any]:
         states, names = {}, self.parameters(trained=False).items()
-        for name, one in names:
-            if state := self._base.state.get(one):
+        for name, parameter in names:
+            if state := self._base.state.get(parameter):
                 where = f"{STATES}/{name}"
                 states[name] = {
-                    key: describer.value(value, f"{where}/{key}", one)
+                    key: describer.value(value, f"{where}/{key}", parameter)
                     for key, value in state.items()
                 }
         return states
 
-    def _fill_weights(self, stored: Stored, named: dict[str, Any]) -> None:
+    def _restore_weights(self, stored: Stored, named: dict[str, Any]) -> None:
         fill_weights(stored, named)
 
-    def _fill_states(
+    def _restore_states(
         self, restorer: Restorer, states: dict[str, Any], types: dict[str, torch.dtype]
     ) -> None:
         named = self.parameters(trained=False)
         if strange := {*states} - {*named}:
-            raise restorer.stored.strange(f"{STATES}/{min(strange)}")
-        for name, one in named.items():
-            self._base.state.pop(one, None)
+            raise restorer.stored.mismatch(f"{STATES}/{min(strange)}")
+        for name, parameter in named.items():
+            self._base.state.pop(parameter, None)
             if name in states:
-                self._base.state[one] = {
+                self._base.state[parameter] = {
                     key: restorer.value(
-                        widened(value, types.get(name), one.dtype), key_of(name, key), one
+                        widened(value, types.get(name), parameter.dtype),
+                        state_name(name, key),
+                        parameter,
                     )
                     for key, value in states[name].items()
                 }
 
 
-def key_of(name: str, key: str) -> str:
+def state_name(name: str, key: str) -> str:
     """Name a state of a parameter."""
     return f"state '{key}' of {name}"
 
 
-def ensure_same(stored: Stored, named: dict[str, Any], weights: set[str]) -> None:
+def ensure_same_parameters(stored: Stored, named: dict[str, Any], weights: set[str]) -> None:
     """Refuse a checkpoint in which other parameters were trained."""
     if differing := {*named} ^ weights:
-        raise stored.strange(min(differing))
+        raise stored.mismatch(min(differing))
 
 
 def fill_weights(stored: Stored, named: dict[str, Any], exact: bool = True) -> None:
     """Read whole parameters, or under FSDP2 this rank's rows."""
-    for name, one in named.items():
-        stored.fill(f"{WEIGHTS}/{name}", part_of(one), exact)
+    for name, parameter in named.items():
+        stored.fill(f"{WEIGHTS}/{name}", part_of(parameter), exact)
 
 
 class ZeroTrainState(TrainState):
-    """DeepSpeed's shards: equal parts of each flat tensor, the last one padded, in float32.
+    """DeepSpeed's shards: equal parts of each flat float32 tensor, the last padded.
 
-    The forward pass reads other copies, in the model's type; small ones are whole on each rank.
+    The forward pass reads other copies, in the model's type; small tensors are whole on each rank.
     """
 
     joined = True
@@ -199,58 +205,65 @@ class ZeroTrainState(TrainState):
         return base
 
     def sharding(self) -> dict[str, Any]:
-        """Describe how tensors are sharded; under the same sharding all state can be restored."""
-        joined = [one.numel() for one in self._zero.fp32_partitioned_groups_flat]
+        """Describe how tensors are sharded; the same sharding can restore all state."""
+        joined = [parameter.numel() for parameter in self._zero.fp32_partitioned_groups_flat]
         return {"kind": "numbers", "ranks": self.ranks, "joined": joined}
 
-    def part(self, one: Any) -> Part:
+    def part(self, parameter: Any) -> Part:
         """Return this rank's part of a parameter."""
-        trained = one.requires_grad
-        return self._mine(
-            one, self._access.safe_get_local_fp32_param(one) if trained else one.ds_tensor
+        trained = parameter.requires_grad
+        return self._shard_of(
+            parameter,
+            self._access.safe_get_local_fp32_param(parameter) if trained else parameter.ds_tensor,
         )
 
-    def whole(self, one: Any) -> Tensor:
-        """Return all of a parameter; all ranks ask for it together."""
-        if one.requires_grad:
-            return self._access.safe_get_full_fp32_param(one)  # type: ignore[no-any-return]
-        with self._deepspeed.zero.GatheredParameters([one]):
-            return one.detach().clone()  # type: ignore[no-any-return]
+    def whole(self, parameter: Any) -> Tensor:
+        """Gather a whole parameter, on all ranks together."""
+        if parameter.requires_grad:
+            return self._access.safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
+        with self._deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()  # type: ignore[no-any-return]
 
-    def hand_out(self, stored: Stored) -> None:
-        """Update other copies of the restored weights; all ranks together."""
-        for name, one in self.parameters().items():
+    def update_copies(self, stored: Stored) -> None:
+        """Update other copies of the restored weights, on all ranks together."""
+        for name, parameter in self.parameters().items():
             with (
                 torch.no_grad(),
-                self._deepspeed.zero.GatheredParameters([one], modifier_rank=0),
+                self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
             ):
                 if self.rank == 0:
-                    stored.fill(f"{WEIGHTS}/{name}", part_of(one.data), exact=False)
+                    stored.fill(f"{WEIGHTS}/{name}", part_of(parameter.data), exact=False)
 
-    def _joined_of(self, one: Any) -> tuple[int, Tensor]:
-        """Return the number and values of the joined tensor of a parameter."""
-        number = self._zero.grad_position[self._zero.get_param_id(one)][0]
+    def _flat_tensor_of(self, parameter: Any) -> tuple[int, Tensor]:
+        """Return the number and values of the flat tensor of a parameter."""
+        number = self._zero.grad_position[self._zero.get_param_id(parameter)][0]
         return number, self._zero.fp32_partitioned_groups_flat[number]
 
-    def _states(self, describer: Describer) -> dict[str, Any]:
+    def _describe_states(self, describer: Describer) -> dict[str, Any]:
         states = {}
-        for name, one in self.parameters().items():
-            number, joined = self._joined_of(one)
+        for name, parameter in self.parameters().items():
+            number, joined = self._flat_tensor_of(parameter)
             states[name] = {
-                key: self._described(describer, name, key, value, joined, one)
+                key: self._describe_state(describer, name, key, value, joined, parameter)
                 if isinstance(value, Tensor) and value.shape == joined.shape
                 else describer.value(value, f"{STATES}/joined-{number}/{key}", joined)
                 for key, value in self._base.state.get(joined, {}).items()
             }
         return states
 
-    def _described(
-        self, describer: Describer, name: str, key: str, value: Tensor, joined: Tensor, one: Any
+    def _describe_state(
+        self,
+        describer: Describer,
+        name: str,
+        key: str,
+        value: Tensor,
+        joined: Tensor,
+        parameter: Any,
     ) -> dict[str, Any]:
         """Describe a state with the shape of its parameter."""
         stored = f"{STATES}/{name}/{key}"
         read = self._access.safe_get_local_optimizer_state
-        part = describer.parts[stored] = self._mine(one, read(one, key))
+        part = describer.parts[stored] = self._shard_of(parameter, read(parameter, key))
         return {
             "tensor": dtype_name(value.dtype),
             "shape": part.shape,
@@ -258,19 +271,19 @@ class ZeroTrainState(TrainState):
             "name": stored,
         }
 
-    def _fill_weights(self, stored: Stored, named: dict[str, Any]) -> None:
-        for name, one in named.items():
-            values = torch.zeros_like(one.ds_tensor, dtype=torch.float32)
-            stored.fill(f"{WEIGHTS}/{name}", self._mine(one, values))
-            self._access.safe_set_local_fp32_param(one, values)
+    def _restore_weights(self, stored: Stored, named: dict[str, Any]) -> None:
+        for name, parameter in named.items():
+            values = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
+            stored.fill(f"{WEIGHTS}/{name}", self._shard_of(parameter, values))
+            self._access.safe_set_local_fp32_param(parameter, values)
 
-    def _fill_states(
+    def _restore_states(
         self, restorer: Restorer, states: dict[str, Any], types: dict[str, torch.dtype]
     ) -> None:
         groups: dict[int, dict[str, Any]] = {}
         seen: set[int] = set()
-        for name, one in self.parameters().items():
-            number, joined = self._joined_of(one)
+        for name, parameter in self.parameters().items():
+            number, joined = self._flat_tensor_of(parameter)
             state = {
                 key: widened(value, types[name], torch.float32)
                 for key, value in states.get(name, {}).items()
@@ -284,22 +297,22 @@ class ZeroTrainState(TrainState):
             if number not in seen:
                 seen.add(number)
                 self._base.state[joined] = {}
-            whole = self._base.state[joined]
+            flat_state = self._base.state[joined]
             for key, value in state.items():
                 if not is_divided(value):
-                    whole[key] = restorer.value(value, key_of(name, key), joined)
+                    flat_state[key] = restorer.value(value, state_name(name, key), joined)
                     continue
                 dtype = dtype_named(value["tensor"])
-                if key not in whole:
-                    whole[key] = torch.zeros_like(joined, dtype=dtype)
-                values = torch.zeros_like(one.ds_tensor, dtype=dtype)
-                restorer.stored.fill(value["name"], self._mine(one, values))
-                self._access.safe_set_local_optimizer_state(one, values, key)
+                if key not in flat_state:
+                    flat_state[key] = torch.zeros_like(joined, dtype=dtype)
+                values = torch.zeros_like(parameter.ds_tensor, dtype=dtype)
+                restorer.stored.fill(value["name"], self._shard_of(parameter, values))
+                self._access.safe_set_local_optimizer_state(parameter, values, key)
 
-    def _mine(self, one: Any, values: Tensor) -> Part:
-        start = self.rank * one.ds_tensor.ds_numel
-        here = max(0, min(values.numel(), one.ds_numel - start))
-        return Part(values[:here], start, tuple(one.ds_shape))
+    def _shard_of(self, parameter: Any, values: Tensor) -> Part:
+        start = self.rank * parameter.ds_tensor.ds_numel
+        size = max(0, min(values.numel(), parameter.ds_numel - start))
+        return Part(values[:size], start, tuple(parameter.ds_shape))
 
 
 def train_state_of(accelerator: Accelerator, model: Module, optimizer: Any) -> TrainState:

@@ -17,7 +17,7 @@ from ...model.defaults import ModelDefaults
 from ...model.load import load_of
 from ...ranks.launch import silence_libraries
 from ...ranks.shard_files import Stored
-from ...ranks.train_state import WEIGHTS, ensure_same, fill_weights
+from ...ranks.train_state import WEIGHTS, ensure_same_parameters, fill_weights
 from ...registry.active import check, load
 
 
@@ -41,7 +41,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
         model: Any = hook.optimize_model(load=load_of(recipe.model, scratch))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     with torch.no_grad(), Stored(path) as stored:
-        ensure_same(stored, trained, stored.of(WEIGHTS))
+        ensure_same_parameters(stored, trained, stored.of(WEIGHTS))
         fill_weights(stored, trained, exact=False)
     end_generation(model, tokenizer)
     with publish(target) as building:
