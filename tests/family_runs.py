@@ -27,7 +27,7 @@ from plugsft import PlugsftError, loop, run
 from plugsft.base import console
 from plugsft.base.machine import look
 from plugsft.model.load import Load, saved_tensors
-from plugsft.output.checkpoint import find
+from plugsft.output.checkpoint import find_checkpoints
 from plugsft.registry.active import load
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")
@@ -78,7 +78,7 @@ class Bench:
             tables["train"] = tables["train"] | {"micro_batch": 1}
         recipe, active = load(write_recipe(self.folder / "recipe.toml", tables))
         with active.name_failing_plugin():
-            checkpoint = find(recipe, active, resume, None)
+            checkpoint = find_checkpoints(recipe, active, resume, None)
             loop.train(run.open(recipe, active, look(), checkpoint))
         return Path(tables["output"])
 

@@ -25,8 +25,8 @@ from ..tokens.store import Tokens
 FORMAT = 2
 """Of the files of a checkpoint: 1 had tensors alone, and no values of parameter groups."""
 STATE = "state.json"
-# What may differ between a checkpoint's recipe and the one that goes on from it: where things lie,
-# how they are laid out and shown, and plugins, which change nothing or are compared by themselves.
+# Keys that may differ when a run resumes: paths, batch layout, logging, and plugins, whose options
+# that affect results are compared by themselves.
 FREE = (
     "output",
     "device",
@@ -60,7 +60,7 @@ class Checkpoints:
         self.rhythm = recipe.checkpoint.describe(steps)
 
     def due(self, step: int) -> bool:
-        """Tell whether one is written after this step."""
+        """Tell whether a checkpoint is written after this step."""
         return self._every > 0 and step % self._every == 0
 
     def save(self, step: int) -> None:
@@ -75,7 +75,7 @@ class Checkpoints:
                 if accelerator.is_main_process:
                     sweep(self.folder)
                     building = stack.enter_context(publish(target, True, stamps))
-            # Every rank writes its part, all into one folder.
+            # All ranks write into the same folder.
             folder = gathered(accelerator, building)[0]
             facts = {
                 "format": FORMAT,
@@ -93,27 +93,29 @@ class Checkpoints:
                     described, parts = self._state.describe(own=True)
                 written = write(folder, self._state.rank, parts)
                 if not facts["alike"]:
-                    name = own_name(self._state.rank)
-                    written[name] = _write_json(folder / name, described)
+                    name = rank_file(self._state.rank)
+                    written[name] = write_json(folder / name, described)
                 elif accelerator.is_main_process:
                     facts |= described
-            for one in gathered(accelerator, written):
-                stamps |= one
+            for rank_stamps in gathered(accelerator, written):
+                stamps |= rank_stamps
             with agreed(accelerator, doing):
                 if accelerator.is_main_process:
-                    stamps[STATE] = _write_json(folder / STATE, facts)
+                    stamps[STATE] = write_json(folder / STATE, facts)
                 stack.close()
-        # A rank that went on, and out, alone would have the launcher end the one that removes.
+        # A rank that ended first would have the launcher end the main rank, which still removes.
         with agreed(accelerator, doing):
             if accelerator.is_main_process:
                 self._remove_oldest(step)
         self.saved = step
 
     def _remove_oldest(self, step: int) -> None:
-        """Remove all but the newest checkpoints; where one cannot be removed, say so."""
-        # Where an earlier checkpoint was gone on from, later ones are there: they stay.
-        found = [path for path in list_checkpoints(self.folder) if (parse_step(path) or 0) <= step]
-        for old in found[: -self._recipe.checkpoint.keep]:
+        """Remove all but the newest checkpoints; warn where that fails."""
+        # A run that resumed from an earlier checkpoint keeps the later ones.
+        checkpoints = [
+            path for path in list_checkpoints(self.folder) if (parse_step(path) or 0) <= step
+        ]
+        for old in checkpoints[: -self._recipe.checkpoint.keep]:
             try:
                 left, reason = discard(old), "its files are in use or not ours"
             except OSError as error:
@@ -121,12 +123,13 @@ class Checkpoints:
             if left:
                 say(f"warning: {left} could not be removed ({reason}); it takes room on the disk")
 
-    def restore(self, found: Sequence[Path]) -> None:
-        """Load the first whole checkpoint, if there are any, into model and optimizer."""
-        # Each rank has looked for itself.
-        seen = {"the checkpoints to go on from": ", ".join(one.name for one in found) or "none"}
-        ensure_alike(self._accelerator, seen, "All nodes must see one output folder")
-        path = sound(self._accelerator, found)
+    def restore(self, checkpoints: Sequence[Path]) -> None:
+        """Load the first undamaged checkpoint, if any, into model and optimizer."""
+        # Each rank has listed the folder itself.
+        names = ", ".join(path.name for path in checkpoints) or "none"
+        listed = {"the checkpoints to go on from": names}
+        ensure_alike(self._accelerator, listed, "All nodes must see one output folder")
+        path = first_undamaged(self._accelerator, checkpoints)
         if path is None:
             return
         state = self._state
@@ -138,17 +141,17 @@ class Checkpoints:
                         f"{path / 'state.json'}: is of step {facts['step']}, and the run has "
                         f"{self._steps}; go on from another checkpoint (--resume-from)"
                     )
-                state.restore(stored, *described_in(path, facts, state))
+                state.restore(stored, *read_description(path, facts, state))
             state.update_copies(stored)
         self.saved = int(facts["step"])
 
 
-def own_name(rank: int) -> str:
-    """Return the file that describes the state of one rank, where ranks differ."""
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's own description, for ranks that differ."""
     return f"rank-{rank:05d}.json"
 
 
-def described_in(
+def read_description(
     path: Path, facts: dict[str, Any], state: TrainState
 ) -> tuple[dict[str, Any] | None, bool, bool]:
     """Return the arguments of `TrainState.restore` for this rank.
@@ -166,64 +169,64 @@ def described_in(
             f"{path}: each of {then['ranks']} ranks had an optimizer state of its own, which "
             f"cannot be divided among {now['ranks']} exactly: {CURE}"
         )
-    return _read_json(path / own_name(state.rank)), True, True
+    return read_json(path / rank_file(state.rank)), True, True
 
 
-def _write_json(path: Path, facts: dict[str, Any]) -> Stamp:
+def write_json(path: Path, facts: dict[str, Any]) -> Stamp:
     path.write_text(json.dumps(facts, indent=1), encoding="utf8")
     sync(path)
     return stamp(path)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); name another one") from error
 
 
-def find(recipe: Recipe, active: Active, resume: bool, given: Path | None) -> list[Path]:
-    """Return checkpoints to go on from, the best first, compared with the recipe."""
-    if given is not None:
-        if not is_published(given):
-            raise CheckpointError(f"--resume-from {given}: this is no checkpoint folder")
-        found = [given]
+def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | None) -> list[Path]:
+    """Return checkpoints to resume from, the newest first, compared with the recipe."""
+    if path is not None:
+        if not is_published(path):
+            raise CheckpointError(f"--resume-from {path}: this is no checkpoint folder")
+        checkpoints = [path]
     elif resume:
         folder = recipe.folder / "checkpoints"
-        found = [*reversed(list_checkpoints(folder))]
-        if not found:
+        checkpoints = [*reversed(list_checkpoints(folder))]
+        if not checkpoints:
             raise CheckpointError(
                 f"--resume: there is no checkpoint in {folder}; start again, with --overwrite in "
                 "place of --resume (checkpoint.every says how often one is written)"
             )
     else:
         return []
-    for path in found:
-        # The whole of it is compared later, by all ranks together.
-        if damage(path, names={STATE}) is None:
-            compare(path, recipe, active)
+    for checkpoint in checkpoints:
+        # All ranks together compare the other files later.
+        if damage(checkpoint, names={STATE}) is None:
+            compare(checkpoint, recipe, active)
             break
-    return found
+    return checkpoints
 
 
-def sound(accelerator: Accelerator, found: Sequence[Path]) -> Path | None:
-    """Return the first checkpoint that is whole; each rank compares a part of the files."""
+def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Path | None:
+    """Return the first undamaged checkpoint; each rank compares some of the files."""
     share = accelerator.process_index, accelerator.num_processes
     # Disks fail: an older whole checkpoint beats a newer damaged one.
-    for path in found:
-        wrong = [one for one in gathered(accelerator, damage(path, share=share)) if one]
-        if not wrong:
+    for path in checkpoints:
+        errors = [error for error in gathered(accelerator, damage(path, share=share)) if error]
+        if not errors:
             return path
-        if path is not found[-1]:
-            say(f"warning: {path} is damaged: {wrong[0]}; trying the one before")
-    if found:
-        more = f", as is each of the {len(found) - 1} newer ones" if found[1:] else ""
-        raise CheckpointError(f"{found[-1]}: the checkpoint is damaged: {wrong[0]}{more}")
+        if path is not checkpoints[-1]:
+            say(f"warning: {path} is damaged: {errors[0]}; trying the one before")
+    if checkpoints:
+        more = f", as is each of the {len(checkpoints) - 1} newer ones" if checkpoints[1:] else ""
+        raise CheckpointError(f"{checkpoints[-1]}: the checkpoint is damaged: {errors[0]}{more}")
     return None
 
 
 def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
-    """Return the keys of a recipe that decide what is learned, those of its plugins among them."""
+    """Return the keys that affect results, of the recipe and of its plugins."""
     flat = flatten(anchored(recipe))
     own = {
         key: value
@@ -235,8 +238,8 @@ def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself; refuse a newer format than this one."""
-    facts = _read_json(path / STATE)
+    """Read a checkpoint's state.json; refuse a newer format."""
+    facts = read_json(path / STATE)
     number = facts.setdefault("format", 1)
     wanted = {"step": int, "recipe": dict, "plugins": dict, "format": int}
     wrong = [name for name, kind in wanted.items() if type(facts.get(name)) is not kind]
@@ -254,10 +257,10 @@ def compare(path: Path, recipe: Recipe, active: Active, data: str | None = None)
     """Refuse a checkpoint of another recipe or, where its checksum is known, of other data."""
     facts = read_state(path)
     now = _identity(recipe, active)
-    # A key that is younger than the checkpoint had what is its default now.
+    # A key that is newer than the checkpoint had its present default.
     then = {key: default_of(key) for key in now if default_of(key) is not None} | facts["recipe"]
     differing = [
-        f"{key} was {_shown(then.get(key))} and is {_shown(now.get(key))}"
+        f"{key} was {_show(then.get(key))} and is {_show(now.get(key))}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
@@ -284,5 +287,5 @@ def compare(path: Path, recipe: Recipe, active: Active, data: str | None = None)
     return facts
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     return "not set" if value is None else repr(value)

@@ -1,4 +1,4 @@
-"""The room that a run needs on its disk, as far as it can be known before it begins."""
+"""Disk space that a run needs, estimated before it begins."""
 
 from pathlib import Path
 
@@ -14,21 +14,21 @@ from ..registry.active import Active
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOKEN_BYTES = 4.2
-"""On disk: an int32 and a bit of mask for each, and little besides for each example."""
+"""Bytes of a token on disk: an int32, a bit of mask, and its share of an example's columns."""
 
 
 def ensure_room(recipe: Recipe, active: Active, overwrite: bool) -> None:
-    """Refuse a disk without room for the first checkpoint and the model, where it can be known."""
-    free = free_disk(recipe.folder.absolute()) + (taken(recipe) if overwrite else 0)
-    need = needed(recipe, 1)
-    if need is not None and need > free and not may_shrink(active):
+    """Refuse a disk without space for the first checkpoint and the model."""
+    free = free_disk(recipe.folder.absolute()) + (reclaimable_bytes(recipe) if overwrite else 0)
+    need = required_bytes(recipe, 1)
+    if need is not None and need > free and not may_train_few_weights(active):
         raise RecipeError(
             f"output: the first checkpoint and the model need about {format_size(need)}, and "
             f"{format_size(free)} are free; free some, or give another folder (output=...)"
         )
 
 
-def needed(recipe: Recipe, checkpoints: int) -> int | None:
+def required_bytes(recipe: Recipe, checkpoints: int) -> int | None:
     """Return the bytes of a run's model and checkpoints, if the model's size is known."""
     model = recipe.model
     written = _weights(model)
@@ -37,15 +37,15 @@ def needed(recipe: Recipe, checkpoints: int) -> int | None:
     return written and written + round(checkpoints * stored * written)
 
 
-def taken(recipe: Recipe) -> int:
+def reclaimable_bytes(recipe: Recipe) -> int:
     """Return the bytes of an earlier run's results, which a new run removes."""
     results = [*list_checkpoints(recipe.folder / "checkpoints"), recipe.folder / "model"]
-    found = [path for result in results for path in result.rglob("*")]
-    return sum(path.stat().st_size for path in found if path.is_file())
+    paths = [path for result in results for path in result.rglob("*")]
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def may_shrink(active: Active) -> bool:
-    """Tell whether a plugin may train a part of the weights only, and so write far less."""
+def may_train_few_weights(active: Active) -> bool:
+    """Tell whether a plugin may train few weights, and so write far less."""
     hooks = ["optimize_model", "optimizer"]
     return any(active.implements(name, hooks) for name in active.plugins)
 
@@ -65,12 +65,12 @@ def _weights(model: Model) -> int | None:
     folder = Path(str(model.path))
     if not folder.is_dir():
         try:
-            kept = huggingface_hub.snapshot_download(
+            snapshot = huggingface_hub.snapshot_download(
                 str(folder), revision=model.revision, local_files_only=True
             )
-        except Exception:  # whatever the hub raises: it is not on this machine
+        except Exception:  # any error of the hub: the model is not on this machine
             return None
-        folder = Path(kept)
-    found = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+        folder = Path(snapshot)
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     stored = getattr(load_config(model).dtype, "itemsize", BYTES[model.dtype])
-    return sum(path.stat().st_size for path in found) * BYTES[model.dtype] // stored or None
+    return sum(path.stat().st_size for path in files) * BYTES[model.dtype] // stored or None

@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder: gathered, written, read back, and then published."""
+"""The trained model as a Hugging Face folder: gathered, written, read back, published."""
 
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ def ensure_saveable(model: Any) -> None:
         return
     twin = skeleton(model)
     state = {**dict(twin.named_parameters()), **lasting_buffers(twin)}
-    wanted = {name: list(one.shape) for name, one in saved_of(twin, state).items()}
+    wanted = {name: list(tensor.shape) for name, tensor in tensors_to_save(twin, state).items()}
     try:
         written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
-        made = shapes_made(twin, {name: [*one.shape] for name, one in written.items()})
+        made = shapes_made(twin, {name: [*tensor.shape] for name, tensor in written.items()})
     except Exception as error:  # from transformers' conversions
         raise _unsaveable(f"{type(error).__name__}: {error}") from error
     lost = [name for name, shape in wanted.items() if name not in made or made[name][0] != shape]
@@ -45,10 +45,10 @@ def ensure_saveable(model: Any) -> None:
         raise _unsaveable(f"{lost[0]} and {len(lost) - 1} more tensors would be lost")
 
 
-def saved_of(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors that transformers saves of a model."""
+def tensors_to_save(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a model that transformers saves."""
     ignored = model._keys_to_ignore_on_save or ()
-    return {name: one for name, one in state.items() if name not in ignored}
+    return {name: tensor for name, tensor in state.items() if name not in ignored}
 
 
 def save_model(
@@ -57,22 +57,22 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
 ) -> None:
-    """Publish the trained model, once what was written is seen to be what was trained."""
+    """Publish the trained model after comparing the files with the weights."""
     plain: Any = state.plain
     # The folder of an adapter holds what was trained; its base stays where it is.
     dtype = getattr(torch, recipe.model.dtype)
     adapter = hasattr(plain, "peft_config")
     weights: dict[str, Tensor] = {}
-    mine: dict[str, Part] = {}
-    for name, one in state.parameters(trained=adapter).items():
-        whole = state.whole(one)
+    parts: dict[str, Part] = {}
+    for name, parameter in state.parameters(trained=adapter).items():
+        whole = state.whole(parameter)
         if accelerator.is_main_process:
-            mine[name] = state.part(one)
+            parts[name] = state.part(parameter)
             weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
     with agreed(accelerator, "writing the trained model"):
         if accelerator.is_main_process:
             buffers = {} if adapter else lasting_buffers(plain)
-            mine |= {name: part_of(one) for name, one in buffers.items()}
+            parts |= {name: part_of(buffer) for name, buffer in buffers.items()}
             end_generation(plain, tokenizer)
             with publish(recipe.folder / "model", replace=True) as folder:
                 plain.save_pretrained(folder, state_dict=weights | buffers)
@@ -82,37 +82,37 @@ def save_model(
                     plain.config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
                 if adapter:
-                    ensure_adapters(folder, weights, mine)
+                    ensure_adapters(folder, weights, parts)
                 else:
-                    ensure_written(folder, plain, saved_of(plain, mine), dtype)
+                    ensure_written(folder, plain, tensors_to_save(plain, parts), dtype)
 
 
-def ensure_written(folder: Path, model: Any, mine: dict[str, Part], dtype: torch.dtype) -> None:
+def ensure_written(folder: Path, model: Any, parts: dict[str, Part], dtype: torch.dtype) -> None:
     """Read a model's folder as transformers would; compare it with the trained weights."""
     with Weights(skeleton(model), files_of(str(folder), None)) as weights:
-        if missing := sorted({*mine} - {*weights.shapes}):
+        if missing := sorted({*parts} - {*weights.shapes}):
             raise _broken(folder, f"{missing[0]} is missing, as are {len(missing) - 1} more")
-        if wrong := weights.differing(mine, dtype):
+        if wrong := weights.differing(parts, dtype):
             raise _broken(folder, wrong)
 
 
-def ensure_adapters(folder: Path, weights: dict[str, Tensor], mine: dict[str, Part]) -> None:
+def ensure_adapters(folder: Path, weights: dict[str, Tensor], parts: dict[str, Part]) -> None:
     """Read adapters back; compare names, shapes and first numbers."""
-    names = {_in_file(name): name for name in weights}
+    names = {_name_in_file(name): name for name in weights}
     missing = {*names}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for there in missing & {*file.keys()}:
-                missing.remove(there)
-                name = names[there]
-                if wrong := _differs(file.get_tensor(there), weights[name].shape, mine[name]):
-                    raise _broken(folder, f"{there} {wrong}")
+            for stored in missing & {*file.keys()}:
+                missing.remove(stored)
+                name = names[stored]
+                if wrong := _differs(file.get_tensor(stored), weights[name].shape, parts[name]):
+                    raise _broken(folder, f"{stored} {wrong}")
     if missing:
         raise _broken(folder, f"{min(missing)} is missing, as are {len(missing) - 1} more")
 
 
 def _differs(tensor: Tensor, shape: torch.Size, part: Part) -> str:
-    """Say in what a tensor that was read back differs from what was trained."""
+    """Describe how a tensor that was read back differs from the trained weight."""
     if tensor.shape != shape or not tensor.numel():
         return f"has the shape {list(tensor.shape)}"
     sample = part.values[:SAMPLE].to("cpu", tensor.dtype)
@@ -120,7 +120,7 @@ def _differs(tensor: Tensor, shape: torch.Size, part: Part) -> str:
     return "" if same else "has other values than were trained"
 
 
-def _in_file(name: str) -> str:
+def _name_in_file(name: str) -> str:
     """Return the name in a file: peft leaves its own words out."""
     return name.replace("modules_to_save.default.", "").replace(".default.", ".")
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind besides weights: recipe.toml, run.json, metrics.jsonl, report.html."""
+"""Writes a run's recipe.toml, run.json, metrics.jsonl and report.html."""
 
 import importlib.metadata
 import json
@@ -24,7 +24,7 @@ from ..tokens.store import Tokens
 from . import report
 from .report import read_metrics
 
-MEASURED = (
+AVERAGED = (
     "step_seconds",
     "wait_seconds",
     "tokens",
@@ -46,7 +46,7 @@ class Record:
         self.folder, self._recipe, self._active = recipe.folder, recipe, active
         self._metrics: TextIO | None = None
         self._started = time.perf_counter()
-        self._measured: list[list[float]] = []
+        self._rows: list[list[float]] = []
         self.writes = machine.is_main
         self.run: dict[str, Any] = {
             "format": 1,
@@ -80,37 +80,38 @@ class Record:
             if error is None:
                 self.run.update(status="failed", reason=_reason(another))
                 raise
-            # How the run ended matters more than what failed as its record was closed.
+            # The first error matters more than one while closing the record.
             error.add_note(f"and as the record was closed: {_reason(another)}")
         finally:
             self._draw()
 
     def open(self, steps: dict[str, Any], done: int) -> None:
-        """Begin, in place of an earlier run's results, or go on after step `done`.
+        """Begin in place of an earlier run's results, or resume after step `done`.
 
-        Lines of steps that were lost are taken back. Prepared data may serve again, and stays.
+        Lines of steps after `done` are removed. Prepared data stays.
         """
         self.run["steps"] = {"done": done, **steps}
         if not self.writes:
             return
-        self._active.hook.record(run=self.run)  # first: who refuses leaves all as it was
+        # First: a plugin that refuses leaves the folder unchanged.
+        self._active.hook.record(run=self.run)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.write()  # it tells that what else lies here is a run's
+        self.write()  # marks the other files as a run's
         if not done:
             clear(self.folder)
         (self.folder / "report.html").unlink(missing_ok=True)
         write_text(self.folder / "recipe.toml", resolved(self._recipe))
         path = self.folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(path) if line["step"] <= done] if done else []
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        # The means at the end are those of all steps, whoever made them.
-        known = [line for line in kept if all(line.get(name) is not None for name in MEASURED)]
-        self._measured = [[line[name] for name in MEASURED] for line in known]
+        lines = [line for line in read_metrics(path) if line["step"] <= done] if done else []
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        # The means at the end count the steps before a resume, too.
+        known = [line for line in lines if all(line.get(name) is not None for name in AVERAGED)]
+        self._rows = [[line[name] for name in AVERAGED] for line in known]
         self._metrics = path.open("a", encoding="utf8")
 
     @hookimpl(tryfirst=True)
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write a line to metrics.jsonl, and every so often one to the console."""
+        """Write a line to metrics.jsonl, and every `log_every` steps to the console."""
         assert self._metrics is not None
         # JSON has no NaN: null instead.
         line = {name: _number(value) for name, value in metrics.items()}
@@ -119,16 +120,16 @@ class Record:
             self._metrics.flush()
         if "eval_loss" in metrics:
             self.run.setdefault("final", {})["eval_loss"] = line["eval_loss"]
-            say(f"step {step}  eval loss {metrics['eval_loss']:.4f}{_shown(metrics, 'eval_')}")
+            say(f"step {step}  eval loss {metrics['eval_loss']:.4f}{_show(metrics, 'eval_')}")
             return
         self.run["steps"]["done"] = step
         self.run.setdefault("final", {})["loss"] = line["loss"]
-        self._measured.append([metrics[name] for name in MEASURED])
+        self._rows.append([metrics[name] for name in AVERAGED])
         total = self.run["steps"]["total"]
         if step % self._recipe.train.log_every == 0 or step in (1, total):
             say(
                 f"step {step}/{total}  epoch {metrics['epoch']:.2f}  loss {metrics['loss']:.4f}"
-                f"{_shown(metrics)}  "
+                f"{_show(metrics)}  "
                 f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
                 f"{metrics['tokens_per_second']:,.0f} tokens/s  {metrics['memory_gib']:.1f} GiB  "
                 f"left {self._left(total - step)}"
@@ -139,17 +140,17 @@ class Record:
         if self._metrics is not None:
             self._metrics.close()
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
-        if self._measured:
-            self.run["throughput"], self.run["feeding"] = _means(self._measured)
+        if self._rows:
+            self.run["throughput"], self.run["feeding"] = _means(self._rows)
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
         if self._metrics is not None:
             self.write()  # before the plugins, which may hang or be killed
             self._active.hook.record(run=self.run)
         before, now = self.run.get("plugins", []), self.plugins()
-        for plugin in (one for one in now if one not in before):
+        for plugin in (plugin for plugin in now if plugin not in before):
             say(f"plugin {plugin['name']}: {plugin['verdict']}")
         self.run["plugins"] = now
-        if self._measured:
+        if self._rows:
             say(
                 "batches: padding {0:.0%}, {documents:.1f} examples per micro-batch, waited for "
                 "data {waited:.1%} of the time; busiest rank {imbalance:.2f}x the average".format(
@@ -186,7 +187,7 @@ class Record:
         ]
 
     def _left(self, steps: int) -> str:
-        recent = [seconds for seconds, *_ in self._measured[-50:]]
+        recent = [seconds for seconds, *_ in self._rows[-50:]]
         minutes, seconds = divmod(round(steps * sum(recent) / len(recent)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -214,16 +215,16 @@ def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, flo
         "imbalance": imbalance.mean(),
     }
     rounded = [
-        {name: round(float(value), 4) for name, value in one.items()}
-        for one in (throughput, feeding)
+        {name: round(float(value), 4) for name, value in means.items()}
+        for means in (throughput, feeding)
     ]
     return rounded[0], rounded[1]
 
 
-def _shown(metrics: dict[str, Any], prefix: str = "") -> str:
+def _show(metrics: dict[str, Any], prefix: str = "") -> str:
     """Format the plugins' metrics that the console shows."""
-    there = [name for name in SHOWN if prefix + name in metrics]
-    return "".join(f"  {name} {metrics[prefix + name]:.3f}" for name in there)
+    names = [name for name in SHOWN if prefix + name in metrics]
+    return "".join(f"  {name} {metrics[prefix + name]:.3f}" for name in names)
 
 
 def data_facts(tokens: Tokens) -> dict[str, Any]:
@@ -247,7 +248,7 @@ def data_facts(tokens: Tokens) -> dict[str, Any]:
 
 
 def memory_gib() -> float:
-    """Return the most memory this process has held: the GPU's where there is one."""
+    """Return the peak memory of this process, on the GPU if there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return peak_memory() / 2**30

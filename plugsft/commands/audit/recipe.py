@@ -21,7 +21,13 @@ from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_wa
 from ...data.sources import OpenSource, ensure_columns, open_source
 from ...model.config import check_context, check_ids, ensure_whole_weights
 from ...model.schedule import check_schedule
-from ...output.disk_space import TOKEN_BYTES, may_shrink, needed, parameters, taken
+from ...output.disk_space import (
+    TOKEN_BYTES,
+    may_train_few_weights,
+    parameters,
+    reclaimable_bytes,
+    required_bytes,
+)
 from ...output.folder import ensure_ours, leftovers, wrong_inputs
 from ...recipe.tables import LOSSY, Recipe, Source, Train
 from ...registry import active as registry
@@ -292,8 +298,8 @@ def _disk(
     every = recipe.checkpoint.interval(steps or 1)
     written = -(-(steps or 1) // every) if every else 1
     # The oldest goes once a new one is complete.
-    need = needed(recipe, min(written, recipe.checkpoint.keep + 1))
-    free = free_disk(recipe.folder.absolute()) + taken(recipe)
+    need = required_bytes(recipe, min(written, recipe.checkpoint.keep + 1))
+    free = free_disk(recipe.folder.absolute()) + reclaimable_bytes(recipe)
     if need is None:
         findings.warn(
             "disk", f"{format_size(free)} free; the model's size is known once it is downloaded"
@@ -305,7 +311,7 @@ def _disk(
         findings.ok("disk", text)
         return
     cure = "lower checkpoint.keep, or give another output"
-    if may_shrink(active):
+    if may_train_few_weights(active):
         findings.warn("disk", f"{text}, unless a plugin makes it less; {cure}")
     else:
         raise RecipeError(f"output: {text}; {cure}")

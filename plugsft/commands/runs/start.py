@@ -11,7 +11,7 @@ from ...base.errors import CheckpointError, RecipeError
 from ...base.limits import read_text
 from ...base.machine import Machine
 from ...base.step_folders import list_checkpoints
-from ...output.checkpoint import find
+from ...output.checkpoint import find_checkpoints
 from ...output.disk_space import ensure_room
 from ...output.folder import alone, ensure_ours, is_finished, leftovers, read_run
 from ...output.report import read_metrics
@@ -79,7 +79,7 @@ def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Seq
     if not (resume.overwrite or resume.auto or latest or own) and (left := leftovers(folder)):
         raise RecipeError(f"output: {recipe.output} holds {left}")
     ensure_room(recipe, active, resume.overwrite)
-    checkpoints = find(recipe, active, latest, path)
+    checkpoints = find_checkpoints(recipe, active, latest, path)
     if latest and is_finished(recipe, checkpoints[0]):
         say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
         return None
