@@ -96,8 +96,8 @@ class OpenRun:
 
     def evaluation_due(self, step: int) -> bool:
         """Tell whether the model is evaluated after this step."""
-        last = step == self.plan.steps
-        return self.evaluation_tokens is not None and (last or self.recipe.evaluates(step))
+        due = step == self.plan.steps or self.recipe.evaluates(step)
+        return due and self.evaluation_tokens is not None
 
     def checkpoint_due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after this step."""
@@ -132,9 +132,8 @@ class OpenRun:
 
     def _plan_steps(self) -> tuple[Plan, Schedule]:
         """Plan steps and learning rates, the same on every rank."""
-        ranks = self.accelerator.num_processes
         with agreed(self.accelerator, "planning the steps"):
-            plan = Plan(self.tokens, self.recipe, ranks, self.hooks)
+            plan = Plan(self.tokens, self.recipe, self.accelerator.num_processes, self.hooks)
             schedule = Schedule(self.recipe.train, self.optimizer, plan.steps)
             facts = plan_facts(plan)
         ensure_alike(self.accelerator, facts, CURE)

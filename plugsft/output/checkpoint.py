@@ -126,8 +126,8 @@ class Checkpoints:
     def restore(self, checkpoints: Sequence[Path]) -> None:
         """Load the first undamaged checkpoint, if any, into model and optimizer."""
         # Each rank has listed the folder itself.
-        names = ", ".join(path.name for path in checkpoints) or "none"
-        listed = {"the checkpoints to go on from": names}
+        names = ", ".join(path.name for path in checkpoints)
+        listed = {"the checkpoints to go on from": names or "none"}
         ensure_alike(self._accelerator, listed, "All nodes must see one output folder")
         path = first_undamaged(self._accelerator, checkpoints)
         if path is None:

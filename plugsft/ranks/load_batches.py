@@ -98,7 +98,7 @@ class BatchLoader:
                     current = [examples]
                     collated.append(self._collate(tokens, examples))
                 started, current = time.perf_counter(), []
-                batches = [self._to_device(batch) for batch in collated]
+                batches = list(map(self._to_device, collated))
                 return Fed(chosen, batches, time.perf_counter() - started)
             except Exception as error:
                 note = f"as rank {self._rank} made the batches of step {step}"

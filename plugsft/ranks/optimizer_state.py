@@ -58,9 +58,7 @@ class Describer:
             inner = [self.value(item, f"{name}/{n}", weight) for n, item in enumerate(value)]
             return {kind: inner}
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return {
-                "dict": {k: self.value(item, f"{name}/{k}", weight) for k, item in value.items()}
-            }
+            return {"dict": {k: self.value(v, f"{name}/{k}", weight) for k, v in value.items()}}
         return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
 
     def tensor(self, tensor: Tensor, name: str, weight: Tensor | None) -> Any:

@@ -60,11 +60,9 @@ def shard_model(
 def _ensure_updates_trained_weights(model: Module, optimizer: Optimizer) -> Optimizer:
     """Refuse an optimizer that does not update exactly the trainable weights."""
     updated = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    trained = {
-        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    trained = {tensor: name for name, tensor in model.named_parameters() if tensor.requires_grad}
     known = {*updated}
-    if left := [name for parameter, name in trained.items() if parameter not in known]:
+    if left := [name for tensor, name in trained.items() if tensor not in known]:
         raise PluginError(
             f"the plugin that makes the optimizer leaves out {len(left)} trainable weights "
             f"({left[0]} first); give them to a parameter group, or freeze them in optimize_model "
