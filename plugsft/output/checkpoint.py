@@ -94,14 +94,14 @@ class Checkpoints:
                 written = write(folder, self._state.rank, parts)
                 if not facts["alike"]:
                     name = rank_file(self._state.rank)
-                    written[name] = write_json(folder / name, described)
+                    written[name] = _write_json(folder / name, described)
                 elif accelerator.is_main_process:
                     facts |= described
             for rank_stamps in gathered(accelerator, written):
                 stamps |= rank_stamps
             with agreed(accelerator, doing):
                 if accelerator.is_main_process:
-                    stamps[STATE] = write_json(folder / STATE, facts)
+                    stamps[STATE] = _write_json(folder / STATE, facts)
                 stack.close()
         # A rank that ended first would have the launcher end the main rank, which still removes.
         with agreed(accelerator, doing):
@@ -169,16 +169,16 @@ def read_description(
             f"{path}: each of {then['ranks']} ranks had an optimizer state of its own, which "
             f"cannot be divided among {now['ranks']} exactly: {CURE}"
         )
-    return read_json(path / rank_file(state.rank)), True, True
+    return _read_json(path / rank_file(state.rank)), True, True
 
 
-def write_json(path: Path, facts: dict[str, Any]) -> Stamp:
+def _write_json(path: Path, facts: dict[str, Any]) -> Stamp:
     path.write_text(json.dumps(facts, indent=1), encoding="utf8")
     sync(path)
     return stamp(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except (OSError, ValueError) as error:
@@ -239,7 +239,7 @@ def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read a checkpoint's state.json; refuse a newer format."""
-    facts = read_json(path / STATE)
+    facts = _read_json(path / STATE)
     number = facts.setdefault("format", 1)
     wanted = {"step": int, "recipe": dict, "plugins": dict, "format": int}
     wrong = [name for name, kind in wanted.items() if type(facts.get(name)) is not kind]
