@@ -458,7 +458,7 @@ def test_benches_of_other_work_are_not_compared():
 
 
 @pytest.mark.slow
-def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
+def test_planted_plugins_come_out_as_they_are(recipe, tmp_path):
     path = recipe(louder={}, slow={}, sleeper={"seconds": 1e-3}, broken={})
     words = ["--rounds", 1, "--steps", 2, "--warmup", 1, "--keep", "sleeper"]
     done = run_plugsft("bench", path, "--without", "broken", *words)
