@@ -39,7 +39,6 @@ from .base.types import (
     Work,
 )
 from .hooks import Hooks, Prelude, hookimpl, plugin, state
-from .output.bottlenecks import Measured, bottlenecks
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 
 __version__ = "0.1.0"
@@ -62,7 +61,6 @@ __all__ = [
     "Layout",
     "Layouts",
     "Machine",
-    "Measured",
     "ModelLoad",
     "OnDemand",
     "Place",
@@ -81,7 +79,6 @@ __all__ = [
     "Window",
     "Work",
     "__version__",
-    "bottlenecks",
     "cache_folder",
     "damage",
     "digest",

@@ -33,7 +33,7 @@ from .ranks.launch import connect, gradient_sync, silence_libraries, strategy_na
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory_in_loading
 from .ranks.precision import describe_dtypes, dtypes_of
-from .ranks.same_inputs import CURE, ensure_same_inputs, model_facts, plan_facts
+from .ranks.same_inputs import CURE, model_facts, recipe_facts
 from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model
 from .ranks.signals import Stop
 from .ranks.train_state import train_state_of
@@ -69,7 +69,8 @@ class OpenRun:
         scratch = make_scratch_model(recipe, data)
 
         self.accelerator = connect(recipe, machine)
-        ensure_same_inputs(self.accelerator, recipe, active, data)
+        facts = recipe_facts(recipe) | active.facts() | data.facts()
+        ensure_alike(self.accelerator, facts, CURE)
         self.load = load_of(recipe.model, scratch, empty=is_sharded(self.accelerator))
         self.model, self.optimizer = self._load_model()
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
@@ -135,7 +136,7 @@ class OpenRun:
         with agreed(self.accelerator, "planning the steps"):
             plan = Plan(self.tokens, self.recipe, self.accelerator.num_processes, self.hooks)
             schedule = Schedule(self.recipe.train, self.optimizer, plan.steps)
-            facts = plan_facts(plan)
+            facts = plan.facts()
         ensure_alike(self.accelerator, facts, CURE)
         return plan, schedule
 

@@ -7,6 +7,7 @@ from typing import Self
 
 import numpy as np
 
+from ..base.checksums import digest
 from ..base.errors import DataError, PluginError
 from ..base.types import Ints, Layout, Layouts, OnDemand, Window
 from ..hooks import Hooks
@@ -85,6 +86,15 @@ class Plan:
             tokens=sum(rank_tokens),
             imbalance=max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
         )
+
+    def facts(self) -> dict[str, str]:
+        """Describe the number of steps and the layout of the first, to compare ranks."""
+        window = self.window(1)
+        layout = [[examples.tolist() for examples in rank] for rank in window.layout]
+        return {
+            "the number of steps": f"{self.steps:,}",
+            "the order of examples": digest({"layout": layout, "targets": window.total})[:8],
+        }
 
     def _epoch(self, epoch: int) -> Layouts:
         if epoch not in self._epochs:

@@ -53,6 +53,19 @@ class Prepared:
         """The largest token id of all data."""
         return max(int(data.facts["largest_id"]) for data in (self.tokens, self.held_out) if data)
 
+    def facts(self) -> dict[str, str]:
+        """Describe the data, to compare ranks."""
+        facts = {"the training data": _describe_tokens(self.tokens)}
+        if self.held_out is not None:
+            facts["the evaluation data"] = _describe_tokens(self.held_out)
+        return facts
+
+
+def _describe_tokens(tokens: Tokens) -> str:
+    key = {"key": tokens.facts["key"], "index": tokens.facts["index"]}
+    count = tokens.facts["tokens"]
+    return f"{len(tokens):,} examples of {count:,} tokens ({digest(key)[:8]})"
+
 
 def prepare(recipe: Recipe, active: Active) -> Prepared:
     """Return the training tokens, the evaluation tokens and the tokenizer."""

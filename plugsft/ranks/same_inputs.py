@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from accelerate import Accelerator
 from torch.nn import Module
 
 from ..base.checksums import digest
-from ..batches.plan import Plan
-from ..data.prepare import Prepared
 from ..model.load import Load
 from ..model.weight_files import files_of
 from ..recipe.parse import flatten
 from ..recipe.tables import Recipe
-from ..registry.active import Active
-from ..tokens.store import Tokens
-from .agree import ensure_alike
 
 CURE = (
     "All machines must have the same recipe, plugins, data and model; check that each path has the "
@@ -35,19 +29,11 @@ TENSORS, NUMBERS = 64, 16
 """Tensors in memory that are compared, and the numbers of each."""
 
 
-def ensure_same_inputs(
-    accelerator: Accelerator, recipe: Recipe, active: Active, data: Prepared
-) -> None:
-    """Refuse ranks with different recipes, plugins or data."""
-    flat = flatten(recipe.model_dump(exclude_none=True) | {"plugins": {}})
-    facts = {key: repr(value) for key, value in flat.items() if not key.startswith(PLACES)}
-    facts |= {key: repr(value) for key, value in active.options_affecting_results().items()}
-    facts |= {f"the code of plugin {name}": active.source_digest(name) for name in active.plugins}
-    facts["the version of plugsft"] = importlib.metadata.version("plugsft")
-    facts["the training data"] = _tokens(data.tokens)
-    if data.held_out is not None:
-        facts["the evaluation data"] = _tokens(data.held_out)
-    ensure_alike(accelerator, facts, CURE)
+def recipe_facts(recipe: Recipe) -> dict[str, str]:
+    """Describe the recipe, without plugins, and the version of plugsft."""
+    keys = flatten(recipe.model_dump(exclude_none=True) | {"plugins": {}})
+    facts = {key: repr(value) for key, value in keys.items() if not key.startswith(PLACES)}
+    return facts | {"the version of plugsft": importlib.metadata.version("plugsft")}
 
 
 def model_facts(model: Any, load: Load) -> dict[str, str]:
@@ -59,22 +45,6 @@ def model_facts(model: Any, load: Load) -> dict[str, str]:
         "the model's files": digest({Path(file).name: _sampled(Path(file)) for file in files})[:8],
         "the model's weights": _weights(model),
     }
-
-
-def plan_facts(plan: Plan) -> dict[str, str]:
-    """Describe the number of steps, and the layout of the first."""
-    window = plan.window(1)
-    layout = [[examples.tolist() for examples in rank] for rank in window.layout]
-    return {
-        "the number of steps": f"{plan.steps:,}",
-        "the order of examples": digest({"layout": layout, "targets": window.total})[:8],
-    }
-
-
-def _tokens(tokens: Tokens) -> str:
-    key = {"key": tokens.facts["key"], "index": tokens.facts["index"]}
-    count = tokens.facts["tokens"]
-    return f"{len(tokens):,} examples of {count:,} tokens ({digest(key)[:8]})"
 
 
 def _sampled(file: Path) -> str:

@@ -329,6 +329,11 @@ class Recipe(Table):
             )
         return self
 
+    def packed_capacity(self) -> int:
+        """Return the most tokens of a packed micro-batch."""
+        longest = self.data.max_length * (1 + self.has("dpo"))
+        return int(self.plugins["bfd_packing"].get("capacity") or longest)
+
     def has(self, plugin: str) -> bool:
         """Tell whether a plugin is active."""
         return plugin in self.plugins

@@ -96,6 +96,12 @@ class Active:
                     changed[f"plugins.{name}.{option}"] = options[option]
         return changed
 
+    def facts(self) -> dict[str, str]:
+        """Describe options and code of the plugins, to compare ranks."""
+        options = self.options_affecting_results().items()
+        code = {f"the code of plugin {name}": self.source_digest(name) for name in self.plugins}
+        return {key: repr(value) for key, value in options} | code
+
     def is_bundled(self, name: str) -> bool:
         """Tell whether a plugin comes with plugsft."""
         return self.found[name].origin == BUNDLED

@@ -313,7 +313,7 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
     assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
     spied, verdict = (verdict_of(ahead, name) for name in ("spy", "async_collate"))
     # The loop's own last one is still named there.
-    assert spied == "0 threads, 1 windows"
+    assert spied == "0 threads, 0 windows"
     # 12 steps, and three evaluations of two windows.
     assert re.fullmatch(
         r"up to 2 windows ahead: 18 windows took \d+\.\d\d s to build, for which "
@@ -363,11 +363,11 @@ def test_a_run_that_fails_says_its_own_and_leaves_nothing(tiny, tmp_path, monkey
     assert thread.returncode == 1 and len(read_metrics(tmp_path / "run")) == 2
     assert "KeyError: 'the third window'" in thread.stderr
     assert "raised by plugin 'broken', in its hook 'collate'" in thread.stderr
-    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 1 windows"
+    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 0 windows"
     loop = run_plugsft(recipe, "plugins.broken={}", "plugins.spy.fails_at=6", "--overwrite")
     assert loop.returncode == 1 and "ValueError: the loop's own" in loop.stderr
     assert "KeyError" not in loop.stderr
-    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 1 windows"
+    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 0 windows"
 
 
 SLOW = """

@@ -14,7 +14,6 @@ from ...data.load_tokenizer import load_tokenizer
 from ...model.config import load_config
 from ...model.defaults import ModelDefaults
 from ...model.load import scratch_config
-from ...output.bottlenecks import capacity
 from ...recipe.tables import Recipe
 from ...registry import active as registry
 from ...tokens.store import Tokens
@@ -186,7 +185,7 @@ def _smaller_micro_batch(
     """Return the change to the largest smaller micro-batch that fits, or to the smallest."""
     packing = recipe.plugins.get("bfd_packing")
     key = "plugins.bfd_packing.capacity" if packing is not None else "train.micro_batch"
-    size = capacity(recipe) if packing is not None else recipe.train.micro_batch
+    size = recipe.packed_capacity() if packing is not None else recipe.train.micro_batch
     changes: dict[str, Any] = {}
     while size > 1:
         size //= 2

@@ -13,7 +13,6 @@ from ...batches.plan import shuffle
 from ...data.prepare import open_data, open_named_tokens
 from ...data.sample import make_work
 from ...data.sources import ensure_columns, open_source
-from ...output.bottlenecks import capacity
 from ...recipe.tables import Recipe
 from ...registry.active import Active
 from ...tokens.shards import write_index
@@ -113,7 +112,7 @@ def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Wor
     )
     packed = recipe.has("bfd_packing")
     filled = recipe.plugins.get("bfd_packing", {}).get("scope") == "dataset"
-    least = capacity(recipe) if packed and filled else 0
+    least = recipe.packed_capacity() if packed and filled else 0
     count = max(2, min(STEPS, RANK_STEPS // ranks))
     steps = np.unique(np.linspace(0, len(layouts) - 1, count).astype(np.int64)).tolist()
     busy, micro_batches, tokens = np.zeros(ranks, np.bool_), 0, 0

@@ -16,7 +16,6 @@ from ...base.errors import PlugsftError, RecipeError
 from ...base.machine import look
 from ...base.types import Ints
 from ...batches.plan import shuffle
-from ...output.bottlenecks import capacity
 from ...output.folder import ensure_inputs
 from ...ranks.precision import on_cpu
 from ...recipe.parse import flatten, read
@@ -98,7 +97,7 @@ class Tuning:
         size, self.key = recipe.train.micro_batch, PADDED
         if packing is not None:
             self.key = PACKED
-            size = capacity(recipe)
+            size = recipe.packed_capacity()
             if packing["scope"] == "dataset":
                 raise RecipeError(
                     'plugins.bfd_packing.scope: with "dataset" a step is batch_size rows of '

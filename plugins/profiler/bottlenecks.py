@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from ..recipe.tables import Recipe
+from plugsft import Recipe
 
 Finding: TypeAlias = tuple[float, str]
 """Share of the time or memory, and the message."""
@@ -64,14 +64,8 @@ def padding(recipe: Recipe, fill: float) -> Finding | None:
         return None
     cure = "add [plugins.bfd_packing]"
     if recipe.has("bfd_packing"):
-        cure = f"raise plugins.bfd_packing.capacity from {capacity(recipe):,}"
+        cure = f"raise plugins.bfd_packing.capacity from {recipe.packed_capacity():,}"
     return 1 - fill, f"fill {fill:.0%}, the rest is padding: {cure}"
-
-
-def capacity(recipe: Recipe) -> int:
-    """Return the most tokens of a packed micro-batch."""
-    usual = recipe.data.max_length * (1 + recipe.has("dpo"))
-    return int(recipe.plugins["bfd_packing"].get("capacity") or usual)
 
 
 def launches(recipe: Recipe, measured: Measured) -> Finding | None:
@@ -81,7 +75,7 @@ def launches(recipe: Recipe, measured: Measured) -> Finding | None:
         return None
     times = 4 if parts >= 4 else 2
     if recipe.has("bfd_packing"):
-        size, what, unit = capacity(recipe), "plugins.bfd_packing.capacity", " tokens"
+        size, what, unit = recipe.packed_capacity(), "plugins.bfd_packing.capacity", " tokens"
     else:
         size, what, unit = recipe.train.micro_batch, "train.micro_batch", ""
     return share, (

@@ -22,10 +22,8 @@ from plugsft import (
     Fed,
     Feed,
     Machine,
-    Measured,
     Recipe,
     RecipeError,
-    bottlenecks,
     hookimpl,
     plugin,
     say,
@@ -33,6 +31,8 @@ from plugsft import (
 )
 from plugsft.kit.model import Shapes, peak_flops, shapes_of
 from plugsft.kit.tokens import Tokens
+
+from .bottlenecks import Measured, bottlenecks
 
 PARTS = (
     "wait",
