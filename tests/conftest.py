@@ -171,7 +171,7 @@ def _run_module(
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__")
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @contextmanager

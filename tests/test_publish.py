@@ -33,7 +33,7 @@ from plugsft.base.build_once import claim, once
 BUILDER = """
 import os, sys, time
 from pathlib import Path
-from plugsft import claims
+from plugsft.base import build_once as claims
 folder, note, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 claims.PATIENCE, claims.HEARTBEAT = {patience}, 0.1
 def build(building):
@@ -373,8 +373,8 @@ def test_an_unfinished_claim_counts_as_dead_after_a_while(start, place, text):
 SLEEPER = """
 import sys, time
 from pathlib import Path
-from plugsft import publish
-with publish.publish(Path(sys.argv[1])) as building:
+from plugsft.base import atomic
+with atomic.publish(Path(sys.argv[1])) as building:
     (building / "half").write_text("half")
     print("begun", flush=True)
     time.sleep(100)

@@ -47,7 +47,8 @@ def silence_libraries() -> None:
 
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     """Start the process group; refuse one that differs from the launcher's settings."""
-    if started_too_few():
+    # With GPUs, accelerate starts as many as asked, and the address may be left over.
+    if started_too_few() and not torch.cuda.is_available():
         raise LaunchError(
             f"accelerate launch was asked for several processes and started one. {CURE}"
         )

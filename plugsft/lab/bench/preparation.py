@@ -9,6 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
 from ...base.atomic import MANIFEST
 from ...base.checksums import digest
 from ...base.errors import PlugsftError
@@ -19,6 +23,9 @@ from ...hooks import DATA
 from ...model.checks import check_recipe
 from ...model.config import check_ids
 from ...registry.active import load
+
+IMPORTED = (datasets, torch, AutoTokenizer, PreTrainedTokenizerFast)
+"""What preparing may import only when it needs it."""
 
 
 def run(path: Path) -> dict[str, Any]:
