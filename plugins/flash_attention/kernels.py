@@ -146,7 +146,7 @@ def head_widths(config: PretrainedConfig) -> list[int]:
     view = getattr(config, "per_layer_config", None)
     layers: list[Any] = [config] if view is None else [view[n] for n in range(len(view))]
     return [
-        # Heads may be in two parts, of which `head_dim` is one.
+        # A head may have two parts; `head_dim` is the size of one.
         layer.qk_nope_head_dim + layer.qk_rope_head_dim
         if hasattr(layer, "qk_nope_head_dim")
         else getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads

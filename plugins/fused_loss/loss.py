@@ -32,7 +32,7 @@ PACKAGES = {"cut_cross_entropy": CUT, "liger": LIGER}
 """Kernels of others: the module, its function, and what to install."""
 REFUSED = "this model's loss cannot be fused; remove [plugins.fused_loss]"
 TOKENS = 16
-"""So many show that the fused loss is the plain one."""
+"""Tokens on which the fused loss is compared with the plain one."""
 
 
 def score(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> Tensor:

@@ -38,7 +38,7 @@ def adapt(plugin: Lora, load: ModelLoad, model: Any) -> Adapted:
     here = Path(load.path)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
-        # Found from anywhere; a name on the hub stays what it is.
+        # A local path becomes absolute; a hub name is unchanged.
         base_model_name_or_path=str(here.resolve()) if here.is_dir() else load.path,
         revision=load.kwargs.get("revision"),
         r=plugin.r,
@@ -314,7 +314,7 @@ def keep_float32(module: Any) -> None:
 
 
 def true_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter, of which under ZeRO-3 a rank holds a part."""
+    """Return the whole shape of a parameter, even if ZeRO-3 has sharded it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

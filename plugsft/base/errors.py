@@ -10,7 +10,7 @@ PlugsftError
 ├── Stopped          a signal ended the run early (exit code 128 + the signal)
 └── TrainError       training itself failed (exit code 1: not a mistake in the input)
 
-Each message says where the problem is, what it is, and how to solve it.
+A message names the place, the problem and the cure.
 """
 
 from collections.abc import Iterable, Sequence

@@ -22,7 +22,7 @@ NEAREST = 2
 
 
 def explain_key(recipe: Recipe, active: Active, path: Path, folder: Path | None) -> None:
-    """Say whether a recipe's data is there; where it is not, what differs from what is there."""
+    """Tell whether a recipe's data is cached; if not, how the nearest entries differ."""
     ensure_inputs(recipe, path)
     if recipe.data.tokens:
         raise PlugsftError(f"data.tokens: {recipe.data.tokens} is taken, whatever the cache holds")

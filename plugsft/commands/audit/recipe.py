@@ -38,7 +38,7 @@ from .findings import Findings
 from .rows import judge_chats
 
 ROWS = 100
-"""Of each source, so many are rendered and encoded."""
+"""Rows of each source that are rendered and encoded."""
 
 
 def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:

@@ -26,7 +26,7 @@ from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, model_folder
 
 TOKENS = 32
-"""So many tokens show that a merged model is the one with adapters."""
+"""Tokens on which the merged model is compared with the model with adapters."""
 TOLERANCE = 1e-4
 """How far logits may move in float32, as a share of the largest."""
 
