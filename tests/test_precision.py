@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from plugsft import LaunchError
+from plugsft.ranks import launcher
 from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
 from plugsft.recipe.parse import read, validate
 from plugsft.recipe.tables import Model
@@ -247,6 +248,25 @@ def test_weights_of_bfloat16_need_to_be_computed_with_as_they_are(tiny):
     assert done.returncode == 2 and 'needs dtype = "bfloat16"' in done.stderr
     done = run_plugsft("check", tiny(model={"dtype": "bfloat16", "weights": "bfloat16"}))
     assert done.returncode == 0 and "rounds away most of a step" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name, watched",
+    [
+        ("ACCELERATE_MIXED_PRECISION", False),  # people export it themselves
+        ("ACCELERATE_DYNAMO_BACKEND", True),
+        ("TORCHELASTIC_RUN_ID", True),
+    ],
+)
+def test_only_a_launcher_is_watched(monkeypatch, name, watched):
+    """A run in the background goes on when its shell ends, whatever the user has exported."""
+    for sign in ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(sign, raising=False)
+    monkeypatch.setenv(name, "no")
+    monkeypatch.setattr(launcher, "_watched", [])
+    monkeypatch.setattr(launcher, "_watch", lambda: None)
+    launcher.watch_launcher()
+    assert bool(launcher._watched) == watched
 
 
 @pytest.mark.parametrize("steps", ["4", "auto"])

@@ -36,8 +36,11 @@ def launcher_ended() -> bool:
 
 
 def _by_accelerate() -> bool:
-    """Tell whether `accelerate launch` started this process: it always sets the precision."""
-    return "ACCELERATE_MIXED_PRECISION" in os.environ
+    """Tell whether `accelerate launch` started this process, alone.
+
+    It always sets this variable. The precision's is no sign: people export that one themselves.
+    """
+    return "ACCELERATE_DYNAMO_BACKEND" in os.environ
 
 
 def _watch() -> None:
