@@ -294,6 +294,23 @@ def test_a_model_in_a_folder_is_looked_at_without_its_weights(tiny, tmp_path, ch
     assert [line.split()[0] for line in found.fail] == ["model", "tokenizer"]
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_max_length_beyond_the_context_is_refused_before_anything_is_prepared(
+    tiny, tmp_path, saved
+):
+    tables = tomllib.loads(tiny(data={"max_length": 512}).read_text())
+    tables["model"]["scratch"]["context"] = 300
+    if saved:  # a config is enough: nothing else of the model is read before the refusal
+        LlamaConfig(max_position_embeddings=300).save_pretrained(tmp_path / "model")
+        tables["model"] = {"path": str(tmp_path / "model")}
+    cache = tmp_path / "cache"
+    recipe = write_recipe(tmp_path / "long.toml", tables)
+    refused = run_plugsft(recipe, env={"PLUGSFT_CACHE": str(cache)})
+    assert refused.returncode == 2, refused.stderr
+    assert "the model's context is 300 tokens; set data.max_length = 300" in refused.stderr
+    assert not cache.exists() and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
