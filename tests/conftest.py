@@ -48,6 +48,11 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     os.sched_setaffinity(0, {allowed[int(worker) % len(allowed)]})
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the quickstart first: it takes minutes, and no worker should wait for it at the end."""
+    items.sort(key=lambda item: item.path.stem != "test_quickstart")
+
+
 def chats(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Make chats of various lengths."""
     rng = random.Random(seed)
