@@ -22,7 +22,7 @@ from .data.prepare import Prepared, prepare
 from .model.checks import check_recipe
 from .model.config import check_ids
 from .model.defaults import ModelDefaults
-from .model.load import load_of, make_model
+from .model.load import make_load, make_scratch_model
 from .model.schedule import Schedule
 from .output.checkpoint import Checkpoints
 from .output.final_model import ensure_saveable
@@ -66,12 +66,12 @@ class OpenRun:
         data = prepare(recipe, active)
         check_ids(recipe, data.largest_id)
         self.tokenizer = data.tokenizer
-        scratch = make_scratch_model(recipe, data)
+        scratch = save_scratch_model(recipe, data)
 
         self.accelerator = connect(recipe, machine)
         facts = recipe_facts(recipe) | active.facts() | data.facts()
         ensure_alike(self.accelerator, facts, CURE)
-        self.load = load_of(recipe.model, scratch, empty=is_sharded(self.accelerator))
+        self.load = make_load(recipe.model, scratch, empty=is_sharded(self.accelerator))
         self.model, self.optimizer = self._load_model()
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
         prelude = Prelude(self.accelerator, self.hooks, self.loader, self.load)
@@ -141,7 +141,7 @@ class OpenRun:
         return plan, schedule
 
 
-def make_scratch_model(recipe: Recipe, data: Prepared) -> Path:
+def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:
     """Make the recipe's new model once; return its folder, loaded like any other model's."""
     scratch = recipe.model.scratch
     if scratch is None:
@@ -153,7 +153,7 @@ def make_scratch_model(recipe: Recipe, data: Prepared) -> Path:
     }
 
     def build(folder: Path) -> None:
-        make_model(scratch, data.tokenizer, recipe.train.seed).save_pretrained(folder)
+        make_scratch_model(scratch, data.tokenizer, recipe.train.seed).save_pretrained(folder)
 
     return once(recipe.folder / "scratch" / f"model-{digest(key)}", build)
 

@@ -110,7 +110,7 @@ class Trial:
         if not how.empty:
             ensure_equal(saved_tensors(model), self.wanted)
             return "whole on each rank"
-        names, tensors = how.names_in(model), saved_tensors(model)
+        names, tensors = how.names_in_files(model), saved_tensors(model)
         with how.weights() as weights:
             for name in [name for name, one in tensors.items() if one.is_meta]:
                 one = model.get_parameter(name)

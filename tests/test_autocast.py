@@ -13,7 +13,7 @@ from plugsft.batches.labels import IGNORED
 from plugsft.batches.packed_rows import documents_of
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
-from plugsft.model.load import load_of
+from plugsft.model.load import make_load
 from plugsft.registry import active as registry
 
 CONFIG = LlamaConfig(
@@ -77,7 +77,7 @@ def stepped(tmp_path, folder, plugins, dtype):
     active.attach(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults())
     registry.check(active, recipe, look())
     torch.manual_seed(1)
-    model = active.hook.optimize_model(load=load_of(recipe.model, tmp_path)).train()
+    model = active.hook.optimize_model(load=make_load(recipe.model, tmp_path)).train()
     with torch.no_grad():
         for name, one in model.named_parameters():
             if "lora_B" in name:  # adapters that say something

@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
 
 from plugsft.model.defaults import ModelDefaults
-from plugsft.model.tensor_shards import Part
+from plugsft.model.tensor_shards import TensorShard
 from plugsft.ranks.shard_files import Stored
 from plugsft.tokens.store import Tokens
 
@@ -45,7 +45,7 @@ def weights_of(run):
         for name in stored.of("model"):
             shape = stored.shapes[f"model/{name}"]
             values = torch.zeros(int(np.prod(shape)))
-            stored.fill(f"model/{name}", Part(values, 0, shape))
+            stored.fill(f"model/{name}", TensorShard(values, 0, shape))
             found[name] = values.view(shape)
     return found
 

@@ -87,7 +87,7 @@ def test_a_model_that_is_loaded_whole_has_nothing_left_in_its_files(tmp_path, fa
     AutoModelForCausalLM.from_config(EXPERTS[family]).save_pretrained(tmp_path)
     for _ in range(12):
         model, load = loaded(tmp_path)
-        names = load.names_in(model)
+        names = load.names_in_files(model)
         assert load.empty == bool(names)
         assert all(name == stored for name, stored in names.items())
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from plugsft import CheckpointError
-from plugsft.model.tensor_shards import Part
+from plugsft.model.tensor_shards import TensorShard
 from plugsft.ranks import shard_files as module
 from plugsft.ranks.shard_files import Stored, write
 
@@ -20,7 +20,7 @@ def cut(tensor, ranks, by):
     flat, unit = tensor.reshape(-1), 1 if by == "numbers" else tensor[:1].numel()
     each = -(-(flat.numel() // unit) // ranks) * unit
     starts = [min(rank * each, flat.numel()) for rank in range(ranks + 1)]
-    return [Part(flat[a:b].clone(), a, tuple(tensor.shape)) for a, b in pairwise(starts)]
+    return [TensorShard(flat[a:b].clone(), a, tuple(tensor.shape)) for a, b in pairwise(starts)]
 
 
 CUTS = st.tuples(st.integers(1, 5), st.sampled_from(["numbers", "rows"]))
@@ -34,7 +34,7 @@ def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, r
     for rank in range(written[0]):
         parts = {"model/a": cut(tensors["model/a"], *written)[rank]}
         # What all ranks have alike is written once.
-        parts["optimizer/a/step"] = Part(tensors["optimizer/a/step"].reshape(1), 0, ())
+        parts["optimizer/a/step"] = TensorShard(tensors["optimizer/a/step"].reshape(1), 0, ())
         write(folder, rank, parts)
     with Stored(folder) as stored:
         assert stored.of("model") == {"a"} and stored.of("optimizer") == {"a/step"}
@@ -45,7 +45,7 @@ def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, r
             back.append(part.values)
         assert torch.equal(torch.cat(back).view(shape), tensors["model/a"])
         step = torch.zeros(1)
-        stored.fill("optimizer/a/step", Part(step, 0, ()))
+        stored.fill("optimizer/a/step", TensorShard(step, 0, ()))
         assert step.item() == 7
 
 
@@ -56,8 +56,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.mark.parametrize("now", [*FLOATS, torch.int32, torch.uint8])
 def test_values_become_wider_numbers_and_are_never_rounded(tmp_path, was, now):
     values = torch.tensor([1.0, 3.0]).to(was)
-    write(tmp_path, 0, {"model/a": Part(values, 0, (2,))})
-    there = Part(torch.zeros(2, dtype=now), 0, (2,))
+    write(tmp_path, 0, {"model/a": TensorShard(values, 0, (2,))})
+    there = TensorShard(torch.zeros(2, dtype=now), 0, (2,))
     wider = {(a, b) for n, a in enumerate(FLOATS) for b in FLOATS[n:]} - {FLOATS[:2]}
     with Stored(tmp_path) as stored:
         if was == now or (was, now) in wider:
@@ -72,7 +72,9 @@ def test_values_become_wider_numbers_and_are_never_rounded(tmp_path, was, now):
 def test_large_parts_go_to_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FILE_BYTES", 100)
     write(
-        tmp_path, 3, {f"model/{n}": Part(torch.full((20,), float(n)), 20, (60,)) for n in range(4)}
+        tmp_path,
+        3,
+        {f"model/{n}": TensorShard(torch.full((20,), float(n)), 20, (60,)) for n in range(4)},
     )
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         f"rank-00003-00{n}.safetensors" for n in range(4)
@@ -84,7 +86,7 @@ def test_what_a_missing_rank_held_is_missed(tmp_path):
         write(tmp_path, rank, {"model/a": part})
     (tmp_path / "rank-00001-000.safetensors").unlink()
     with Stored(tmp_path) as stored, pytest.raises(CheckpointError, match="only 5 of 10"):
-        stored.fill("model/a", Part(torch.zeros(10), 0, (10,)))
+        stored.fill("model/a", TensorShard(torch.zeros(10), 0, (10,)))
 
 
 @pytest.mark.parametrize("name, shape", [("model/b", (2,)), ("model/a", (1, 2))])
@@ -95,4 +97,4 @@ def test_another_models_checkpoint_is_refused(tmp_path, name, shape):
         {"places": json.dumps({"model/a": [0, [2]]})},
     )
     with Stored(tmp_path) as stored, pytest.raises(CheckpointError, match="of another model"):
-        stored.fill(name, Part(torch.zeros(2), 0, shape))
+        stored.fill(name, TensorShard(torch.zeros(2), 0, shape))

@@ -25,7 +25,7 @@ from plugsft import CheckpointError
 from plugsft.base.atomic import MANIFEST, publish, stamp
 from plugsft.base.machine import look
 from plugsft.model.load import Load
-from plugsft.model.tensor_shards import part_of
+from plugsft.model.tensor_shards import shard_of
 from plugsft.output.checkpoint import Checkpoints, _identity
 from plugsft.ranks.launch import connect
 from plugsft.ranks.shard_files import write
@@ -279,9 +279,9 @@ def old_checkpoint(run, folder):
     run.train(range(1, 4))
     parts = {}
     for name, one in run.held.parameters().items():
-        parts[f"model/{name}"] = part_of(one)
+        parts[f"model/{name}"] = shard_of(one)
         for key, value in run.optimizer.state[one].items():
-            parts[f"optimizer/{name}/{key}"] = part_of(torch.as_tensor(value))
+            parts[f"optimizer/{name}/{key}"] = shard_of(torch.as_tensor(value))
     with publish(folder) as building:
         write(building, 0, parts)
         state = {"step": 3, "data": "tokens", "plugins": {}}

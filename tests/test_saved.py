@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from plugsft import CheckpointError, RecipeError
-from plugsft.model.load import lasting_buffers
-from plugsft.model.tensor_shards import Part, part_of
+from plugsft.model.load import persistent_buffers
+from plugsft.model.tensor_shards import TensorShard, shard_of
 from plugsft.output.final_model import ensure_adapters, ensure_saveable, ensure_written
 
 NAMES = {
@@ -26,7 +26,7 @@ def written(tmp_path):
         {NAMES[name]: one.clone() for name, one in weights.items()}, tmp_path / "model.safetensors"
     )
     # This rank holds the second half of each.
-    mine = {name: Part(one.view(-1)[200:], 200, (4, 100)) for name, one in weights.items()}
+    mine = {name: TensorShard(one.view(-1)[200:], 200, (4, 100)) for name, one in weights.items()}
     return tmp_path, weights, mine
 
 
@@ -64,8 +64,8 @@ FAMILIES = ["mixtral", "qwen3_moe", "minimax", "deepseek_v3"]
 
 
 def parts_of(model):
-    tensors = {**dict(model.named_parameters()), **lasting_buffers(model)}
-    return {name: part_of(one) for name, one in tensors.items()}
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {name: shard_of(one) for name, one in tensors.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,8 +28,8 @@ from ..base.checksums import cached_file_digest, digest
 from ..base.errors import PluginError, RecipeError, TrainError
 from ..recipe.tables import Model, Scratch
 from .config import load_error
-from .tensor_shards import Part, local_part
-from .weight_files import Weights, files_of, skeleton
+from .tensor_shards import TensorShard, local_shard
+from .weight_files import Weights, find_weight_files, meta_copy
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Load:
         self._ensure_as_in_files(model)
         return model
 
-    def names_in(self, model: Module) -> dict[str, str]:
+    def names_in_files(self, model: Module) -> dict[str, str]:
         """Return parameters without weights: their names in the model -> in the files."""
         parameters = dict(model.named_parameters())
         names = {name: self._names.get(parameter) for name, parameter in parameters.items()}
@@ -91,18 +91,18 @@ class Load:
         with self._weights as opened:
             yield opened
 
-    def ensure_same(self, parts: Mapping[str, Part], rank: int) -> None:
+    def compare_with_files(self, parts: Mapping[str, TensorShard], rank: int) -> None:
         """Compare samples of loaded shards, named as in the files, with the files."""
         with self.weights() as weights:
             if wrong := weights.differing(parts, self.kwargs.get("dtype"), rank):
                 raise _wrong_weights(self.path, wrong)
 
     def _ensure_as_in_files(self, model: PreTrainedModel) -> None:
-        files = files_of(self.path, self.kwargs.get("revision"))
+        files = find_weight_files(self.path, self.kwargs.get("revision"))
         if not files or getattr(model, "hf_quantizer", None) is not None:
             return
-        weights = Weights(skeleton(model), files)
-        parts = {name: local_part(one) for name, one in saved_tensors(model).items()}
+        weights = Weights(meta_copy(model), files)
+        parts = {name: local_shard(one) for name, one in saved_tensors(model).items()}
         with weights:
             if wrong := weights.differing(parts, self.kwargs.get("dtype")):
                 raise _wrong_weights(self.path, wrong)
@@ -119,12 +119,12 @@ class Load:
             make: Any = AutoModelForCausalLM.from_config
             model: PreTrainedModel = make(config, **rest)
         model.tie_weights()
-        meta = skeleton(model)
-        weights = Weights(meta, files_of(self.path, self.kwargs.get("revision")))
+        meta = meta_copy(model)
+        weights = Weights(meta, find_weight_files(self.path, self.kwargs.get("revision")))
         if model._get_dtype_plan(config.dtype) or not has_all_weights(model, weights):
             return None
         with torch.no_grad(), weights:
-            for name, buffer in lasting_buffers(model).items():
+            for name, buffer in persistent_buffers(model).items():
                 buffer.copy_(weights.rows(name, 0, sys.maxsize))
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._names, self._weights = WeakTensorKeyDictionary(names), weights
@@ -134,7 +134,7 @@ class Load:
 
 def has_all_weights(model: PreTrainedModel, weights: Weights) -> bool:
     """Tell whether the files hold each tensor of a model with its shape, readable by rows."""
-    tensors = dict(model.named_parameters()) | lasting_buffers(model)
+    tensors = dict(model.named_parameters()) | persistent_buffers(model)
     shapes = {name: list(getattr(it, "ds_shape", it.shape)) for name, it in tensors.items()}
     if any(weights.shapes.get(name) != shape for name, shape in shapes.items()):
         return False
@@ -154,7 +154,7 @@ def has_all_weights(model: PreTrainedModel, weights: Weights) -> bool:
         )
 
 
-def lasting_buffers(model: Any) -> dict[str, Tensor]:
+def persistent_buffers(model: Any) -> dict[str, Tensor]:
     """Return the buffers that are saved with a model."""
     saved = {*model.state_dict()}
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
@@ -162,7 +162,7 @@ def lasting_buffers(model: Any) -> dict[str, Tensor]:
 
 def saved_tensors(model: Module) -> dict[str, Tensor]:
     """Return a model's saved tensors: parameters under all their names, and buffers."""
-    return {**dict(model.named_parameters(remove_duplicate=False)), **lasting_buffers(model)}
+    return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
 
 
 def _wrong_weights(path: str, wrong: str) -> TrainError:
@@ -182,13 +182,13 @@ def decoder_layers(model: Any, that: str) -> list[Any]:
 
 def weights_digest(path: str, revision: str | None) -> str:
     """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
-    files = sorted({*files_of(path, revision).values()})
+    files = sorted({*find_weight_files(path, revision).values()})
     if not files:
         raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
     return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})
 
 
-def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:
+def make_load(model: Model, scratch: Path, empty: bool = False) -> Load:
     """Return how to load a recipe's model, before plugins edit it."""
     kwargs: dict[str, Any] = {
         "dtype": getattr(torch, model.weights),
@@ -199,7 +199,9 @@ def load_of(model: Model, scratch: Path, empty: bool = False) -> Load:
     return Load(model.path or str(scratch), kwargs, empty)
 
 
-def make_model(scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def make_scratch_model(
+    scratch: Scratch, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
     """Create a small decoder with random weights from the seed."""
     set_seed(seed)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """One rank's shard of a tensor."""
 
     values: Tensor
@@ -28,25 +28,25 @@ class Part:
         return self.values.numel() == math.prod(self.shape)
 
 
-def part_of(tensor: Tensor) -> Part:
+def shard_of(tensor: Tensor) -> TensorShard:
     """Return this rank's shard: its rows of a sharded DTensor, else the whole tensor."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Part(tensor.detach().view(-1), 0, shape)
+        return TensorShard(tensor.detach().view(-1), 0, shape)
     local: Any = tensor.detach()
     start = 0
     if not isinstance(tensor.placements[0], Replicate):
         mesh = tensor.device_mesh
         rows = min(mesh.get_local_rank() * -(-shape[0] // mesh.size()), shape[0])
         start = rows * math.prod(shape[1:])
-    return Part(local.to_local().view(-1), start, shape)
+    return TensorShard(local.to_local().view(-1), start, shape)
 
 
-def local_part(tensor: Any) -> Part:
+def local_shard(tensor: Any) -> TensorShard:
     """Return this rank's shard of a tensor, also under ZeRO-3."""
     zero3_shard = getattr(tensor, "ds_tensor", None)
     if zero3_shard is None:
-        return part_of(tensor)
+        return shard_of(tensor)
     start = dist.get_rank() * zero3_shard.ds_numel
     size = max(0, min(zero3_shard.numel(), tensor.ds_numel - start))
-    return Part(zero3_shard.detach().view(-1)[:size], start, tuple(tensor.ds_shape))
+    return TensorShard(zero3_shard.detach().view(-1)[:size], start, tuple(tensor.ds_shape))

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from .tensor_shards import Part
+from .tensor_shards import TensorShard
 
 SAMPLE_SIZE = 64
 """Values in each compared sample of a tensor."""
@@ -113,7 +113,7 @@ def group_tensors(model: Any, names: Iterable[str]) -> list[TensorGroup]:
     return [*groups.values()]
 
 
-def shapes_made(
+def converted_shapes(
     model: PreTrainedModel, shapes: Mapping[str, Iterable[int]]
 ) -> dict[str, tuple[list[int], TensorGroup]]:
     """Return the shape and group of each tensor of the model, from the shapes in the files."""
@@ -128,7 +128,7 @@ def shapes_made(
     return converted
 
 
-def skeleton(model: Any) -> PreTrainedModel:
+def meta_copy(model: Any) -> PreTrainedModel:
     """Return an unsharded copy of the model on the meta device."""
     model_class: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     config = copy.deepcopy(model.config)
@@ -153,7 +153,7 @@ class Weights:
         """The tensors of the group that was converted last."""
         with self:
             shapes = {name: self._slice(name).get_shape() for name in files}
-        converted = shapes_made(model, shapes)
+        converted = converted_shapes(model, shapes)
         self._groups = {name: group for name, (_, group) in converted.items()}
         self.shapes = {name: shape for name, (shape, _) in converted.items()}
         """Tensor of the model -> its shape after conversion."""
@@ -182,7 +182,7 @@ class Weights:
         return self._last[name][start:stop]
 
     def differing(
-        self, parts: Mapping[str, Part], dtype: torch.dtype | None = None, rank: int = 0
+        self, parts: Mapping[str, TensorShard], dtype: torch.dtype | None = None, rank: int = 0
     ) -> str:
         """Compare samples of each shard with the files; describe the first difference, or "".
 
@@ -209,7 +209,7 @@ class Weights:
         return ""
 
     def _same(
-        self, name: str, part: Part, start: int, stop: int, dtype: torch.dtype | None
+        self, name: str, part: TensorShard, start: int, stop: int, dtype: torch.dtype | None
     ) -> bool:
         row = max(1, torch.Size(part.shape[1:]).numel())
         first = start // row
@@ -230,7 +230,7 @@ class Weights:
         return tensor
 
 
-def sample_spans(part: Part, seed: int) -> Iterator[tuple[int, int]]:
+def sample_spans(part: TensorShard, seed: int) -> Iterator[tuple[int, int]]:
     """Yield the spans of a shard to compare, as offsets in the flat tensor."""
     size = part.values.numel()
     if size <= 3 * SAMPLE_SIZE:
@@ -242,7 +242,7 @@ def sample_spans(part: Part, seed: int) -> Iterator[tuple[int, int]]:
         yield part.start + offset, part.start + offset + SAMPLE_SIZE
 
 
-def files_of(path: str, revision: str | None) -> dict[str, str]:
+def find_weight_files(path: str, revision: str | None) -> dict[str, str]:
     """Map each tensor of a pretrained model to its safetensors file."""
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     if index := cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **options):

@@ -14,9 +14,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from ..base.atomic import publish
 from ..base.errors import CheckpointError, RecipeError
 from ..data.load_tokenizer import end_generation
-from ..model.load import lasting_buffers
-from ..model.tensor_shards import Part, part_of
-from ..model.weight_files import Weights, files_of, shapes_made, skeleton
+from ..model.load import persistent_buffers
+from ..model.tensor_shards import TensorShard, shard_of
+from ..model.weight_files import Weights, converted_shapes, find_weight_files, meta_copy
 from ..ranks.agree import agreed
 from ..ranks.train_state import TrainState
 from ..recipe.tables import Recipe
@@ -32,12 +32,12 @@ def ensure_saveable(model: Any) -> None:
     """
     if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
         return
-    twin = skeleton(model)
-    state = {**dict(twin.named_parameters()), **lasting_buffers(twin)}
+    twin = meta_copy(model)
+    state = {**dict(twin.named_parameters()), **persistent_buffers(twin)}
     wanted = {name: list(tensor.shape) for name, tensor in tensors_to_save(twin, state).items()}
     try:
         written = revert_weight_conversion(twin, {name: state[name] for name in wanted})
-        made = shapes_made(twin, {name: [*tensor.shape] for name, tensor in written.items()})
+        made = converted_shapes(twin, {name: [*tensor.shape] for name, tensor in written.items()})
     except Exception as error:  # from transformers' conversions
         raise _unsaveable(f"{type(error).__name__}: {error}") from error
     lost = [name for name, shape in wanted.items() if name not in made or made[name][0] != shape]
@@ -63,7 +63,7 @@ def save_model(
     dtype = getattr(torch, recipe.model.dtype)
     adapter = hasattr(plain, "peft_config")
     weights: dict[str, Tensor] = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, TensorShard] = {}
     for name, parameter in state.parameters(trained=adapter).items():
         whole = state.whole(parameter)
         if accelerator.is_main_process:
@@ -71,8 +71,8 @@ def save_model(
             weights[name] = whole.to("cpu", None if adapter else dtype).contiguous()
     with agreed(accelerator, "writing the trained model"):
         if accelerator.is_main_process:
-            buffers = {} if adapter else lasting_buffers(plain)
-            parts |= {name: part_of(buffer) for name, buffer in buffers.items()}
+            buffers = {} if adapter else persistent_buffers(plain)
+            parts |= {name: shard_of(buffer) for name, buffer in buffers.items()}
             end_generation(plain, tokenizer)
             with publish(recipe.folder / "model", replace=True) as folder:
                 plain.save_pretrained(folder, state_dict=weights | buffers)
@@ -87,16 +87,20 @@ def save_model(
                     ensure_written(folder, plain, tensors_to_save(plain, parts), dtype)
 
 
-def ensure_written(folder: Path, model: Any, parts: dict[str, Part], dtype: torch.dtype) -> None:
+def ensure_written(
+    folder: Path, model: Any, parts: dict[str, TensorShard], dtype: torch.dtype
+) -> None:
     """Read a model's folder as transformers would; compare it with the trained weights."""
-    with Weights(skeleton(model), files_of(str(folder), None)) as weights:
+    with Weights(meta_copy(model), find_weight_files(str(folder), None)) as weights:
         if missing := sorted({*parts} - {*weights.shapes}):
             raise _broken(folder, f"{missing[0]} is missing, as are {len(missing) - 1} more")
         if wrong := weights.differing(parts, dtype):
             raise _broken(folder, wrong)
 
 
-def ensure_adapters(folder: Path, weights: dict[str, Tensor], parts: dict[str, Part]) -> None:
+def ensure_adapters(
+    folder: Path, weights: dict[str, Tensor], parts: dict[str, TensorShard]
+) -> None:
     """Read adapters back; compare names, shapes and first numbers."""
     names = {_name_in_file(name): name for name in weights}
     missing = {*names}
@@ -111,7 +115,7 @@ def ensure_adapters(folder: Path, weights: dict[str, Tensor], parts: dict[str, P
         raise _broken(folder, f"{min(missing)} is missing, as are {len(missing) - 1} more")
 
 
-def _differs(tensor: Tensor, shape: torch.Size, part: Part) -> str:
+def _differs(tensor: Tensor, shape: torch.Size, part: TensorShard) -> str:
     """Describe how a tensor that was read back differs from the trained weight."""
     if tensor.shape != shape or not tensor.numel():
         return f"has the shape {list(tensor.shape)}"

@@ -23,7 +23,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
-from ..model.tensor_shards import Part, part_of
+from ..model.tensor_shards import TensorShard, shard_of
 from .shard_files import Stored, dtype_name, widens
 
 STATES = "optimizer"
@@ -45,7 +45,7 @@ class Describer:
     """Whether weights are sharded."""
     own: bool = False
     """Whether each rank describes and writes its own tensors."""
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, TensorShard] = field(default_factory=dict)
 
     def value(self, value: Any, name: str, weight: Tensor | None = None) -> Any:
         """Describe a value of the state of a weight, or of a parameter group."""
@@ -77,8 +77,8 @@ class Describer:
             return {"object": "DTensor with unknown placements"}
         own = divided == "rank" or (self.own and not isinstance(tensor, DTensor))
         stored = f"rank-{self.rank}/{name}" if own else name
-        part = part_of(tensor.contiguous())
-        self.parts[stored] = Part(part.values, part.start, part.shape, own)
+        part = shard_of(tensor.contiguous())
+        self.parts[stored] = TensorShard(part.values, part.start, part.shape, own)
         # Its shape differs between ranks, and their descriptions must be equal.
         shape = {"shape": None} if divided == "rank" else {}
         return described | shape | {"divided": divided, "name": name}
@@ -178,7 +178,7 @@ class Restorer:
             shape = self.stored.shape_of(stored) if divided == "rank" else described["shape"]
             tensor = torch.empty(shape, dtype=dtype, device=device)
         if math.prod(tensor.shape):
-            self.stored.fill(stored, part_of(tensor))
+            self.stored.fill(stored, shard_of(tensor))
         return tensor
 
     def ensure_class(self, was: str | None, optimizer: Optimizer) -> None:
@@ -310,7 +310,7 @@ def old_description(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
         leaf: dict[str, Any] = {"tensor": dtype_name(stored.dtypes[stored_name]), "shape": shape}
         if not shape:
             value = torch.empty(1, dtype=stored.dtypes[stored_name])
-            stored.fill(stored_name, Part(value, 0, ()))
+            stored.fill(stored_name, TensorShard(value, 0, ()))
             leaf |= {"values": value.item(), "host": not fast}
         else:
             alike = name in weights and shape == weights[name]["shape"]

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from ..base.checksums import digest
 from ..model.load import Load
-from ..model.weight_files import files_of
+from ..model.weight_files import find_weight_files
 from ..recipe.parse import flatten
 from ..recipe.tables import Recipe
 
@@ -39,7 +39,7 @@ def recipe_facts(recipe: Recipe) -> dict[str, str]:
 def model_facts(model: Any, load: Load) -> dict[str, str]:
     """Describe the model of this rank, before it is sharded: samples of its files and weights."""
     config = {name: repr(value) for name, value in model.config.to_dict().items()}
-    files = sorted({*files_of(load.path, load.kwargs.get("revision")).values()})
+    files = sorted({*find_weight_files(load.path, load.kwargs.get("revision")).values()})
     return {
         "the model's configuration": digest(config | {"_name_or_path": ""})[:8],
         "the model's files": digest({Path(file).name: _sampled(Path(file)) for file in files})[:8],

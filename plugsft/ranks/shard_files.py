@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..base.atomic import MANIFEST, Stamp, stamp, sync
 from ..base.errors import CheckpointError
-from ..model.tensor_shards import Part
+from ..model.tensor_shards import TensorShard
 
 PLACES = "places"
 """Key in a file's metadata: each part's offset and the shape of its whole tensor."""
@@ -30,7 +30,7 @@ MAX_OPEN = 256
 FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
 
 
-def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> dict[str, Stamp]:
+def write(folder: Path, rank: int, parts: Mapping[str, TensorShard]) -> dict[str, Stamp]:
     """Write this rank's parts and sync them; return the files' stamps.
 
     Whole tensors are written by the first rank.
@@ -55,8 +55,8 @@ def write(folder: Path, rank: int, parts: Mapping[str, Part]) -> dict[str, Stamp
     return stamps
 
 
-def _batches(parts: Iterable[tuple[str, Part]]) -> Iterator[list[tuple[str, Part]]]:
-    batch: list[tuple[str, Part]] = []
+def _batches(parts: Iterable[tuple[str, TensorShard]]) -> Iterator[list[tuple[str, TensorShard]]]:
+    batch: list[tuple[str, TensorShard]] = []
     size = 0
     for name, part in parts:
         if batch and size + part.values.nbytes > FILE_BYTES:
@@ -98,7 +98,7 @@ class Stored:
     def __exit__(self, *_: object) -> None:
         self._open.cache_clear()
 
-    def fill(self, name: str, part: Part, exact: bool = True) -> None:
+    def fill(self, name: str, part: TensorShard, exact: bool = True) -> None:
         """Fill a part from the files; exactly, or rounded to the part's type."""
         begin, end = part.start, part.start + part.values.numel()
         filled = 0

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import PluginError
 from ..model.load import Load
-from ..model.tensor_shards import local_part, part_of
+from ..model.tensor_shards import local_shard, shard_of
 from .agree import agreed
 
 
@@ -38,7 +38,7 @@ def shard_model(
     accelerator: Accelerator, load: Load, model: Module, make: Callable[[Module], Optimizer]
 ) -> tuple[Module, Optimizer]:
     """Shard or copy a model over the ranks; make the optimizer of this rank's weights."""
-    names = load.names_in(model)
+    names = load.names_in_files(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _scatter_weights(model, accelerator, names, load)
         engine, zero = accelerator.prepare(
@@ -79,7 +79,7 @@ def _ensure_updates_trained_weights(model: Module, optimizer: Optimizer) -> Opti
 
 def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Module:
     """Shard a model that is never trained, like the trained one."""
-    names = load.names_in(model)
+    names = load.names_in_files(model)
     model.requires_grad_(False).eval()
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _scatter_weights(model, accelerator, names, load)
@@ -107,13 +107,13 @@ def _read_rows(model: Any, accelerator: Accelerator, names: dict[str, str], load
         for name, tensor in present.items():
             tensors[name].copy_(tensor)
         for name, stored in names.items():
-            part = part_of(tensors[name])
+            part = shard_of(tensors[name])
             row = tensors[name][:1].numel()
             start, stop = part.start // row, (part.start + part.values.numel()) // row
             part.values.copy_(weights.rows(stored, start, stop).reshape(-1))
-    parts = {stored: part_of(tensors[name]) for name, stored in names.items()}
+    parts = {stored: shard_of(tensors[name]) for name, stored in names.items()}
     with agreed(accelerator, "comparing the model with its files"):
-        load.ensure_same(parts, accelerator.process_index)
+        load.compare_with_files(parts, accelerator.process_index)
 
 
 def _scatter_weights(
@@ -130,9 +130,9 @@ def _scatter_weights(
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if accelerator.is_main_process:
                     parameter.copy_(weights.rows(stored, 0, parameter.ds_shape[0]))
-    parts = {stored: local_part(tensors[name]) for name, stored in names.items()}
+    parts = {stored: local_shard(tensors[name]) for name, stored in names.items()}
     with agreed(accelerator, "comparing the model with its files"):
-        load.ensure_same(parts, accelerator.process_index)
+        load.compare_with_files(parts, accelerator.process_index)
 
 
 def _copy_float32_weights(model: Module, names: dict[str, str], load: Load) -> None:
@@ -147,7 +147,7 @@ def _copy_float32_weights(model: Module, names: dict[str, str], load: Load) -> N
         return
     with torch.no_grad(), load.weights() as weights:
         for name, parameter in tensors.items():
-            part, row = local_part(parameter), math.prod(parameter.ds_shape[1:])
+            part, row = local_shard(parameter), math.prod(parameter.ds_shape[1:])
             if not part.values.numel():
                 continue
             first, stop = part.start // row, part.start + part.values.numel()

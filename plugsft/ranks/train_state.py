@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..base.console import say
 from ..base.errors import CheckpointError
-from ..model.tensor_shards import Part, part_of
+from ..model.tensor_shards import TensorShard, shard_of
 from .optimizer_state import (
     CURE,
     STATES,
@@ -66,7 +66,7 @@ class TrainState:
         """Describe how tensors are sharded; the same sharding can restore all state."""
         return {"kind": "whole" if self._mesh() is None else "rows", "ranks": self.ranks}
 
-    def describe(self, own: bool = False) -> tuple[dict[str, Any], dict[str, Part]]:
+    def describe(self, own: bool = False) -> tuple[dict[str, Any], dict[str, TensorShard]]:
         """Return a description of trained weights and optimizer state, and their parts.
 
         With `own`, each rank writes its own copy of unsharded state.
@@ -122,9 +122,9 @@ class TrainState:
     def update_copies(self, stored: Stored) -> None:
         """Update other copies of the restored weights, on all ranks together."""
 
-    def part(self, parameter: Any) -> Part:
+    def part(self, parameter: Any) -> TensorShard:
         """Return this rank's part of a parameter."""
-        return part_of(parameter)
+        return shard_of(parameter)
 
     def whole(self, parameter: Any) -> Tensor:
         """Gather a whole parameter, on all ranks together."""
@@ -182,7 +182,7 @@ def ensure_same_parameters(stored: Stored, named: dict[str, Any], weights: set[s
 def fill_weights(stored: Stored, named: dict[str, Any], exact: bool = True) -> None:
     """Read whole parameters, or under FSDP2 this rank's rows."""
     for name, parameter in named.items():
-        stored.fill(f"{WEIGHTS}/{name}", part_of(parameter), exact)
+        stored.fill(f"{WEIGHTS}/{name}", shard_of(parameter), exact)
 
 
 class ZeroTrainState(TrainState):
@@ -209,7 +209,7 @@ class ZeroTrainState(TrainState):
         joined = [parameter.numel() for parameter in self._zero.fp32_partitioned_groups_flat]
         return {"kind": "numbers", "ranks": self.ranks, "joined": joined}
 
-    def part(self, parameter: Any) -> Part:
+    def part(self, parameter: Any) -> TensorShard:
         """Return this rank's part of a parameter."""
         trained = parameter.requires_grad
         return self._shard_of(
@@ -232,7 +232,7 @@ class ZeroTrainState(TrainState):
                 self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
             ):
                 if self.rank == 0:
-                    stored.fill(f"{WEIGHTS}/{name}", part_of(parameter.data), exact=False)
+                    stored.fill(f"{WEIGHTS}/{name}", shard_of(parameter.data), exact=False)
 
     def _flat_tensor_of(self, parameter: Any) -> tuple[int, Tensor]:
         """Return the number and values of the flat tensor of a parameter."""
@@ -309,10 +309,10 @@ class ZeroTrainState(TrainState):
                 restorer.stored.fill(value["name"], self._shard_of(parameter, values))
                 self._access.safe_set_local_optimizer_state(parameter, values, key)
 
-    def _shard_of(self, parameter: Any, values: Tensor) -> Part:
+    def _shard_of(self, parameter: Any, values: Tensor) -> TensorShard:
         start = self.rank * parameter.ds_tensor.ds_numel
         size = max(0, min(values.numel(), parameter.ds_numel - start))
-        return Part(values[:size], start, tuple(parameter.ds_shape))
+        return TensorShard(values[:size], start, tuple(parameter.ds_shape))
 
 
 def train_state_of(accelerator: Accelerator, model: Module, optimizer: Any) -> TrainState:

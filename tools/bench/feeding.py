@@ -180,14 +180,14 @@ def save_model(folder: Path) -> None:
     """Save the model that all runs start from, with its tokenizer."""
     from transformers import AutoTokenizer
 
-    from plugsft.model.load import make_model
+    from plugsft.model.load import make_scratch_model
     from plugsft.ranks.launch import silence_libraries
     from plugsft.recipe.tables import Scratch
 
     silence_libraries()
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     tokenizer.save_pretrained(folder / "model")
-    make_model(Scratch(**MODEL), tokenizer, seed=0).save_pretrained(folder / "model")
+    make_scratch_model(Scratch(**MODEL), tokenizer, seed=0).save_pretrained(folder / "model")
 
 
 def packing(work: Work, options: argparse.Namespace) -> dict:

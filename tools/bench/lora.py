@@ -37,7 +37,7 @@ from plugsft.kit.model import (  # noqa: E402
     pack,
 )
 from plugsft.model.defaults import ModelDefaults  # noqa: E402
-from plugsft.model.load import Load, make_model  # noqa: E402
+from plugsft.model.load import Load, make_scratch_model  # noqa: E402
 from plugsft.plugins.lora import Lora  # noqa: E402
 from plugsft.plugins.lora.adapters import FastLinear  # noqa: E402
 from plugsft.recipe.tables import Scratch, Train  # noqa: E402
@@ -102,7 +102,7 @@ def save_model(folder: Path, vocab: int, dtype: torch.dtype) -> None:
     """Save a model with a tokenizer, which TRL wants to see."""
     text = Rendered([" ".join(map(str, range(2000)))])
     tokenizer = train_tokenizer([Rows()], lambda *_: text, 300)
-    model = make_model(Scratch(**SIZES, vocab=vocab), tokenizer, seed=0)
+    model = make_scratch_model(Scratch(**SIZES, vocab=vocab), tokenizer, seed=0)
     model.resize_token_embeddings(vocab)
     model.to(dtype).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

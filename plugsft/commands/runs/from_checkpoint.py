@@ -14,7 +14,7 @@ from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
 from ...data.load_tokenizer import end_generation, load_tokenizer
 from ...model.defaults import ModelDefaults
-from ...model.load import load_of
+from ...model.load import make_load
 from ...ranks.launch import silence_libraries
 from ...ranks.shard_files import Stored
 from ...ranks.train_state import WEIGHTS, ensure_same_parameters, fill_weights
@@ -38,7 +38,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
         names_own = made and not recipe.model.tokenizer
         words = only(output / "scratch", "tokenizer-*") if names_own else Path()
         tokenizer = load_tokenizer(recipe.model, words)
-        model: Any = hook.optimize_model(load=load_of(recipe.model, scratch))
+        model: Any = hook.optimize_model(load=make_load(recipe.model, scratch))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     with torch.no_grad(), Stored(path) as stored:
         ensure_same_parameters(stored, trained, stored.of(WEIGHTS))

@@ -19,7 +19,7 @@ from ...base.types import Batch
 from ...batches.labels import IGNORED, heard
 from ...model.defaults import ModelDefaults
 from ...model.fused_head import Behind, Positions, fused_loss
-from ...model.load import Load, decoder_layers, load_of
+from ...model.load import Load, decoder_layers, make_load
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active
@@ -89,7 +89,7 @@ class MetaModel:
         self.recipe = recipe
         self._mode = FakeTensorMode()
         AttentionInterface.register(FLASH, _attend)
-        load = load_of(recipe.model, recipe.folder)
+        load = make_load(recipe.model, recipe.folder)
         if casts_weights:
             load.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
         # Plugins accept a model on the meta device: FSDP2 loads so, too.
