@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from accelerate.utils import set_seed
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -19,7 +20,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    set_seed,
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer

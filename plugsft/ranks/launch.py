@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, set_seed
 from accelerate.utils import other as accelerate_other
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from transformers import set_seed
 from transformers.utils import logging as transformers_logging
 
 from ..base.errors import LaunchError
