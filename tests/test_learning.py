@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.tensor_shards import TensorShard
-from plugsft.ranks.shard_files import Stored
+from plugsft.ranks.shard_files import ShardReader
 from plugsft.tokens.store import Tokens
 
 KINDS = [None, "cpu2", "fsdp2", "zero3"]
@@ -41,11 +41,11 @@ def weights_of(run):
     """Return the float32 weights of the last checkpoint, whatever ranks and sharding wrote it."""
     [folder] = (run / "checkpoints").glob("step-*")
     found = {}
-    with Stored(folder) as stored:
-        for name in stored.of("model"):
-            shape = stored.shapes[f"model/{name}"]
+    with ShardReader(folder) as reader:
+        for name in reader.of("model"):
+            shape = reader.shapes[f"model/{name}"]
             values = torch.zeros(int(np.prod(shape)))
-            stored.fill(f"model/{name}", TensorShard(values, 0, shape))
+            reader.fill(f"model/{name}", TensorShard(values, 0, shape))
             found[name] = values.view(shape)
     return found
 

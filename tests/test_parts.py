@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from plugsft import CheckpointError
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.ranks import shard_files as module
-from plugsft.ranks.shard_files import Stored, write
+from plugsft.ranks.shard_files import ShardReader, write_shards
 
 
 def cut(tensor, ranks, by):
@@ -35,17 +35,17 @@ def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, r
         parts = {"model/a": cut(tensors["model/a"], *written)[rank]}
         # What all ranks have alike is written once.
         parts["optimizer/a/step"] = TensorShard(tensors["optimizer/a/step"].reshape(1), 0, ())
-        write(folder, rank, parts)
-    with Stored(folder) as stored:
-        assert stored.of("model") == {"a"} and stored.of("optimizer") == {"a/step"}
-        assert stored.shapes == {"model/a": tuple(shape), "optimizer/a/step": ()}
+        write_shards(folder, rank, parts)
+    with ShardReader(folder) as reader:
+        assert reader.of("model") == {"a"} and reader.of("optimizer") == {"a/step"}
+        assert reader.shapes == {"model/a": tuple(shape), "optimizer/a/step": ()}
         back = []
         for part in cut(torch.zeros(shape), *read):
-            stored.fill("model/a", part)
+            reader.fill("model/a", part)
             back.append(part.values)
         assert torch.equal(torch.cat(back).view(shape), tensors["model/a"])
         step = torch.zeros(1)
-        stored.fill("optimizer/a/step", TensorShard(step, 0, ()))
+        reader.fill("optimizer/a/step", TensorShard(step, 0, ()))
         assert step.item() == 7
 
 
@@ -56,22 +56,22 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.mark.parametrize("now", [*FLOATS, torch.int32, torch.uint8])
 def test_values_become_wider_numbers_and_are_never_rounded(tmp_path, was, now):
     values = torch.tensor([1.0, 3.0]).to(was)
-    write(tmp_path, 0, {"model/a": TensorShard(values, 0, (2,))})
+    write_shards(tmp_path, 0, {"model/a": TensorShard(values, 0, (2,))})
     there = TensorShard(torch.zeros(2, dtype=now), 0, (2,))
     wider = {(a, b) for n, a in enumerate(FLOATS) for b in FLOATS[n:]} - {FLOATS[:2]}
-    with Stored(tmp_path) as stored:
+    with ShardReader(tmp_path) as reader:
         if was == now or (was, now) in wider:
-            stored.fill("model/a", there)
+            reader.fill("model/a", there)
         else:
             with pytest.raises(CheckpointError, match="would be rounded to"):
-                stored.fill("model/a", there)
-            stored.fill("model/a", there, exact=False)
+                reader.fill("model/a", there)
+            reader.fill("model/a", there, exact=False)
     assert there.values.tolist() == [1.0, 3.0]
 
 
 def test_large_parts_go_to_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FILE_BYTES", 100)
-    write(
+    write_shards(
         tmp_path,
         3,
         {f"model/{n}": TensorShard(torch.full((20,), float(n)), 20, (60,)) for n in range(4)},
@@ -83,10 +83,10 @@ def test_large_parts_go_to_several_files(tmp_path, monkeypatch):
 
 def test_what_a_missing_rank_held_is_missed(tmp_path):
     for rank, part in enumerate(cut(torch.arange(10.0), 2, "numbers")):
-        write(tmp_path, rank, {"model/a": part})
+        write_shards(tmp_path, rank, {"model/a": part})
     (tmp_path / "rank-00001-000.safetensors").unlink()
-    with Stored(tmp_path) as stored, pytest.raises(CheckpointError, match="only 5 of 10"):
-        stored.fill("model/a", TensorShard(torch.zeros(10), 0, (10,)))
+    with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError, match="only 5 of 10"):
+        reader.fill("model/a", TensorShard(torch.zeros(10), 0, (10,)))
 
 
 @pytest.mark.parametrize("name, shape", [("model/b", (2,)), ("model/a", (1, 2))])
@@ -96,5 +96,5 @@ def test_another_models_checkpoint_is_refused(tmp_path, name, shape):
         tmp_path / "rank-00000-000.safetensors",
         {"places": json.dumps({"model/a": [0, [2]]})},
     )
-    with Stored(tmp_path) as stored, pytest.raises(CheckpointError, match="of another model"):
-        stored.fill(name, TensorShard(torch.zeros(2), 0, shape))
+    with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError, match="of another model"):
+        reader.fill(name, TensorShard(torch.zeros(2), 0, shape))

@@ -28,7 +28,7 @@ from plugsft.model.load import Load
 from plugsft.model.tensor_shards import shard_of
 from plugsft.output.checkpoint import Checkpoints, _identity
 from plugsft.ranks.launch import connect
-from plugsft.ranks.shard_files import write
+from plugsft.ranks.shard_files import write_shards
 from plugsft.ranks.sharding import shard_model
 from plugsft.ranks.train_state import train_state_of
 from plugsft.registry.active import load
@@ -283,7 +283,7 @@ def old_checkpoint(run, folder):
         for key, value in run.optimizer.state[one].items():
             parts[f"optimizer/{name}/{key}"] = shard_of(torch.as_tensor(value))
     with publish(folder) as building:
-        write(building, 0, parts)
+        write_shards(building, 0, parts)
         state = {"step": 3, "data": "tokens", "plugins": {}}
         # It knew no key that recipes have got since.
         recipe = {k: v for k, v in run.identity().items() if k != "model.weights"}

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from plugsft import CheckpointError, RecipeError
 from plugsft.model.load import persistent_buffers
 from plugsft.model.tensor_shards import TensorShard, shard_of
-from plugsft.output.final_model import ensure_adapters, ensure_saveable, ensure_written
+from plugsft.model.weight_files import Weights, find_weight_files, meta_copy
+from plugsft.output.final_model import ensure_saveable, ensure_written, name_in_file, read_adapters
 
 NAMES = {
     "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",
@@ -20,26 +21,33 @@ NAMES = {
 
 @pytest.fixture
 def written(tmp_path):
-    """Write tensors as a folder of adapters; give what was trained."""
+    """Write a folder of adapters; return it with shards of the trained weights."""
     weights = {name: torch.randn(4, 100) for name in NAMES}
     save_file(
         {NAMES[name]: one.clone() for name, one in weights.items()}, tmp_path / "model.safetensors"
     )
     # This rank holds the second half of each.
-    mine = {name: TensorShard(one.view(-1)[200:], 200, (4, 100)) for name, one in weights.items()}
-    return tmp_path, weights, mine
+    return tmp_path, {
+        NAMES[name]: TensorShard(weight.view(-1)[200:], 200, (4, 100))
+        for name, weight in weights.items()
+    }
 
 
-def test_what_was_trained_is_found_under_the_names_of_files(written):
-    ensure_adapters(*written)
+def test_written_adapters_pass(written):
+    folder, shards = written
+    ensure_written(folder, read_adapters(folder), shards, None)
+
+
+def test_peft_leaves_its_own_words_out_of_names():
+    assert {name: name_in_file(name) for name in NAMES} == NAMES
 
 
 BREAKS = {
     "is missing": lambda found: found.pop("model.norm.weight"),
-    r"norm.weight has the shape \[0\]": lambda found: found.update(
+    r"norm.weight has the shape \[4, 100\]; in its file \[0\]": lambda found: found.update(
         {"model.norm.weight": torch.ones(0)}
     ),
-    r"lora_A.weight has the shape \[100, 4\]": lambda found: found.update(
+    r"lora_A.weight has the shape \[4, 100\]; in its file \[100, 4\]": lambda found: found.update(
         {"base_model.model.q.lora_A.weight": torch.ones(100, 4)}
     ),
     "head.weight has other values": lambda found: (
@@ -50,12 +58,12 @@ BREAKS = {
 
 @pytest.mark.parametrize("says", BREAKS)
 def test_what_is_broken_is_named(written, says):
-    folder, weights, mine = written
+    folder, shards = written
     found = load_file(folder / "model.safetensors")
     BREAKS[says](found)
     save_file(found, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=says) as refused:
-        ensure_adapters(folder, weights, mine)
+        ensure_written(folder, read_adapters(folder), shards, None)
     assert "--resume" in str(refused.value)
 
 
@@ -83,11 +91,12 @@ def test_every_tensor_of_a_model_with_experts_is_compared(tmp_path, family, dtyp
         }
         folder = tmp_path / str(number)
         model.save_pretrained(folder, state_dict=broken)
+        weights = Weights(meta_copy(model), find_weight_files(str(folder), None))
         if name is None:
-            ensure_written(folder, model, mine, dtype)
+            ensure_written(folder, weights, mine, dtype)
         else:
             with pytest.raises(CheckpointError, match=f"{name} has other values"):
-                ensure_written(folder, model, mine, dtype)
+                ensure_written(folder, weights, mine, dtype)
 
 
 def test_a_model_that_could_not_be_read_back_is_refused_before_it_is_trained(tmp_path):

@@ -12,7 +12,7 @@ from test_resume import FSDP2, Run, on_ranks
 from plugsft import PlugsftError
 from plugsft.base.atomic import MANIFEST
 from plugsft.base.step_folders import list_checkpoints
-from plugsft.ranks import shard_files as parts
+from plugsft.ranks import shard_files
 
 RANKS = 4
 _reading: list[list[str]] = []
@@ -26,19 +26,19 @@ def _heard(event, arguments):
 @contextmanager
 def counted():
     """Give the names of the files of tensors that this process reads whole, and those it opens."""
-    whole, opened, really = [], [], parts.safe_open
+    whole, opened, really = [], [], shard_files.safe_open
 
     def noted(path, *rest):
         opened.append(Path(path).name)
         return really(path, *rest)
 
     _reading.append(whole)
-    parts.safe_open = noted
+    shard_files.safe_open = noted
     try:
         yield whole, opened
     finally:
         _reading.pop()
-        parts.safe_open = really
+        shard_files.safe_open = really
 
 
 @contextmanager

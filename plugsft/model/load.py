@@ -91,10 +91,10 @@ class Load:
         with self._weights as opened:
             yield opened
 
-    def compare_with_files(self, parts: Mapping[str, TensorShard], rank: int) -> None:
+    def compare_with_files(self, shards: Mapping[str, TensorShard], rank: int) -> None:
         """Compare samples of loaded shards, named as in the files, with the files."""
         with self.weights() as weights:
-            if wrong := weights.differing(parts, self.kwargs.get("dtype"), rank):
+            if wrong := weights.differing(shards, self.kwargs.get("dtype"), rank):
                 raise _wrong_weights(self.path, wrong)
 
     def _ensure_as_in_files(self, model: PreTrainedModel) -> None:
@@ -102,9 +102,9 @@ class Load:
         if not files or getattr(model, "hf_quantizer", None) is not None:
             return
         weights = Weights(meta_copy(model), files)
-        parts = {name: local_shard(one) for name, one in saved_tensors(model).items()}
+        shards = {name: local_shard(one) for name, one in saved_tensors(model).items()}
         with weights:
-            if wrong := weights.differing(parts, self.kwargs.get("dtype")):
+            if wrong := weights.differing(shards, self.kwargs.get("dtype")):
                 raise _wrong_weights(self.path, wrong)
 
     def _without_weights(self) -> PreTrainedModel | None:

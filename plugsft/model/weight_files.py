@@ -114,9 +114,17 @@ def group_tensors(model: Any, names: Iterable[str]) -> list[TensorGroup]:
 
 
 def converted_shapes(
-    model: PreTrainedModel, shapes: Mapping[str, Iterable[int]]
+    model: PreTrainedModel | None, shapes: Mapping[str, Iterable[int]]
 ) -> dict[str, tuple[list[int], TensorGroup]]:
-    """Return the shape and group of each tensor of the model, from the shapes in the files."""
+    """Return the shape and group of each tensor of the model, from the shapes in the files.
+
+    Without a model, tensors keep their names and shapes.
+    """
+    if model is None:
+        return {
+            name: (list(shape), TensorGroup(name, None, [(name, name)]))
+            for name, shape in shapes.items()
+        }
 
     def read(name: str) -> Tensor:
         return torch.empty(tuple(shapes[name]), device="meta")
@@ -145,8 +153,9 @@ def meta_copy(model: Any) -> PreTrainedModel:
 class Weights:
     """Reads rows of a model's tensors from its files."""
 
-    def __init__(self, model: PreTrainedModel, files: Mapping[str, str]) -> None:
-        self._model, self._files = model, files
+    def __init__(self, model: PreTrainedModel | None, files: Mapping[str, str]) -> None:
+        self._model: Any = model
+        self._files = files
         self._stack = ExitStack()
         self._opened: dict[str, Any] = {}
         self._last: dict[str, Tensor] = {}
@@ -182,40 +191,40 @@ class Weights:
         return self._last[name][start:stop]
 
     def differing(
-        self, parts: Mapping[str, TensorShard], dtype: torch.dtype | None = None, rank: int = 0
+        self, shards: Mapping[str, TensorShard], dtype: torch.dtype | None = None, rank: int = 0
     ) -> str:
         """Compare samples of each shard with the files; describe the first difference, or "".
 
         `dtype` is the type of loading or saving.
         """
         left = MAX_COMPARED_BYTES
-        names = sorted(parts)
+        names = sorted(shards)
         # Ranks start at different tensors, so together they compare more than one budget.
         first = rank * 7919 % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            part = parts[name]
+            shard = shards[name]
             if name not in self.shapes:
                 continue
-            if self.shapes[name] != list(part.shape):
-                return f"{name} has the shape {list(part.shape)}; in its file {self.shapes[name]}"
+            if self.shapes[name] != list(shard.shape):
+                return f"{name} has the shape {list(shard.shape)}; in its file {self.shapes[name]}"
             group = self._groups[name]
             if group.converter is not None and not group.by_rows and name not in self._last:
-                left -= 4 * torch.Size(part.shape).numel()
+                left -= 4 * torch.Size(shard.shape).numel()
                 if left < 0:
                     continue
-            for start, stop in sample_spans(part, crc32(name.encode())):
-                if not self._same(name, part, start, stop, dtype):
+            for start, stop in sample_spans(shard, crc32(name.encode())):
+                if not self._same(name, shard, start, stop, dtype):
                     return f"{name} has other values than its file"
         return ""
 
     def _same(
-        self, name: str, part: TensorShard, start: int, stop: int, dtype: torch.dtype | None
+        self, name: str, shard: TensorShard, start: int, stop: int, dtype: torch.dtype | None
     ) -> bool:
-        row = max(1, torch.Size(part.shape[1:]).numel())
+        row = max(1, torch.Size(shard.shape[1:]).numel())
         first = start // row
         stored = self.rows(name, first, -(-stop // row)).reshape(-1)
         stored = stored[start - first * row : stop - first * row]
-        ours = part.values[start - part.start : stop - part.start].to("cpu")
+        ours = shard.values[start - shard.start : stop - shard.start].to("cpu")
         # Compare in the dtype of loading or saving: trained weights may be more precise.
         common = dtype if dtype is not None and stored.is_floating_point() else ours.dtype
         ours, stored = ours.to(common), stored.to(common)
@@ -230,16 +239,16 @@ class Weights:
         return tensor
 
 
-def sample_spans(part: TensorShard, seed: int) -> Iterator[tuple[int, int]]:
+def sample_spans(shard: TensorShard, seed: int) -> Iterator[tuple[int, int]]:
     """Yield the spans of a shard to compare, as offsets in the flat tensor."""
-    size = part.values.numel()
+    size = shard.values.numel()
     if size <= 3 * SAMPLE_SIZE:
-        yield from [(part.start, part.start + size)] if size else []
+        yield from [(shard.start, shard.start + size)] if size else []
         return
-    row = torch.Size(part.shape[1:]).numel()
+    row = torch.Size(shard.shape[1:]).numel()
     last = size - SAMPLE_SIZE
     for offset in [seed % last] if row > WIDE_ROW else [0, seed % last, last]:
-        yield part.start + offset, part.start + offset + SAMPLE_SIZE
+        yield shard.start + offset, shard.start + offset + SAMPLE_SIZE
 
 
 def find_weight_files(path: str, revision: str | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from ..base.limits import read_json_object
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_state import CURE
-from ..ranks.shard_files import Stored, write
+from ..ranks.shard_files import ShardReader, write_shards
 from ..ranks.train_state import TrainState
 from ..recipe.parse import anchored, default_of, flatten
 from ..recipe.tables import Recipe
@@ -86,12 +86,12 @@ class Checkpoints:
                 "sharding": self._state.sharding(),
             }
             with agreed(accelerator, doing):
-                described, parts = self._state.describe()
+                described, shards = self._state.describe()
             facts["alike"] = are_alike(accelerator, json.dumps(described))
             with agreed(accelerator, doing), writing(target):
                 if not facts["alike"]:
-                    described, parts = self._state.describe(own=True)
-                written = write(folder, self._state.rank, parts)
+                    described, shards = self._state.describe(own=True)
+                written = write_shards(folder, self._state.rank, shards)
                 if not facts["alike"]:
                     name = rank_file(self._state.rank)
                     written[name] = _write_json(folder / name, described)
@@ -133,7 +133,7 @@ class Checkpoints:
         if path is None:
             return
         state = self._state
-        with Stored(path, state.rank, state.ranks) as stored:
+        with ShardReader(path, state.rank, state.ranks) as reader:
             with agreed(self._accelerator, f"reading {path.name}"):
                 facts = compare(path, self._recipe, self._active, self._data)
                 if not 0 < facts["step"] <= self._steps:
@@ -141,8 +141,8 @@ class Checkpoints:
                         f"{path / 'state.json'}: is of step {facts['step']}, and the run has "
                         f"{self._steps}; go on from another checkpoint (--resume-from)"
                     )
-                state.restore(stored, *read_description(path, facts, state))
-            state.update_copies(stored)
+                state.restore(reader, *read_description(path, facts, state))
+            state.update_copies(reader)
         self.saved = int(facts["step"])
 
 

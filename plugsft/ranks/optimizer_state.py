@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
 from ..model.tensor_shards import TensorShard, shard_of
-from .shard_files import Stored, dtype_name, widens
+from .shard_files import ShardReader, dtype_name, widens
 
 STATES = "optimizer"
 USUAL = ("state", "param_groups")
@@ -37,7 +37,7 @@ CURE = "resume with the launcher and the number of ranks that wrote it"
 
 @dataclass
 class Describer:
-    """Describes values, and collects the parts of their tensors."""
+    """Describes values, and collects the shards of their tensors."""
 
     rank: int
     device: torch.device
@@ -45,7 +45,7 @@ class Describer:
     """Whether weights are sharded."""
     own: bool = False
     """Whether each rank describes and writes its own tensors."""
-    parts: dict[str, TensorShard] = field(default_factory=dict)
+    shards: dict[str, TensorShard] = field(default_factory=dict)
 
     def value(self, value: Any, name: str, weight: Tensor | None = None) -> Any:
         """Describe a value of the state of a weight, or of a parameter group."""
@@ -77,8 +77,8 @@ class Describer:
             return {"object": "DTensor with unknown placements"}
         own = divided == "rank" or (self.own and not isinstance(tensor, DTensor))
         stored = f"rank-{self.rank}/{name}" if own else name
-        part = shard_of(tensor.contiguous())
-        self.parts[stored] = TensorShard(part.values, part.start, part.shape, own)
+        shard = shard_of(tensor.contiguous())
+        self.shards[stored] = TensorShard(shard.values, shard.start, shard.shape, own)
         # Its shape differs between ranks, and their descriptions must be equal.
         shape = {"shape": None} if divided == "rank" else {}
         return described | shape | {"divided": divided, "name": name}
@@ -117,7 +117,7 @@ class Describer:
 class Restorer:
     """Restores values from their descriptions and a checkpoint's tensors."""
 
-    stored: Stored
+    reader: ShardReader
     rank: int
     device: torch.device
     mesh: DeviceMesh | None
@@ -143,7 +143,7 @@ class Restorer:
             inner = described["dict"].items()
             return {key: self.value(item, f"{where}/{key}", weight) for key, item in inner}
         raise CheckpointError(
-            f"{self.stored.folder}: {where} was a {described['object']}, which checkpoints cannot "
+            f"{self.reader.folder}: {where} was a {described['object']}, which checkpoints cannot "
             "store: this optimizer cannot be resumed; start again in another output folder"
         )
 
@@ -163,7 +163,7 @@ class Restorer:
         if divided == "weight":
             assert weight is not None
             if tuple(described["shape"]) != tuple(weight.shape):
-                raise self.stored.mismatch(name)
+                raise self.reader.mismatch(name)
             tensor = torch.empty_like(
                 weight, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format
             )
@@ -175,17 +175,17 @@ class Restorer:
                 placements=[PLACEMENTS[divided]],
             )
         else:
-            shape = self.stored.shape_of(stored) if divided == "rank" else described["shape"]
+            shape = self.reader.shape_of(stored) if divided == "rank" else described["shape"]
             tensor = torch.empty(shape, dtype=dtype, device=device)
         if math.prod(tensor.shape):
-            self.stored.fill(stored, shard_of(tensor))
+            self.reader.fill(stored, shard_of(tensor))
         return tensor
 
     def ensure_class(self, was: str | None, optimizer: Optimizer) -> None:
         """Refuse the state of another optimizer."""
         if was not in (None, now := type(optimizer).__name__):
             raise CheckpointError(
-                f"{self.stored.folder}: the optimizer was {was} and is {now}, which cannot read "
+                f"{self.reader.folder}: the optimizer was {was} and is {now}, which cannot read "
                 "its state; use the former, or train the model of this checkpoint (plugsft export "
                 "makes it) in another output folder"
             )
@@ -207,7 +207,7 @@ class Restorer:
         """Restore the values of parameter groups; settings that were changed since stay changed."""
         if len(described["groups"]) != len(groups):
             raise CheckpointError(
-                f"{self.stored.folder}: the optimizer had {len(described['groups'])} parameter "
+                f"{self.reader.folder}: the optimizer had {len(described['groups'])} parameter "
                 f"groups and has {len(groups)}; make the same groups again"
             )
         columns = zip(groups, described["groups"], described["initial"], initial, strict=True)
@@ -222,7 +222,7 @@ class Restorer:
                         group[key] = _placed(self.value(value, where), group.get(key))
                 elif not _same(value, began.get(key)):
                     raise CheckpointError(
-                        f"{self.stored.folder}: the optimizer's {where} changes in training; its "
+                        f"{self.reader.folder}: the optimizer's {where} changes in training; its "
                         f"initial value was {began.get(key)!r} and is {begins.get(key)!r} now; "
                         "undo that change"
                     )
@@ -233,7 +233,7 @@ class Restorer:
         fits = whole if divided == "whole" else divided != "rank" and not self.joined
         if not (divided == "weight" or self.same or fits):
             raise CheckpointError(
-                f"{self.stored.folder}: the optimizer's {where} has another shape than its weight "
+                f"{self.reader.folder}: the optimizer's {where} has another shape than its weight "
                 f"and cannot be resharded exactly: {CURE}"
             )
 
@@ -291,38 +291,38 @@ def widened(described: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
     return {**described, "tensor": dtype_name(now)} if follows else described
 
 
-def old_description(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
+def old_description(reader: ShardReader, optimizer: Optimizer) -> dict[str, Any]:
     """Describe a checkpoint of the first format from its files alone."""
     # Only with these options does torch put counters on the device.
     fast = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     weights = {
         name: {
-            "dtype": dtype_name(stored.dtypes[f"model/{name}"]),
-            "shape": stored.shapes[f"model/{name}"],
+            "dtype": dtype_name(reader.dtypes[f"model/{name}"]),
+            "shape": reader.shapes[f"model/{name}"],
         }
-        for name in sorted(stored.of("model"))
+        for name in sorted(reader.of("model"))
     }
     states: dict[str, dict[str, Any]] = {}
-    for path in sorted(stored.of(STATES)):
+    for path in sorted(reader.of(STATES)):
         name, _, key = path.rpartition("/")
         stored_name = f"{STATES}/{path}"
-        shape = stored.shapes[stored_name]
-        leaf: dict[str, Any] = {"tensor": dtype_name(stored.dtypes[stored_name]), "shape": shape}
+        shape = reader.shapes[stored_name]
+        leaf: dict[str, Any] = {"tensor": dtype_name(reader.dtypes[stored_name]), "shape": shape}
         if not shape:
-            value = torch.empty(1, dtype=stored.dtypes[stored_name])
-            stored.fill(stored_name, TensorShard(value, 0, ()))
+            value = torch.empty(1, dtype=reader.dtypes[stored_name])
+            reader.fill(stored_name, TensorShard(value, 0, ()))
             leaf |= {"values": value.item(), "host": not fast}
         else:
             alike = name in weights and shape == weights[name]["shape"]
-            other = "whole" if stored.writers == 1 else "rank"
+            other = "whole" if reader.writers == 1 else "rank"
             leaf |= {"divided": "weight" if alike else other, "name": stored_name}
         states.setdefault(name, {})[key] = leaf
-    ensure_complete(stored, states, weights)
+    ensure_complete(reader, states, weights)
     return {"weights": weights, "optimizer": {"states": states}}
 
 
 def ensure_complete(
-    stored: Stored, states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Any]
+    reader: ShardReader, states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Any]
 ) -> None:
     """Refuse a checkpoint of the first format that lacks some state of a parameter."""
     kinds: dict[int, set[str]] = {}
@@ -330,4 +330,4 @@ def ensure_complete(
         kinds.setdefault(len(weights.get(name, {"shape": ()})["shape"]), set()).update(state)
     for name, state in states.items():
         if missing := kinds[len(weights.get(name, {"shape": ()})["shape"])] - {*state}:
-            raise stored.mismatch(f"{STATES}/{name}/{min(missing)}")
+            raise reader.mismatch(f"{STATES}/{name}/{min(missing)}")

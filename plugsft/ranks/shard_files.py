@@ -1,7 +1,7 @@
-"""Tensors on disk as parts, written and read by any number of ranks.
+"""Tensors on disk as shards, written and read by any number of ranks.
 
-A part is a range of the flattened tensor: all of it (one process, DDP), rows (FSDP2), or numbers
-(ZeRO-3). Files hold parts and their offsets, so any number of ranks can read what any other number
+A shard is a range of the flattened tensor: all of it (one process, DDP), rows (FSDP2), or numbers
+(ZeRO-3). Files hold shards and their offsets, so any number of ranks can read what any other number
 wrote. Nothing is pickled, and no rank needs whole tensors.
 """
 
@@ -22,7 +22,7 @@ from ..base.errors import CheckpointError
 from ..model.tensor_shards import TensorShard
 
 PLACES = "places"
-"""Key in a file's metadata: each part's offset and the shape of its whole tensor."""
+"""Key in a file's metadata: each shard's offset and the shape of its whole tensor."""
 FILE_BYTES = 2**30
 """Approximate bytes of a file; saving needs this much more memory."""
 MAX_OPEN = 256
@@ -30,23 +30,23 @@ MAX_OPEN = 256
 FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
 
 
-def write(folder: Path, rank: int, parts: Mapping[str, TensorShard]) -> dict[str, Stamp]:
-    """Write this rank's parts and sync them; return the files' stamps.
+def write_shards(folder: Path, rank: int, shards: Mapping[str, TensorShard]) -> dict[str, Stamp]:
+    """Write this rank's shards and sync them; return the files' stamps.
 
     Whole tensors are written by the first rank.
     """
     owned = [
-        (name, part)
-        for name, part in parts.items()
-        if part.values.numel() and (rank == 0 or part.own or not part.whole)
+        (name, shard)
+        for name, shard in shards.items()
+        if shard.values.numel() and (rank == 0 or shard.own or not shard.whole)
     ]
     stamps = {}
     for number, batch in enumerate(_batches(owned)):
-        places = {name: (part.start, part.shape) for name, part in batch}
+        places = {name: (shard.start, shard.shape) for name, shard in batch}
         path = folder / f"rank-{rank:05d}-{number:03d}.safetensors"
         save_file(
             # A copy on the host: safetensors refuses views of one piece of memory.
-            {name: part.values.to("cpu", copy=True) for name, part in batch},
+            {name: shard.values.to("cpu", copy=True) for name, shard in batch},
             path,
             {PLACES: json.dumps(places)},
         )
@@ -55,23 +55,23 @@ def write(folder: Path, rank: int, parts: Mapping[str, TensorShard]) -> dict[str
     return stamps
 
 
-def _batches(parts: Iterable[tuple[str, TensorShard]]) -> Iterator[list[tuple[str, TensorShard]]]:
+def _batches(shards: Iterable[tuple[str, TensorShard]]) -> Iterator[list[tuple[str, TensorShard]]]:
     batch: list[tuple[str, TensorShard]] = []
     size = 0
-    for name, part in parts:
-        if batch and size + part.values.nbytes > FILE_BYTES:
+    for name, shard in shards:
+        if batch and size + shard.values.nbytes > FILE_BYTES:
             yield batch
             batch, size = [], 0
-        batch.append((name, part))
-        size += part.values.nbytes
+        batch.append((name, shard))
+        size += shard.values.nbytes
     if batch:
         yield batch
 
 
-class Stored:
-    """The tensors of a checkpoint, read in parts.
+class ShardReader:
+    """The tensors of a checkpoint, read in shards.
 
-    Files are opened one by one until all parts of a tensor are found. A rank begins with the
+    Files are opened one by one until all shards of a tensor are found. A rank begins with the
     files of the rank with the same shard, so that it opens few of a thousand.
     """
 
@@ -79,10 +79,10 @@ class Stored:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._parts: dict[str, list[tuple[int, int, Path]]] = {}
-        """Tensor -> begin, end and file of each of its parts."""
-        reader: Any = safe_open
-        self._open = lru_cache(MAX_OPEN)(lambda path: reader(path, "pt"))
+        self._shards: dict[str, list[tuple[int, int, Path]]] = {}
+        """Tensor -> begin, end and file of each of its shards."""
+        open_file: Any = safe_open
+        self._open = lru_cache(MAX_OPEN)(lambda path: open_file(path, "pt"))
         writers = {
             match[0]: int(match[1]) for match in map(FILE.fullmatch, _files(folder)) if match
         }
@@ -98,23 +98,23 @@ class Stored:
     def __exit__(self, *_: object) -> None:
         self._open.cache_clear()
 
-    def fill(self, name: str, part: TensorShard, exact: bool = True) -> None:
-        """Fill a part from the files; exactly, or rounded to the part's type."""
-        begin, end = part.start, part.start + part.values.numel()
+    def fill(self, name: str, shard: TensorShard, exact: bool = True) -> None:
+        """Fill a shard from the files; exactly, or rounded to the shard's type."""
+        begin, end = shard.start, shard.start + shard.values.numel()
         filled = 0
-        for start, stop, path in self._parts_of(name):
+        for start, stop, path in self._shards_of(name):
             low, high = max(begin, start), min(end, stop)
-            if self.shapes[name] != part.shape:
+            if self.shapes[name] != shard.shape:
                 raise self.mismatch(name)
             if low < high:
                 values: Tensor = self._open(path).get_slice(name)[low - start : high - start]
-                if exact and not widens(values.dtype, part.values.dtype):
+                if exact and not widens(values.dtype, shard.values.dtype):
                     raise CheckpointError(
                         f"{self.folder}: {name} is {dtype_name(values.dtype)} there and would be "
-                        f"rounded to {dtype_name(part.values.dtype)} here; resume with the "
+                        f"rounded to {dtype_name(shard.values.dtype)} here; resume with the "
                         "precision and the launcher that wrote it"
                     )
-                part.values[low - begin : high - begin].copy_(values)
+                shard.values[low - begin : high - begin].copy_(values)
                 filled += high - low
             if filled == end - begin:
                 return
@@ -127,7 +127,7 @@ class Stored:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        if next(self._parts_of(name), None) is None:
+        if next(self._shards_of(name), None) is None:
             raise self.mismatch(name)
         return self.shapes[name]
 
@@ -146,13 +146,13 @@ class Stored:
             "or other weights of it were trained"
         )
 
-    def _parts_of(self, name: str) -> Iterator[tuple[int, int, Path]]:
-        """Yield the parts of a tensor; read more files' headers when needed."""
+    def _shards_of(self, name: str) -> Iterator[tuple[int, int, Path]]:
+        """Yield the shards of a tensor; read more files' headers when needed."""
         number = 0
         while True:
-            parts = self._parts.get(name, [])
-            if number < len(parts):
-                yield parts[number]
+            shards = self._shards.get(name, [])
+            if number < len(shards):
+                yield shards[number]
                 number += 1
             elif not self._read_next():
                 return
@@ -165,7 +165,7 @@ class Stored:
         file = self._open(path)
         for name, (start, shape) in json.loads(file.metadata()[PLACES]).items():
             values = file.get_slice(name)
-            self._parts.setdefault(name, []).append((start, start + values.get_shape()[0], path))
+            self._shards.setdefault(name, []).append((start, start + values.get_shape()[0], path))
             self.shapes[name] = tuple(shape)
             self.dtypes[name] = values[:0].dtype
         return True

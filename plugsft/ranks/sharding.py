@@ -107,13 +107,13 @@ def _read_rows(model: Any, accelerator: Accelerator, names: dict[str, str], load
         for name, tensor in present.items():
             tensors[name].copy_(tensor)
         for name, stored in names.items():
-            part = shard_of(tensors[name])
+            shard = shard_of(tensors[name])
             row = tensors[name][:1].numel()
-            start, stop = part.start // row, (part.start + part.values.numel()) // row
-            part.values.copy_(weights.rows(stored, start, stop).reshape(-1))
-    parts = {stored: shard_of(tensors[name]) for name, stored in names.items()}
+            start, stop = shard.start // row, (shard.start + shard.values.numel()) // row
+            shard.values.copy_(weights.rows(stored, start, stop).reshape(-1))
+    shards = {stored: shard_of(tensors[name]) for name, stored in names.items()}
     with agreed(accelerator, "comparing the model with its files"):
-        load.compare_with_files(parts, accelerator.process_index)
+        load.compare_with_files(shards, accelerator.process_index)
 
 
 def _scatter_weights(
@@ -130,9 +130,9 @@ def _scatter_weights(
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if accelerator.is_main_process:
                     parameter.copy_(weights.rows(stored, 0, parameter.ds_shape[0]))
-    parts = {stored: local_shard(tensors[name]) for name, stored in names.items()}
+    shards = {stored: local_shard(tensors[name]) for name, stored in names.items()}
     with agreed(accelerator, "comparing the model with its files"):
-        load.compare_with_files(parts, accelerator.process_index)
+        load.compare_with_files(shards, accelerator.process_index)
 
 
 def _copy_float32_weights(model: Module, names: dict[str, str], load: Load) -> None:
@@ -147,15 +147,15 @@ def _copy_float32_weights(model: Module, names: dict[str, str], load: Load) -> N
         return
     with torch.no_grad(), load.weights() as weights:
         for name, parameter in tensors.items():
-            part, row = local_shard(parameter), math.prod(parameter.ds_shape[1:])
-            if not part.values.numel():
+            shard, row = local_shard(parameter), math.prod(parameter.ds_shape[1:])
+            if not shard.values.numel():
                 continue
-            first, stop = part.start // row, part.start + part.values.numel()
+            first, stop = shard.start // row, shard.start + shard.values.numel()
             rows = weights.rows(names[name], first, -(-stop // row))
             if rows.dtype == torch.float32:
                 values = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
-                shard = rows.reshape(-1)[part.start - first * row : stop - first * row]
-                values.view(-1)[: len(shard)].copy_(shard)
+                exact = rows.reshape(-1)[shard.start - first * row : stop - first * row]
+                values.view(-1)[: len(exact)].copy_(exact)
                 access.safe_set_local_fp32_param(parameter, values)
 
 

@@ -27,7 +27,7 @@ from .optimizer_state import (
     old_description,
     widened,
 )
-from .shard_files import Stored, dtype_name
+from .shard_files import ShardReader, dtype_name
 
 WEIGHTS = "model"
 
@@ -67,15 +67,15 @@ class TrainState:
         return {"kind": "whole" if self._mesh() is None else "rows", "ranks": self.ranks}
 
     def describe(self, own: bool = False) -> tuple[dict[str, Any], dict[str, TensorShard]]:
-        """Return a description of trained weights and optimizer state, and their parts.
+        """Return a description of trained weights and optimizer state, and their shards.
 
         With `own`, each rank writes its own copy of unsharded state.
         """
         sharded = self.sharding()["kind"] != "whole"
         describer, weights = Describer(self.rank, self._device, sharded, own), {}
         for name, parameter in self.parameters().items():
-            part = describer.parts[f"{WEIGHTS}/{name}"] = self.part(parameter)
-            weights[name] = {"dtype": dtype_name(part.values.dtype), "shape": part.shape}
+            shard = describer.shards[f"{WEIGHTS}/{name}"] = self.shard(parameter)
+            weights[name] = {"dtype": dtype_name(shard.values.dtype), "shape": shard.shape}
         optimizer = {
             "class": type(self._base).__name__,
             "states": self._describe_states(describer),
@@ -84,25 +84,25 @@ class TrainState:
             "shared": describer.shared(self._base),
             "extra": describer.extra(self._base),
         }
-        return {"weights": weights, "optimizer": optimizer}, describer.parts
+        return {"weights": weights, "optimizer": optimizer}, describer.shards
 
     def restore(
-        self, stored: Stored, described: dict[str, Any] | None, same: bool, own: bool
+        self, reader: ShardReader, described: dict[str, Any] | None, same: bool, own: bool
     ) -> None:
         """Restore model and optimizer from a checkpoint, without collectives.
 
         A checkpoint of the first format has no description. `same`: tensors are sharded as in the
         checkpoint. `own`: the description is only this rank's.
         """
-        described, named = described or old_description(stored, self._base), self.parameters()
-        ensure_same_parameters(stored, named, {*described["weights"]})
+        described, named = described or old_description(reader, self._base), self.parameters()
+        ensure_same_parameters(reader, named, {*described["weights"]})
         restorer = Restorer(
-            stored, self.rank, self._device, self._mesh(), same, own, joined=self.joined
+            reader, self.rank, self._device, self._mesh(), same, own, joined=self.joined
         )
         optimizer = described["optimizer"]
         restorer.ensure_class(optimizer.get("class"), self._base)
         with torch.no_grad():
-            self._restore_weights(stored, named)
+            self._restore_weights(reader, named)
             types = {
                 name: dtype_named(entry["dtype"]) for name, entry in described["weights"].items()
             }
@@ -111,7 +111,7 @@ class TrainState:
             restorer.shared(optimizer.get("shared", {}), self._base)
             if "groups" in optimizer:
                 restorer.groups(optimizer, self._base.param_groups, self._initial)
-        now = {name: self.part(parameter).values.dtype for name, parameter in named.items()}
+        now = {name: self.shard(parameter).values.dtype for name, parameter in named.items()}
         if changed := {(types[name], now[name]) for name in named if types[name] != now[name]}:
             was, becomes = next(iter(changed))
             say(
@@ -119,11 +119,11 @@ class TrainState:
                 f"{dtype_name(becomes)}, as do optimizer states of the same type"
             )
 
-    def update_copies(self, stored: Stored) -> None:
+    def update_copies(self, reader: ShardReader) -> None:
         """Update other copies of the restored weights, on all ranks together."""
 
-    def part(self, parameter: Any) -> TensorShard:
-        """Return this rank's part of a parameter."""
+    def shard(self, parameter: Any) -> TensorShard:
+        """Return this rank's shard of a parameter."""
         return shard_of(parameter)
 
     def whole(self, parameter: Any) -> Tensor:
@@ -146,15 +146,15 @@ class TrainState:
                 }
         return states
 
-    def _restore_weights(self, stored: Stored, named: dict[str, Any]) -> None:
-        fill_weights(stored, named)
+    def _restore_weights(self, reader: ShardReader, named: dict[str, Any]) -> None:
+        fill_weights(reader, named)
 
     def _restore_states(
         self, restorer: Restorer, states: dict[str, Any], types: dict[str, torch.dtype]
     ) -> None:
         named = self.parameters(trained=False)
         if strange := {*states} - {*named}:
-            raise restorer.stored.mismatch(f"{STATES}/{min(strange)}")
+            raise restorer.reader.mismatch(f"{STATES}/{min(strange)}")
         for name, parameter in named.items():
             self._base.state.pop(parameter, None)
             if name in states:
@@ -173,20 +173,20 @@ def state_name(name: str, key: str) -> str:
     return f"state '{key}' of {name}"
 
 
-def ensure_same_parameters(stored: Stored, named: dict[str, Any], weights: set[str]) -> None:
+def ensure_same_parameters(reader: ShardReader, named: dict[str, Any], weights: set[str]) -> None:
     """Refuse a checkpoint in which other parameters were trained."""
     if differing := {*named} ^ weights:
-        raise stored.mismatch(min(differing))
+        raise reader.mismatch(min(differing))
 
 
-def fill_weights(stored: Stored, named: dict[str, Any], exact: bool = True) -> None:
+def fill_weights(reader: ShardReader, named: dict[str, Any], exact: bool = True) -> None:
     """Read whole parameters, or under FSDP2 this rank's rows."""
     for name, parameter in named.items():
-        stored.fill(f"{WEIGHTS}/{name}", shard_of(parameter), exact)
+        reader.fill(f"{WEIGHTS}/{name}", shard_of(parameter), exact)
 
 
 class ZeroTrainState(TrainState):
-    """DeepSpeed's shards: equal parts of each flat float32 tensor, the last padded.
+    """DeepSpeed's shards: equal pieces of each flat float32 tensor, the last padded.
 
     The forward pass reads other copies, in the model's type; small tensors are whole on each rank.
     """
@@ -209,10 +209,10 @@ class ZeroTrainState(TrainState):
         joined = [parameter.numel() for parameter in self._zero.fp32_partitioned_groups_flat]
         return {"kind": "numbers", "ranks": self.ranks, "joined": joined}
 
-    def part(self, parameter: Any) -> TensorShard:
-        """Return this rank's part of a parameter."""
+    def shard(self, parameter: Any) -> TensorShard:
+        """Return this rank's shard of a parameter."""
         trained = parameter.requires_grad
-        return self._shard_of(
+        return self._zero_shard(
             parameter,
             self._access.safe_get_local_fp32_param(parameter) if trained else parameter.ds_tensor,
         )
@@ -224,7 +224,7 @@ class ZeroTrainState(TrainState):
         with self._deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()  # type: ignore[no-any-return]
 
-    def update_copies(self, stored: Stored) -> None:
+    def update_copies(self, reader: ShardReader) -> None:
         """Update other copies of the restored weights, on all ranks together."""
         for name, parameter in self.parameters().items():
             with (
@@ -232,7 +232,7 @@ class ZeroTrainState(TrainState):
                 self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
             ):
                 if self.rank == 0:
-                    stored.fill(f"{WEIGHTS}/{name}", shard_of(parameter.data), exact=False)
+                    reader.fill(f"{WEIGHTS}/{name}", shard_of(parameter.data), exact=False)
 
     def _flat_tensor_of(self, parameter: Any) -> tuple[int, Tensor]:
         """Return the number and values of the flat tensor of a parameter."""
@@ -263,18 +263,18 @@ class ZeroTrainState(TrainState):
         """Describe a state with the shape of its parameter."""
         stored = f"{STATES}/{name}/{key}"
         read = self._access.safe_get_local_optimizer_state
-        part = describer.parts[stored] = self._shard_of(parameter, read(parameter, key))
+        shard = describer.shards[stored] = self._zero_shard(parameter, read(parameter, key))
         return {
             "tensor": dtype_name(value.dtype),
-            "shape": part.shape,
+            "shape": shard.shape,
             "divided": "weight",
             "name": stored,
         }
 
-    def _restore_weights(self, stored: Stored, named: dict[str, Any]) -> None:
+    def _restore_weights(self, reader: ShardReader, named: dict[str, Any]) -> None:
         for name, parameter in named.items():
             values = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
-            stored.fill(f"{WEIGHTS}/{name}", self._shard_of(parameter, values))
+            reader.fill(f"{WEIGHTS}/{name}", self._zero_shard(parameter, values))
             self._access.safe_set_local_fp32_param(parameter, values)
 
     def _restore_states(
@@ -291,7 +291,7 @@ class ZeroTrainState(TrainState):
             counts = {k: None if is_divided(value) else value for k, value in state.items()}
             if json.dumps(groups.setdefault(number, counts)) != json.dumps(counts):
                 raise CheckpointError(
-                    f"{restorer.stored.folder}: the optimizer's state of {name} differs from that "
+                    f"{restorer.reader.folder}: the optimizer's state of {name} differs from that "
                     f"of other weights, and under ZeRO-3 they share it; {CURE}"
                 )
             if number not in seen:
@@ -306,10 +306,10 @@ class ZeroTrainState(TrainState):
                 if key not in flat_state:
                     flat_state[key] = torch.zeros_like(joined, dtype=dtype)
                 values = torch.zeros_like(parameter.ds_tensor, dtype=dtype)
-                restorer.stored.fill(value["name"], self._shard_of(parameter, values))
+                restorer.reader.fill(value["name"], self._zero_shard(parameter, values))
                 self._access.safe_set_local_optimizer_state(parameter, values, key)
 
-    def _shard_of(self, parameter: Any, values: Tensor) -> TensorShard:
+    def _zero_shard(self, parameter: Any, values: Tensor) -> TensorShard:
         start = self.rank * parameter.ds_tensor.ds_numel
         size = max(0, min(values.numel(), parameter.ds_numel - start))
         return TensorShard(values[:size], start, tuple(parameter.ds_shape))

@@ -16,7 +16,7 @@ from ...data.load_tokenizer import end_generation, load_tokenizer
 from ...model.defaults import ModelDefaults
 from ...model.load import make_load
 from ...ranks.launch import silence_libraries
-from ...ranks.shard_files import Stored
+from ...ranks.shard_files import ShardReader
 from ...ranks.train_state import WEIGHTS, ensure_same_parameters, fill_weights
 from ...registry.active import check, load
 
@@ -40,9 +40,9 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
         tokenizer = load_tokenizer(recipe.model, words)
         model: Any = hook.optimize_model(load=make_load(recipe.model, scratch))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    with torch.no_grad(), Stored(path) as stored:
-        ensure_same_parameters(stored, trained, stored.of(WEIGHTS))
-        fill_weights(stored, trained, exact=False)
+    with torch.no_grad(), ShardReader(path) as reader:
+        ensure_same_parameters(reader, trained, reader.of(WEIGHTS))
+        fill_weights(reader, trained, exact=False)
     end_generation(model, tokenizer)
     with publish(target) as building:
         model.save_pretrained(building)
