@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from plugsft.lab.tune.run import capacities, micro_batches, with_own
 from plugsft.lab.tune.search import Probe, Search, Setting
+from plugsft.lab.tune.sizes import capacities, micro_batches, with_own
 
 START = 8.0
 """Seconds that a probe takes besides its steps; these take as long, at the best speed."""

@@ -28,8 +28,9 @@ from plugsft.base.machine import look
 from plugsft.batches.plan import shuffle
 from plugsft.lab.trials.runner import trials
 from plugsft.lab.tune.edit_recipe import edit, ensure_free, read_body, write_edited
-from plugsft.lab.tune.run import Tuning, choose_steps
+from plugsft.lab.tune.run import Tuning
 from plugsft.lab.tune.search import Setting
+from plugsft.lab.tune.sizes import choose_steps
 from plugsft.registry.active import load
 from plugsft.tokens.store import Tokens
 

@@ -79,9 +79,15 @@ def bench(
     tolerance: Tolerance = 0.05,
 ) -> None:
     """Measure what each plugin costs and brings: alone, and left out of all, in fresh processes."""
-    from ..lab.bench import run as bench
+    from ..output.folder import ensure_inputs
+    from ..registry.active import load
 
-    options = bench.Options(
+    loaded, active = load(recipe, overrides or [], without or [])
+    ensure_inputs(loaded, recipe)
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from ..lab.bench import run as lab
+
+    options = lab.Options(
         rounds=rounds,
         steps=steps,
         warmup=warmup,
@@ -96,4 +102,4 @@ def bench(
         against=against,
         tolerance=tolerance,
     )
-    bench.bench(recipe, overrides or [], without or [], options)
+    lab.bench(loaded, active, recipe, options)

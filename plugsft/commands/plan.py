@@ -33,7 +33,12 @@ def plan(
     ] = False,
 ) -> None:
     """Forecast memory on any GPUs, without weights; say what fits, or what to change."""
+    from ..output.folder import ensure_inputs
+    from ..registry.active import load
+
+    loaded, active = load(recipe, overrides or [], without or [])
+    ensure_inputs(loaded, recipe)
+    # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab.forecast import run as forecast
 
-    options = forecast.Options(gpus, memory, gpu, probe)
-    forecast.plan(recipe, overrides or [], without or [], options)
+    forecast.plan(loaded, active, recipe, forecast.Options(gpus, memory, gpu, probe))

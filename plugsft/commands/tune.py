@@ -33,6 +33,13 @@ def tune(
     ] = None,
 ) -> None:
     """Find the fastest micro-batch or capacity that fits, by measure; write the recipe with it."""
-    from ..lab.tune import run as tune
+    from ..output.folder import ensure_inputs
+    from ..registry.active import load
 
-    tune.tune(recipe, overrides or [], without or [], memory, steps, launch, to)
+    loaded, active = load(recipe, overrides or [], without or [])
+    ensure_inputs(loaded, recipe)
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from ..lab.tune import run as lab
+
+    options = lab.Options(overrides or [], without or [], memory, steps, launch, to)
+    lab.tune(loaded, active, recipe, options)

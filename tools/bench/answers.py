@@ -24,6 +24,9 @@ def commands(folder: Path) -> dict[str, tuple[float, list[str]]]:
     return {
         "misspelt key": (0.6, [quickstart, output, "train.batchsize=4"]),
         "misspelt option of a plugin": (0.6, [tulu, output, "plugins.lora.rr=4"]),
+        "misspelt key, bench": (0.6, ["bench", quickstart, "train.batchsize=4"]),
+        "misspelt key, tune": (0.6, ["tune", quickstart, "train.batchsize=4"]),
+        "misspelt key, plan": (0.6, ["plan", quickstart, "train.batchsize=4"]),
         "show": (1.0, ["show", tulu]),
         "plugins": (1.0, ["plugins", tulu]),
         "check": (2.0, ["check", quickstart, output]),

@@ -15,10 +15,10 @@ import tomli_w
 from ...base.atomic import write_text
 from ...base.console import format_count, progress, say
 from ...base.errors import PlugsftError, RecipeError
-from ...output.folder import ensure_inputs, ensure_page
+from ...output.folder import ensure_page
 from ...recipe.parse import value_of
 from ...recipe.tables import Recipe
-from ...registry import active as registry
+from ...registry.active import Active
 from ..trials.runner import Trial, TrialRunner, run_process, trials, with_changes
 from .contenders import Contenders, choose_contenders, key
 from .page import write_page
@@ -62,12 +62,10 @@ class Regressed(PlugsftError):
     exit_code = 1
 
 
-def bench(path: Path, overrides: Sequence[str], without: Sequence[str], options: Options) -> None:
+def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     """Measure each plugin alone and left out, in fresh processes, in rounds."""
     if "RANK" in os.environ:
         raise RecipeError('bench starts ranks by itself: run it with --launch "accelerate launch"')
-    recipe, active = registry.load(path, overrides, without)
-    ensure_inputs(recipe, path)
     line = choose_contenders(active, options.keep, options.only)
     for text in options.instead:
         name, _, change = text.partition(":")

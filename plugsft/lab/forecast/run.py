@@ -12,10 +12,9 @@ from ...base.console import out, parse_size, progress, say
 from ...base.errors import PlugsftError, did_you_mean
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
-from ...output.folder import ensure_inputs
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
-from ...registry import active as registry
+from ...registry.active import Active
 from .cluster import GB, GPU_MEMORY, PER_MACHINE, Cluster, this_device
 from .forecaster import Forecast, Forecaster, Traced, choose, probe, suggest
 from .strategies import SINGLE, Strategy
@@ -34,11 +33,9 @@ class Options:
     probe: bool
 
 
-def plan(path: Path, overrides: Sequence[str], without: Sequence[str], options: Options) -> None:
+def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     """Forecast the memory of each strategy; where nothing fits, find changes that would."""
     machines, per_machine = parse_gpus(options.gpus)
-    recipe, active = registry.load(path, overrides, without)
-    ensure_inputs(recipe, path)
     cluster = cluster_of(options, machines, per_machine)
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
     with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.name_failing_plugin():

@@ -1,40 +1,32 @@
 """`plugsft tune`: the micro-batch, or the capacity of a packed one, that trains fastest here."""
 
-import math
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.text import Text
 
 from ...base.console import format_size, out, parse_size, say
 from ...base.errors import PlugsftError, RecipeError
 from ...base.machine import look
-from ...base.types import Ints
-from ...batches.plan import shuffle
-from ...output.folder import ensure_inputs
 from ...ranks.precision import on_cpu
 from ...recipe.parse import flatten, read
 from ...recipe.tables import Recipe
-from ...registry.active import load
-from ...tokens.store import Tokens
+from ...registry.active import Active
 from ..bench.timing import machine_facts, machine_line
 from ..trials.runner import Trial, TrialRunner, trials
 from .edit_recipe import ensure_free, write_edited
 from .search import NEAR_BEST, Probe, Search, Setting
+from .sizes import capacities, choose_steps, lengths_of, micro_batches, with_own
 
 WARMUP = 2
 """Steps before those that are measured; memory peaks in them."""
 MARGIN = 0.05
 """Share of the memory that stays free: not every step of a run is tried."""
-MIN_RATIO = 1.25
-"""Least ratio of two neighbouring sizes."""
-CAPACITY_RATIO = math.sqrt(2)
-"""Ratio of two neighbouring capacities."""
 PACKED, PADDED = "plugins.bfd_packing.capacity", "train.micro_batch"
 CHECKPOINTING = "plugins.gradient_checkpointing"
 
@@ -45,47 +37,55 @@ class Interrupted(PlugsftError):
     exit_code = 130
 
 
-def tune(
-    path: Path,
-    overrides: Sequence[str],
-    without: Sequence[str],
-    memory: str | None,
-    steps: int,
-    launch: str,
-    to: Path | None,
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """The options of the command."""
+
+    overrides: Sequence[str]
+    without: Sequence[str]
+    memory: str | None
+    steps: int
+    launch: str
+    to: Path | None
+
+
+def tune(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     """Find the fastest size by probes in fresh processes; write the recipe with it."""
     if "RANK" in os.environ:
         raise RecipeError('tune starts ranks by itself: run it with --launch "accelerate launch"')
-    limit = parse_size(memory, "--memory") if memory else 0
-    target = ensure_free(path, to)
-    recipe, active = load(path, overrides, without)
-    ensure_inputs(recipe, path)
-    tuning = Tuning(recipe, limit, steps)
+    limit = parse_size(options.memory, "--memory") if options.memory else 0
+    target = ensure_free(path, options.to)
+    tuning = Tuning(recipe, limit, options.steps)
     try:
-        with trials(recipe, active, launch) as runner:
+        with trials(recipe, active, options.launch) as runner:
             tuning.run(runner)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped, and nothing written; {tuning.so_far()}") from None
-    best, why = tuning.conclude()
-    for line in why:
+    best, reasons = tuning.conclude()
+    for line in reasons:
         say(line)
     if best == tuning.own:
         say("nothing is written: the recipe is as good as any")
         return
-    before, now = flatten(read(path)), read(path, overrides)
-    changes: dict[str, Any] = {f"plugins.{name}.enabled": False for name in without}
-    changes |= {key: value for key, value in flatten(now).items() if before.get(key) != value}
+    heading = f"plugsft tune {shlex.join([str(path), *options.overrides])}: {date.today()}, "
+    comments = [heading + machine_line(machine_facts()), *reasons]
+    if not write_edited(path, target, changes_of(tuning, best, path, options), comments):
+        say(f"warning: {path}: its comments are lost")
+    say(f"written: {target}")
+
+
+def changes_of(tuning: "Tuning", best: Setting, path: Path, options: Options) -> dict[str, Any]:
+    """Return the keys to set in the recipe's file: the command line's, then the best setting's."""
+    in_file, tables = flatten(read(path)), read(path, options.overrides)
+    changes: dict[str, Any] = {f"plugins.{name}.enabled": False for name in options.without}
+    changes |= {key: value for key, value in flatten(tables).items() if in_file.get(key) != value}
     changes[tuning.key] = best.size
     if best.recompute != tuning.own.recompute:
-        if "gradient_checkpointing" in now.get("plugins", {}):
+        if "gradient_checkpointing" in tables.get("plugins", {}):
             changes[f"{CHECKPOINTING}.enabled"] = best.recompute
         else:
             changes[CHECKPOINTING] = {}
-    heading = f"plugsft tune {shlex.join([str(path), *overrides])}: {date.today()}, "
-    if not write_edited(path, target, changes, [heading + machine_line(machine_facts()), *why]):
-        say(f"warning: {path}: its comments are lost")
-    say(f"written: {target}")
+    return changes
 
 
 class Tuning:
@@ -249,58 +249,6 @@ class Tuning:
             cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
             cells[1], cells[-1] = row[1].ljust(widths[1]), row[-1]
             out.print(Text("  ".join(cells).rstrip(), "" if number else "bold"))
-
-
-def lengths_of(recipe: Recipe, tokens: Tokens) -> Ints:
-    """Return the tokens of each example in a batch."""
-    shares = recipe.plugins.get("dpo", {}).get("share_prompt", False)
-    return (tokens.share_prompts() if shares else tokens).lengths
-
-
-def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> Ints:
-    """Choose steps of the first epoch, [step, example]; first the two that need most memory.
-
-    The first begins with the longest example, the second has most tokens; the others are spread
-    evenly over the steps, sorted by tokens.
-    """
-    sources = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
-    order = shuffle(sources, recipe.train.seed, 0)
-    size = recipe.train.batch_size
-    if len(order) < size:
-        return order[None]
-    steps = order[: len(order) // size * size].reshape(-1, size)
-    sums = lengths[steps].sum(1)
-    places = np.linspace(0, len(sums) - 1, count).round().astype(int)
-    spread = np.argsort(sums, kind="stable")[places]
-    longest = steps[lengths[steps].max(1).argmax()].copy()
-    longest[lengths[longest].argmax()] = longest[0]
-    longest[0] = lengths.argmax()
-    return np.stack([longest, steps[sums.argmax()], *steps[spread]])
-
-
-def micro_batches(share: int) -> list[int]:
-    """Return sizes, rising, that divide a rank's share of a step evenly."""
-    sizes = [share]
-    for parts in range(2, share + 1):
-        size = -(-share // parts)
-        if size * MIN_RATIO <= sizes[-1]:
-            sizes.append(size)
-    return sizes[::-1]
-
-
-def capacities(longest: int, largest_step: int) -> list[int]:
-    """Return sizes, rising, from the longest example to a rank's tokens of the largest step."""
-    sizes = [max(longest, largest_step)]
-    while sizes[-1] > CAPACITY_RATIO * MIN_RATIO * longest:
-        sizes.append(math.ceil(sizes[-1] / CAPACITY_RATIO))
-    return sorted({*sizes, longest})
-
-
-def with_own(sizes: Sequence[int], own: int) -> list[int]:
-    """Put the recipe's own size in place of sizes close to it."""
-    near = min(own, sizes[-1])
-    apart = [size for size in sizes if not near / MIN_RATIO < size < near * MIN_RATIO]
-    return sorted([own, *apart])
 
 
 def speed_of(trial: Trial) -> float:

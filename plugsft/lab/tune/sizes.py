@@ -1,0 +1,68 @@
+"""The sizes that `plugsft tune` probes, and the steps that it probes them on."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...base.types import Ints
+from ...batches.plan import shuffle
+from ...recipe.tables import Recipe
+from ...tokens.store import Tokens
+
+MIN_RATIO = 1.25
+"""Least ratio of two neighbouring sizes."""
+CAPACITY_RATIO = math.sqrt(2)
+"""Ratio of two neighbouring capacities."""
+
+
+def lengths_of(recipe: Recipe, tokens: Tokens) -> Ints:
+    """Return the tokens of each example in a batch."""
+    shares = recipe.plugins.get("dpo", {}).get("share_prompt", False)
+    return (tokens.share_prompts() if shares else tokens).lengths
+
+
+def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> Ints:
+    """Choose steps of the first epoch, [step, example]; first the two that need most memory.
+
+    The first begins with the longest example, the second has most tokens; the others are spread
+    evenly over the steps, sorted by tokens.
+    """
+    sources = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
+    order = shuffle(sources, recipe.train.seed, 0)
+    size = recipe.train.batch_size
+    if len(order) < size:
+        return order[None]
+    steps = order[: len(order) // size * size].reshape(-1, size)
+    sums = lengths[steps].sum(1)
+    places = np.linspace(0, len(sums) - 1, count).round().astype(int)
+    spread = np.argsort(sums, kind="stable")[places]
+    longest = steps[lengths[steps].max(1).argmax()].copy()
+    longest[lengths[longest].argmax()] = longest[0]
+    longest[0] = lengths.argmax()
+    return np.stack([longest, steps[sums.argmax()], *steps[spread]])
+
+
+def micro_batches(share: int) -> list[int]:
+    """Return sizes, rising, that divide a rank's share of a step evenly."""
+    sizes = [share]
+    for parts in range(2, share + 1):
+        size = -(-share // parts)
+        if size * MIN_RATIO <= sizes[-1]:
+            sizes.append(size)
+    return sizes[::-1]
+
+
+def capacities(longest: int, largest_step: int) -> list[int]:
+    """Return sizes, rising, from the longest example to a rank's tokens of the largest step."""
+    sizes = [max(longest, largest_step)]
+    while sizes[-1] > CAPACITY_RATIO * MIN_RATIO * longest:
+        sizes.append(math.ceil(sizes[-1] / CAPACITY_RATIO))
+    return sorted({*sizes, longest})
+
+
+def with_own(sizes: Sequence[int], own: int) -> list[int]:
+    """Put the recipe's own size in place of sizes close to it."""
+    near = min(own, sizes[-1])
+    apart = [size for size in sizes if not near / MIN_RATIO < size < near * MIN_RATIO]
+    return sorted([own, *apart])
