@@ -286,7 +286,7 @@ def test_texts_can_be_read(theme: int) -> None:
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return sum(p * w for p, w in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
 
-    blocks = re.findall(r":root \{(.*?)\}", report.STYLE.read_text("utf-8"), re.DOTALL)
+    blocks = re.findall(r":root \{(.*?)\}", report.HEAD.read_text("utf-8"), re.DOTALL)
     colors = dict(re.findall(r"--([\w-]+): (#\w{6})", blocks[theme]))
     for ink in ("ink", "muted"):
         for paper in ("paper", "tint"):

@@ -2,7 +2,6 @@
 
 import html
 import json
-import os
 from contextlib import suppress
 from itertools import accumulate, islice
 from pathlib import Path
@@ -10,12 +9,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ..base.atomic import replace_file
 from ..base.limits import TABLES, check_depth, parse_json, read_text
 
 Points = list[tuple[float, float | None]]
 
 SKELETON = Path(__file__).with_name("report.html")
-STYLE = Path(__file__).with_name("page.css")
+HEAD = Path(__file__).with_name("head.html")
+"""The head and the styles that all pages share."""
 NOT_CURVES = {"step", "epoch", "eval_tokens"}
 NOT_FACTS = {"name", "status", "reason", "warnings", "plugins", "data", "eval", "final"}
 NOT_FACTS |= {"started", "profile"}
@@ -26,17 +27,14 @@ MAX_POINTS, MAX_CURVES, MAX_ITEMS, MAX_TEXT = 13_000, 60, 30, 600
 
 def write(folder: Path) -> Path:
     """Write the folder's report.html from its run.json and metrics.jsonl."""
-    target, draft = folder / "report.html", folder / f".report.html.{os.getpid()}"
     try:
         run = read_record(folder)
     except (FileNotFoundError, TypeError, ValueError) as error:
         run = {"name": folder.name, "warnings": [f"run.json cannot be read: {error}"]}
-    try:
-        page = render(run, read_metrics(folder / "metrics.jsonl"))
+    page, path = render(run, read_metrics(folder / "metrics.jsonl")), folder / "report.html"
+    with replace_file(path) as draft:
         draft.write_text(page, "utf-8", errors="replace")
-        return draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
+    return path
 
 
 class _Steps(BaseModel):
@@ -111,12 +109,19 @@ def drawn(series: dict[str, Points]) -> dict[str, Any]:
 
 
 def fill(name: str, head: str, sections: str, numbers: dict[str, Any]) -> str:
-    """Return a page with these parts; what comes from a run is escaped in them."""
-    page = SKELETON.read_text("utf-8").replace("<!--style-->\n", STYLE.read_text("utf-8"))
-    # What comes from the run holds no "<" any more, and so cannot pass for one of the marks.
-    for mark, part in (("name", name), ("head", head), ("sections", sections)):
+    """Return a page with curves; its texts are escaped."""
+    figures = json.dumps(numbers).replace("<", "\\u003c")
+    parts = {"name": name, "head": head, "sections": sections, "numbers": figures}
+    return fill_page(SKELETON, scripts="; script-src 'unsafe-inline'", **parts)
+
+
+def fill_page(skeleton: Path, scripts: str = "", **parts: str) -> str:
+    """Return a page with the shared head and these parts; their texts are escaped."""
+    page = skeleton.read_text("utf-8").replace("<!--shared head-->\n", HEAD.read_text("utf-8"))
+    # An escaped text holds no "<", so it cannot pass for a mark.
+    for mark, part in {"scripts": scripts, **parts}.items():
         page = page.replace(f"<!--{mark}-->", part)
-    return page.replace("<!--numbers-->", json.dumps(numbers).replace("<", "\\u003c"))
+    return page
 
 
 def number(value: object) -> float | None:
@@ -268,8 +273,7 @@ def _sections(run: dict[str, Any]) -> str:
             pair = f'<div id="{key}"></div>{_facts(data)}'
             page += f'<h2>{title}</h2>\n<div class="pair">{pair}</div>\n'
     for item in run.get("plugins") or ():
-        given = part_of(item, "options").items()
-        options = [f"{key} = {json.dumps(value)}" for key, value in given]
+        options = [f"{k} = {json.dumps(v)}" for k, v in part_of(item, "options").items()]
         origin = " ".join(filter(None, [item.get("origin"), item.get("version")]))
         said = [item.get("verdict") or "no verdict", origin, ", ".join(options)]
         plugins[str(item.get("name"))] = said if options else said[:2]

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from ...base.console import format_count
-from ...output.report import STYLE
+from ...output.report import fill_page
 from .rows import Audit, histogram, quantiles
 from .token_view import Piece, View
 
@@ -16,12 +16,13 @@ MOST = 100_000
 
 def write_page(path: Path, name: str, audits: Sequence[Audit], views: Sequence[View]) -> None:
     """Write what was found, and the rows that were shown, as one page."""
-    page = SKELETON.read_text("utf-8").replace("<!--style-->\n", STYLE.read_text("utf-8"))
-    # What comes from the data holds no "<" any more, and so cannot pass for one of the marks.
-    page = page.replace("<!--name-->", escape(name))
-    page = page.replace("<!--head-->", _head(name, audits))
-    page = page.replace("<!--sources-->", "\n".join(map(_source, audits)))
-    path.write_text(page.replace("<!--rows-->", _rows(views)), "utf-8", errors="replace")
+    parts = {
+        "name": escape(name),
+        "head": _head(name, audits),
+        "sources": "\n".join(map(_source, audits)),
+        "rows": _rows(views),
+    }
+    path.write_text(fill_page(SKELETON, **parts), "utf-8", errors="replace")
 
 
 def _head(name: str, audits: Sequence[Audit]) -> str:

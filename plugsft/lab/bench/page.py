@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from ...base.console import format_count
-from ...output.report import STYLE
+from ...output.report import fill_page
 from .results import Bench
 from .tables import Table, drop_empty_columns, notes, plugin_table, prepared, run_table
 from .timing import Ratio
@@ -25,11 +25,8 @@ STATES = {"complete": "good", "running": "care", "stopped": "care"}
 
 def write_page(path: Path, bench: Bench) -> None:
     """Write the page of a bench."""
-    page = SKELETON.read_text("utf-8").replace("<!--style-->\n", STYLE.read_text("utf-8"))
     name = escape(str(bench.report["name"]))
-    # What comes from a bench holds no "<" any more, and so cannot pass for one of the marks.
-    for mark, part in (("name", name), ("head", _head(bench)), ("sections", _sections(bench))):
-        page = page.replace(f"<!--{mark}-->", part)
+    page = fill_page(SKELETON, name=name, head=_head(bench), sections=_sections(bench))
     path.write_text(page, "utf-8", errors="replace")
 
 
