@@ -60,7 +60,7 @@ COMMANDS = _words("""
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500. Raised for the mends of correctness; the redesign into rooms brings it down.
-TOTAL = 7_594
+TOTAL = 7_707
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since
@@ -69,7 +69,7 @@ TOTAL = 7_594
 FACES = [path for path in PLUGINS if path.name == "__init__.py" or path.parent.name == "plugins"]
 # A package of others that takes seconds, in the one function that needs it: most recipes that are
 # checked or prepared do not.
-SPARING = [HOUSE / "data/sources.py", HOUSE / "model/schedule.py"]
+SPARING = [HOUSE / "data/sources.py"]
 LATE = [path for path in (HOUSE / "commands").glob("*.py") if path.stem in COMMANDS]
 
 

@@ -24,7 +24,8 @@ def test_a_run_imports_no_package_that_it_does_not_use(tiny):
     assert done.returncode == 0, done.stderr[-2000:]
     imported = {*re.findall(r"\| +([a-z_0-9]+)", done.stderr)}
     # accelerate imports DeepSpeed where it is installed, and DeepSpeed mlflow: two seconds.
-    assert "torch" in imported and not imported & {"deepspeed", "mlflow", "wandb", "trl"}
+    # transformers.optimization imports peft: half a second.
+    assert "torch" in imported and not imported & {"deepspeed", "mlflow", "peft", "wandb", "trl"}
 
 
 def _end_if_preloaded():

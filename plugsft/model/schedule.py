@@ -1,63 +1,229 @@
-"""The learning rate as a function of the step; resuming needs no state."""
+"""Learning-rate schedules: pure functions of the step, so that resuming needs no state.
+
+They have the names, options and values of those of transformers. Importing these takes a second,
+because they come with its trainer and with peft.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import transformers
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, validate_call
 
-from ..base.errors import RecipeError
+from ..base.errors import RecipeError, did_you_mean
 from ..recipe.tables import Train
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+Factor = Callable[[int], float]
+"""Step, counted from 0 -> share of the peak learning rate."""
+Curve = Callable[[float], float]
+Shape = Literal["linear", "cosine", "1-sqrt"]
 
 
 class Schedule:
     """Sets the learning rate of each step."""
 
     def __init__(self, train: Train, optimizer: Optimizer, steps: int) -> None:
-        import torch
-
-        warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
-        # transformers' schedules need an optimizer of torch, and the run's may be DeepSpeed's. This
-        # one never steps; only the function of the step is used.
-        unused = torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate)
-        try:
-            # Imported by its own name: its module imports peft, which takes seconds.
-            self._factor = transformers.get_scheduler(
-                train.schedule,
-                unused,
-                num_warmup_steps=warmup,
-                num_training_steps=steps,
-                scheduler_specific_kwargs=dict(train.schedule_options),
-            ).lr_lambdas[0]
-            self._factor(steps)
-        except (TypeError, ValueError) as error:
-            raise RecipeError(
-                f"train.schedule_options: given {train.schedule_options}; the schedule "
-                f"'{train.schedule}' does not take them: {error}"
-            ) from error
+        self._factor = schedule_factor(train, steps)
         self._optimizer = optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
         """Set the learning rate of a step, counted from 1; return it."""
-        factor = float(self._factor(step - 1))
+        factor = self._factor(step - 1)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         return float(self._peaks[0]) * factor
 
 
-NEED_OPTIONS = ("cosine_with_min_lr", "warmup_stable_decay")
+class Steps(NamedTuple):
+    """The steps of a run, and its peak learning rate."""
+
+    total: int
+    warmup: int
+    peak: float
+
+    def progress(self, step: int) -> float:
+        """Return the share of the steps after the warm-up that is done."""
+        return (step - self.warmup) / max(1, self.total - self.warmup)
 
 
 def check_schedule(train: Train) -> None:
     """Refuse options that the schedule does not take."""
-    # Creating any optimizer imports torch's compiler, which takes most of a second.
-    if train.schedule_options or train.schedule in NEED_OPTIONS:
-        import torch
-
-        Schedule(
-            train, torch.optim.SGD([torch.zeros(1)], lr=train.learning_rate), train.steps or 100
+    if train.warmup and train.schedule == "constant":
+        raise RecipeError(
+            f"train.warmup: given {train.warmup:g}, but the schedule 'constant' has no warm-up; "
+            'set train.schedule = "constant_with_warmup"'
         )
+    schedule_factor(train, train.steps or 100)
+
+
+def schedule_factor(train: Train, total: int) -> Factor:
+    """Return the recipe's schedule of a run of `total` steps."""
+    warmup = round(train.warmup * total if train.warmup < 1 else train.warmup)
+    steps = Steps(total, warmup, train.learning_rate)
+    schedule, options = SCHEDULES[train.schedule], train.schedule_options
+    try:
+        return validate_call(schedule)(steps, **options)
+    except ValidationError as error:
+        names = list(inspect.signature(schedule).parameters)[1:]
+        raise RecipeError(
+            [_explain(train.schedule, names, dict(one)) for one in error.errors()]
+        ) from error
+    except ValueError as error:
+        raise RecipeError(
+            f"train.schedule_options: given {options}; the schedule '{train.schedule}' {error}"
+        ) from error
+
+
+def _explain(schedule: str, names: list[str], error: dict[str, object]) -> str:
+    """Say what is wrong with an option of a schedule."""
+    location = error["loc"]
+    option = str(location[-1] if isinstance(location, tuple) else location)
+    where = f"train.schedule_options.{option}: the schedule '{schedule}'"
+    if error["type"] == "missing_keyword_only_argument":
+        return f"{where} needs it"
+    if error["type"] == "unexpected_keyword_argument":
+        hint = did_you_mean(option, names) or ";"
+        return f"{where} has no such option{hint} it has: {', '.join(names) or 'none'}"
+    return f"{where}: given {error['input']!r}; {error['msg']}"
+
+
+def constant(steps: Steps) -> Factor:
+    """Stay at the peak."""
+    return lambda step: 1.0
+
+
+def constant_with_warmup(steps: Steps) -> Factor:
+    """Stay at the peak after the warm-up."""
+    return _after_warmup(steps, lambda step: 1.0)
+
+
+def linear(steps: Steps) -> Factor:
+    """Fall to 0 on a line."""
+    length = max(1, steps.total - steps.warmup)
+    return _after_warmup(steps, lambda step: max(0.0, (steps.total - step) / length))
+
+
+def cosine(steps: Steps, *, num_cycles: float = 0.5) -> Factor:
+    """Fall to 0 on half a cosine."""
+    return _after_warmup(steps, lambda step: max(0.0, _cosine(steps.progress(step), num_cycles)))
+
+
+def cosine_with_restarts(steps: Steps, *, num_cycles: PositiveInt = 1) -> Factor:
+    """Fall to 0 on half a cosine, several times."""
+
+    def decay(step: int) -> float:
+        progress = steps.progress(step)
+        return 0.0 if progress >= 1 else _cosine((num_cycles * progress) % 1.0, 0.5)
+
+    return _after_warmup(steps, decay)
+
+
+def cosine_with_min_lr(
+    steps: Steps,
+    *,
+    num_cycles: float = 0.5,
+    min_lr: NonNegativeFloat | None = None,
+    min_lr_rate: NonNegativeFloat | None = None,
+) -> Factor:
+    """Fall to a smallest learning rate, or to a share of the peak, on half a cosine."""
+    if (min_lr is None) == (min_lr_rate is None):
+        raise ValueError("needs either min_lr or min_lr_rate")
+    if min_lr and not steps.peak:
+        raise ValueError("needs min_lr_rate where train.learning_rate is 0")
+    floor = min_lr_rate or (min_lr / steps.peak if min_lr else 0.0)
+
+    def decay(step: int) -> float:
+        return max(0.0, _cosine(steps.progress(step), num_cycles) * (1 - floor) + floor)
+
+    return _after_warmup(steps, decay)
+
+
+def polynomial(steps: Steps, *, lr_end: NonNegativeFloat = 1e-7, power: float = 1.0) -> Factor:
+    """Fall to `lr_end` as a power of the steps that are left."""
+    if steps.peak <= lr_end:
+        raise ValueError(f"needs lr_end < train.learning_rate; lr_end is {lr_end:g}")
+
+    def decay(step: int) -> float:
+        left = max(0.0, 1 - steps.progress(step))
+        return float(((steps.peak - lr_end) * left**power + lr_end) / steps.peak)
+
+    return _after_warmup(steps, decay)
+
+
+def inverse_sqrt(steps: Steps, *, timescale: PositiveInt | None = None) -> Factor:
+    """Fall with the root of the step."""
+    scale = timescale or steps.warmup or 10_000
+    return _after_warmup(steps, lambda step: 1 / math.sqrt((step + scale - steps.warmup) / scale))
+
+
+def warmup_stable_decay(
+    steps: Steps,
+    *,
+    num_decay_steps: NonNegativeInt,
+    num_stable_steps: NonNegativeInt | None = None,
+    warmup_type: Shape = "linear",
+    decay_type: Shape = "cosine",
+    min_lr_ratio: NonNegativeFloat = 0.0,
+    num_cycles: float = 0.5,
+) -> Factor:
+    """Rise, stay at the peak, and fall in the last `num_decay_steps`."""
+    stable = num_stable_steps
+    if stable is None:
+        stable = steps.total - steps.warmup - num_decay_steps
+    decay_from = steps.warmup + stable
+    rises: dict[str, Curve] = {
+        "linear": lambda share: share,
+        "cosine": lambda share: 0.5 * (1.0 - math.cos(math.pi * share)),
+        "1-sqrt": lambda share: 1.0 - math.sqrt(1.0 - share),
+    }
+    falls: dict[str, Curve] = {
+        "linear": lambda share: 1.0 - share,
+        "cosine": lambda share: _cosine(share, num_cycles),
+        "1-sqrt": lambda share: 1.0 - math.sqrt(share),
+    }
+
+    def factor(step: int) -> float:
+        if steps.warmup <= step < decay_from:
+            return 1.0
+        if step >= decay_from + num_decay_steps:
+            return min_lr_ratio
+        if step < steps.warmup:
+            share = rises[warmup_type](step / max(1, steps.warmup))
+        else:
+            share = falls[decay_type]((step - decay_from) / max(1, num_decay_steps))
+        return max(0.0, share * (1.0 - min_lr_ratio) + min_lr_ratio)
+
+    return factor
+
+
+SCHEDULES: dict[str, Callable[..., Factor]] = {
+    schedule.__name__: schedule
+    for schedule in (
+        constant,
+        constant_with_warmup,
+        linear,
+        cosine,
+        cosine_with_restarts,
+        cosine_with_min_lr,
+        polynomial,
+        inverse_sqrt,
+        warmup_stable_decay,
+    )
+}
+
+
+def _after_warmup(steps: Steps, decay: Factor) -> Factor:
+    """Rise on a line over the warm-up's steps, then decay."""
+    return lambda step: step / max(1, steps.warmup) if step < steps.warmup else decay(step)
+
+
+def _cosine(progress: float, cycles: float) -> float:
+    """Return a cosine that starts at 1 and is 0 after half a cycle."""
+    return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))
