@@ -48,7 +48,8 @@ def test_the_plugin_it_explains_is_the_one_that_new_plugin_writes():
 def test_every_bundled_plugin_is_there():
     bundled = [one for one in find().values() if one.origin == "bundled"]
     assert [row for row in rows("plugin") if row] == [
-        [f"[{one.name}]({one.name}.py)", one.summary] for one in bundled
+        [f"[{one.name}]({one.source.relative_to(ROOT / 'plugins')})", one.summary]
+        for one in bundled
     ]
 
 

@@ -24,7 +24,11 @@ from plugsft import DataError, RecipeError, look, testing
 from plugsft.base.types import Shard
 from plugsft.batches.plan import GlobalBatches
 from plugsft.model.load import Load
-from plugsft.plugins.bfd_packing import BfdPacking, Rows, Windows, best_fit, deal, evens_out
+from plugsft.plugins.bfd_packing import BfdPacking
+from plugsft.plugins.bfd_packing.attention_cost import break_even_length
+from plugsft.plugins.bfd_packing.best_fit import best_fit
+from plugsft.plugins.bfd_packing.layouts import PackedEpoch, PackedSteps, deal
+from plugsft.plugins.bfd_packing.overlong import cut_overlong
 from plugsft.recipe.tables import Train
 from plugsft.registry.active import check, resolve
 from plugsft.tokens.shards import Examples, write_index, write_shard
@@ -97,7 +101,7 @@ def test_scope_step_keeps_every_window(lengths, ranks, size, seed):
     lengths = np.array(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
     plain = GlobalBatches(order, ranks, Train(batch_size=size, learning_rate=0.0))
-    packed = Windows(plain, lengths, ranks, 50, cost)
+    packed = PackedSteps(plain, lengths, ranks, 50, cost)
     assert [members(one) for one in packed] == [members(one) for one in plain]
     assert [members(one) for one in packed[1:]] == [members(one) for one in plain[1:]]
 
@@ -106,22 +110,22 @@ def test_scope_step_keeps_every_window(lengths, ranks, size, seed):
 def test_scope_dataset_takes_every_example_once_whatever_the_ranks(lengths, ranks, size, seed):
     lengths = np.array(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
-    windows = [*Rows(order, lengths, ranks, size, 50, cost)]
+    windows = [*PackedEpoch(order, lengths, ranks, size, 50, cost)]
     assert sorted(n for one in windows for n in members(one)) == list(range(len(lengths)))
     assert [members(one) for one in windows] == [
-        members(one) for one in Rows(order, lengths, 1, size, 50, cost)
+        members(one) for one in PackedEpoch(order, lengths, 1, size, 50, cost)
     ]
     for layout in windows:
         assert len({len(rank) for rank in layout}) == 1
         assert all(lengths[part].sum() <= 50 for rank in layout for part in rank)
     with pytest.raises(IndexError):
-        Rows(order, lengths, ranks, size, 50, cost)[len(windows)]
+        PackedEpoch(order, lengths, ranks, size, 50, cost)[len(windows)]
 
 
 def test_rows_come_in_another_order_and_company_each_epoch():
     lengths = np.array([25, 25, 30, 20, 10, 40] * 30)
     orders = [np.random.default_rng(seed).permutation(180) for seed in range(2)]
-    one, two = ([members(row) for row in Rows(o, lengths, 1, 1, 50, cost)] for o in orders)
+    one, two = ([members(row) for row in PackedEpoch(o, lengths, 1, 1, 50, cost)] for o in orders)
     assert one != two and sorted(map(len, one)) == sorted(map(len, two))
     assert {tuple(row) for row in one} != {tuple(row) for row in two}
     # Rows of long examples do not come first.
@@ -259,7 +263,7 @@ def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_pat
     model = AutoModelForCausalLM.from_config(kind(vocab_size=97, **(sizes or shared)))
     model.save_pretrained(tmp_path)
     plugin = BfdPacking()
-    plugin.room = plugin.longest = 64
+    plugin.max_tokens = plugin.max_document = 64
     load = Load(str(tmp_path))
     wrapper = plugin.optimize_model(load)
     next(wrapper)
@@ -275,7 +279,7 @@ def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_pat
 
 UNPACKED = """
     import numpy as np
-    from plugsft.plugins.bfd_packing import Rows
+    from plugsft.plugins.bfd_packing.layouts import PackedEpoch
 
     @plugin()
     class Unpacked:
@@ -283,7 +287,7 @@ UNPACKED = """
 
         @hookimpl
         def batches(self, order, lengths, ranks, train):
-            windows = Rows(order, lengths, 1, train.batch_size, 96, lambda some: some)
+            windows = PackedEpoch(order, lengths, 1, train.batch_size, 96, lambda some: some)
             return [
                 [[one[None] for part in rank for one in part] for rank in window]
                 for window in windows
@@ -376,14 +380,11 @@ def test_half_an_epoch_anew_each_time_cannot_fill_the_same_number_of_rows(tiny):
 
 
 def test_overlong_examples_are_named_by_their_rows():
-    plugin = BfdPacking()
-    plugin.room = 5
-
     class Known:
         lengths, rows = np.array([3, 9, 5, 7]), np.arange(4) + 10
 
     with pytest.raises(DataError, match=r"2 of 4 examples .* the longest 9 \(rows 11, 13\)"):
-        plugin.fitting(Known())
+        cut_overlong(Known(), 5, "error")
 
 
 def test_attention_is_weighed_by_the_model_itself():
@@ -393,7 +394,7 @@ def test_attention_is_weighed_by_the_model_itself():
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     body = sum(p.numel() for p in model.parameters()) - 10 * 64
-    assert evens_out(model) == pytest.approx(body / (3 * 64))
+    assert break_even_length(model) == pytest.approx(body / (3 * 64))
 
 
 def test_it_keeps_the_laws():
@@ -432,26 +433,24 @@ def test_what_is_split_or_cut_is_whole_elsewhere(tmp_path_factory, masks, room, 
         (start, start + min(room, count)) for start, count in zip(starts, counts, strict=True)
     ]
     for overlong, wanted in (("split", cuts), ("truncate", firsts)):
-        plugin = BfdPacking(overlong=overlong)
-        plugin.room = room
         trained = [int(mask[start + 1 : stop].sum()) for start, stop in wanted]
         some_long = counts.max() > room
         kept = [place for place, n in zip(wanted, trained, strict=True) if n or not some_long]
         if not kept:
             with pytest.raises(DataError, match="for every example; raise capacity"):
-                plugin.fitting(tokens)
+                cut_overlong(tokens, room, overlong)
             continue
-        fitted = plugin.fitting(tokens)
+        fitted, cuts_made = cut_overlong(tokens, room, overlong)
         assert [fitted.example(n)[0].tolist() for n in range(len(fitted))] == [
             ids[start:stop].tolist() for start, stop in kept
         ]
         assert fitted.lengths.tolist() == [stop - start for start, stop in kept]
         assert fitted.trained.tolist() == [int(mask[a + 1 : b].sum()) for a, b in kept]
         assert fitted.units.tolist() == fitted.trained.tolist()
-        assert len(fitted) == len(wanted if some_long else masks) - plugin.untrained
+        assert len(fitted) == len(wanted if some_long else masks) - cuts_made.untrained
         assert not some_long or fitted.trained.all()
         left_out = sum(one["count"] for one in fitted.facts.get("bad_rows", {}).values())
-        assert left_out == plugin.untrained
+        assert left_out == cuts_made.untrained
         for number, (start, _) in enumerate(kept):
             example = int(np.searchsorted(np.cumsum(counts), start, "right"))
             assert fitted.source_of(number) == (int(example >= second), example * 10)

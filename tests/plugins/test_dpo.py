@@ -830,7 +830,7 @@ def test_packed_rows_have_room_for_a_pair(tiny):
             tomllib.loads(tiny(plugins={"bfd_packing": {}, **plugins}, train=train).read_text())
         )
         check(active.attach(), recipe, look())
-        assert active.plugins["bfd_packing"].room == room
+        assert active.plugins["bfd_packing"].max_tokens == room
 
 
 def test_tokens_do_not_depend_on_how_pairs_are_compared(tiny):

@@ -27,7 +27,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from plugsft import Batch, Ints
 from plugsft.kit.model import pack
 from plugsft.kit.tokens import Tokens
-from plugsft.plugins.bfd_packing import best_fit
+from plugsft.plugins.bfd_packing.best_fit import best_fit
 
 Made = Callable[[int], Batch]
 """The number of a row -> its tensors."""

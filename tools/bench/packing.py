@@ -21,7 +21,9 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from trl.data_utils import pack_dataset
 
 from plugsft import Ints
-from plugsft.plugins.bfd_packing import TYPICAL, best_fit, deal
+from plugsft.plugins.bfd_packing.attention_cost import TYPICAL
+from plugsft.plugins.bfd_packing.best_fit import best_fit
+from plugsft.plugins.bfd_packing.layouts import deal
 
 CAPACITY = 4096
 LONG = 32_768

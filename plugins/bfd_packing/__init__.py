@@ -1,0 +1,163 @@
+"""Pack examples into full micro-batches, best fit first, without attention across examples."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from plugsft import (
+    Batch,
+    Ints,
+    Layouts,
+    ModelLoad,
+    Prelude,
+    Recipe,
+    RecipeError,
+    Train,
+    hookimpl,
+    plugin,
+    state,
+)
+
+from .attention_cost import TYPICAL, break_even_length
+
+if TYPE_CHECKING:
+    from plugsft.kit.tokens import Tokens
+
+COUNTING = Lock()
+"""Training and evaluation batches may be collated in different threads."""
+
+
+@plugin(learns=["scope", "overlong"])
+class BfdPacking:
+    """Pack examples into full micro-batches, best fit first, without attention across examples.
+
+    scope = "step" leaves every step's examples as they are, and does not affect results; "dataset"
+    does: it fills rows from the whole epoch, and a step is then `batch_size` packed rows.
+    """
+
+    capacity: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens in a micro-batch. Default: data.max_length, and twice that for pairs."""
+    scope: Literal["step", "dataset"] = "step"
+    """Pack the examples of one step together, or of the whole epoch."""
+    overlong: Literal["error", "truncate", "split"] = "error"
+    """Treatment of examples with more tokens than `capacity`. "split" makes each part an example of
+    its own, so steps have other examples. Parts without a trained token are left out."""
+
+    max_tokens: int = state(0)
+    """`capacity`, or its default."""
+    max_document: int = state(0)
+    """Most tokens in a document."""
+    break_even: float = state(float(TYPICAL))
+    """Length at which attention costs as much as everything else."""
+    probe: str = state("")
+    """Result of the probe on the run's model."""
+    small_probe: str = state("")
+    """Result of the probe on a small copy of the model."""
+    cuts: list[Any] = state([])
+    """Counts of overlong examples, in the training and the evaluation data."""
+    row_summary: str = state("")
+    """Description of the rows, if scope is "dataset"."""
+    tokens: int = state(0)
+    """Tokens in all micro-batches so far."""
+    micro_batches: int = state(0)
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Set the capacity; refuse settings that packing would ignore."""
+        # A pair of answers has two sequences.
+        longest = recipe.data.max_length * (2 if recipe.has("dpo") else 1)
+        self.max_tokens = self.capacity or longest
+        self.max_document = min(self.max_tokens, recipe.data.max_length)
+        if recipe.train.micro_batch > 1:
+            capacity = recipe.train.micro_batch * self.max_tokens
+            raise RecipeError(
+                "capacity sets the size of a micro-batch, so train.micro_batch has no effect; "
+                f"remove it; capacity = {capacity} takes about as many tokens at a time"
+            )
+        if self.overlong != "error" and recipe.has("dpo"):
+            raise RecipeError(
+                f'overlong = "{self.overlong}" would cut one answer of a pair: remove it'
+            )
+        sampled = [source.source for source in recipe.data.all_sources() if source.weight % 1]
+        if self.scope == "dataset" and sampled:
+            raise RecipeError(
+                f'scope = "dataset" cannot draw a new part of {sampled[0]} in each epoch, since '
+                "epochs would have different numbers of steps; give it a whole weight, or set "
+                'scope = "step"'
+            )
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
+        """Compute attention per document, unless the recipe chose a kernel that does."""
+        from plugsft.kit.model import attend_per_document, ensure_twin_apart, takes_documents
+
+        load.kwargs.setdefault("attn_implementation", attend_per_document())
+        with takes_documents():
+            model = yield
+        self.small_probe = ensure_twin_apart(model, self.max_document, self.max_tokens)
+        self.break_even = break_even_length(model)
+        return model
+
+    @hookimpl(wrapper=True)
+    def annotate(
+        self, model: Any, tokens: Tokens, prelude: Prelude
+    ) -> Generator[None, Tokens, Tokens]:
+        """Prove that documents do not attend to each other; cut overlong examples."""
+        from plugsft.kit.model import ensure_apart
+
+        from .overlong import cut_overlong
+
+        tokens = yield
+        self.probe = self.probe or f"{ensure_apart(model, prelude.exact)}, {self.small_probe}"
+        fitting, cuts = cut_overlong(tokens, self.max_tokens, self.overlong)
+        self.cuts.append(cuts)
+        return fitting
+
+    @hookimpl(wrapper=True)
+    def batches(
+        self, order: Ints, lengths: Ints, ranks: int, train: Train
+    ) -> Generator[None, Layouts, Layouts]:
+        """Pack the examples of each step; or fill rows from the whole epoch."""
+        from .layouts import PackedEpoch, PackedSteps
+        from .overlong import limit_lengths
+
+        layouts = yield
+        # `annotate` cuts examples before a run, but `plugsft check` plans without it.
+        lengths = limit_lengths(lengths, self.max_tokens, self.overlong)
+        if self.scope == "step":
+            return PackedSteps(layouts, lengths, ranks, self.max_tokens, self.cost)
+        rows = PackedEpoch(order, lengths, ranks, train.batch_size, self.max_tokens, self.cost)
+        # The training data comes before the evaluation data.
+        self.row_summary = self.row_summary or rows.describe()
+        return rows
+
+    @hookimpl
+    def collate(self, tokens: Tokens, examples: Ints) -> Batch:
+        """Pack examples into one row; with scope = "dataset", pad it to the capacity."""
+        from plugsft.kit.model import pack
+
+        with COUNTING:
+            self.tokens += int(tokens.lengths[examples].sum())
+            self.micro_batches += len(examples) > 0
+        return pack(tokens, examples, self.max_tokens if self.scope == "dataset" else None)
+
+    @hookimpl
+    def verdict(self) -> str:
+        """Describe the packing, and the result of the probes."""
+        from .overlong import describe_cuts
+
+        unit = "step" if self.scope == "step" else "data set"
+        lines = [f"each {unit} packed into micro-batches of at most {self.max_tokens:,} tokens"]
+        if self.micro_batches:
+            fill = self.tokens / self.micro_batches / self.max_tokens
+            lines.append(f"{fill:.0%} full on average")
+        cuts = describe_cuts(self.cuts, self.overlong)
+        return "; ".join(filter(None, [*lines, self.row_summary, cuts, self.probe]))
+
+    def cost(self, lengths: Ints) -> Any:
+        """Return the cost of documents, as a number of tokens without attention."""
+        return lengths * (1 + lengths / self.break_even)

@@ -1,0 +1,122 @@
+"""Layouts of packed rows: the examples of each step, dealt to ranks and micro-batches."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from plugsft import Ints, Layout, Layouts, OnDemand
+
+from .best_fit import best_fit
+
+Costs = Callable[[Ints], Any]
+"""Lengths of documents -> their cost in a step."""
+
+
+class PackedSteps(OnDemand):
+    """Steps whose examples are packed on demand."""
+
+    def __init__(
+        self, layouts: Layouts, lengths: Ints, ranks: int, capacity: int, cost: Costs
+    ) -> None:
+        self._layouts, self._lengths, self._ranks = layouts, lengths, ranks
+        self._capacity, self._cost = capacity, cost
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def lay_out(self, number: int) -> Layout:
+        """Lay out one step."""
+        examples = np.concatenate([batch for rank in self._layouts[number] for batch in rank])
+        lengths = self._lengths[examples]
+        dealt = deal(lengths, self._cost(lengths), self._ranks, self._capacity)
+        return [[examples[row] for row in rank] for rank in dealt]
+
+
+class PackedEpoch(OnDemand):
+    """Rows filled from the whole epoch, `batch_size` of them in a step."""
+
+    def __init__(
+        self, order: Ints, lengths: Ints, ranks: int, size: int, capacity: int, cost: Costs
+    ) -> None:
+        ordered = lengths[order]
+        items, bins, self._num_rows = best_fit(ordered, capacity)
+        # A row has the position of its longest example in the epoch's order, which is random.
+        longest = np.full(self._num_rows, len(order))
+        longest[bins[::-1]] = items[::-1]
+        row_of_bin = np.empty(self._num_rows, np.int64)
+        row_of_bin[np.argsort(longest)] = np.arange(self._num_rows)
+        rows = row_of_bin[bins]
+        self._examples = order[items[np.argsort(rows, kind="stable")]]
+        self._stops = np.cumsum(np.bincount(rows, minlength=self._num_rows))
+        costs = np.bincount(rows, weights=cost(ordered[items]), minlength=self._num_rows)
+        self._costs, self._ranks, self._size = costs, ranks, size
+        self._capacity, self._fill = capacity, ordered.sum() / (self._num_rows * capacity)
+
+    def __len__(self) -> int:
+        return -(-self._num_rows // self._size)
+
+    def describe(self) -> str:
+        """Describe the rows of an epoch: number, size, fill."""
+        examples = len(self._examples)
+        return (
+            f"{examples:,} examples in {self._num_rows:,} rows of {self._capacity:,} tokens, "
+            f"{self._fill:.2%} full; a step is {self._size} rows, "
+            f"{examples / len(self):,.1f} examples"
+        )
+
+    def lay_out(self, number: int) -> Layout:
+        """Lay out one step."""
+        rows = np.arange(number * self._size, min((number + 1) * self._size, self._num_rows))
+        # Rows of the same micro-step have about equal costs.
+        rows = rows[np.argsort(-self._costs[rows], kind="stable")]
+        starts = np.append(0, self._stops)[rows]
+        spans = zip(starts, self._stops[rows], strict=True)
+        packed = [self._examples[start:stop] for start, stop in spans]
+        packed += [self._examples[:0]] * (-len(packed) % self._ranks)
+        return [packed[rank :: self._ranks] for rank in range(self._ranks)]
+
+
+def deal(lengths: Ints, costs: Any, ranks: int, capacity: int) -> list[list[Ints]]:
+    """Deal examples to ranks in the fewest micro-steps, with balanced costs.
+
+    All micro-steps but the last are full on every rank. Best fit leaves the shortest examples for
+    the last, where each rank gets the examples that balance the total.
+    """
+    items, bins, count = best_fit(lengths, capacity)
+    ends = np.cumsum(np.bincount(bins, minlength=count))
+    packed = np.split(items[np.argsort(bins, kind="stable")], ends[:-1])
+    full = (count - 1) // ranks * ranks
+    packed[:full] = sorted(packed[:full], key=lambda row: -costs[row].sum())
+    dealt: list[list[Ints]] = [[] for _ in range(ranks)]
+    work = np.zeros(ranks)
+    for first in range(0, full, ranks):
+        for rank, row in zip(np.argsort(work), packed[first : first + ranks], strict=True):
+            dealt[rank].append(row)
+            work[rank] += costs[row].sum()
+    rest = np.concatenate(packed[full:])
+    shares = balance(costs[rest], lengths[rest], work, capacity)
+    last = packed[full:] + [items[:0]] * (ranks - count + full)
+    for rank in range(ranks):
+        dealt[rank].append(last[rank] if shares is None else rest[shares[rank]])
+    return dealt
+
+
+def balance(costs: Any, lengths: Ints, work: Any, capacity: int) -> list[list[int]] | None:
+    """Give each example, the most costly first, to the least busy rank; None if they do not fit."""
+    shares: list[list[int]] = [[] for _ in work]
+    heap = [(load, rank, 0) for rank, load in enumerate(work.tolist())]
+    heapq.heapify(heap)
+    for item in np.argsort(-costs, kind="stable").tolist():
+        full = []
+        while heap and heap[0][2] + lengths[item] > capacity:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, rank, used = heap[0]
+        shares[rank].append(item)
+        heapq.heapreplace(heap, (load + costs[item], rank, used + int(lengths[item])))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return shares
