@@ -9,7 +9,7 @@ from plugsft import Ints, Layout, Layouts, OnDemand, Recipe, RecipeError, hookim
 from plugsft.kit.tokens import Tokens
 
 COUNTING = Lock()
-"""Training and evaluation windows may be laid out in different threads."""
+"""Steps of training and evaluation may be laid out in different threads."""
 
 
 @plugin(conflicts={"bfd_packing": "packed micro-batches hold no padding to save"})
@@ -17,12 +17,13 @@ class LengthGroup:
     """Sort the examples inside each step by length, so that micro-batches pad less."""
 
     tokens: int = state(0)
+    """Tokens without padding."""
     before: int = state(0)
     """Tokens with padding, in the original micro-batches."""
     after: int = state(0)
     """Tokens with padding, in the sorted micro-batches."""
     seen: list[Tokens] = state([])
-    """The tokens of training and of evaluation."""
+    """The training data and the evaluation data."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -42,14 +43,14 @@ class LengthGroup:
 
     @hookimpl(wrapper=True)
     def batches(self, lengths: Ints) -> Generator[None, Layouts, Layouts]:
-        """Deal every window's examples again, longest first."""
+        """Sort the examples of each step, longest first."""
         layouts = yield
         tokens = next((tokens for tokens in self.seen if tokens.lengths is lengths), None)
-        return Sorted(layouts, lengths, self, *(shapes_of(tokens) if tokens else ()))
+        return SortedSteps(layouts, lengths, self, *(shapes_of(tokens) if tokens else ()))
 
     @hookimpl
     def verdict(self) -> str | None:
-        """Say how much of the padding was saved."""
+        """Report the share of the padding that was saved."""
         if not self.tokens:
             return None
         padding = self.before - self.tokens
@@ -62,8 +63,12 @@ class LengthGroup:
         )
 
 
-class Sorted(OnDemand):
-    """Windows sorted on demand."""
+class SortedSteps(OnDemand):
+    """Steps whose examples are sorted by length on demand.
+
+    `widths` are the lengths of each example's longest sequence, `rows` its numbers of sequences.
+    Default: each example is one sequence.
+    """
 
     def __init__(
         self,
@@ -77,26 +82,29 @@ class Sorted(OnDemand):
         self._widths = lengths if widths is None else widths
         self._rows = np.ones_like(lengths) if rows is None else rows
         self._counted: set[int] = set()
-        """Windows that the plugin has counted: a window may be laid out twice."""
+        """Steps that the plugin has counted: a step may be laid out twice."""
 
     def __len__(self) -> int:
         return len(self._layouts)
 
     def lay_out(self, number: int) -> Layout:
-        """Lay out one window."""
+        """Lay out one step."""
         original, lengths, plugin = self._layouts[number], self._lengths, self._plugin
-        dealt = deal_again(original, self._widths)
-        before, after = (padded(self._widths, self._rows, layout) for layout in (original, dealt))
+        layout = sort_layout(original, self._widths)
+        before = count_padded(self._widths, self._rows, original)
+        after = count_padded(self._widths, self._rows, layout)
         if after > before:
-            # It happens where micro-batches differ in their number of examples.
-            dealt, after = original, before
+            # This happens if micro-batches differ in their number of examples.
+            layout, after = original, before
         with COUNTING:
             if number not in self._counted:
                 self._counted.add(number)
                 plugin.before += before
                 plugin.after += after
-                plugin.tokens += sum(int(lengths[part].sum()) for rank in original for part in rank)
-        return dealt
+                plugin.tokens += sum(
+                    int(lengths[micro_batch].sum()) for rank in original for micro_batch in rank
+                )
+        return layout
 
 
 def shapes_of(tokens: Tokens) -> tuple[Ints, Ints]:
@@ -107,24 +115,24 @@ def shapes_of(tokens: Tokens) -> tuple[Ints, Ints]:
     return np.maximum.reduceat(sequences, stops - rows), rows
 
 
-def deal_again(layout: Layout, widths: Ints) -> Layout:
+def sort_layout(layout: Layout, widths: Ints) -> Layout:
     """Fill a layout's micro-batches with its examples sorted, longest first.
 
-    They are filled a micro-step at a time over all ranks, so that ranks have equal work.
+    All ranks get one micro-batch before any gets the next, so that ranks have equal work.
     """
-    # Longest first: a micro-batch that is cut short then holds the shortest, and pads least.
-    parts = [part for step in zip(*layout, strict=True) for part in step]
-    examples = np.concatenate(parts)
+    # Longest first: an incomplete last micro-batch then has the shortest, and pads least.
+    micro_batches = [batch for step in zip(*layout, strict=True) for batch in step]
+    examples = np.concatenate(micro_batches)
     examples = examples[np.argsort(-widths[examples], kind="stable")]
-    dealt = np.split(examples, np.cumsum([len(part) for part in parts])[:-1])
-    return [dealt[rank :: len(layout)] for rank in range(len(layout))]
+    filled = np.split(examples, np.cumsum([len(batch) for batch in micro_batches])[:-1])
+    return [filled[rank :: len(layout)] for rank in range(len(layout))]
 
 
-def padded(widths: Ints, rows: Ints, layout: Layout) -> int:
-    """Return how many tokens the padded micro-batches of a window hold, padding included."""
+def count_padded(widths: Ints, rows: Ints, layout: Layout) -> int:
+    """Return the number of tokens in a step's padded micro-batches, padding included."""
     return sum(
-        int(rows[part].sum()) * max(2, int(widths[part].max()))
+        int(rows[micro_batch].sum()) * max(2, int(widths[micro_batch].max()))
         for rank in layout
-        for part in rank
-        if len(part)
+        for micro_batch in rank
+        if len(micro_batch)
     )

@@ -1,4 +1,4 @@
-"""Build the next windows in a thread while one trains: sliced, collated, copied to the device."""
+"""Build the batches of the next steps in a thread: sliced, collated, copied to the device."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -8,32 +8,32 @@ from pydantic import Field
 from plugsft import Build, Fed, Feed, hookimpl, plugin, state
 
 PATIENCE = 10.0
-"""Seconds to wait at the end for a window that is still being built; nobody wants it any more."""
+"""Seconds to wait at the end for batches that are being built, and are no longer needed."""
 
 
 @plugin()
 class AsyncCollate:
-    """Build the next windows in a thread while one trains: sliced, collated, copied to the device.
+    """Build the batches of the next steps in a thread: sliced, collated, copied to the device.
 
-    The loop gets the same windows in the same order, in evaluation too.
+    The loop gets the same batches in the same order, in evaluation too.
     """
 
     depth: Annotated[int, Field(ge=1, le=64)] = 1
-    """Windows to be ahead of the one that trains; each takes the memory of its batches."""
+    """Steps to build ahead of the loop; each takes the memory of its batches."""
 
-    windows: int = state(0)
+    steps: int = state(0)
     built: float = state(0.0)
-    """Seconds that the thread took to build them."""
+    """Seconds that the thread took to build the batches."""
     waited: float = state(0.0)
-    """Seconds of these that the loop stood still."""
+    """Seconds that the loop waited for them."""
 
     @hookimpl
     def feed(self, build: Build, steps: range) -> Feed:
-        """Have windows built ahead of the loop."""
-        return self._windows(build, steps)
+        """Build batches ahead of the loop."""
+        return self._build_ahead(build, steps)
 
-    def _windows(self, build: Build, steps: range) -> Iterator[Fed]:
-        from .ahead import Ahead  # it imports torch
+    def _build_ahead(self, build: Build, steps: range) -> Iterator[Fed]:
+        from .ahead import Ahead
 
         ahead, patience = Ahead(build, steps, self.depth), PATIENCE
         try:
@@ -44,17 +44,17 @@ class AsyncCollate:
             raise
         finally:
             ahead.close(patience)
-            self.windows += ahead.taken
+            self.steps += ahead.taken
             self.built += ahead.built
             self.waited += ahead.waited
 
     @hookimpl
     def verdict(self) -> str | None:
-        """Say how much of the building the loop noticed."""
-        if not self.windows:
+        """Report the time that building took, and the time that the loop waited."""
+        if not self.steps:
             return None
-        ahead = f"{self.depth} window{'s' * (self.depth > 1)} ahead"
+        ahead = f"{self.depth} step{'s' * (self.depth > 1)} ahead"
         return (
-            f"up to {ahead}: {self.windows:,} windows took {self.built:.2f} s to build, for which "
-            f"the loop stood still for {self.waited:.2f} s"
+            f"up to {ahead}: the batches of {self.steps:,} steps took {self.built:.2f} s to build, "
+            f"of which the loop waited {self.waited:.2f} s"
         )

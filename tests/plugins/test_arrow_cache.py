@@ -102,7 +102,7 @@ def builders(note):
 def test_a_second_run_finds_what_the_first_has_built(run, home, tmp_path, capsys):
     first, verdict = run("one")
     (entry,) = home.iterdir()
-    assert verdict.startswith("miss: built in ") and verdict.endswith(f" s, kept in {entry}")
+    assert verdict.startswith("miss: built in ") and verdict.endswith(f" s, stored in {entry}")
     assert "from cache" not in capsys.readouterr().out
     second, verdict = run("two")
     assert verdict.startswith(f"hit: {entry.name}, opened in ") and verdict.endswith(" ms")
@@ -185,14 +185,14 @@ def test_a_damaged_entry_is_noticed_and_built_again(run, home, capsys, harm, say
     capsys.readouterr()
     tokens, verdict = run("three")
     said = capsys.readouterr().out
-    assert f"cache: {entry} is built again: " in said and says in said
+    assert f"cache: rebuilding {entry}: " in said and says in said
     assert verdict.startswith("miss: built in ") and content(tokens) == expected
     assert damage(entry) is None and left_over(home) == []
 
 
 def test_read_only_takes_what_is_there_and_writes_nothing(run, home, tmp_path):
     tokens, verdict = run("one", read_only=True)
-    assert "it is not there" in verdict and not home.exists()
+    assert "the entry does not exist" in verdict and not home.exists()
     assert tokens.folder.parent == tmp_path / "one/tokens"
     run("two")
     tokens, verdict = run("three", read_only=True)
@@ -205,7 +205,7 @@ def test_on_a_full_disk_the_run_goes_on_without_it(run, small_disk, tmp_path, ca
     assert tokens.folder.parent == tmp_path / "run/tokens" and len(tokens) == 2000
     assert verdict.startswith(f"not used: {small_disk}") and "the disk is full" in verdict
     (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("cache: ")]
-    assert line.startswith("cache: not used, the run goes on without it: ")
+    assert line.startswith("cache: not used, the run continues without it: ")
     assert "output=" not in line, "another output would not help"
     assert [*(small_disk / "tokens").iterdir()] == [], "and it leaves the room that it took"
 

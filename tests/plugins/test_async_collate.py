@@ -136,7 +136,7 @@ def test_a_stale_order_would_be_seen(world, monkeypatch):
         assert_identical(world)
     # A window that does not even say that it is another one's.
     monkeypatch.setattr(Ahead, "_build", lambda self, build, step: right(self, build, step - 1))
-    with pytest.raises(PluginError, match=r"step 7 was asked for, .* is of step 6"):
+    with pytest.raises(PluginError, match=r"step 7 was asked for, .* are of step 6"):
         [*world.feed(range(7, 10), async_collate={})]
 
 
@@ -316,8 +316,8 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
     assert spied == "0 threads, 0 windows"
     # 12 steps, and three evaluations of two windows.
     assert re.fullmatch(
-        r"up to 2 windows ahead: 18 windows took \d+\.\d\d s to build, for which "
-        r"the loop stood still for \d+\.\d\d s",
+        r"up to 2 steps ahead: the batches of 18 steps took \d+\.\d\d s to build, of which "
+        r"the loop waited \d+\.\d\d s",
         verdict,
     )
     # From the middle of an epoch.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plugsft import testing
 from plugsft.batches.plan import GlobalBatches, lay_out
-from plugsft.plugins.length_group import LengthGroup, Sorted, deal_again, padded
+from plugsft.plugins.length_group import LengthGroup, SortedSteps, count_padded, sort_layout
 from plugsft.recipe.tables import Train
 
 shapes = st.tuples(
@@ -25,7 +25,7 @@ def layout_of(lengths, ranks, micro):
 
 
 def places(lengths, layout):
-    return padded(lengths, np.ones_like(lengths), layout)
+    return count_padded(lengths, np.ones_like(lengths), layout)
 
 
 def flat(layout):
@@ -39,7 +39,7 @@ def sizes(layout):
 @given(shapes)
 def test_a_window_keeps_its_examples_and_its_shape_and_never_pads_more(shape):
     layout, lengths = layout_of(*shape)
-    after = Sorted([layout], lengths, LengthGroup())[0]
+    after = SortedSteps([layout], lengths, LengthGroup())[0]
     assert flat(after) == flat(layout)
     assert sizes(after) == sizes(layout)
     assert places(lengths, after) <= places(lengths, layout)
@@ -48,7 +48,7 @@ def test_a_window_keeps_its_examples_and_its_shape_and_never_pads_more(shape):
 @given(shapes)
 def test_ranks_that_work_side_by_side_get_neighbours_in_length(shape):
     layout, lengths = layout_of(*shape)
-    after = deal_again(layout, lengths)
+    after = sort_layout(layout, lengths)
     dealt = [lengths[part] for step in zip(*after, strict=True) for part in step if len(part)]
     assert list(np.concatenate(dealt)) == sorted(lengths, reverse=True)
 
@@ -56,7 +56,7 @@ def test_ranks_that_work_side_by_side_get_neighbours_in_length(shape):
 def test_any_layout_may_be_wrapped():
     lengths = np.array([5, 50, 7, 70, 6], np.int64)
     uneven = [[np.array([0, 1, 2]), np.array([], np.int64)], [np.array([3]), np.array([4])]]
-    after = deal_again(uneven, lengths)
+    after = sort_layout(uneven, lengths)
     assert [[part.tolist() for part in rank] for rank in after] == [[[3, 1, 2], []], [[4], [0]]]
 
 
@@ -70,7 +70,7 @@ def test_a_window_is_laid_out_when_it_is_asked_for():
 
     train = Train(batch_size=10, micro_batch=2, learning_rate=0.0)
     lengths = np.arange(1, 1_000_001)
-    windows = Sorted(Counting(np.arange(1_000_000), 2, train), lengths, LengthGroup())
+    windows = SortedSteps(Counting(np.arange(1_000_000), 2, train), lengths, LengthGroup())
     assert len(windows) == 100_000 and asked == []
     assert flat(windows[7]) == list(range(70, 80)) and asked == [7]
     assert [flat(one)[0] for one in windows[2:4]] == [20, 30]
@@ -126,11 +126,11 @@ def test_the_verdict_is_the_padding_that_was_measured():
     plugin = LengthGroup()
     assert plugin.verdict() is None
     layout, lengths = layout_of([10, 30, 10, 30], 1, 2)
-    after = Sorted([layout], lengths, plugin)[0]
+    after = SortedSteps([layout], lengths, plugin)[0]
     assert places(lengths, layout) == 120 and places(lengths, after) == 80
     assert plugin.verdict() == "100% of the padding saved: 33% of all tokens before, 0% now"
     even = LengthGroup()
-    _ = Sorted([layout], np.full(4, 9), even)[0]
+    _ = SortedSteps([layout], np.full(4, 9), even)[0]
     assert even.verdict() == "no padding to save"
 
 
