@@ -244,7 +244,7 @@ class Pass:
         """Return the log-probabilities of pairs, in one micro-batch."""
         import torch
 
-        counts = torch.from_numpy(self.tokens.targets(examples)).to(self.device)
+        counts = torch.from_numpy(self.tokens.sequence_targets(examples)).to(self.device)
         with self.adapted() if self.adapted else nullcontext():
             losses = self.prelude.losses(self.model, self.tokens, examples)
         sums = torch.segment_reduce(losses, "sum", lengths=counts, unsafe=True, initial=0)

@@ -33,8 +33,7 @@ def train(run: OpenRun) -> None:
             seed_step(recipe.train.seed, batch.step, batch.rank)
             learning_rate = run.schedule.set(batch.step)
             losses = forward_backward(run, batch)
-            counts = {"stop": stop.requested, "slots": batch.slots, "waited": batch.waited}
-            loss, sums = all_reduce(run, losses, counts)
+            loss, sums = all_reduce(run, losses, batch.counts() | {"stop": stop.requested})
             grad_norm = clip_gradients(run)
             ensure_finite(batch, loss, grad_norm)
             with explain_out_of_memory(recipe, batch, losses):
@@ -108,17 +107,17 @@ def ensure_finite(batch: GlobalBatch, loss: float, grad_norm: float) -> None:
 def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> dict[str, Any]:
     """Return a step's metrics: plugins', speed and batches."""
     seconds, window = batch.seconds(), batch.window
-    waited, slots = (sums.pop(name) for name in ("waited", "slots"))
+    computed, waited = sums.pop("computed_tokens"), sums.pop("wait_seconds")
     return {
-        **{name: value / window.total for name, value in sums.items()},
+        **{name: value / window.denominator for name, value in sums.items()},
         "epoch": round(window.step / run.plan.per_epoch, 4),
-        "trained_tokens": window.trained,
+        "trained_tokens": window.targets,
         "tokens": window.tokens,
         "tokens_per_second": round(window.tokens / seconds, 1),
         "step_seconds": round(seconds, 5),
         "wait_seconds": round(waited / run.plan.ranks, 5),
-        "fill": round(window.tokens / slots, 4),
-        "documents": round(window.examples / window.parts, 2),
+        "fill": round(window.tokens / computed, 4),
+        "documents": round(window.examples / window.micro_batches, 2),
         "imbalance": round(window.imbalance, 4),
         "memory_gib": round(memory_gib(), 3),
     }
@@ -133,7 +132,7 @@ def log_metrics(run: OpenRun, step: int, metrics: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def evaluate(run: OpenRun) -> dict[str, Any]:
-    """Return the mean loss per target of the evaluation data."""
+    """Return the mean loss and metrics of the evaluation data."""
     tokens, global_batches = run.evaluation_tokens, run.evaluation_batches()
     assert tokens is not None
     losses: list[Tensor] = []
@@ -147,9 +146,9 @@ def evaluate(run: OpenRun) -> dict[str, Any]:
             losses += batch_losses
     run.model.train()
     loss, sums = all_reduce(run, losses, {})
-    targets = int(tokens.units.sum())
+    denominator = int(tokens.denominators.sum())
     return {
-        "eval_loss": loss / targets,
-        **{f"eval_{name}": value / targets for name, value in sums.items()},
-        "eval_tokens": int(tokens.trained.sum()),
+        "eval_loss": loss / denominator,
+        **{f"eval_{name}": value / denominator for name, value in sums.items()},
+        "eval_tokens": int(tokens.targets.sum()),
     }

@@ -28,11 +28,11 @@ from .output.checkpoint import Checkpoints
 from .output.final_model import ensure_saveable
 from .output.record import Record, data_facts
 from .ranks.agree import agreed, ensure_alike
-from .ranks.columns import Prelude
 from .ranks.launch import connect, gradient_sync, silence_libraries, strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory_in_loading
 from .ranks.precision import describe_dtypes, dtypes_of
+from .ranks.prelude import RunPrelude
 from .ranks.same_inputs import CURE, model_facts, recipe_facts
 from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model
 from .ranks.signals import Stop
@@ -59,7 +59,7 @@ class OpenRun:
         self.recipe, self.stop = recipe, Stop()
         self.record = Record(recipe, machine, active)
         defaults = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
-        self.hooks = active.attach(*defaults, self.record).hook
+        self.hooks = active.attach(*defaults, self.record).hooks
         check_recipe(recipe, active, machine)
         # Before there is a process group: preparing may take hours, and transformers lets only
         # rank 0 of a group save a model.
@@ -74,7 +74,7 @@ class OpenRun:
         self.load = make_load(recipe.model, scratch, empty=is_sharded(self.accelerator))
         self.model, self.optimizer = self._load_model()
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
-        prelude = Prelude(self.accelerator, self.hooks, self.loader, self.load)
+        prelude = RunPrelude(self.accelerator, self.hooks, self.loader, self.load)
         self.tokens = prelude.annotate(self.model, data.tokens)
         self.evaluation_tokens = data.held_out and prelude.annotate(self.model, data.held_out)
         self.plan, self.schedule = self._plan_steps()

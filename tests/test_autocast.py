@@ -77,7 +77,7 @@ def stepped(tmp_path, folder, plugins, dtype):
     active.attach(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults())
     registry.check(active, recipe, look())
     torch.manual_seed(1)
-    model = active.hook.optimize_model(load=make_load(recipe.model, tmp_path)).train()
+    model = active.hooks.optimize_model(load=make_load(recipe.model, tmp_path)).train()
     with torch.no_grad():
         for name, one in model.named_parameters():
             if "lora_B" in name:  # adapters that say something
@@ -86,8 +86,8 @@ def stepped(tmp_path, folder, plugins, dtype):
     if dtype == "bfloat16":
         cast = torch.autocast("cpu", torch.bfloat16)
         model.forward = convert_outputs_to_fp32(cast(model.forward))
-    batch, score = batch_of("bfd_packing" in plugins), active.hook.score
-    loss = active.hook.step(model=model, batch=batch, total=20, score=score)
+    batch, score = batch_of("bfd_packing" in plugins), active.hooks.score
+    loss = active.hooks.step(model=model, batch=batch, total=20, score=score)
     loss.backward()
     grads = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
     return float(loss.detach()), grads, types

@@ -331,7 +331,7 @@ def test_a_data_set_that_does_not_fit_together_is_refused(recipe, harm, says):
 def all_of(tokens):
     """Everything that training takes of a data set."""
     numbers = np.arange(len(tokens))
-    columns = [tokens.lengths, tokens.trained, tokens.rows, tokens._first_lengths, tokens._prefixes]
+    columns = [tokens.lengths, tokens.targets, tokens.rows, tokens._first_lengths, tokens._prefixes]
     sources = [one["examples"] for one in tokens.facts["sources"]]
     parts = [*columns, *tokens.gather(numbers), np.array([tokens.facts["pairs"], *sources])]
     return b"".join(part.tobytes() for part in parts)
@@ -577,7 +577,7 @@ def write_tokens(folder, rows):
 def test_a_hit_costs_little_and_the_same_for_any_number_of_rows(tmp_path):
     tables = tiny_tables(tmp_path) | {"train": {"batch_size": 64, "learning_rate": 1.0}}
     recipe = Recipe.model_validate(tables)
-    hook = Active({}, {}).attach(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults()).hook
+    hook = Active({}, {}).attach(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults()).hooks
     opened, first = {}, {}
     for rows in (10_000, 1_000_000):
         folder = tmp_path / str(rows)

@@ -58,7 +58,7 @@ def hooks(tmp_path_factory):
     def of(kind):
         plugins = {"dpo": {}} if kind == "preference" else {}
         recipe, active = resolve({**tables, "plugins": plugins})
-        return active.attach(DataDefaults(recipe.folder)).hook
+        return active.attach(DataDefaults(recipe.folder)).hooks
 
     made = {kind: of(kind) for kind in ROWS}
     return made.__getitem__

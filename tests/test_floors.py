@@ -47,8 +47,8 @@ EXPORTED = {
     """,
     "plugsft.kit.model": """
         Behind Positions Shapes attend_per_document decoder_layers documents_of
-        ensure_apart ensure_twin_apart fused_loss heard lone_document pack peak_flops
-        shapes_of takes_documents weights_digest
+        ensure_apart ensure_twin_apart fused_loss lone_document model_inputs pack
+        peak_flops shapes_of takes_documents weights_digest
     """,
     "plugsft.kit.tokens": """
         Tokenizer Tokens encode opened render_pairs render_rows tokenizing
@@ -272,7 +272,7 @@ def test_every_hook_is_explained_and_tested(hook):
     spec = SPECS[hook]
     assert spec.__doc__ and spec.__doc__.splitlines()[0].endswith(".")
     assert "return" in spec.__annotations__
-    word = re.compile(rf"(def |hook\.|\"\s*){hook}\(")
+    word = re.compile(rf"(def |hooks?\.|\"\s*){hook}\(")
     tests = [path for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_floors.py"]
     assert any(word.search(path.read_text(encoding="utf8")) for path in tests)
 

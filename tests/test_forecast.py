@@ -188,7 +188,7 @@ def test_weights_are_counted_as_the_real_model_has_them(tmp_path, config, plugin
     active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
     meta = MetaModel(recipe, active, load_config(recipe.model))
     weights = meta.weights()
-    real = active.hook.optimize_model(load=make_load(recipe.model, tmp_path))
+    real = active.hooks.optimize_model(load=make_load(recipe.model, tmp_path))
     sizes = [(one.numel(), one.nbytes, one.requires_grad) for one in real.parameters()]
     assert weights.count == sum(size for size, _, _ in sizes)
     assert weights.bytes == sum(size for _, size, _ in sizes)

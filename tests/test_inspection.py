@@ -84,7 +84,7 @@ def test_counts_are_those_of_preparing(tiny, inspect):
     assert f"truncated  {facts['truncated']['count']} (rows " in shown
     counts = re.findall(r"row \d+: (\d+) tokens, (\d+) trained", shown)
     assert [int(length) for length, _ in counts] == tokens.lengths.tolist()
-    assert [int(trained) for _, trained in counts] == tokens.trained.tolist()
+    assert [int(trained) for _, trained in counts] == tokens.targets.tolist()
     assert shown.count(", truncated\n") == facts["truncated"]["count"]
     # The lengths are those before anything is cut.
     whole = prepare_tokens(tiny(chats(40))).lengths

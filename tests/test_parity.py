@@ -17,7 +17,7 @@ from plugsft.data.load_tokenizer import pad_id
 from plugsft.data.prepare import prepare
 from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.active import resolve
-from plugsft.run import make_scratch_model
+from plugsft.run import save_scratch_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,16 +32,16 @@ def ours(tmp_path_factory):
     tables = tiny_tables(tmp_path_factory.mktemp("ours"), ROWS)
     tables["train"] |= {"batch_size": 8, "micro_batch": 3}
     recipe, active = resolve(tables)
-    hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
+    hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
     data = prepare(recipe, active)
     tokens = data.tokens
-    folder = make_scratch_model(recipe, data)
+    folder = save_scratch_model(recipe, data)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     window = Plan(tokens, recipe, 1, hook).window(1)
     loss = 0.0
     for examples in window.layout[0]:
         batch = hook.collate(tokens=tokens, examples=examples, pad=pad_id(data.tokenizer))
-        part = hook.step(model=model, batch=batch, total=window.total, score=hook.score)
+        part = hook.step(model=model, batch=batch, total=window.denominator, score=hook.score)
         part.backward()
         loss += float(part.detach())
     return loss, gradients(model), folder, data.tokenizer

@@ -1,4 +1,4 @@
-"""GlobalBatches: every example once, the same whatever the ranks, a pure function of the step."""
+"""InOrder: every example once, the same whatever the ranks, a pure function of the step."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plugsft import DataError, PluginError, Recipe, hookimpl
 from plugsft.batches.defaults import BatchDefaults
-from plugsft.batches.plan import GlobalBatches, Plan, lay_out, shuffle
+from plugsft.batches.plan import InOrder, Plan, shuffle, split_over_ranks
 from plugsft.registry.active import Active
 
 SIZES = {
@@ -40,11 +40,11 @@ def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, *
     tokens = SimpleNamespace(
         facts={"sources": sources or [{"examples": count, "weight": 1.0}]},
         lengths=np.arange(count) + 10,
-        trained=np.arange(count) + 1,
-        units=np.arange(count) + 1,
+        targets=np.arange(count) + 1,
+        denominators=np.arange(count) + 1,
         ensure_unchanged=lambda: None,
     )
-    return Plan(tokens, recipe, ranks, Active({}, {}).attach(core or BatchDefaults()).hook)
+    return Plan(tokens, recipe, ranks, Active({}, {}).attach(core or BatchDefaults()).hooks)
 
 
 def members(window):
@@ -80,8 +80,8 @@ def test_a_window_does_not_depend_on_how_it_is_laid_out(count, batch, micro, ran
     for step in range(1, one.per_epoch + 1):
         a, b = one.window(step), two.window(step)
         assert sorted(members(a)) == sorted(members(b))
-        assert (a.total, a.tokens) == (b.total, b.tokens)
-        assert a.total == sum(number + 1 for number in members(a))
+        assert (a.denominator, a.tokens) == (b.denominator, b.tokens)
+        assert a.denominator == sum(number + 1 for number in members(a))
         assert a.tokens == sum(number + 10 for number in members(a))
 
 
@@ -104,7 +104,7 @@ def test_a_window_knows_its_examples_and_how_uneven_its_ranks_are(count, batch, 
         shares = [sum(int(n) + 10 for part in rank for n in part) for rank in window.layout]
         assert window.imbalance == pytest.approx(max(shares) / np.mean(shares))
         assert window.examples == len(members(window))
-        assert window.parts == -(-window.examples // micro)
+        assert window.micro_batches == -(-window.examples // micro)
 
 
 def test_the_order_is_pinned_for_every_platform_and_version():
@@ -116,7 +116,7 @@ def test_the_number_of_steps():
     assert plan(20, 6, epochs=3).steps == 12
     assert plan(20, 6, epochs=3, steps=5).steps == 5
     recipe = plan(20, 6, epochs=3, steps=5)
-    assert Plan.once_through(recipe.tokens, _recipe_of(recipe), 2, recipe._hook).steps == 4
+    assert Plan.once_through(recipe.tokens, _recipe_of(recipe), 2, recipe._hooks).steps == 4
 
 
 def _recipe_of(made):
@@ -157,11 +157,11 @@ def test_an_epoch_without_examples_is_refused():
 
 
 def test_the_last_window_may_be_uneven():
-    assert [[part.tolist() for part in rank] for rank in lay_out(np.arange(5), 2, 2)] == [
+    assert [[part.tolist() for part in rank] for rank in split_over_ranks(np.arange(5), 2, 2)] == [
         [[0, 1], [4]],
         [[2, 3], []],
     ]
-    assert [[part.tolist() for part in rank] for rank in lay_out(np.arange(1), 3, 4)] == [
+    assert [[part.tolist() for part in rank] for rank in split_over_ranks(np.arange(1), 3, 4)] == [
         [[0]],
         [[]],
         [[]],
@@ -170,7 +170,7 @@ def test_the_last_window_may_be_uneven():
 
 def test_windows_are_a_sequence():
     train = SimpleNamespace(batch_size=4, micro_batch=2)
-    windows = GlobalBatches(np.arange(10), 1, train)
+    windows = InOrder(np.arange(10), 1, train)
     assert len(windows) == 3 == len(list(windows))
     assert len(windows[1:]) == 2
     with pytest.raises(IndexError):
@@ -184,7 +184,7 @@ def test_batches_must_give_every_epoch_the_same_number():
         @hookimpl
         def batches(self, order, ranks, train):
             self.number -= 1
-            return GlobalBatches(order[: 4 * self.number], ranks, train)
+            return InOrder(order[: 4 * self.number], ranks, train)
 
     made = plan(20, 4, core=Shrinks())
     with pytest.raises(PluginError, match="gave 2 steps for epoch 1 and 3 for the first"):

@@ -68,7 +68,7 @@ def test_rows_become_examples_in_order(run):
     facts = tokens.facts
     assert (facts["rows"], facts["examples"]) == (50, 50)
     assert facts["tokens"] == tokens.lengths.sum()
-    assert facts["trained_tokens"] == tokens.trained.sum()
+    assert facts["trained_tokens"] == tokens.targets.sum()
     assert facts["mask"] == "the chat template's generation blocks"
     for number, row in enumerate(rows):
         ids, mask = tokens.example(number)
@@ -342,7 +342,7 @@ def test_work_travels_to_another_process(run, tmp_path):
     tokens = prepare.prepare(recipe, active).tokens
     data = prepare.open_data(recipe, active)
     work, part = data.work, data.sources[0].part(0, 30)
-    assert work.hook and pickle.loads(pickle.dumps(work))._hook is None
+    assert work.hooks and pickle.loads(pickle.dumps(work))._hooks is None
     (tmp_path / "there").mkdir()
     work.folder = tmp_path / "there"
     # A process of its own, which has nothing but what travels.

@@ -265,7 +265,7 @@ class Wraps:
     )
     active = resolve(tables)[1].attach(DataDefaults(None))
     key = {"seen": []}
-    assert active.hook.cache(key=key, build=None, read=None) == "here"
+    assert active.hooks.cache(key=key, build=None, read=None) == "here"
     assert key["seen"] == ["outer in", "inner in", "answer", "inner out", "outer out"]
     described = {hook: (stage, answers, wraps) for hook, stage, answers, wraps in active.describe()}
     assert described["cache"] == (True, ["answer", "core"], ["inner", "a_outer"])
@@ -288,23 +288,23 @@ def wrapping(body):
 def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tmp_path):
     active = resolve(company(one=wrapping(body)))[1].attach(DataDefaults(tmp_path))
     with pytest.raises(PluginError, match=expected) as caught:
-        active.hook.tokenize(slices=[], work=None)
+        active.hooks.tokenize(slices=[], work=None)
     assert "plugin 'one'" in str(caught.value)
 
 
 def test_a_wrapper_may_pass_on_that_nobody_answered(company):
     source = wrapping("return (yield)").replace("tokenize", "render")
     active = resolve(company(one=source))[1].attach(DataDefaults(None))
-    assert active.hook.render(rows=[{"x": 1}], tokenizer=None, data=Ours()) is None
+    assert active.hooks.render(rows=[{"x": 1}], tokenizer=None, data=Ours()) is None
 
 
 def test_an_answer_of_nothing_is_named_unless_it_passes_the_question_on(company, tmp_path):
     answer = "@plugin()\nclass Answers:\n    @hookimpl\n    def {hook}(self):\n        pass\n"
     active = resolve(company(one=answer.format(hook="batches")))[1].attach(DataDefaults(tmp_path))
     with pytest.raises(PluginError, match="plugin 'one': its answer to 'batches' is None"):
-        active.hook.batches(order=None, lengths=None, ranks=1, train=None)
+        active.hooks.batches(order=None, lengths=None, ranks=1, train=None)
     active = resolve(company(two=answer.format(hook="tokenize")))[1].attach(DataDefaults(tmp_path))
-    assert active.hook.tokenize(slices=[], work=None) == []
+    assert active.hooks.tokenize(slices=[], work=None) == []
 
 
 class Ours:
@@ -325,10 +325,10 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
             return 1 / 0
 
     active = resolve(company(one=wrapping(body)))[1].attach(Core())
-    assert active.hook.tokenize(slices=[], work=None) == "mended"
+    assert active.hooks.tokenize(slices=[], work=None) == "mended"
     active = resolve(company(two=wrapping("return (yield)")))[1].attach(Core())
     with pytest.raises(ZeroDivisionError):
-        active.hook.tokenize(slices=[], work=None)
+        active.hooks.tokenize(slices=[], work=None)
 
 
 def test_check_hears_every_objection(company):
@@ -444,10 +444,10 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
 def test_tracing_is_off_unless_asked_for(company, monkeypatch, capsys, tmp_path):
     tables = company(one=ANSWERS)
     monkeypatch.delenv("PLUGSFT_TRACE", raising=False)
-    resolve(tables)[1].attach().hook.feed(build=str, steps=range(2))
+    resolve(tables)[1].attach().hooks.feed(build=str, steps=range(2))
     assert "trace" not in capsys.readouterr().err
     monkeypatch.setenv("PLUGSFT_TRACE", "1")
-    resolve(tables)[1].attach().hook.feed(build=str, steps=range(2))
+    resolve(tables)[1].attach().hooks.feed(build=str, steps=range(2))
     assert "trace feed(build, steps) by one -> map, " in capsys.readouterr().err
 
 
@@ -516,7 +516,7 @@ def test_an_unforeseen_error_names_the_plugin_and_the_hook_it_came_from(company)
         tables["plugins"]["one"]["fails"] = fails
         active = resolve(tables)[1].attach(Core())
         with pytest.raises((ZeroDivisionError, TypeError)) as caught, active.name_failing_plugin():
-            active.hook.feed(build=build, steps=range(2))
+            active.hooks.feed(build=build, steps=range(2))
         assert getattr(caught.value, "__notes__", []) == notes
 
 

@@ -99,7 +99,7 @@ def read(folder):
 
 def hooks(folder, **plugins):
     recipe, active = resolve(tiny_tables(folder) | {"plugins": plugins})
-    return active.attach(DataDefaults(recipe.folder)).hook
+    return active.attach(DataDefaults(recipe.folder)).hooks
 
 
 def rendered(hook, rows, template, **data):
@@ -147,7 +147,7 @@ def encode_all(folder):
         Data(source="x", max_length=16), [Source(source="x")], tokenizer(), folder, {}, None
     )
     part = Slice(0, 0, len(rows), RowList(rows))
-    work._hook = hooks(folder)
+    work._hooks = hooks(folder)
     shard = Shard("")
     return {
         str(special): vars(encode(TEXTS, tokenizer(), special)) for special in (False, True)

@@ -78,7 +78,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, shards, in_memory, m
     assert len(tokens) == len(everything)
     naive = [[pair for part in example for pair in part] for example in everything]
     assert tokens.lengths.tolist() == [len(one) for one in naive]
-    assert tokens.trained.tolist() == [sum(yes for _, yes in one) for one in naive]
+    assert tokens.targets.tolist() == [sum(yes for _, yes in one) for one in naive]
     assert tokens.rows.tolist() == list(range(len(naive)))
     # Any order: a batch is gathered from anywhere.
     for number in np.random.default_rng(0).permutation(len(naive)):
@@ -143,7 +143,7 @@ def test_a_file_that_is_cut_short_under_a_run_is_named(tmp_path, name, size):
     tokens = Tokens(tmp_path)
     tables = tiny_tables(tmp_path / "recipe")
     tokens.facts["sources"][0]["weight"] = 1.0
-    hook = Active({}, {}).attach(BatchDefaults()).hook
+    hook = Active({}, {}).attach(BatchDefaults()).hooks
     plan = Plan(tokens, Recipe.model_validate(tables), 1, hook)
     tokens.gather(plan.window(1).layout[0][0])
     path = tmp_path / name

@@ -38,14 +38,14 @@ def cut_overlong(tokens: Tokens, max_tokens: int, overlong: str) -> tuple[Tokens
         skips = (np.arange(len(numbers)) - first_parts) * max_tokens
     lengths = np.minimum(tokens.lengths[numbers] - skips, max_tokens)
     cut = tokens.cut(numbers, skips, lengths)
-    trained = cut.trained > 0
+    trained = cut.targets > 0
     cuts = Cuts(len(long), len(numbers) - len(tokens), int(np.count_nonzero(~trained)))
     if not cuts.untrained:
         return cut, cuts
     reason = f"no trained token in {kind} {max_tokens:,} tokens of an example"
     if not trained.any():
         raise DataError(f"plugins.bfd_packing: {reason}, for every example; raise capacity")
-    result = tokens.cut(numbers[trained], skips[trained], lengths[trained], cut.trained[trained])
+    result = tokens.cut(numbers[trained], skips[trained], lengths[trained], cut.targets[trained])
     bad = {"count": cuts.untrained, "rows": np.unique(cut.rows[~trained])[:10].tolist()}
     result.facts["bad_rows"] = {**tokens.facts.get("bad_rows", {}), reason: bad}
     return result, cuts

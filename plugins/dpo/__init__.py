@@ -134,7 +134,7 @@ class Dpo:
                 "plugins.dpo: not all of the examples are pairs; they were prepared without it"
             )
         tokens = copy.copy(plain.share_prompts() if self.share_prompt else plain)
-        tokens.units = np.ones(len(tokens), np.int64)
+        tokens.denominators = np.ones(len(tokens), np.int64)
         if self.share_prompt and not self.saved:
             self.saved = prove_shared(model, plain, tokens, prelude)
         if not self.referred:
@@ -172,7 +172,7 @@ class Dpo:
         import torch
 
         batch = yield
-        batch["_targets"] = torch.from_numpy(tokens.targets(examples))
+        batch["_targets"] = torch.from_numpy(tokens.sequence_targets(examples))
         if "reference" in tokens.columns:
             batch["_reference"] = torch.from_numpy(tokens.columns["reference"][examples])
         return batch

@@ -16,7 +16,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import cross_entropy, pad
 
 from plugsft import Batch, RecipeError
-from plugsft.kit.model import Behind, Positions, documents_of, fused_loss, heard
+from plugsft.kit.model import Behind, Positions, documents_of, fused_loss, model_inputs
 
 if TYPE_CHECKING:
     from . import FusedLoss
@@ -192,7 +192,7 @@ def few_tokens(causal: Any, packed: bool) -> Batch:
 
 def called(model: Module, batch: Batch) -> Tensor:
     """Return what a model gives as logits. A cache has no use, and harms packed rows."""
-    logits: Tensor = model(**heard(batch), use_cache=False).logits
+    logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
     return logits
 
 

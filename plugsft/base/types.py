@@ -27,7 +27,7 @@ Span: TypeAlias = tuple[int, int]
 """A trained span of a text: first character, and one past the last."""
 
 Layout: TypeAlias = list[list["Ints"]]
-"""The examples of one global batch: [rank][micro-step] -> example numbers."""
+"""The examples of one global batch: [rank][micro-batch] -> example numbers."""
 
 
 @dataclass
@@ -135,14 +135,15 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Window:
-    """The global batch of one optimizer step: its examples, their layout, its loss's divisor."""
+    """The plan of one optimizer step: which rank computes which examples, in which micro-batch."""
 
     step: int
     epoch: int
     layout: Layout
-    total: int
+    denominator: int
     """The divisor of the loss: targets over all ranks, or a plugin's count."""
-    trained: int
+    targets: int
+    """Tokens that are trained on, over all ranks."""
     tokens: int
     imbalance: float = 1.0
     """Tokens of the busiest rank, divided by the average."""
@@ -153,24 +154,19 @@ class Window:
         return sum(len(micro_batch) for rank in self.layout for micro_batch in rank)
 
     @property
-    def parts(self) -> int:
+    def micro_batches(self) -> int:
         """Number of micro-batches with examples, over all ranks."""
         return sum(len(micro_batch) > 0 for rank in self.layout for micro_batch in rank)
 
 
 @dataclass(frozen=True)
 class Fed:
-    """A global batch with this rank's micro-batches as tensors."""
+    """A planned step with this rank's micro-batches as tensors: what `build(step)` returns."""
 
     window: Window
     batches: list[Batch]
     copied: float = 0.0
     """Seconds in which copying to the device blocked the host."""
-
-    @property
-    def slots(self) -> int:
-        """Number of tokens that this rank computes, including padding."""
-        return sum(batch["input_ids"].numel() for batch in self.batches)
 
 
 Build: TypeAlias = Callable[[int], Fed]
@@ -179,7 +175,7 @@ Layouts: TypeAlias = Sequence[Layout]
 
 
 class OnDemand(Sequence[Layout], ABC):
-    """Layouts computed on access: an epoch may have millions of steps."""
+    """The layouts of an epoch, computed on access: it may have millions of steps."""
 
     @overload
     def __getitem__(self, number: int) -> Layout: ...

@@ -3,7 +3,7 @@
 from ..base.types import Build, Feed, Ints, Layouts
 from ..hooks import hookimpl
 from ..recipe.tables import Train
-from .plan import GlobalBatches
+from .plan import InOrder
 
 
 class BatchDefaults:
@@ -12,7 +12,7 @@ class BatchDefaults:
     @hookimpl
     def batches(self, order: Ints, ranks: int, train: Train) -> Layouts:
         """Take `batch_size` examples at a time, in order."""
-        return GlobalBatches(order, ranks, train)
+        return InOrder(order, ranks, train)
 
     @hookimpl
     def feed(self, build: Build, steps: range) -> Feed:

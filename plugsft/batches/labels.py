@@ -13,7 +13,7 @@ IGNORED = -100
 """Label of a token that is not trained."""
 
 
-def heard(batch: Batch) -> Batch:
+def model_inputs(batch: Batch) -> Batch:
     """Return the model's inputs: not the labels, and no `_name`, which is for the loss alone."""
     return {name: value for name, value in batch.items() if name != "labels" and name[0] != "_"}
 

@@ -1,4 +1,4 @@
-"""Plan the examples of each step: a pure function of lengths, seed, epoch and step."""
+"""The examples of each step: a pure function of lengths, seed, epoch and step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..recipe.tables import Recipe, Train
 from ..tokens.store import Tokens
 
 
-class GlobalBatches(OnDemand):
+class InOrder(OnDemand):
     """The core's layout: `batch_size` examples a step, in the epoch's order."""
 
     def __init__(self, order: Ints, ranks: int, train: Train) -> None:
@@ -27,32 +27,31 @@ class GlobalBatches(OnDemand):
     def lay_out(self, number: int) -> Layout:
         """Lay out one global batch."""
         size = self._train.batch_size
-        return lay_out(
-            self._order[number * size : (number + 1) * size], self._ranks, self._train.micro_batch
-        )
+        examples = self._order[number * size : (number + 1) * size]
+        return split_over_ranks(examples, self._ranks, self._train.micro_batch)
 
 
-def lay_out(examples: Ints, ranks: int, size: int) -> Layout:
-    """Deal examples to ranks in micro-batches of `size`; the last ranks may get none."""
-    num_steps = -(-len(examples) // (ranks * size))
+def split_over_ranks(examples: Ints, ranks: int, size: int) -> Layout:
+    """Split a global batch into micro-batches of `size`; the last ranks may get empty ones."""
+    num_micro_batches = -(-len(examples) // (ranks * size))
     return [
-        [examples[(step * ranks + rank) * size :][:size] for step in range(num_steps)]
+        [examples[(number * ranks + rank) * size :][:size] for number in range(num_micro_batches)]
         for rank in range(ranks)
     ]
 
 
 class Plan:
-    """All steps of a run. Each step is found in the same time."""
+    """The steps of a run. Planning a late step takes no longer than an early one."""
 
-    def __init__(self, tokens: Tokens, recipe: Recipe, ranks: int, hook: Hooks) -> None:
-        self.tokens, self._train, self.ranks, self._hook = tokens, recipe.train, ranks, hook
+    def __init__(self, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks) -> None:
+        self.tokens, self._train, self.ranks, self._hooks = tokens, recipe.train, ranks, hooks
         self._sources = [
             (source["examples"], source["weight"]) for source in tokens.facts["sources"]
         ]
-        if empty := int(np.count_nonzero(tokens.units == 0)):
+        if empty := int(np.count_nonzero(tokens.denominators == 0)):
             raise DataError(
-                f"{empty:,} of {len(tokens.units):,} examples have no trained token, so a step of "
-                "them has no loss. The plugin that cuts or masks examples must leave them out"
+                f"{empty:,} of {len(tokens.lengths):,} examples have no trained token, so a step "
+                "of them has no loss. The plugin that cuts or masks examples must leave them out"
             )
         self._epochs: dict[int, Layouts] = {}
         self.per_epoch = len(self._epoch(0))
@@ -64,13 +63,13 @@ class Plan:
         self.steps = recipe.train.steps or recipe.train.epochs * self.per_epoch
 
     @classmethod
-    def once_through(cls, tokens: Tokens, recipe: Recipe, ranks: int, hook: Hooks) -> Self:
+    def once_through(cls, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks) -> Self:
         """Plan a single epoch, for evaluation."""
         train = recipe.train.model_copy(update={"epochs": 1, "steps": None})
-        return cls(tokens, recipe.model_copy(update={"train": train}), ranks, hook)
+        return cls(tokens, recipe.model_copy(update={"train": train}), ranks, hooks)
 
     def window(self, step: int) -> Window:
-        """Return the global batch of a step; the first is step 1."""
+        """Plan a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
         self.tokens.ensure_unchanged()
         layout = self._epoch(epoch)[number]
@@ -81,8 +80,8 @@ class Plan:
             step=step,
             epoch=epoch,
             layout=layout,
-            total=int(self.tokens.units[examples].sum()),
-            trained=int(self.tokens.trained[examples].sum()),
+            denominator=int(self.tokens.denominators[examples].sum()),
+            targets=int(self.tokens.targets[examples].sum()),
             tokens=sum(rank_tokens),
             imbalance=max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
         )
@@ -93,7 +92,7 @@ class Plan:
         layout = [[examples.tolist() for examples in rank] for rank in window.layout]
         return {
             "the number of steps": f"{self.steps:,}",
-            "the order of examples": digest({"layout": layout, "targets": window.total})[:8],
+            "the order of examples": digest({"layout": layout, "targets": window.denominator})[:8],
         }
 
     def _epoch(self, epoch: int) -> Layouts:
@@ -102,7 +101,7 @@ class Plan:
             self._epochs = {n: layouts for n, layouts in self._epochs.items() if n >= epoch - 1}
             order = shuffle(self._sources, self._train.seed, epoch)
             self._examples = len(order)
-            layouts = self._hook.batches(
+            layouts = self._hooks.batches(
                 order=order,
                 lengths=self.tokens.lengths,
                 ranks=self.ranks,

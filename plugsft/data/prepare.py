@@ -91,7 +91,7 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
     folder = _tokenizer_folder(recipe, sources, active)
     tokenizer = load_tokenizer(recipe.model, folder)
     plugins = token_plugins(active)
-    work = Work(recipe.data, names, lighten(tokenizer), Path(), plugins, _hook=active.hook)
+    work = Work(recipe.data, names, lighten(tokenizer), Path(), plugins, _hooks=active.hooks)
     return OpenData(work, sources, tokenizer, folder)
 
 
@@ -130,7 +130,7 @@ def make_renderer(recipe: Recipe, active: Active) -> Render:
     names = [source.source for source in recipe.data.all_sources()]
 
     def render_source(rows: list[Row], source: int, tokenizer: Tokenizer) -> Rendered:
-        return render(active.hook, recipe.data, names[source], rows, tokenizer)
+        return render(active.hooks, recipe.data, names[source], rows, tokenizer)
 
     return render_source
 
@@ -173,7 +173,7 @@ def _prepare_tokens(work: Work, sources: Sequence[OpenSource], active: Active) -
         missing = [part for part in slices if part not in finished]
         if finished:
             say(f"data: continuing after {len(finished):,} of {len(slices):,} slices")
-        new_shards = active.hook.tokenize(slices=missing, work=work)
+        new_shards = active.hooks.tokenize(slices=missing, work=work)
         finished |= dict(zip(missing, new_shards, strict=True))
         shards = [finished[part] for part in slices]
         facts = _facts(shards, work, key)
@@ -186,7 +186,7 @@ def _prepare_tokens(work: Work, sources: Sequence[OpenSource], active: Active) -
         for shard in shards:
             (folder / shard.file).with_suffix(".json").unlink()
 
-    entry: Any = active.hook.cache(key=key, build=build, read=Tokens)
+    entry: Any = active.hooks.cache(key=key, build=build, read=Tokens)
     tokens = _name_sources(entry, work)
     origin = f"in {time.perf_counter() - build_started[0]:.1f} s" if build_started else "from cache"
     say(summarize(tokens.facts, origin))

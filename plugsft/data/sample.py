@@ -51,7 +51,7 @@ def make_work(
         tokenizer = train_tokenizer(rows, make_renderer(recipe, active), model.scratch.vocab)
         tokenizer.save_pretrained(folder)
     light, plugins = lighten(load_tokenizer(model, folder)), token_plugins(active)
-    return Work(data, data.all_sources(), light, folder, plugins, _hook=active.hook)
+    return Work(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
 
 
 def sample_rows(work: Work, sources: Sources, source: int, start: int, stop: int) -> Sample:

@@ -41,15 +41,15 @@ class Work:
     folder: Path
     plugins: Mapping[str, dict[str, Any]]
     """Plugins that render or encode, with their options."""
-    _hook: Hooks | None = field(default=None, repr=False)
+    _hooks: Hooks | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"_hook": None}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"_hooks": None}
 
     @cached_property
-    def hook(self) -> Hooks:
+    def hooks(self) -> Hooks:
         """The hooks of this run; a worker process rebuilds them from the options."""
-        return self._hook or rebuild(self.plugins).attach(DataDefaults(self.folder)).hook
+        return self._hooks or rebuild(self.plugins).attach(DataDefaults(self.folder)).hooks
 
     def __call__(self, part: Slice) -> Shard:
         """Render, encode and mask a slice, and write it as one shard."""
@@ -99,7 +99,7 @@ class Work:
                 numbers.append(part.start + number)
                 rows.append(row)
         source = self.sources[part.source].source
-        rendered = render(self.hook, self.data, source, rows, self.tokenizer)
+        rendered = render(self.hooks, self.data, source, rows, self.tokenizer)
         shard.mask, shard.unread = rendered.mask, rendered.unread
         for number, reason in rendered.bad.items():
             shard.bad.setdefault(reason, []).append(numbers[number])
@@ -123,16 +123,18 @@ class Work:
 
     def _call_encode(self, rendered: Rendered) -> Encoded:
         texts, special = rendered.texts, rendered.special_tokens
-        return self.hook.encode(texts=texts, tokenizer=self.tokenizer, special_tokens=special)
+        return self.hooks.encode(texts=texts, tokenizer=self.tokenizer, special_tokens=special)
 
 
-def render(hook: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tokenizer) -> Rendered:
+def render(
+    hooks: Hooks, data: Data, source: str, rows: list[Row], tokenizer: Tokenizer
+) -> Rendered:
     """Render rows; refuse columns that no format has."""
     if not rows:
         return Rendered()
     if data.ignore:
         rows = [without(row, data.ignore) for row in rows]
-    rendered = hook.render(rows=rows, tokenizer=tokenizer, data=data)
+    rendered = hooks.render(rows=rows, tokenizer=tokenizer, data=data)
     if rendered is None:
         columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
         if data.columns:
@@ -215,7 +217,7 @@ def make_examples(
     trained = ~_any_text(count_true(mask & within, encoded.counts) == 0, num_texts)
     good = trained if data.too_long == "truncate" else trained & ~cut
     if cut.any() or not trained.all():
-        _record_losses(shard, numbers[rows], cut, trained, data)
+        _record_too_long(shard, numbers[rows], cut, trained, data)
     good_texts = np.repeat(good, num_texts)
     keep = within & np.repeat(good_texts, encoded.counts)
     keep_all = bool(keep.all())  # the usual case needs no copy
@@ -233,7 +235,7 @@ def _any_text(values: Mask, num_texts: Ints) -> Mask:
     return count_true(values, num_texts) > 0
 
 
-def _record_losses(shard: Shard, rows: Ints, cut: Mask, trained: Mask, data: Data) -> None:
+def _record_too_long(shard: Shard, rows: Ints, cut: Mask, trained: Mask, data: Data) -> None:
     """Record the rows that were cut, left out, or have no trained token."""
     truncate = data.too_long == "truncate"
     shard.truncated += rows[cut & trained].tolist() if truncate else []

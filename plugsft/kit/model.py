@@ -1,6 +1,6 @@
 """Tools for plugins of batches, model and loss. Imports torch and transformers."""
 
-from ..batches.labels import heard
+from ..batches.labels import model_inputs
 from ..batches.packed_rows import attend_per_document, documents_of, lone_document, pack
 from ..model.document_probe import ensure_apart, ensure_twin_apart, takes_documents
 from ..model.flops import Shapes, peak_flops, shapes_of
@@ -17,8 +17,8 @@ __all__ = [
     "ensure_apart",
     "ensure_twin_apart",
     "fused_loss",
-    "heard",
     "lone_document",
+    "model_inputs",
     "pack",
     "peak_flops",
     "shapes_of",

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
 from ..base.types import Batch, Ints, Score
-from ..batches.labels import IGNORED, buffer, heard, make_labels
+from ..batches.labels import IGNORED, buffer, make_labels, model_inputs
 from ..hooks import hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
@@ -82,7 +82,7 @@ class ModelDefaults:
     def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
         """Compute the cross-entropy of float32 logits."""
         # With packed rows, a key-value cache would let documents attend to each other.
-        logits = model(**heard(batch), use_cache=False).logits
+        logits = model(**model_inputs(batch), use_cache=False).logits
         targets = batch["labels"][:, 1:].flatten()
         predictions = logits[:, :-1].flatten(0, 1).float()
         if summed:

@@ -94,7 +94,7 @@ class Record:
         if not self.writes:
             return
         # First: a plugin that refuses leaves the folder unchanged.
-        self._active.hook.record(run=self.run)
+        self._active.hooks.record(run=self.run)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.write()  # marks the other files as a run's
         if not done:
@@ -145,7 +145,7 @@ class Record:
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
         if self._metrics is not None:
             self.write()  # before the plugins, which may hang or be killed
-            self._active.hook.record(run=self.run)
+            self._active.hooks.record(run=self.run)
         before, now = self.run.get("plugins", []), self.plugins()
         for plugin in (plugin for plugin in now if plugin not in before):
             say(f"plugin {plugin['name']}: {plugin['verdict']}")

@@ -38,12 +38,13 @@ class GlobalBatch:
     @property
     def denominator(self) -> int:
         """The divisor of the loss: the targets of all ranks, or a plugin's count."""
-        return self.window.total
+        return self.window.denominator
 
-    @property
-    def slots(self) -> int:
-        """Tokens that this rank computes, padding included."""
-        return sum(batch["input_ids"].numel() for batch in self.micro_batches)
+    def counts(self) -> dict[str, float]:
+        """Return this rank's counts, to be summed over all ranks."""
+        # Padding is computed, too.
+        computed = sum(batch["input_ids"].numel() for batch in self.micro_batches)
+        return {"computed_tokens": computed, "wait_seconds": self.waited}
 
     def seconds(self) -> float:
         """Return the seconds since the loop asked for this batch."""
@@ -58,8 +59,8 @@ class GlobalBatch:
 class BatchLoader:
     """Loads this rank's micro-batches of each step."""
 
-    def __init__(self, hook: Hooks, accelerator: Accelerator, pad: int) -> None:
-        self._accelerator, self._hook, self._pad = accelerator, hook, pad
+    def __init__(self, hooks: Hooks, accelerator: Accelerator, pad: int) -> None:
+        self._accelerator, self._hooks, self._pad = accelerator, hooks, pad
         self._rank, self._device = accelerator.process_index, accelerator.device
 
     def load(
@@ -69,7 +70,7 @@ class BatchLoader:
 
         A batch is yielded once all ranks have made theirs, or all ranks raise.
         """
-        batches = iter(self._hook.feed(build=self._builder(window, tokens), steps=steps))
+        batches = iter(self._hooks.feed(build=self._builder(window, tokens), steps=steps))
         try:
             while True:
                 started = time.perf_counter()
@@ -108,7 +109,7 @@ class BatchLoader:
         return build
 
     def _collate(self, tokens: Tokens, examples: Ints) -> Batch:
-        return self._hook.collate(tokens=tokens, examples=examples, pad=self._pad)
+        return self._hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {

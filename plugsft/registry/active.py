@@ -45,7 +45,7 @@ class Active:
         if os.environ.get("PLUGSFT_TRACE") == "1":
             _trace(self._manager)
         # Typed as the specs, so that mypy checks arguments and results of each call.
-        self.hook = cast(Hooks, self._manager.hook)
+        self.hooks = cast(Hooks, self._manager.hook)
 
     def attach(self, *answers: object) -> "Active":
         """Register the core's answers, then the plugins, so that plugins are called first."""

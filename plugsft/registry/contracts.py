@@ -26,12 +26,11 @@ METRICS = frozenset(
         "documents",
         "imbalance",
         "memory_gib",
-        "asked",
-        "slots",
-        "waited",
+        "stop",
+        "computed_tokens",
     ]
 )
-"""The core's metrics, and the counters that are all-reduced with them."""
+"""The core's metrics, and the counts that are all-reduced with them."""
 
 
 def inspect_hooks(cls: type[Any], name: str) -> None:

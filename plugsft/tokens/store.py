@@ -66,13 +66,13 @@ class Tokens:
             _ensure_schema(index, INDEX)
             columns = [numpy_of(column) for column in index.columns]
             self.lengths, self._first_lengths, self._prefixes = columns[:3]
-            self.trained, self.rows, checksums = columns[3:]
+            self.targets, self.rows, checksums = columns[3:]
             self._checksums = checksums.view(np.uint64)
             if len({count, int(self._shard_offsets[-1]), *map(len, columns)}) > 1:
                 raise ValueError("its number of examples differs from facts.json")
         self._stored_lengths = self.lengths
         """Lengths of the examples on disk, which may be longer."""
-        self.units = self.trained
+        self.denominators = self.targets
         """Each example's share of the divisor of a step's loss: its targets by default."""
         if in_memory:
             for shard in range(len(self._files)):
@@ -132,7 +132,7 @@ class Tokens:
         counts = np.stack([first, lengths - first], 1)[exists]
         return counts, np.stack([np.zeros_like(shared), shared], 1)[exists]
 
-    def targets(self, examples: Ints) -> Ints:
+    def sequence_targets(self, examples: Ints) -> Ints:
         """Return the number of targets of each sequence."""
         return count_true(self.gather(examples)[1], self.sequences(examples)[0])
 
@@ -168,24 +168,24 @@ class Tokens:
         )
 
     def cut(
-        self, numbers: Ints, skips: Ints, lengths: Ints, trained: "Ints | None" = None
+        self, numbers: Ints, skips: Ints, lengths: Ints, targets: "Ints | None" = None
     ) -> "Tokens":
         """Return tokens whose examples are spans of these: number, tokens to skip, length.
 
-        `trained` are their numbers of targets. Default: count them.
+        `targets` are their numbers of targets. Default: count them.
         """
         assert self._cuts is None, "these tokens are cut already"
         assert not self.facts["pairs"], "pairs cannot be cut"
         tokens = copy.copy(self)
         tokens._cuts = (numbers, skips)
         tokens.lengths, tokens.rows = lengths, self.rows[numbers]
-        tokens.trained = self.trained[numbers].copy() if trained is None else trained
+        tokens.targets = self.targets[numbers].copy() if targets is None else targets
         shorter = lengths < self.lengths[numbers]
-        for number in np.flatnonzero(shorter).tolist() if trained is None else []:
+        for number in np.flatnonzero(shorter).tolist() if targets is None else []:
             _, mask = tokens.example(number)
             # Nothing predicts the first token of a cut example.
-            tokens.trained[number] = np.count_nonzero(mask[1:])
-        tokens.units, tokens._first_lengths = tokens.trained, lengths
+            tokens.targets[number] = np.count_nonzero(mask[1:])
+        tokens.denominators, tokens._first_lengths = tokens.targets, lengths
         tokens.columns = {name: values[numbers] for name, values in self.columns.items()}
         counts = np.diff(np.searchsorted(numbers, self._source_offsets()))
         sources = [

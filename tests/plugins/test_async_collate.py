@@ -48,7 +48,7 @@ class World:
     def feed(self, steps=STEPS, ranks=1, rank=0, **plugins):
         train = TRAIN | ({"micro_batch": 1} if "bfd_packing" in plugins else {})
         recipe, active = resolve(self.tables | {"train": train, "plugins": plugins})
-        hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
+        hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
         check(active, recipe, look())
         place = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
         plan = Plan(self.tokens, recipe, ranks, hook)

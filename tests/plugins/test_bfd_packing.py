@@ -22,7 +22,7 @@ from transformers import (
 
 from plugsft import DataError, RecipeError, look, testing
 from plugsft.base.types import Shard
-from plugsft.batches.plan import GlobalBatches
+from plugsft.batches.plan import InOrder
 from plugsft.model.load import Load
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.bfd_packing.attention_cost import break_even_length
@@ -100,7 +100,7 @@ def members(layout):
 def test_scope_step_keeps_every_window(lengths, ranks, size, seed):
     lengths = np.array(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
-    plain = GlobalBatches(order, ranks, Train(batch_size=size, learning_rate=0.0))
+    plain = InOrder(order, ranks, Train(batch_size=size, learning_rate=0.0))
     packed = PackedSteps(plain, lengths, ranks, 50, cost)
     assert [members(one) for one in packed] == [members(one) for one in plain]
     assert [members(one) for one in packed[1:]] == [members(one) for one in plain[1:]]
@@ -445,10 +445,10 @@ def test_what_is_split_or_cut_is_whole_elsewhere(tmp_path_factory, masks, room, 
             ids[start:stop].tolist() for start, stop in kept
         ]
         assert fitted.lengths.tolist() == [stop - start for start, stop in kept]
-        assert fitted.trained.tolist() == [int(mask[a + 1 : b].sum()) for a, b in kept]
-        assert fitted.units.tolist() == fitted.trained.tolist()
+        assert fitted.targets.tolist() == [int(mask[a + 1 : b].sum()) for a, b in kept]
+        assert fitted.denominators.tolist() == fitted.targets.tolist()
         assert len(fitted) == len(wanted if some_long else masks) - cuts_made.untrained
-        assert not some_long or fitted.trained.all()
+        assert not some_long or fitted.targets.all()
         left_out = sum(one["count"] for one in fitted.facts.get("bad_rows", {}).values())
         assert left_out == cuts_made.untrained
         for number, (start, _) in enumerate(kept):

@@ -320,7 +320,7 @@ class Run:
         recipe, active = resolve(tables)
         opened = OpenRun(recipe, active, look())
         self.folder, self.tokenizer = Path(opened.load.path), opened.tokenizer
-        self.hook, self.model = opened.hooks, opened.model
+        self.hooks, self.model = opened.hooks, opened.model
         self.window = opened.plan.window(1)
         self.batches = [
             opened.loader.load_batch(opened.tokens, examples) for examples in self.window.layout[0]
@@ -328,14 +328,14 @@ class Run:
 
     def losses(self):
         """Return the loss and what is measured of it, as means, and leave gradients behind."""
-        total, score = self.window.total, self.hook.score
+        total, score = self.window.denominator, self.hooks.score
         parts = [
-            self.hook.step(model=self.model, batch=batch, total=total, score=score)
+            self.hooks.step(model=self.model, batch=batch, total=total, score=score)
             for batch in self.batches
         ]
         for part in parts:
             part.backward()
-        [sums] = self.hook.measure()
+        [sums] = self.hooks.measure()
         measured = {name: float(value) / len(self.rows) for name, value in sums.items()}
         return sum(float(part.detach()) for part in parts), measured
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugsft import testing
-from plugsft.batches.plan import GlobalBatches, lay_out
+from plugsft.batches.plan import InOrder, split_over_ranks
 from plugsft.plugins.length_group import LengthGroup, SortedSteps, count_padded, sort_layout
 from plugsft.recipe.tables import Train
 
@@ -21,7 +21,7 @@ shapes = st.tuples(
 
 
 def layout_of(lengths, ranks, micro):
-    return lay_out(np.arange(len(lengths)), ranks, micro), np.array(lengths, np.int64)
+    return split_over_ranks(np.arange(len(lengths)), ranks, micro), np.array(lengths, np.int64)
 
 
 def places(lengths, layout):
@@ -63,7 +63,7 @@ def test_any_layout_may_be_wrapped():
 def test_a_window_is_laid_out_when_it_is_asked_for():
     asked = []
 
-    class Counting(GlobalBatches):
+    class Counting(InOrder):
         def __getitem__(self, number):
             asked.append(number)
             return super().__getitem__(number)

@@ -68,9 +68,9 @@ def of_trl(tokenizer, row):
 def of_ours(tokenizer, row, folder):
     """Return [(ids, mask)] of a row as plugsft prepares it."""
     plugins = {"dpo": {}} if "chosen" in row else {}
-    hook = rebuild(plugins).attach(DataDefaults(folder)).hook
+    hook = rebuild(plugins).attach(DataDefaults(folder)).hooks
     sources = [Source(source="rows")]
-    work = Work(Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hook=hook)
+    work = Work(Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hooks=hook)
     [part] = slices_of([RowList([row])])
     write_index(folder, [work(part)], {"key": ""})
     tokens = Tokens(folder)

@@ -91,7 +91,7 @@ def first_batch(path: Path) -> float:
     load(path)
     started = time.perf_counter()
     recipe, active = load(path)
-    hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
+    hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
     tokens = prepare(recipe, active).tokens
     window = Plan(tokens, recipe, 1, hook).window(1)
     hook.collate(tokens=tokens, examples=window.layout[0][0], pad=0)

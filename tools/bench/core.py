@@ -61,7 +61,7 @@ def start_up():
 def per_call(number=20_000):
     """Return the seconds that one round of a step's hook calls costs beyond plain calls."""
     core = Nothing()
-    hook = Active({}, {}).attach(core).hook
+    hook = Active({}, {}).attach(core).hooks
 
     def through_hooks():
         for _ in range(number):

@@ -245,7 +245,7 @@ def _layers(active: Active) -> list[str]:
 def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ranks: int) -> int:
     """Say how many steps a run takes, if the rows that were looked at are like the others."""
     train, examples = recipe.train, len(lengths)
-    windows = active.hook.batches(
+    windows = active.hooks.batches(
         order=np.arange(examples), lengths=lengths, ranks=ranks, train=train
     )
     per_epoch = max(1, len(windows))

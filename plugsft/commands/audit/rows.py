@@ -133,7 +133,7 @@ def _measure(found: Audit) -> None:
     shard, tokens, facts = found.sample.shard, found.sample.tokens, found.facts
     points = ", ".join(f"{length:,} ({name})" for name, length in quantiles(found.lengths).items())
     facts.append(("lengths", f"{points}; max_length {found.max_length:,}"))
-    shares = tokens.trained / tokens.lengths
+    shares = tokens.targets / tokens.lengths
     trained = (
         f"{shard.trained:,} of {shard.tokens:,} tokens ({shard.trained / shard.tokens:.0%}); of "
         f"one example {shares.min():.0%} to {shares.max():.0%}, median {np.median(shares):.0%}"

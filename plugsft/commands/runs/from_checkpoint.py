@@ -30,7 +30,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
     output = path.parent.parent
     ours = [f"output={json.dumps(str(output))}", f"model.trust_remote_code={str(trusted).lower()}"]
     recipe, active = load(output / "recipe.toml", ours, without)
-    hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hook
+    hooks = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
     with active.name_failing_plugin():
         check(active, recipe, look())
         made = recipe.model.scratch is not None
@@ -38,7 +38,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
         names_own = made and not recipe.model.tokenizer
         words = only(output / "scratch", "tokenizer-*") if names_own else Path()
         tokenizer = load_tokenizer(recipe.model, words)
-        model: Any = hook.optimize_model(load=make_load(recipe.model, scratch))
+        model: Any = hooks.optimize_model(load=make_load(recipe.model, scratch))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     with torch.no_grad(), ShardReader(path) as reader:
         ensure_same_parameters(reader, trained, reader.of(WEIGHTS))

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 
 from ...base.errors import PlugsftError, RecipeError
 from ...base.types import Batch
-from ...batches.labels import IGNORED, heard
+from ...batches.labels import IGNORED, model_inputs
 from ...model.defaults import ModelDefaults
 from ...model.fused_head import Behind, Positions, fused_loss
 from ...model.load import Load, decoder_layers, make_load
@@ -95,7 +95,7 @@ class MetaModel:
         # Plugins accept a model on the meta device: FSDP2 loads so, too.
         with torch.device("meta"), active.name_failing_plugin():
             load = _ConfigLoad(load.path, dict(load.kwargs), config=config)
-            self.model: Any = active.hook.optimize_model(load=load)
+            self.model: Any = active.hooks.optimize_model(load=load)
         with self._mode:
             _make_fake(self.model)
         self.model.train()
@@ -180,7 +180,7 @@ class MetaModel:
 
         head.forward = forward
         try:
-            self.model(**heard(batch), use_cache=False)
+            self.model(**model_inputs(batch), use_cache=False)
         finally:
             del head.forward
         return losses[0].sum()

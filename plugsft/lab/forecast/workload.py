@@ -107,7 +107,7 @@ def _fit(recipe: Recipe, tokens: Tokens) -> Tokens:
 def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:
     """Lay out steps of an epoch; find the largest micro-batch."""
     lengths = epoch.tokens.lengths[epoch.examples]
-    layouts = active.hook.batches(
+    layouts = active.hooks.batches(
         order=epoch.order, lengths=lengths, ranks=ranks, train=recipe.train
     )
     packed = recipe.has("bfd_packing")
@@ -127,7 +127,7 @@ def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Wor
                 part_size = _size(documents, packed, least)
                 if part_size > size:
                     size, largest = part_size, part
-    batch = active.hook.collate(tokens=epoch.tokens, examples=epoch.examples[largest], pad=0)
+    batch = active.hooks.collate(tokens=epoch.tokens, examples=epoch.examples[largest], pad=0)
     return Workload(batch, micro_batches, tokens / len(steps), ranks - int(busy.sum()))
 
 

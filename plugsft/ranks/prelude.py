@@ -23,24 +23,24 @@ BUILD, CACHED, FAILED = "build", "cached", "failed"
 """Messages of the main process to the other ranks in `keep`."""
 
 
-class Prelude:
+class RunPrelude:
     """Computes with the model on all ranks, caches the results, and loads other models."""
 
     def __init__(
-        self, accelerator: Accelerator, hook: Hooks, loader: BatchLoader, load: Load
+        self, accelerator: Accelerator, hooks: Hooks, loader: BatchLoader, load: Load
     ) -> None:
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         mixed = accelerator.mixed_precision != "no"
         self.exact = load.kwargs["dtype"] == torch.float32 and not mixed
         self.load = load
         """How the model was loaded."""
-        self._accelerator, self._hook, self._loader = accelerator, hook, loader
+        self._accelerator, self._hooks, self._loader = accelerator, hooks, loader
         self._left_by_all = False
         """Whether all ranks left the last build together, because one failed."""
 
     def annotate(self, model: Module, tokens: Tokens) -> Tokens:
         """Let plugins add columns that need the model."""
-        return self._hook.annotate(model=model, tokens=tokens, prelude=self)
+        return self._hooks.annotate(model=model, tokens=tokens, prelude=self)
 
     @torch.no_grad()
     def losses(self, model: Module, tokens: Tokens, examples: Ints) -> Tensor:
@@ -49,7 +49,7 @@ class Prelude:
         Under ZeRO-3 and FSDP2 all ranks must call it together, if need be without examples.
         """
         batch = self._loader.load_batch(tokens, examples)
-        return self._hook.score(model=model, batch=batch, summed=False)
+        return self._hooks.score(model=model, batch=batch, summed=False)
 
     @contextmanager
     def agreed(self, operation: str) -> Iterator[None]:
@@ -102,7 +102,7 @@ class Prelude:
                 raise
 
         try:
-            value = self._hook.cache(key=key, build=begin, read=read)
+            value = self._hooks.cache(key=key, build=begin, read=read)
         except Exception as error:
             if not lost:
                 from_main((FAILED, reason_of(error)))
