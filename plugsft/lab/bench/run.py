@@ -290,11 +290,11 @@ def prepared(runner: TrialRunner, folder: Path, name: str, left_out: Sequence[st
         tables["plugins"].pop(plugin, None)
     # The cache must be empty at first.
     tables["plugins"].get("arrow_cache", {}).pop("folder", None)
-    path, said = inside / "recipe.toml", inside / "said.txt"
+    path, log = inside / "recipe.toml", inside / "output.txt"
     path.write_text(tomli_w.dumps(tables))
     words = [sys.executable, "-m", "plugsft.lab.bench.preparation", str(path)]
-    code, _ = run_process(words, said, PLUGSFT_CACHE=str(folder / "cache"))
+    code, _ = run_process(words, log, PLUGSFT_CACHE=str(folder / "cache"))
     if code:
-        return {"error": said.read_text(errors="replace").strip()[-2000:] or f"exit code {code}"}
+        return {"error": log.read_text(errors="replace").strip()[-2000:] or f"exit code {code}"}
     figures: Figures = json.loads((inside / "prepared.json").read_text())
     return figures

@@ -37,8 +37,8 @@ from ...tokens.store import Tokens
 
 LEFT_OUT_ALWAYS = ("tracker",)
 """Plugins that trials leave out: they report every run elsewhere."""
-NO_STACK = "can't start new thread"
-"""Raised when a memory limit leaves no space for a thread's stack."""
+KILLED = ("SIGKILL", "Signal 9")
+"""How launchers say that a rank was killed."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Trial:
 
     folder: Path
     seconds: float
-    """From the start of its process to the end."""
+    """From the start of its process to its end."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """The metrics of each."""
+    """The metrics of each step."""
     run: dict[str, Any] = field(default_factory=dict)
-    """Its run.json."""
+    """The content of run.json."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """Peak bytes of each rank: `host`, `before` loading its model, and on a GPU `device`."""
+    """Peak bytes of each rank: `host`, `before` loading the model, and on a GPU `device`."""
     error: str = ""
     out_of_memory: bool = False
 
@@ -66,15 +66,15 @@ class Trial:
 def trials(
     recipe: Recipe, active: Active, launch: str = "", examples: int = 0
 ) -> Iterator["TrialRunner"]:
-    """Prepare a recipe's data as a run would; yield a runner of trials on some or all of it."""
-    with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as made, sigterm_as_interrupt():
-        folder = Path(made)
-        inside = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
-        active.attach(DataDefaults(inside.folder))
+    """Prepare a recipe's data as a run would; yield a runner of trials on it, or on a sample."""
+    with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as temporary, sigterm_as_interrupt():
+        folder = Path(temporary)
+        to_prepare = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
+        active.attach(DataDefaults(to_prepare.folder))
         with active.name_failing_plugin():
-            check_recipe(inside, active, look(), DATA)
-            data = prepare(inside, active)
-            check_ids(inside, data.largest_id)
+            check_recipe(to_prepare, active, look(), DATA)
+            data = prepare(to_prepare, active)
+            check_ids(to_prepare, data.largest_id)
         yield TrialRunner(recipe, folder, data.tokens, data.tokenizer_folder, launch, examples)
 
 
@@ -94,27 +94,27 @@ class TrialRunner:
         self.tables = anchored(recipe)
         self.tables.pop("eval", None)
         self.tables["checkpoint"] = {"every": 0}
-        # Its step numbers are those of a whole run.
+        # The steps to trace are those of a whole run.
         self.tables["plugins"].get("profiler", {}).pop("trace", None)
-        self._tokenizer, self._count = tokenizer, 0
+        self._tokenizer, self._trials = tokenizer, 0
         if 0 < examples < len(tokens):
             self.use(sample_by_length(tokens, examples))
         else:
-            self._tell(tokens.folder)
+            self._set_tokens(tokens.folder)
 
     def use(self, numbers: Ints, in_order: bool = False) -> None:
-        """Train on these examples from now on; if `in_order`, an epoch takes them in this order."""
+        """Train on these examples from now on; if `in_order`, in this order in each epoch."""
         folder = self.folder / f"tokens-{time.monotonic_ns()}"
         if in_order:
-            # With a single source, the order of an epoch is known in advance.
+            # The order of an epoch is known in advance if there is a single source.
             for name in ("source", "sources", "split"):
                 self.tables["data"].pop(name, None)
             order = shuffle([(len(numbers), 1.0)], self.tables["train"]["seed"], 0)
             numbers = numbers[np.argsort(order)]
         write_examples(self.tokens, numbers, folder, together=in_order)
-        self._tell(folder)
+        self._set_tokens(folder)
 
-    def _tell(self, folder: Path) -> None:
+    def _set_tokens(self, folder: Path) -> None:
         self.tables["data"]["tokens"] = str(folder.absolute())
         if "scratch" in self.tables["model"] and "tokenizer" not in self.tables["model"]:
             self.tables["model"]["tokenizer"] = str(self._tokenizer.absolute())
@@ -126,47 +126,57 @@ class TrialRunner:
         without: Sequence[str] = (),
         memory: int = 0,
     ) -> Trial:
-        """Train some steps with {"table.key": value} set and plugins left out, in a fresh process.
+        """Train in a fresh process with {"table.key": value} set and plugins left out.
 
         Failures are returned, not raised. `memory` limits the bytes of each rank.
         """
-        self._count += 1
-        folder = self.folder / f"{self._count:04d}"
+        self._trials += 1
+        folder = self.folder / f"{self._trials:04d}"
         folder.mkdir()
         tables = with_changes(self.tables, {**changes, "output": str(folder / "run")})
         for name in (*without, *LEFT_OUT_ALWAYS):
             tables["plugins"].pop(name, None)
-        # The run ends before its last step, which would save.
+        # The trial ends before the last step, which would save the model.
         tables["train"] |= {"steps": steps + 1, "log_every": 10**9}
         path = folder / "recipe.toml"
         path.write_text(tomli_w.dumps(tables))
         words = [*self._launch, *(() if self._launch else (sys.executable,))]
         words += ["-m", "plugsft.lab.trials.trial", str(path), str(memory)]
-        code, seconds = run_process(words, folder / "said.txt")
-        return self._read(folder, steps, code, seconds, memory)
-
-    def _read(self, folder: Path, steps: int, code: int, seconds: float, memory: int) -> Trial:
-        trial = Trial(folder, seconds)
-        trial.ranks = [json.loads(one.read_text()) for one in sorted(folder.glob("rank-*.json"))]
-        trial.steps = read_metrics(folder / "run/metrics.jsonl")
-        if (record := folder / "run/run.json").exists():
-            trial.run = json.loads(record.read_text())
-        said = (folder / "said.txt").read_text(errors="replace").strip()
-        if code or len(trial.steps) < steps or not trial.ranks:
-            errors = [one["error"] for one in trial.ranks if one["error"]]
-            trial.error = "\n".join(dict.fromkeys(errors)) or said[-2000:] or f"exit code {code}"
-            # Only the kernel, out of memory, kills a process without a message.
-            killed = code == -signal.SIGKILL or "SIGKILL" in said or "Signal 9" in said
-            signs = (*MEMORY, "MemoryError", *((NO_STACK,) if memory else ()))
-            trial.out_of_memory = killed or any(sign in trial.error for sign in signs)
-        return trial
+        code, seconds = run_process(words, folder / "output.txt")
+        return read_trial(folder, steps, code, seconds)
 
 
-def run_process(words: Sequence[str], said: Path, **environment: str) -> tuple[int, float]:
+def read_trial(folder: Path, steps: int, code: int, seconds: float) -> Trial:
+    """Read the results of a trial that has ended, or why it failed."""
+    trial = Trial(folder, seconds)
+    trial.ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    trial.steps = read_metrics(folder / "run/metrics.jsonl")
+    if (record := folder / "run/run.json").exists():
+        trial.run = json.loads(record.read_text())
+    if code or len(trial.steps) < steps or not trial.ranks:
+        output = (folder / "output.txt").read_text(errors="replace").strip()
+        errors = [rank["error"] for rank in trial.ranks if rank["error"]]
+        trial.error = "\n".join(dict.fromkeys(errors)) or output[-2000:] or f"exit code {code}"
+        trial.out_of_memory = any(rank["out_of_memory"] for rank in trial.ranks)
+        trial.out_of_memory |= killed(code, output) or (not errors and aborted_by_memory(output))
+    return trial
+
+
+def killed(code: int, output: str) -> bool:
+    """Tell whether a rank was killed: only the kernel does so, when memory runs out."""
+    return code == -signal.SIGKILL or any(message in output for message in KILLED)
+
+
+def aborted_by_memory(output: str) -> bool:
+    """Tell whether a library that ended the process named memory as its reason."""
+    return any(message in output for message in (*MEMORY, "MemoryError"))
+
+
+def run_process(words: Sequence[str], log: Path, **environment: str) -> tuple[int, float]:
     """Run a command to its end; return its exit code and the seconds it took."""
     started = time.perf_counter()
     # In its own process group: Ctrl-C does not make it save a checkpoint that nobody wants.
-    with said.open("w") as output:
+    with log.open("w") as output:
         process = subprocess.Popen(
             words,
             stdout=output,
@@ -178,10 +188,10 @@ def run_process(words: Sequence[str], said: Path, **environment: str) -> tuple[i
             code = process.wait()
         except BaseException:
             # A launcher starts its ranks in process groups of their own.
-            whole = psutil.Process(process.pid)
-            for one in (*whole.children(recursive=True), whole):
+            root = psutil.Process(process.pid)
+            for member in (*root.children(recursive=True), root):
                 with suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    member.kill()
             process.wait()
             raise
     return code, time.perf_counter() - started
@@ -199,45 +209,45 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def with_changes(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return tables with {"table.key": value} set; None removes a key, or a table."""
-    made = copy.deepcopy(dict(tables))
-    for place, value in changes.items():
-        *path, key = place.split(".")
-        at = made
+    changed = copy.deepcopy(dict(tables))
+    for dotted_key, value in changes.items():
+        *path, key = dotted_key.split(".")
+        table = changed
         for name in path:
-            at = at.setdefault(name, {})
+            table = table.setdefault(name, {})
         if value is None:
-            at.pop(key, None)
+            table.pop(key, None)
         else:
-            at[key] = value
-    return made
+            table[key] = value
+    return changed
 
 
 def sample_by_length(tokens: Tokens, count: int) -> Ints:
-    """Choose examples whose lengths are distributed like all; the same each time."""
+    """Choose examples whose lengths are distributed as all are; the same ones each time."""
     order = np.argsort(tokens.lengths, kind="stable")
     chosen: Ints = np.sort(order[np.linspace(0, len(order) - 1, count).round().astype(np.int64)])
     return chosen
 
 
 def write_examples(tokens: Tokens, numbers: Ints, folder: Path, together: bool = False) -> None:
-    """Write some examples as prepared tokens that a run accepts as its whole data.
+    """Write examples as prepared tokens that a run accepts as its whole data.
 
     They stay with their sources; if `together`, they become one source, in this order.
     """
     folder.mkdir()
-    known = tokens.facts["sources"]
-    firsts = np.cumsum([0, *(one["examples"] for one in known)])
+    all_sources = tokens.facts["sources"]
+    starts = np.cumsum([0, *(source["examples"] for source in all_sources)])
     sources, shards = [], []
-    for place, source in enumerate(known[:1] if together else known):
-        inside = (numbers >= firsts[place]) & (numbers < firsts[place + 1]) | together
-        mine = numbers[inside]
-        sources.append({**source, "examples": len(mine)} | ({"weight": 1.0} if together else {}))
-        ids, mask = tokens.gather(mine)
-        counts = tokens.sequences(mine)[0]
-        ends = np.searchsorted(np.cumsum(counts), np.cumsum(tokens.lengths[mine]))
+    for place, source in enumerate(all_sources[:1] if together else all_sources):
+        inside = (numbers >= starts[place]) & (numbers < starts[place + 1]) | together
+        own = numbers[inside]
+        sources.append({**source, "examples": len(own)} | ({"weight": 1.0} if together else {}))
+        ids, mask = tokens.gather(own)
+        counts = tokens.sequences(own)[0]
+        ends = np.searchsorted(np.cumsum(counts), np.cumsum(tokens.lengths[own]))
         pieces = np.diff(ends, prepend=-1)
-        shard = Shard(f"data-{place:05d}.arrow", len(mine))
-        write_shard(folder / shard.file, Examples(ids, mask, counts, pieces, tokens.rows[mine]))
+        shard = Shard(f"data-{place:05d}.arrow", len(own))
+        write_shard(folder / shard.file, Examples(ids, mask, counts, pieces, tokens.rows[own]))
         shards.append(shard)
     facts = {**tokens.facts, "examples": len(numbers), "sources": sources}
     write_index(folder, shards, facts)

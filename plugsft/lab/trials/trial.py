@@ -1,7 +1,7 @@
-"""One trial of a recipe: python -m plugsft.lab.trials.trial RECIPE.
+"""One trial of a recipe: python -m plugsft.lab.trials.trial RECIPE BYTES.
 
 Each trial is a fresh process, so that it inherits no loaded modules, caches or memory.
-`accelerate launch -m plugsft.lab.trials.trial` makes it one of several ranks.
+`accelerate launch -m plugsft.lab.trials.trial` starts several ranks.
 """
 
 import json
@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from ... import loop
-from ...base.errors import PlugsftError
+from ...base.errors import PlugsftError, out_of_memory
 from ...base.machine import look, peak_memory
 from ...base.types import Feed
 from ...hooks import hookimpl, plugin, state
@@ -23,6 +23,9 @@ from ...ranks.precision import on_cpu
 from ...registry.active import load
 from ...registry.discover import FoundPlugin
 from ...run import open as open_run
+
+NO_STACK = "can't start new thread"
+"""Python's message when a memory limit leaves no space for a thread's stack."""
 
 
 class TrialOver(PlugsftError):
@@ -62,7 +65,7 @@ class Trial:
 
 
 def run(path: Path, limit: int) -> dict[str, Any]:
-    """Train all steps of a recipe but the last; return this rank's peak memory, and its error."""
+    """Train all steps of a recipe but the last; return this rank's peak memory and error."""
     recipe, active = load(path)
     trial = Trial(last=recipe.train.steps or 0)
     active.plugins["trial"] = trial
@@ -70,7 +73,7 @@ def run(path: Path, limit: int) -> dict[str, Any]:
         **active.found,
         "trial": FoundPlugin("trial", "bundled", __name__, Path(__file__)),
     }
-    result: dict[str, Any] = {"error": ""}
+    result: dict[str, Any] = {"error": "", "out_of_memory": False}
     try:
         if on_cpu(recipe):
             limit_memory(limit)
@@ -82,6 +85,8 @@ def run(path: Path, limit: int) -> dict[str, Any]:
         pass
     except (PlugsftError, MemoryError, RuntimeError) as error:
         result["error"] = str(error) or type(error).__name__
+        no_stack = limit > 0 and NO_STACK in str(error)
+        result["out_of_memory"] = no_stack or out_of_memory(error)
     result["before"] = trial.before
     result["host"] = peak_memory()
     if torch.cuda.is_available():
@@ -93,11 +98,11 @@ def run(path: Path, limit: int) -> dict[str, Any]:
 
 def limit_memory(limit: int) -> None:
     """Limit the memory of this process (0: no limit)."""
-    held = psutil.Process().memory_info()
+    used = psutil.Process().memory_info()
     if limit and sys.platform == "linux":
         # Libraries reserve gigabytes that they never touch; these do not count.
-        most = max(0, limit + held.data - held.rss)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        data = max(0, limit + used.data - used.rss)
+        resource.setrlimit(resource.RLIMIT_DATA, (data, data))
 
 
 def main() -> None:
