@@ -161,14 +161,14 @@ def test_a_plugin_goes_with_what_it_requires(recipe):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--keep", "nothin"], "--keep nothin: the recipe has no such plugin on; did you mean"),
-        (["--only", "slow"], "--only slow: the recipe has no such plugin on; it has "),
+        (["--keep", "nothin"], "--keep nothin: the recipe has no such active plugin; did you mean"),
+        (["--only", "slow"], "--only slow: the recipe has no such active plugin; it has "),
         (["--only", "both"], "--only both: it is always on"),
-        (["--keep", "nothing"], "plugins: there is none to measure; add a table"),
-        (["--instead", "nothing=8"], "--instead nothing=8: it is written PLUGIN:key.path=value"),
-        (["--instead", "both:train.micro_batch=8"], "key.path=value, of an optional plugin"),
+        (["--keep", "nothing"], "plugins: none to measure; add a table"),
+        (["--instead", "nothing=8"], "--instead nothing=8: write it PLUGIN:key.path=value"),
+        (["--instead", "both:train.micro_batch=8"], "key.path=value, with a plugin that is measured"),
         (["--against", "gone.json"], "--against gone.json: cannot be read"),
-        (["--against", str(ROOT / "pyproject.toml")], "is no bench; give the bench.json of one"),
+        (["--against", str(ROOT / "pyproject.toml")], "is not a bench.json of plugsft bench"),
     ],
 )
 def test_wrong_words_end_at_once(recipe, words, said):
@@ -241,7 +241,7 @@ def test_a_round_alone_makes_nothing_faster_and_little_is_nothing():
     assert times_as_fast([1.0] * 5, [1.015] * 5).word == NOISE
     assert times_as_fast([1.03] * 5, [1.0] * 5).word == SLOWER
     assert str(times_as_fast([1.0, 2.0], [2.0, 4.0])) == "2.00 x (2.00 to 2.00)"
-    assert times_as_fast([1.0] * 3, [250.0] * 3).said == "250 x (250 to 250) as fast, faster"
+    assert times_as_fast([1.0] * 3, [250.0] * 3).phrase == "250 x (250 to 250) as fast, faster"
     assert str(times_as_fast([8.0], [2.0])) == "0.25 x"
     assert slowdown([2.0, 2.1, 2.0], [1.0, 1.0, 1.1]) == pytest.approx(1.97, rel=0.01)
     assert slowdown([2.0, 9.0, 1.0], [1.0, 1.0, 1.1]) == slowdown([2.0], [1.0]) == 1.0
@@ -335,13 +335,13 @@ def test_words_of_a_bench():
     ("change", "said"),
     [
         ({"off": 5e-5}, NOISE),
-        ({"off": 2e-4}, f"{NOISE}; changes what is learned (loss off by 0.0002)"),
+        ({"off": 2e-4}, f"{NOISE}; affects results (loss off by 0.0002)"),
         ({"off": 5e-3, "exact": False}, NOISE),
-        ({"off": 2e-2, "exact": False}, f"{NOISE}; changes what is learned (loss off by 0.02)"),
+        ({"off": 2e-2, "exact": False}, f"{NOISE}; affects results (loss off by 0.02)"),
         ({"grad_norm": [1.0, 1.0, 1.002] + [1.0] * 9},
-         f"{NOISE}; changes what is learned (gradient norm off by 0.002)"),
+         f"{NOISE}; affects results (gradient norm off by 0.002)"),
         ({"grad_norm": [1.0] * 11 + [7.0]}, NOISE),  # by then rounding has made runs differ
-        ({"trained": [9] * 12}, f"{NOISE}; changes what is learned (other tokens in a step)"),
+        ({"trained": [9] * 12}, f"{NOISE}; affects results (other tokens in a step)"),
     ],
 )  # fmt: skip
 def test_what_is_learned_is_compared(change, said):
@@ -376,7 +376,7 @@ def test_a_contender_that_fails_is_a_line(tmp_path):
     assert run_table(bench)[2][:2] == ["all on", "failed"]
     text = markdown(bench)
     assert "all on failed: it broke." in text and "b alone failed: out of memory." in text
-    assert "c is always on: it reads the rows." in text
+    assert "c is always on: it renders the rows." in text
     write_page(tmp_path / "page.html", bench)
     Nested().feed((tmp_path / "page.html").read_text())
 
@@ -427,10 +427,10 @@ def test_a_bench_is_compared_with_an_earlier_one():
     assert list(regressions(Bench(now), Bench(earlier), 0.05)) == [
         "baseline: a step takes 1.20 times as long",
         "all on: failed: it broke",
-        "a alone: it holds 1.20 times the memory",
-        "b alone: changes what is learned: loss off by 0.1",
-        "all but a: changes what is learned: loss off by 0.1",
-        "all but b: it holds 1.20 times the memory",
+        "a alone: peak memory is 1.20 times as high",
+        "b alone: affects results: loss off by 0.1",
+        "all but a: affects results: loss off by 0.1",
+        "all but b: peak memory is 1.20 times as high",
     ]
     assert next(regressions(Bench(now), Bench(earlier), 0.5)).startswith("all on: failed")
     # On another machine all may be slower; what a plugin brings may not be less.
@@ -438,8 +438,8 @@ def test_a_bench_is_compared_with_an_earlier_one():
     other = report(none=slow, a={"cost": 3.6}, b=larger, a_b=slow)
     other["machine"]["cores"] += 1
     assert list(regressions(Bench(other), Bench(earlier), 0.05)) == [
-        "a alone: a step takes 1.20 times as long, beside the baseline",
-        "all but b: a step takes 1.20 times as long, beside the baseline",
+        "a alone: a step takes 1.20 times as long, relative to the baseline",
+        "all but b: a step takes 1.20 times as long, relative to the baseline",
     ]
 
 
@@ -478,7 +478,7 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path):
     assert one["host"] > 50e6
     for name in ("bench.json", "bench.md", "bench.html"):
         assert (folder / name).exists() and f"run-bench/{name}" in done.stdout
-    assert "| slow | touches no step |" in (folder / "bench.md").read_text()
+    assert "| slow | not in steps |" in (folder / "bench.md").read_text()
     assert not (tmp_path / "run").exists()
     done = run_plugsft("bench", path, *words)
     assert done.returncode == 2 and "holds a bench; add --overwrite" in done.stderr

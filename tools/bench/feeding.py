@@ -338,14 +338,14 @@ def ahead(work: Work, options: argparse.Namespace) -> dict:
     print(
         f"collating takes {share_waited(by_step(runs['dear'])):.1%} of the time in turn; ahead, "
         f"{shared.spread(waits, '.2%')} after the first step, and the run is "
-        f"{faster.said}"
+        f"{faster.phrase}"
     )
     extra = shared.times_as_fast(whole["cheap ahead"], whole["cheap"])
     middle = seconds(by_step(runs["cheap ahead"])) / seconds(by_step(runs["cheap"])) - 1
     print(
         f"where it takes {share_waited(by_step(runs['cheap'])):.2%} of the time, a thread beside "
         f"costs {middle:.2%} (each step's median of {options.rounds} rounds; round by round "
-        f"{extra.said})"
+        f"{extra.phrase})"
     )
     words = {"faster": faster.rounds, "extra": extra.rounds}
     return {**words, "waits": waits, "middle": middle, "runs": runs}

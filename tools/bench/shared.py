@@ -109,7 +109,7 @@ def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list
 
 def beside(one: Sequence[float], other: Sequence[float]) -> str:
     """Say how many times as fast one was as another, of the seconds that each took in a round."""
-    return measured.times_as_fast(one, other).said
+    return measured.times_as_fast(one, other).phrase
 
 
 def draw_lengths(count: int, mean: float, sigma: float, least: int, most: int) -> Ints:

@@ -12,8 +12,8 @@ from ..trials.runner import LEFT_OUT_ALWAYS
 BASELINE, ALL = "baseline", "all on"
 SILENT = ("check", "verdict", "record")
 """Notices outside of steps."""
-READS, LEARNS = "it reads the rows", "it says what is learned"
-BOTH = "it changes rows and works in steps: bench a recipe without it"
+READS, LEARNS = "it renders the rows", "it computes the loss"
+BOTH = "it changes both rows and steps; bench a recipe without it"
 
 
 @dataclass
@@ -48,12 +48,11 @@ class Contenders:
 
         Contenders that differ only in other plugins share a trial.
         """
-        found = {}
+        trials = {}
         for on in self.contenders.values():
-            off = [name for name in plugins if name not in on]
-            stay = self.without(off)
-            found[key(on, plugins)] = [name for name in self.optional if name not in stay]
-        return found
+            stay = self.without([name for name in plugins if name not in on])
+            trials[key(on, plugins)] = [name for name in self.optional if name not in stay]
+        return trials
 
 
 def key(on: Sequence[str], plugins: Sequence[str]) -> str:
@@ -67,7 +66,7 @@ def alone(plugin: str) -> str:
 
 
 def name_without(plugin: str) -> str:
-    """Name the contender with all plugins but one, and but those that require it."""
+    """Name the contender without one plugin and those that require it."""
     return f"all but {plugin}"
 
 
@@ -80,7 +79,7 @@ def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) 
                 hint = did_you_mean(name, available) or (
                     f"; it has {', '.join(available) or 'none'}: add [plugins.{name}]"
                 )
-                raise RecipeError(f"{option} {name}: the recipe has no such plugin on{hint}")
+                raise RecipeError(f"{option} {name}: the recipe has no such active plugin{hint}")
     kept = {name: why for name in available if (why := _needed(active, name))}
     kept |= dict.fromkeys(keep, "--keep")
     for name in [*kept]:
@@ -90,7 +89,7 @@ def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) 
     if wrong := [f"--only {name}: it is always on: {kept[name]}" for name in only if name in kept]:
         raise RecipeError(wrong)
     if not optional:
-        raise RecipeError("plugins: there is none to measure; add a table [plugins.NAME]")
+        raise RecipeError("plugins: none to measure; add a table [plugins.NAME]")
     return Contenders(
         optional,
         kept,
@@ -116,9 +115,9 @@ def _in_steps(active: Active, name: str) -> bool:
 
 
 def _with_required(active: Active, name: str, among: Sequence[str]) -> list[str]:
-    """Return a plugin and all that it requires, directly or not, among some plugins."""
-    found = [name]
-    for one in found:
-        requires = contract_of(active.plugins[one]).requires
-        found += [other for other in requires if other in among and other not in found]
-    return [other for other in among if other in found]
+    """Return the plugins of `among` that a plugin requires, directly or not, and itself."""
+    required = [name]
+    for plugin in required:
+        requires = contract_of(active.plugins[plugin]).requires
+        required += [other for other in requires if other in among and other not in required]
+    return [other for other in among if other in required]

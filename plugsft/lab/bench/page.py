@@ -9,14 +9,13 @@ from pathlib import Path
 from ...base.console import format_count
 from ...output.report import fill_page
 from .results import Bench
-from .tables import Table, drop_empty_columns, notes, plugin_table, prepared, run_table
+from .tables import Table, drop_empty_columns, notes, plugin_table, preparation_table, run_table
 from .timing import Ratio
 
 SKELETON = Path(__file__).with_name("bench.html")
 TICKS = [0.001, 0.01, 0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10]
 TICKS += [20, 50, 100, 1_000, 10_000]
-MOST = 7
-"""Ticks of a chart, at most."""
+MAX_TICKS = 7
 Pair = tuple[str, Ratio | None, Ratio | None]
 """A plugin and its two ratios."""
 LANES = ("first", "second")
@@ -44,93 +43,90 @@ of fresh processes.</p>"""
 
 def _sections(bench: Bench) -> str:
     lines = list(bench.lines())
-    steps = [(one.plugin, one.alone, one.company) for one in lines if one.alone or one.company]
-    data = [(one.plugin, one.prepared, one.again) for one in lines if one.prepared]
-    drawn = _picture("Steps", ("alone", "among the others"), steps)
-    drawn += _picture("Preparing data", ("the first time", "once more"), data)
+    steps = [
+        (line.plugin, line.alone, line.company) for line in lines if line.alone or line.company
+    ]
+    data = [(line.plugin, line.prepared, line.again) for line in lines if line.prepared]
+    pictures = _picture("Steps", ("alone", "among the others"), steps)
+    pictures += _picture("Preparing data", ("the first time", "again"), data)
     tables = [("Each plugin", plugin_table(bench)), ("All runs", run_table(bench))]
-    tables.append(("Preparing", prepared(bench)))
-    told = "".join(_table(title, table) for title, table in tables if len(table) > 1)
-    said = "".join(f'<p class="small">{escape(note)}</p>' for note in notes(bench))
-    return f"{drawn}{told}\n<h2>How it was measured</h2>\n{said}"
+    tables.append(("Preparing", preparation_table(bench)))
+    drawn = "".join(_table(title, table) for title, table in tables if len(table) > 1)
+    paragraphs = "".join(f'<p class="small">{escape(note)}</p>' for note in notes(bench))
+    return f"{pictures}{drawn}\n<h2>How it was measured</h2>\n{paragraphs}"
 
 
 def _picture(title: str, names: tuple[str, str], pairs: Sequence[Pair]) -> str:
     """Draw each plugin's two ratios with their spread, on one scale."""
     if not pairs:
         return ""
-    drawn = [ratio for _, *both in pairs for ratio in both if ratio]
-    scale = Scale([value for ratio in drawn for value in ratio.rounds])
+    ratios = [ratio for _, *both in pairs for ratio in both if ratio]
+    scale = Scale([value for ratio in ratios for value in ratio.rounds])
     grid = "".join(f'<i style="left:{scale.place(at):.2f}%"></i>' for at in scale.ticks)
-    labels = "".join(
+    ticks = "".join(
         f'<span style="left:{scale.place(at):.2f}%">{at:g}</span>' for at in scale.ticks
     )
     rows = ""
     for plugin, *both in pairs:
-        marks = "".join(
-            _mark(scale, one, kind) for kind, one in zip(LANES, both, strict=True) if one
-        )
-        said = "".join(
-            f'<span class="{kind}">{one}</span>'
-            for kind, one in zip(LANES, both, strict=True)
-            if one
-        )
+        lanes = [(lane, ratio) for lane, ratio in zip(LANES, both, strict=True) if ratio]
+        marks = "".join(_mark(scale, ratio, lane) for lane, ratio in lanes)
+        labels = "".join(f'<span class="{lane}">{ratio}</span>' for lane, ratio in lanes)
         words = "; ".join(f"{a}: {b}" for a, b in zip(names, both, strict=True) if b)
         rows += f"""<div class="row"><b>{escape(plugin)}</b>
 <div class="track" role="img" aria-label="{escape(f"{plugin}: {words}")}">{grid}{marks}</div>
-<p>{said}</p></div>\n"""
+<p>{labels}</p></div>\n"""
     keys = "".join(
-        f'<span class="{kind}">{name}</span>' for kind, name in zip(LANES, names, strict=True)
+        f'<span class="{lane}">{name}</span>' for lane, name in zip(LANES, names, strict=True)
     )
     return f"""<h2>{title}</h2>
 <p class="legend">{keys} times as fast as without it</p>
-<div class="picture">{rows}<div class="row scale"><b></b><div class="track">{labels}</div><p></p>
+<div class="picture">{rows}<div class="row scale"><b></b><div class="track">{ticks}</div><p></p>
 </div></div>\n"""
 
 
-def _mark(scale: "Scale", ratio: Ratio, kind: str) -> str:
-    least, middle, most = (
-        scale.place(one) for one in (min(ratio.rounds), ratio.middle, max(ratio.rounds))
+def _mark(scale: "Scale", ratio: Ratio, lane: str) -> str:
+    least, median, most = (
+        scale.place(value) for value in (min(ratio.rounds), ratio.middle, max(ratio.rounds))
     )
     return (
-        f'<s class="{kind}" style="left:{least:.2f}%;width:{most - least:.2f}%"></s>'
-        f'<u class="{kind}" style="left:{middle:.2f}%"></u>'
+        f'<s class="{lane}" style="left:{least:.2f}%;width:{most - least:.2f}%"></s>'
+        f'<u class="{lane}" style="left:{median:.2f}%"></u>'
     )
 
 
 class Scale:
-    """A scale of ratios, on which twice and half are as far from 1."""
+    """A logarithmic scale of ratios: twice and half are equally far from 1."""
 
     def __init__(self, values: Sequence[float]) -> None:
-        logs = [math.log(one) for one in (*values, 0.95, 1.05)]
-        room = (max(logs) - min(logs)) * 0.06
-        self._least, self._most = min(logs) - room, max(logs) + room
-        inside = [one for one in TICKS if self._least <= math.log(one) <= self._most]
-        apart = (self._most - self._least) / MOST
+        logs = [math.log(value) for value in (*values, 0.95, 1.05)]
+        margin = (max(logs) - min(logs)) * 0.06
+        self._least, self._most = min(logs) - margin, max(logs) + margin
+        inside = [tick for tick in TICKS if self._least <= math.log(tick) <= self._most]
+        distance = (self._most - self._least) / MAX_TICKS
         self.ticks = [1.0]
-        # Away from 1 to both sides, so that none stands too near another.
-        for one in sorted(inside, key=lambda value: abs(math.log(value))):
-            if all(abs(math.log(one / other)) >= apart * 0.8 for other in self.ticks):
-                self.ticks.append(one)
+        # From 1 to both sides; a tick too near another is left out.
+        for tick in sorted(inside, key=lambda value: abs(math.log(value))):
+            if all(abs(math.log(tick / other)) >= distance * 0.8 for other in self.ticks):
+                self.ticks.append(tick)
 
     def place(self, value: float) -> float:
-        """Return where a ratio stands, in percent of the width."""
+        """Return the position of a ratio, in percent of the width."""
         return 100 * (math.log(value) - self._least) / (self._most - self._least)
 
 
-def _whole(cell: str) -> str:
-    """Write a cell; least and most stay in one line."""
+def _cell(cell: str) -> str:
+    """Write a cell; minimum and maximum stay in one line."""
     return re.sub(r"\([^()]* to [^()]*\)", r"<span>\g<0></span>", escape(cell))
 
 
 def _table(title: str, table: Table) -> str:
-    """Write a table; where it is narrow, each cell is named after its column."""
+    """Write a table; on narrow screens each cell shows its column's name."""
     head, *rows = drop_empty_columns(table)
     titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>'
         + "".join(
-            f'<td data-name="{escape(name)}">{_whole(cell)}</td>'
+            f'<td data-name="{escape(name)}">{_cell(cell)}</td>'
             for name, cell in zip(head[1:], row[1:], strict=True)
         )
         + "</tr>\n"

@@ -25,7 +25,7 @@ from ...model.config import check_ids
 from ...registry.active import load
 
 IMPORTED = (datasets, torch, AutoTokenizer, PreTrainedTokenizerFast)
-"""What preparing may import only when it needs it."""
+"""Packages that preparing imports when it needs them."""
 
 
 def run(path: Path) -> dict[str, Any]:
@@ -42,10 +42,10 @@ def run(path: Path) -> dict[str, Any]:
     except (PlugsftError, MemoryError, RuntimeError) as error:
         return {"error": str(error) or type(error).__name__}
     files = json.loads((data.tokens.folder / MANIFEST).read_text())
-    made = digest({name: stamp for name, stamp in files.items() if name.endswith(".arrow")})
-    return {"seconds": seconds, "made": made, "error": ""}
+    shards = {name: stamp for name, stamp in files.items() if name.endswith(".arrow")}
+    return {"seconds": seconds, "made": digest(shards), "error": ""}
 
 
 if __name__ == "__main__":
-    given = Path(sys.argv[1])
-    given.with_name("prepared.json").write_text(json.dumps(run(given)))
+    recipe_file = Path(sys.argv[1])
+    recipe_file.with_name("prepared.json").write_text(json.dumps(run(recipe_file)))

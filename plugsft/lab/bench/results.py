@@ -15,7 +15,7 @@ from .timing import Ratio, machine_line, slowdown, times_as_fast
 Figures = dict[str, Any]
 """The metrics of each step of a trial, and its peak memory."""
 
-LEARNS = "changes what is learned"
+AFFECTS = "affects results"
 FIRST = 3
 """Steps whose losses and gradient norms are compared: later ones accumulate rounding."""
 EXACT, ROUNDED = {"loss": 1e-4, "grad_norm": 1e-3}, {"loss": 1e-2, "grad_norm": 5e-2}
@@ -57,27 +57,28 @@ class Bench:
     def trials(self, part: str) -> list[str]:
         """Return the contenders; of those that share a trial, the first."""
         first: dict[str, str] = {}
-        for name, one in self.contenders.items():
-            first.setdefault(one[part], name)
+        for name, contender in self.contenders.items():
+            first.setdefault(contender[part], name)
         return list(first.values()) if self.report[part] else []
 
     def rounds(self, contender: str, part: str = "rounds") -> list[Figures | None]:
         """Return a contender's figures in each round; None where it failed."""
         key = self.contenders[contender][part]
-        found = (one.get(key) for one in self.report[part])
-        return [one if one and not one["error"] else None for one in found]
+        all_figures = (trials.get(key) for trials in self.report[part])
+        return [figures if figures and not figures["error"] else None for figures in all_figures]
 
     def figures(self, contender: str, part: str = "rounds") -> list[Figures]:
         """Return a contender's figures in the rounds that succeeded."""
-        return [one for one in self.rounds(contender, part) if one]
+        return [figures for figures in self.rounds(contender, part) if figures]
 
     def error(self, contender: str, part: str = "rounds") -> str:
         """Return the last line of a contender's error, or an empty string."""
         key = self.contenders[contender][part]
-        for one in self.report[part]:
-            if key in one and one[key]["error"]:
-                text = str(one[key]["error"]).strip().splitlines()
-                return "out of memory" if one[key].get("out_of_memory") else text[-1]
+        for trials in self.report[part]:
+            figures = trials.get(key)
+            if figures and figures["error"]:
+                lines = str(figures["error"]).strip().splitlines()
+                return "out of memory" if figures.get("out_of_memory") else lines[-1]
         return ""
 
     def step_ratio(self, one: str, other: str) -> Ratio | None:
@@ -90,12 +91,12 @@ class Bench:
             *(seconds_per_token(trials, self.warmup) for trials in zip(*pairs, strict=True))
         )
 
-    def preparation_ratio(self, one: str, other: str, what: str) -> Ratio | None:
+    def preparation_ratio(self, one: str, other: str, time: str) -> Ratio | None:
         """Return the speed of one contender's preparation relative to another's."""
         part = "preparations"
         pairs = zip(self.rounds(one, part), self.rounds(other, part), strict=True)
-        found = tuple(b[what] / a[what] for a, b in pairs if a and b)
-        return Ratio(found) if found else None
+        ratios = tuple(b[time] / a[time] for a, b in pairs if a and b)
+        return Ratio(ratios) if ratios else None
 
     def lines(self) -> Iterator[PluginResult]:
         """Yield the effects of each measured plugin."""
@@ -123,22 +124,28 @@ class Bench:
         return line
 
     def _failed(self, part: str, *contenders: str) -> list[str]:
-        return [one for one in contenders if self.error(one, part)]
+        return [contender for contender in contenders if self.error(contender, part)]
 
-    def extra_memory(self, one: str, other: str, what: str) -> float | None:
+    def extra_memory(self, one: str, other: str, device: str) -> float | None:
         """Return the difference of two contenders' median peak memory."""
-        held = [[now[what] for now in self.figures(name) if what in now] for name in (one, other)]
-        return statistics.median(held[0]) - statistics.median(held[1]) if all(held) else None
+        peaks, other_peaks = (
+            [figures[device] for figures in self.figures(name) if device in figures]
+            for name in (one, other)
+        )
+        if not peaks or not other_peaks:
+            return None
+        difference: float = statistics.median(peaks) - statistics.median(other_peaks)
+        return difference
 
     def changed_results(self, one: str, other: str) -> str:
         """Describe how two contenders' results differ, or return an empty string."""
         first = [self.figures(name)[:1] for name in (one, other)]
         return describe_difference(first[0][0], first[1][0]) if all(first) else ""
 
-    def changed_tokens(self, one: str) -> str:
-        """Tell whether a contender prepares other tokens than the baseline."""
-        made = [self.figures(name, "preparations")[:1] for name in (one, BASELINE)]
-        differs = all(made) and made[0][0]["made"] != made[1][0]["made"]
+    def changed_tokens(self, contender: str) -> str:
+        """Say so if a contender prepares other tokens than the baseline."""
+        first = [self.figures(name, "preparations")[:1] for name in (contender, BASELINE)]
+        differs = all(first) and first[0][0]["made"] != first[1][0]["made"]
         return "other tokens" if differs else ""
 
 
@@ -149,22 +156,23 @@ def seconds_per_token(trials: Sequence[Figures], warmup: int) -> list[float]:
     trial counts by the lower quartile of its steps: other load on the machine only slows steps.
     """
     seconds = [trial["seconds"][warmup:] for trial in trials]
-    usual = [statistics.median(step) for step in zip(*seconds, strict=True)]
-    level = sum(usual) / sum(trials[0]["tokens"][warmup:])
-    shares = [
-        sorted(took / most for took, most in zip(some, usual, strict=True)) for some in seconds
+    medians = [statistics.median(step) for step in zip(*seconds, strict=True)]
+    level = sum(medians) / sum(trials[0]["tokens"][warmup:])
+    relative = [
+        sorted(took / median for took, median in zip(steps, medians, strict=True))
+        for steps in seconds
     ]
-    return [level * some[(len(some) - 1) // 4] for some in shares]
+    return [level * steps[(len(steps) - 1) // 4] for steps in relative]
 
 
 def relative_differences(one: Figures, other: Figures) -> dict[str, float]:
     """Return the relative differences of loss and gradient norm in the first steps."""
     return {
-        what: max(
+        metric: max(
             abs(a - b) / max(abs(b), 1e-12)
-            for a, b in zip(one[what][:FIRST], other[what][:FIRST], strict=True)
+            for a, b in zip(one[metric][:FIRST], other[metric][:FIRST], strict=True)
         )
-        for what in EXACT
+        for metric in EXACT
     }
 
 
@@ -173,10 +181,10 @@ def describe_difference(one: Figures, other: Figures) -> str:
     if one["trained"] != other["trained"]:
         return "other tokens in a step"
     limits = EXACT if one["exact"] and other["exact"] else ROUNDED
-    found = relative_differences(one, other)
+    differences = relative_differences(one, other)
     # NaN counts as a difference.
-    past = [what for what in EXACT if not found[what] <= limits[what]]
-    return ", ".join(f"{NAMES[what]} off by {found[what]:.1g}" for what in past)
+    beyond = [metric for metric in EXACT if not differences[metric] <= limits[metric]]
+    return ", ".join(f"{NAMES[metric]} off by {differences[metric]:.1g}" for metric in beyond)
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -188,24 +196,23 @@ def read_report(path: Path) -> dict[str, Any]:
         raise RecipeError(f"--against {path}: cannot be read ({error.strerror})") from error
     except (ValueError, LookupError, TypeError) as error:
         raise RecipeError(
-            f"--against {path}: is no bench; give the bench.json of one ({type(error).__name__})"
+            f"--against {path}: is not a bench.json of plugsft bench ({type(error).__name__})"
         ) from error
     return report
 
 
 def ensure_comparable(now: Bench, earlier: Bench) -> None:
     """Refuse benches whose recipes or settings differ; plugins and their options may."""
-    told = []
-    for bench in (earlier, now):
-        tables = {k: v for k, v in bench.report["recipe"].items() if k != "plugins"}
-        told.append(flatten({**tables, "--": bench.report["settings"]}))
-    old, new = told
+    old, new = (
+        {f"--{name}": value for name, value in bench.report["settings"].items() if name != "rounds"}
+        | flatten({k: v for k, v in bench.report["recipe"].items() if k != "plugins"})
+        for bench in (earlier, now)
+    )
     for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name) and name != "--.rounds":
-            shown = name.replace("--.", "--")
+        if old.get(name) != new.get(name):
             raise RecipeError(
-                f"--against: that bench has {shown} = {old.get(name)}, and this one "
-                f"{new.get(name)}; compare benches of the same work"
+                f"--against: that bench has {name} = {old.get(name)}, and this one "
+                f"{new.get(name)}; compare benches of the same recipe and settings"
             )
 
 
@@ -217,26 +224,31 @@ def regressions(now: Bench, earlier: Bench, tolerance: float) -> Iterator[str]:
     machines = [machine_line(bench.report["machine"]) for bench in (now, earlier)]
     same = machines[0] == machines[1]
     for name in now.contenders:
-        there = name in earlier.contenders and earlier.figures(name)
-        if there and (why := now.error(name)):
-            yield f"{name}: failed: {why}"
-        if not there or not now.figures(name):
+        if name not in earlier.contenders or not earlier.figures(name):
             continue
-        took = slower(now, earlier, name, same)
-        if took > 1 + tolerance:
-            beside = "" if same else ", beside the baseline"
-            yield f"{name}: a step takes {took:.2f} times as long{beside}"
-        held = [statistics.median(one["host"] for one in b.figures(name)) for b in (now, earlier)]
-        if same and held[0] > held[1] * (1 + tolerance):
-            yield f"{name}: it holds {held[0] / held[1]:.2f} times the memory"
+        if why := now.error(name):
+            yield f"{name}: failed: {why}"
+        if not now.figures(name):
+            continue
+        factor = slower(now, earlier, name, same)
+        if factor > 1 + tolerance:
+            relative = "" if same else ", relative to the baseline"
+            yield f"{name}: a step takes {factor:.2f} times as long{relative}"
+        peak, before = (
+            statistics.median(figures["host"] for figures in bench.figures(name))
+            for bench in (now, earlier)
+        )
+        if same and peak > before * (1 + tolerance):
+            yield f"{name}: peak memory is {peak / before:.2f} times as high"
         if why := describe_difference(now.figures(name)[0], earlier.figures(name)[0]):
-            yield f"{name}: {LEARNS}: {why}"
+            yield f"{name}: {AFFECTS}: {why}"
 
 
 def slower(now: Bench, earlier: Bench, name: str, same: bool) -> float:
     """Return the ratio of a step's time to the earlier one; 1 if within noise."""
     if same:
-        took = [seconds_per_token(bench.figures(name), bench.warmup) for bench in (now, earlier)]
-        return slowdown(*took)
+        return slowdown(
+            *(seconds_per_token(bench.figures(name), bench.warmup) for bench in (now, earlier))
+        )
     ratios = [bench.step_ratio(name, BASELINE) for bench in (earlier, now)]
-    return slowdown(*(one.rounds for one in ratios if one)) if all(ratios) else 1.0
+    return slowdown(*(ratio.rounds for ratio in ratios if ratio)) if all(ratios) else 1.0

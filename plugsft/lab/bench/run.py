@@ -1,4 +1,4 @@
-"""`plugsft bench`: what each plugin of a recipe costs and brings, measured on this machine."""
+"""`plugsft bench`: the costs and gains of each plugin of a recipe, measured on this machine."""
 
 import json
 import os
@@ -66,15 +66,16 @@ def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     """Measure each plugin alone and left out, in fresh processes, in rounds."""
     if "RANK" in os.environ:
         raise RecipeError('bench starts ranks by itself: run it with --launch "accelerate launch"')
-    line = choose_contenders(active, options.keep, options.only)
+    contenders = choose_contenders(active, options.keep, options.only)
     for text in options.instead:
         name, _, change = text.partition(":")
-        if name not in line.optional or not change.partition("=")[1]:
+        if name not in contenders.optional or not change.partition("=")[1]:
             raise RecipeError(
-                f"--instead {text}: it is written PLUGIN:key.path=value, of an optional plugin"
+                f"--instead {text}: write it PLUGIN:key.path=value, with a plugin that is measured"
             )
     folder = options.out or Path(f"{recipe.folder}-bench")
-    running = BenchRun(recipe, line, options, folder, new_report(path, recipe, line, options))
+    report = new_report(path, recipe, contenders, options)
+    running = BenchRun(recipe, contenders, options, folder, report)
     earlier = Bench(read_report(options.against)) if options.against else None
     if earlier:
         ensure_comparable(Bench(running.report), earlier)
@@ -82,28 +83,28 @@ def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
         raise RecipeError(f"--out: {folder} holds a bench; add --overwrite, or give another folder")
     ensure_bench(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, why in line.kept.items():
-        say(f"always on: {name}: {why}")
+    for name, reason in contenders.kept.items():
+        say(f"always on: {name}: {reason}")
     try:
         with trials(recipe, active, options.launch, running.examples) as runner:
             running.measure(runner)
     except KeyboardInterrupt:
         running.write("stopped")
-        raise Interrupted(f"stopped: {running.done}, kept in {folder}") from None
+        raise Interrupted(f"stopped: {running.done} are in {folder}") from None
     running.write("complete")
     result = Bench(running.report)
     for text in format_console(result):
         say(text)
     say(f"figures: {folder / JSON}\ntable: {folder / MARKDOWN}\npage: {folder / PAGE}")
     if earlier and (problems := regressions(result, earlier, options.tolerance)):
-        raise Regressed("\n".join(f"beside {options.against}: {text}" for text in problems))
+        raise Regressed("\n".join(f"compared with {options.against}: {text}" for text in problems))
 
 
 def ensure_bench(folder: Path) -> None:
     """Refuse to replace files of the user."""
-    for name, sign in {JSON: '"contenders": {', MARKDOWN: TITLE}.items():
+    for name, mark in {JSON: '"contenders": {', MARKDOWN: TITLE}.items():
         path = folder / name
-        if path.exists() and sign not in path.read_text(encoding="utf8", errors="replace"):
+        if path.exists() and mark not in path.read_text(encoding="utf8", errors="replace"):
             raise RecipeError(
                 f"--out: {path} was not written by plugsft bench; give another folder"
             )
@@ -111,7 +112,9 @@ def ensure_bench(folder: Path) -> None:
         ensure_page(folder / PAGE, "--out")
 
 
-def new_report(path: Path, recipe: Recipe, line: Contenders, options: Options) -> dict[str, Any]:
+def new_report(
+    path: Path, recipe: Recipe, contenders: Contenders, options: Options
+) -> dict[str, Any]:
     """Return a report without measurements."""
     return {
         **head(),
@@ -126,17 +129,17 @@ def new_report(path: Path, recipe: Recipe, line: Contenders, options: Options) -
             "launch": options.launch,
             "instead": list(options.instead),
         },
-        "measured": line.measured,
-        "kept": line.kept,
-        "steppers": line.steppers,
-        "preparers": line.preparers,
+        "measured": contenders.measured,
+        "kept": contenders.kept,
+        "steppers": contenders.steppers,
+        "preparers": contenders.preparers,
         "contenders": {
             name: {
                 "on": on,
-                "rounds": key(on, line.steppers),
-                "preparations": key(on, line.preparers),
+                "rounds": key(on, contenders.steppers),
+                "preparations": key(on, contenders.preparers),
             }
-            for name, on in line.contenders.items()
+            for name, on in contenders.contenders.items()
         },
         "rounds": [],
         "preparations": [],
@@ -148,7 +151,7 @@ class BenchRun:
     """A bench while it runs."""
 
     recipe: Recipe
-    line: Contenders
+    contenders: Contenders
     options: Options
     folder: Path
     report: dict[str, Any]
@@ -166,44 +169,43 @@ class BenchRun:
 
     @property
     def done(self) -> str:
-        """The finished rounds, in words."""
+        """The complete rounds, in words."""
         steps, prepared = len(self.report["rounds"]), len(self.report["preparations"])
-        return f"{format_count(steps, 'whole round')} of steps and {prepared} of preparing"
+        return f"{format_count(steps, 'complete round')} of steps and {prepared} of preparing"
 
     def measure(self, runner: TrialRunner) -> None:
         """Run the rounds of steps, then those of preparation."""
-        options, line = self.options, self.line
-        steps = line.trials_for(line.steppers)
-        if line.steppers:
-            took = self.first(runner, steps["none"])
-            count, rounds = options.rounds * len(steps), format_count(options.rounds, "round")
-            say(f"steps: {count} trials in {rounds}, {duration(count * took)}")
-            self.run_rounds("rounds", options.rounds, self.step_measurements(runner, steps))
-        again = options.rounds if options.prepare_rounds is None else options.prepare_rounds
-        prepared = line.trials_for(line.preparers)
+        options, contenders = self.options, self.contenders
+        if contenders.steppers:
+            trials = contenders.trials_for(contenders.steppers)
+            seconds = self.try_baseline(runner, trials["none"])
+            count, in_all = options.rounds * len(trials), format_count(options.rounds, "round")
+            say(f"steps: {count} trials in {in_all}, {duration(count * seconds)}")
+            self.run_rounds("rounds", options.rounds, self.step_measurements(runner, trials))
+        rounds = options.rounds if options.prepare_rounds is None else options.prepare_rounds
         # Tokens that the recipe names are already prepared.
-        if again and line.preparers and not self.recipe.data.tokens:
-            say(f"preparing: {2 * again * len(prepared)} times, in {format_count(again, 'round')}")
-            self.run_rounds("preparations", again, preparations(runner, prepared))
+        if rounds and contenders.preparers and not self.recipe.data.tokens:
+            trials = contenders.trials_for(contenders.preparers)
+            say(f"preparing: {2 * rounds * len(trials)} times, in {format_count(rounds, 'round')}")
+            self.run_rounds("preparations", rounds, preparations(runner, trials))
 
-    def first(self, runner: TrialRunner, left_out: Sequence[str]) -> float:
-        """Try the baseline, which must run; return about how long a trial takes."""
+    def try_baseline(self, runner: TrialRunner, left_out: Sequence[str]) -> float:
+        """Try the baseline, which must run; return the expected seconds of a trial."""
         trial = runner.run(self.changes(left_out), steps=1, without=left_out)
         if trial.error:
             why = "out of memory" if trial.out_of_memory else trial.error.splitlines()[-1]
             raise PlugsftError(
-                f"the baseline, without {', '.join(left_out)}, does not run: {why}; let it have "
-                "the plugin that it needs: --keep NAME"
+                f"the baseline, without {', '.join(left_out)}, does not run: {why}; leave on the "
+                "plugin that it needs: --keep NAME"
             )
-        return (
-            trial.seconds + (self.options.warmup + self.options.steps) * trial.of("step_seconds")[0]
-        )
+        steps = self.options.warmup + self.options.steps
+        return trial.seconds + steps * trial.of("step_seconds")[0]
 
     def changes(self, left_out: Sequence[str]) -> dict[str, Any]:
         """Return the changes from --instead for plugins that are left out."""
         parts = [text.partition(":") for text in self.options.instead]
         pairs = [change.partition("=") for name, _, change in parts if name in left_out]
-        return {place: value_of(text) for place, _, text in pairs}
+        return {key: value_of(text) for key, _, text in pairs}
 
     def step_measurements(
         self, runner: TrialRunner, trials: dict[str, list[str]]
@@ -220,7 +222,7 @@ class BenchRun:
         """Run trials in rounds; write the report after each."""
         with progress("bench", rounds * len(trials), "trials") as advance:
 
-            def told(name: str, trial: Callable[[], Figures]) -> Figures | None:
+            def measure(name: str, trial: Callable[[], Figures]) -> Figures | None:
                 if (part, name) in self.failed:
                     return None
                 figures = trial()
@@ -230,9 +232,9 @@ class BenchRun:
                     say(f"with {name}: failed: {figures['error'].splitlines()[-1]}")
                 return figures
 
-            contenders = {name: partial(told, name, trial) for name, trial in trials.items()}
-            for figures in in_rounds(rounds, contenders):
-                self.report[part].append({name: value for name, value in figures.items() if value})
+            measurements = {name: partial(measure, name, trial) for name, trial in trials.items()}
+            for results in in_rounds(rounds, measurements):
+                self.report[part].append({name: value for name, value in results.items() if value})
                 self.write("running")
 
     def write(self, status: str) -> None:
@@ -259,20 +261,20 @@ def read_figures(trial: Trial) -> Figures:
     }
     figures |= {name: trial.of(metric) for name, metric in names.items()}
     figures["exact"] = not any("float16" in dtype for dtype in trial.run["dtypes"].values())
-    for place in ("host", "device"):
-        if peaks := [rank[place] for rank in trial.ranks if place in rank]:
-            figures[place] = max(peaks)
+    for device in ("host", "device"):
+        if peaks := [rank[device] for rank in trial.ranks if device in rank]:
+            figures[device] = max(peaks)
     return figures
 
 
 def preparations(
     runner: TrialRunner, trials: dict[str, list[str]]
 ) -> dict[str, Callable[[], Figures]]:
-    """Return a function for each trial of preparation: with an empty cache, then once more."""
+    """Return a function for each trial of preparation: with an empty cache, then again."""
 
     def run(left_out: list[str]) -> Figures:
         folder = runner.folder / "preparing"
-        first, again = (prepared(runner, folder, name, left_out) for name in ("first", AGAIN))
+        first, again = (prepare(runner, folder, name, left_out) for name in ("first", AGAIN))
         shutil.rmtree(folder)
         if first["error"] or again["error"]:
             return {"error": first["error"] or again["error"]}
@@ -281,20 +283,20 @@ def preparations(
     return {name: partial(run, out) for name, out in trials.items()}
 
 
-def prepared(runner: TrialRunner, folder: Path, name: str, left_out: Sequence[str]) -> Figures:
+def prepare(runner: TrialRunner, folder: Path, name: str, left_out: Sequence[str]) -> Figures:
     """Prepare the data in a fresh process, as a run with this output would."""
-    inside = folder / name
-    inside.mkdir(parents=True)
-    tables = with_changes(runner.tables, {"data.tokens": None, "output": str(inside / "run")})
+    trial_folder = folder / name
+    trial_folder.mkdir(parents=True)
+    tables = with_changes(runner.tables, {"data.tokens": None, "output": str(trial_folder / "run")})
     for plugin in left_out:
         tables["plugins"].pop(plugin, None)
-    # The cache must be empty at first.
+    # The first preparation starts with an empty cache.
     tables["plugins"].get("arrow_cache", {}).pop("folder", None)
-    path, log = inside / "recipe.toml", inside / "output.txt"
+    path, log = trial_folder / "recipe.toml", trial_folder / "output.txt"
     path.write_text(tomli_w.dumps(tables))
     words = [sys.executable, "-m", "plugsft.lab.bench.preparation", str(path)]
     code, _ = run_process(words, log, PLUGSFT_CACHE=str(folder / "cache"))
     if code:
         return {"error": log.read_text(errors="replace").strip()[-2000:] or f"exit code {code}"}
-    figures: Figures = json.loads((inside / "prepared.json").read_text())
+    figures: Figures = json.loads((trial_folder / "prepared.json").read_text())
     return figures

@@ -5,92 +5,88 @@ from collections.abc import Iterator, Sequence
 
 from ...base.console import format_count, format_size
 from .contenders import BASELINE
-from .results import LEARNS, Bench, Figures, PluginResult, relative_differences, seconds_per_token
+from .results import AFFECTS, Bench, Figures, PluginResult, relative_differences, seconds_per_token
 from .timing import NOISE, machine_line, spread
 
 Table = list[list[str]]
 """Rows of cells; the first names the columns."""
-NOTHING = "touches no step"
+NO_STEPS = "not in steps"
 MIB = 2**20
-BRINGS = ["plugin", "alone", "among the others", "memory", "preparing", "once more", "in a word"]
-RAN = ["run", "ms a step", "tokens/s", "host", "device", "loss off", "gradient norm off"]
-PREPARED = ["run", "preparing, s", "once more, s"]
+PLUGINS = ["plugin", "alone", "among the others", "memory", "preparing", "again", "summary"]
+STEPS = ["run", "ms a step", "tokens/s", "host", "device", "loss off", "gradient norm off"]
+PREPARATIONS = ["run", "preparing, s", "again, s"]
 
 
 def plugin_table(bench: Bench) -> Table:
     """Return a row for each plugin: speed, memory, preparation."""
     rows = []
     for line in bench.lines():
-        found = [line.alone, line.company, line.prepared, line.again]
-        alone, company, *preparing = [str(one) if one else "" for one in found]
-        alone = alone if line.steps else NOTHING
-        rows.append([line.plugin, alone, company, memory(line), *preparing, verdict(line)])
-    return [BRINGS, *rows]
+        ratios = [line.alone, line.company, line.prepared, line.again]
+        alone, company, *preparing = [str(ratio) if ratio else "" for ratio in ratios]
+        alone = alone if line.steps else NO_STEPS
+        rows.append([line.plugin, alone, company, memory(line), *preparing, summary(line)])
+    return [PLUGINS, *rows]
 
 
 def memory(line: PluginResult) -> str:
     """Format the extra memory of a plugin alone."""
-    places = {"host": line.host, "device": line.device}
-    known = {place: more for place, more in places.items() if more is not None}
+    extra = {"": line.host, "device ": line.device}
     return ", ".join(
-        f"{place if place == 'device' else ''} {more / MIB:+,.0f} MiB".strip()
-        for place, more in known.items()
+        f"{device}{size / MIB:+,.0f} MiB" for device, size in extra.items() if size is not None
     )
 
 
-def verdict(line: PluginResult) -> str:
+def summary(line: PluginResult) -> str:
     """Summarize the effect of a plugin in a few words."""
-    said = [line.alone.word] if line.alone else []
+    phrases = [line.alone.word] if line.alone else []
     if line.company and (not line.alone or line.company.word != line.alone.word):
-        said.append(f"among the others {line.company.word}")
-    for what, ratio in (("prepares", line.prepared), ("once more", line.again)):
+        phrases.append(f"among the others {line.company.word}")
+    for act, ratio in (("prepares", line.prepared), ("again", line.again)):
         if ratio and ratio.word != NOISE:
-            said.append(f"{what} {ratio.word}")
+            phrases.append(f"{act} {ratio.word}")
     if line.learned:
-        said.append(f"{LEARNS} ({line.learned})")
-    said += [f"{one} failed" for one in line.failed]
-    return "; ".join(said) or NOISE
+        phrases.append(f"{AFFECTS} ({line.learned})")
+    phrases += [f"{contender} failed" for contender in line.failed]
+    return "; ".join(phrases) or NOISE
 
 
 def run_table(bench: Bench) -> Table:
     """Return a row for each run: time, speed, memory, differences."""
     rows = []
     for name in bench.trials("rounds"):
-        found = bench.figures(name)
-        if not found:
+        trials = bench.figures(name)
+        if not trials:
             rows.append([name, "failed", *[""] * 5])
             continue
-        seconds = [statistics.median(one["seconds"][bench.warmup :]) * 1e3 for one in found]
-        speeds = [1 / one for one in seconds_per_token(found, bench.warmup)]
-        far = [] if name == BASELINE else beside(found[0], bench.figures(BASELINE))
-        held = [most(found, place) for place in ("host", "device")]
-        cells = [name, spread(seconds, ",.1f"), spread(speeds, ",.0f"), *held, *far]
-        rows.append([*cells, *[""] * (len(RAN) - len(cells))])
-    return [RAN, *rows]
+        times = [statistics.median(trial["seconds"][bench.warmup :]) * 1e3 for trial in trials]
+        speeds = [1 / seconds for seconds in seconds_per_token(trials, bench.warmup)]
+        peaks = [peak(trials, device) for device in ("host", "device")]
+        off = [] if name == BASELINE else differences(trials[0], bench.figures(BASELINE)[0])
+        cells = [name, spread(times, ",.1f"), spread(speeds, ",.0f"), *peaks, *off]
+        rows.append([*cells, *[""] * (len(STEPS) - len(cells))])
+    return [STEPS, *rows]
 
 
-def beside(one: Figures, baseline: Sequence[Figures]) -> list[str]:
+def differences(trial: Figures, baseline: Figures) -> list[str]:
     """Format how far loss and gradient norm are off the baseline."""
-    return [
-        f"{value:.0e}" if value else "0"
-        for value in relative_differences(one, baseline[0]).values()
-    ]
+    values = relative_differences(trial, baseline).values()
+    return [f"{value:.0e}" if value else "0" for value in values]
 
 
-def most(some: Sequence[Figures], place: str) -> str:
-    """Format the median of the peak memory on host or device."""
-    held = [one[place] for one in some if place in one]
-    return format_size(statistics.median(held)) if held else ""
+def peak(trials: Sequence[Figures], device: str) -> str:
+    """Format the median peak memory on host or device."""
+    peaks = [trial[device] for trial in trials if device in trial]
+    return format_size(statistics.median(peaks)) if peaks else ""
 
 
-def prepared(bench: Bench) -> Table:
+def preparation_table(bench: Bench) -> Table:
     """Return a row for each run's preparation of data."""
     part, rows = "preparations", []
     for name in bench.trials(part):
-        found = bench.figures(name, part)
-        took = [spread([one[what] for one in found]) for what in ("seconds", "again") if found]
-        rows.append([name, *(took or ["failed", ""])])
-    return [PREPARED, *rows]
+        trials = bench.figures(name, part)
+        cells = [spread([each[time] for each in trials]) for time in ("seconds", "again") if trials]
+        rows.append([name, *(cells or ["failed", ""])])
+    return [PREPARATIONS, *rows]
 
 
 def drop_empty_columns(table: Table) -> Table:
@@ -110,11 +106,11 @@ def notes(bench: Bench) -> Iterator[str]:
     rounds = format_count(len(report["rounds"]), "round")
     launched = f", launched by `{settings['launch']}`" if settings["launch"] else ""
     yield (
-        f"Medians of {rounds}, with the least and the most; each run is a "
-        f"process of its own{launched}, of {settings['steps']} steps after {settings['warmup']} to "
-        "warm up. Alone: how many times as fast as with none. Among the others: all, beside all "
-        "but this one. Once more: another run's preparing, with the same cache. Faster and slower "
-        "are sure to 98 %, and more than 2 %."
+        f"Medians of {rounds}, with minimum and maximum; each run is a process of its "
+        f"own{launched}, with {settings['steps']} steps after {settings['warmup']} to warm up. "
+        "Alone: speed relative to no plugin. Among the others: all plugins relative to all but "
+        "this one. Again: another run prepares with the same cache. Faster and slower: by more "
+        "than 2 %, at 98 % confidence."
     )
     for name, why in report["kept"].items():
         yield f"{name} is always on: {why}."
@@ -130,7 +126,8 @@ def notes(bench: Bench) -> Iterator[str]:
 def markdown(bench: Bench) -> str:
     """Write a bench as Markdown."""
     parts = [f"{TITLE}{bench.report['name']} bring", format_table(plugin_table(bench))]
-    parts += [format_table(one) for one in (run_table(bench), prepared(bench)) if len(one) > 1]
+    tables = (run_table(bench), preparation_table(bench))
+    parts += [format_table(table) for table in tables if len(table) > 1]
     return "\n\n".join([*parts, *notes(bench)]) + "\n"
 
 

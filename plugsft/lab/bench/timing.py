@@ -1,4 +1,4 @@
-"""Measuring in rounds: ratios with confidence, medians with their spread."""
+"""Measure in rounds: ratios with confidence, medians with their spread."""
 
 import importlib.metadata
 import json
@@ -45,30 +45,30 @@ class Ratio:
         Load that slows a whole round cancels in its ratio. Load that slows only one of the two
         widens the interval, and so makes neither faster.
         """
-        logs = [math.log(one) for one in self.rounds]
+        logs = [math.log(ratio) for ratio in self.rounds]
         if len(logs) < 2:
             return NOISE
-        mean, sure = statistics.fmean(logs), margin_of_error(logs)
-        if abs(mean) <= sure or abs(math.log(self.middle)) < math.log(1 + FLOOR):
+        mean, margin = statistics.fmean(logs), margin_of_error(logs)
+        if abs(mean) <= margin or abs(math.log(self.middle)) < math.log(1 + FLOOR):
             return NOISE
         return FASTER if mean > 0 else SLOWER
 
     def __str__(self) -> str:
         digits = max(0, 2 - max(0, math.floor(math.log10(self.middle))))
-        middle, *ends = (
-            f"{one:,.{digits}f}" for one in (self.middle, min(self.rounds), max(self.rounds))
+        median, least, most = (
+            f"{ratio:,.{digits}f}" for ratio in (self.middle, min(self.rounds), max(self.rounds))
         )
-        return f"{middle} x ({ends[0]} to {ends[1]})" if len(self.rounds) > 1 else f"{middle} x"
+        return f"{median} x ({least} to {most})" if len(self.rounds) > 1 else f"{median} x"
 
     @property
-    def said(self) -> str:
+    def phrase(self) -> str:
         """The ratio and its word, for a line."""
         return f"{self} as fast, {self.word}"
 
 
 def margin_of_error(*samples: Sequence[float]) -> float:
     """Return half of the 98 % interval of a mean, or of the difference of two."""
-    error = math.sqrt(sum(statistics.variance(some) / len(some) for some in samples))
+    error = math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in samples))
     return SURE[min(min(map(len, samples)) - 1, len(SURE)) - 1] * error
 
 
@@ -77,21 +77,20 @@ def times_as_fast(one: Sequence[float], other: Sequence[float]) -> Ratio:
     return Ratio(tuple(b / a for a, b in zip(one, other, strict=True)))
 
 
-def slowdown(some: Sequence[float], others: Sequence[float]) -> float:
+def slowdown(seconds: Sequence[float], earlier: Sequence[float]) -> float:
     """Return the ratio of seconds from two sessions; 1 if within noise."""
-    logs = [[math.log(one) for one in seconds] for seconds in (some, others)]
-    if min(map(len, logs)) < 2:
+    samples = [[math.log(second) for second in sample] for sample in (seconds, earlier)]
+    if min(map(len, samples)) < 2:
         return 1.0
-    more = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-    return math.exp(more) if abs(more) > margin_of_error(*logs) else 1.0
+    difference = statistics.fmean(samples[0]) - statistics.fmean(samples[1])
+    return math.exp(difference) if abs(difference) > margin_of_error(*samples) else 1.0
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
     """Format a median with minimum and maximum."""
     if len(values) == 1:
         return f"{values[0]:{form}}"
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:{form}} ({least:{form}} to {most:{form}})"
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def in_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> Iterator[dict[str, T]]:
@@ -101,8 +100,9 @@ def in_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> Iterato
     """
     dice = random.Random(0)
     for _ in range(rounds):
-        made = {name: contenders[name]() for name in dice.sample([*contenders], len(contenders))}
-        yield {name: made[name] for name in contenders}
+        order = dice.sample([*contenders], len(contenders))
+        results = {name: contenders[name]() for name in order}
+        yield {name: results[name] for name in contenders}
 
 
 def head(*packages: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def head(*packages: str) -> dict[str, Any]:
 def as_json(report: Mapping[str, Any]) -> str:
     """Format a report; a list of numbers takes one line."""
     text = json.dumps(report, indent=1) + "\n"
-    return re.sub(r"\[\n[\s\d.,eE+-]*\]", lambda found: " ".join(found[0].split()), text)
+    return re.sub(r"\[\n[\s\d.,eE+-]*\]", lambda numbers: " ".join(numbers[0].split()), text)
 
 
 def machine_facts() -> dict[str, Any]:
