@@ -166,7 +166,10 @@ def test_a_plugin_goes_with_what_it_requires(recipe):
         (["--only", "both"], "--only both: it is always on"),
         (["--keep", "nothing"], "plugins: none to measure; add a table"),
         (["--instead", "nothing=8"], "--instead nothing=8: write it PLUGIN:key.path=value"),
-        (["--instead", "both:train.micro_batch=8"], "key.path=value, with a plugin that is measured"),
+        (
+            ["--instead", "both:train.micro_batch=8"],
+            "key.path=value, with a plugin that is measured",
+        ),
         (["--against", "gone.json"], "--against gone.json: cannot be read"),
         (["--against", str(ROOT / "pyproject.toml")], "is not a bench.json of plugsft bench"),
     ],

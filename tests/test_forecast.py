@@ -211,7 +211,7 @@ def recipe(tmp_path):
 
 
 def total_of(line):
-    """Return the bytes of the column `in all`."""
+    """Return the bytes of the column `total`."""
     sizes = re.findall(r"([\d.,]+) ([GM]B)", line)
     number, unit = sizes[6]
     return float(number.replace(",", "")) * {"MB": 1e6, "GB": 1e9}[unit]
@@ -238,14 +238,14 @@ def test_where_nothing_fits_a_line_that_fits_is_named_and_true(recipe):
     words = ("plan", recipe, "--gpu", "A100", "--memory")
     little = run_plugsft(*words, "1750MB")
     assert little.returncode == 0, little.stderr
-    assert "nothing fits in 1.8 GB, of which 1.5 GB are reserved" in little.stdout
+    assert "nothing fits in 1.8 GB (1.5 GB of it reserved)" in little.stdout
     lines = little.stdout.splitlines()
     lower = next(line.strip() for line in lines if line.startswith("  train.micro_batch = 4"))
     change, _, came = lower.partition(": ")
     assert "fits" in came, little.stdout
     again = run_plugsft(*words, "1750MB", change.replace(" ", ""))
     assert "choose: one process" in again.stdout
-    assert came.split(" with ")[0] in again.stdout, "it holds what was said"
+    assert came.split(" with ")[0] in again.stdout, "the line is true"
     assert any("[plugins.gradient_checkpointing]" in line and "fits" in line for line in lines)
     assert any("--gpus 1x2" in line for line in lines)
 

@@ -149,7 +149,7 @@ def test_layers_are_computed_again_where_memory_forces_it(place, peaks, forked_t
 def test_nothing_fits(place):
     done = run_plugsft("tune", place / "my.toml", "--memory=100MB", cwd=place)
     assert done.returncode == 2
-    assert "nothing fits into 90.6 MiB a rank; tried: train.micro_batch = 1; " in done.stderr
+    assert "nothing fits in 90.6 MiB a rank; tried: train.micro_batch = 1; " in done.stderr
     assert "[plugins.gradient_checkpointing]" in done.stderr and "--memory" in done.stderr
     assert not (place / "nothing.toml").exists()
 
@@ -189,9 +189,9 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(place):
     foreign.write_text("# mine\n")
     packed = "plugins.bfd_packing."
     for words, env, line in [
-        (["--to", path], {}, f"--to: {path} is the recipe itself; give another file"),
+        (["--to", path], {}, f"--to: {path} is the recipe itself; name another file"),
         (["--to", foreign], {}, f"--to: {foreign} was not written by plugsft tune, or was changed"),
-        (["--to", place / "no/x.toml"], {}, f"--to: {place / 'no'}: no such folder; make it, or"),
+        (["--to", place / "no/x.toml"], {}, f"--to: {place / 'no'}: no such folder; create it, or"),
         (["--memory=much"], {}, "--memory: given 'much'; write it as 20GiB, 500MB, or in bytes"),
         ([], {"RANK": "0"}, "tune starts ranks by itself: run it with --launch"),
         (["data.source=gone.jsonl"], {}, "data.source: gone.jsonl: no such file or folder"),

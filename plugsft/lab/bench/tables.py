@@ -41,7 +41,7 @@ def summary(line: PluginResult) -> str:
     phrases = [line.alone.word] if line.alone else []
     if line.company and (not line.alone or line.company.word != line.alone.word):
         phrases.append(f"among the others {line.company.word}")
-    for act, ratio in (("prepares", line.prepared), ("again", line.again)):
+    for act, ratio in (("prepares", line.prepared), ("prepares again", line.again)):
         if ratio and ratio.word != NOISE:
             phrases.append(f"{act} {ratio.word}")
     if line.learned:

@@ -47,7 +47,7 @@ class Cluster:
 
     @property
     def reserved_for(self) -> str:
-        """What holds the reserved bytes."""
+        """The owners of the reserved bytes."""
         return "driver, NCCL and gaps" if self.gpu else "Python and its libraries"
 
     def doubled(self) -> "Cluster":

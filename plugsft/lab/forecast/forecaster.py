@@ -38,7 +38,7 @@ LEFT_OUT = ("flash_attention", "fused_loss", "liger", "compile", "tracker")
 """Plugins that need the real machine or weights; their memory is forecast without them."""
 HOOKS = ("optimize_model", "batches", "collate", "step")
 MAX_RANKS = 4096
-"""Ranks that are tried where fewer do not fit."""
+"""Most ranks that are tried."""
 STEPS = 3
 """Steps of a probe: the first makes the optimizer's states."""
 SAVERS = ("gradient_checkpointing", "fused_loss")
@@ -63,14 +63,14 @@ class Traced(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Real steps of a recipe, beside their forecast."""
+    """Real steps of a recipe, and their forecast."""
 
     measured: float
     """Bytes."""
     forecast: float
     """Bytes."""
     seconds: float
-    """Of a step."""
+    """Time of a step."""
     scale: float
     """Measured over forecast activations."""
 
@@ -233,8 +233,8 @@ def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
     measured = rank["device"] if cluster.gpu else rank["host"] - rank["before"]
     memory = forecast.memory
     activations = memory.activations + memory.loss_head
-    # Where activations are next to nothing, the error is not theirs.
-    matters = activations > 0.1 * memory.total
-    scale = max(0.1, 1 + (measured - memory.total) / activations) if matters else 1.0
+    # Negligible activations do not explain the error.
+    explains = activations > 0.1 * memory.total
+    scale = max(0.1, 1 + (measured - memory.total) / activations) if explains else 1.0
     seconds = statistics.median(trial.of("step_seconds", warmup=1))
     return Probe(measured, memory.total, seconds, scale)

@@ -1,4 +1,4 @@
-"""A recipe's model without data: its parameters' sizes, and the memory of a micro-batch."""
+"""A model without data: the sizes of its parameters, and the memory of a micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +26,11 @@ from ...registry.active import Active
 from .trace import Trace, trace_memory
 
 FLASH = "plugsft_forecast"
-"""Attention as a fused kernel: it stores inputs and output only."""
+"""Attention like a fused kernel: it stores inputs and output only."""
 DOCUMENTS = 16
-"""Documents of a packed row that are traced: more take the same memory, and longer."""
+"""Most documents of a packed row that are traced: more take longer, and the same memory."""
 LOGITS = {"cpu": 2**28, "cuda": 2**30}
-"""Bytes of logits that [plugins.fused_loss] holds at a time."""
+"""Bytes of logits that [plugins.fused_loss] computes at a time."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Weights:
-    """The sizes of a model's weights, in all and by units."""
+    """The sizes of a model's weights, in total and by units."""
 
     count: int
     trained_count: int
@@ -71,16 +71,16 @@ class Weights:
     """Elements in small tensors, which ZeRO-3 does not shard."""
     layers: list[Unit]
     embeddings: Unit
-    """Empty where the head has the same weights."""
+    """Empty if the head is tied to them."""
     tail: Unit
-    """Norm and head, with the embeddings where these are one weight."""
+    """Norm and head, with the embeddings if they are tied."""
 
 
 class MetaModel:
     """A model whose tensors have shapes but no data.
 
-    In bfloat16 it computes under autocast, as one process and DDP do; or, if `casts_weights`, with
-    bfloat16 weights, as under FSDP2 and DeepSpeed.
+    A bfloat16 model computes under autocast, as in one process and DDP; or, if `casts_weights`,
+    with bfloat16 weights, as under FSDP2 and DeepSpeed.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MetaModel:
         load = make_load(recipe.model, recipe.folder)
         if casts_weights:
             load.kwargs["dtype"] = getattr(torch, recipe.model.dtype)
-        # Plugins accept a model on the meta device: FSDP2 loads so, too.
+        # Plugins accept a model on the meta device: FSDP2 loads it the same way.
         with torch.device("meta"), active.name_failing_plugin():
             load = _ConfigLoad(load.path, dict(load.kwargs), config=config)
             self.model: Any = active.hooks.optimize_model(load=load)
@@ -100,7 +100,6 @@ class MetaModel:
             _make_fake(self.model)
         self.model.train()
         if recipe.model.dtype != recipe.model.weights and not casts_weights:
-            # As a run does.
             autocast_experts()
             computed = torch.autocast("cpu", torch.bfloat16)(self.model.forward)
             self.model.forward = convert_outputs_to_fp32(computed)
@@ -139,7 +138,7 @@ class MetaModel:
         batch = merge_documents(batch)
         masked = "attention_mask" in batch and not bool(batch["attention_mask"].all())
         if "attention_mask" in batch and not masked:
-            batch.pop("attention_mask")  # transformers makes no mask of it
+            batch.pop("attention_mask")  # transformers ignores a mask without padding
         positions = int((batch["labels"][:, 1:] != IGNORED).sum())
         try:
             with self._attention(flash, masked), self._mode:
@@ -152,7 +151,7 @@ class MetaModel:
                 )
         except PlugsftError:
             raise
-        except Exception as error:  # a model's own code raises anything without data
+        except Exception as error:  # a model's own code may raise anything
             name = self.model.config.model_type
             first = str(error).strip().partition("\n")[0]
             raise RecipeError(
@@ -174,8 +173,8 @@ class MetaModel:
             trained = hidden.flatten(0, 1).index_select(0, rows)
             autocast = torch.is_autocast_enabled("cpu")
             dtype = torch.bfloat16 if autocast else head.weight.dtype
-            places = Positions(trained, head.weight, head.bias, rows, Behind(), chunk, dtype)
-            losses.append(fused_loss(places, True))
+            targets = Positions(trained, head.weight, head.bias, rows, Behind(), chunk, dtype)
+            losses.append(fused_loss(targets, True))
             return losses[0][None, None]
 
         head.forward = forward
@@ -199,7 +198,7 @@ class MetaModel:
 
 
 def merge_documents(batch: Batch) -> Batch:
-    """Merge the documents of a packed row into a few, as long together."""
+    """Merge the documents of a packed row into a few with the same total length."""
     documents = batch.get("documents")
     if not documents or len(documents) <= DOCUMENTS or "seen" in batch:
         return dict(batch)
@@ -210,7 +209,7 @@ def merge_documents(batch: Batch) -> Batch:
 
 
 def _make_fake(model: Module) -> None:
-    """Replace meta tensors by fake ones, which know a device."""
+    """Replace meta tensors by fake ones, which have a device."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -222,7 +221,9 @@ def _make_fake(model: Module) -> None:
 
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            tensors |= {name: fake(one) for name, one in tensors.items() if one is not None}
+            tensors |= {
+                name: fake(tensor) for name, tensor in tensors.items() if tensor is not None
+            }
 
 
 def _unit(parameters: list[Parameter]) -> Unit:

@@ -1,4 +1,4 @@
-"""`plugsft plan`: the memory that a recipe will take, on GPUs that nobody has rented yet."""
+"""`plugsft plan`: forecast the memory of a recipe on GPUs that nobody has rented yet."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .forecaster import Forecast, Forecaster, Traced, choose, probe, suggest
 from .strategies import SINGLE, Strategy
 from .workload import read_epoch
 
-COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss head", "buffers", "in all")
+COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss head", "buffers", "total")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
         chosen = choose(forecasts)
         if chosen is None:
             say(
-                f"nothing fits in {gb(cluster.memory)}, of which {gb(cluster.reserved)} are "
-                "reserved. Changes, and the memory with each:"
+                f"nothing fits in {gb(cluster.memory)} ({gb(cluster.reserved)} of it reserved). "
+                "Changes, and the memory with each:"
             )
             for change, forecast in suggest(forecaster, recipe, cluster):
                 say(f"  {change}: {describe(forecast)}")
@@ -64,7 +64,7 @@ def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
 
 
 def parse_gpus(text: str) -> tuple[int, int]:
-    """Return machines and the GPUs of each: of "8x8", or of "16"."""
+    """Return the machines and the GPUs of each from "8x8" or "16"."""
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)", text.strip().lower())
     machines, each = (int(match[1] or 1), int(match[2])) if match else (0, 0)
     if match is None or not machines or not each:
@@ -92,13 +92,13 @@ def cluster_of(options: Options, machines: int, per_machine: int) -> Cluster:
         if name not in GPU_MEMORY:
             hint = did_you_mean(name, GPU_MEMORY) or ";"
             raise PlugsftError(
-                f"--gpu: unknown '{options.gpu}'{hint} known are {', '.join(GPU_MEMORY)}. For "
-                "another, name a similar one and give --memory"
+                f"--gpu: unknown '{options.gpu}'{hint} known: {', '.join(GPU_MEMORY)}. For "
+                "another GPU, name a similar one and add --memory"
             )
         if options.probe and name not in this_device()[0].replace(" ", "-"):
             raise PlugsftError(
-                f"--probe: it measures this machine ({this_device()[0]}), and --gpu {name} is "
-                "another; leave one of them out"
+                f"--probe: it measures this machine ({this_device()[0]}), not --gpu {name}; "
+                "remove one of the two"
             )
         cluster = Cluster(name, True, GPU_MEMORY[name] * GB, machines, per_machine)
     else:

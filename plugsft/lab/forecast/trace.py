@@ -1,7 +1,7 @@
 """Trace the memory of one micro-batch, with tensors that have shapes but no data.
 
-The model's own code runs, forward and backward, so that any family, attention or plugin is
-counted as it is, without formulas.
+The model's own code runs, forward and backward, so that every family, attention and plugin is
+counted without formulas.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ...base.types import Ints
 
 LAYERS, HEAD = 0, 1
-"""Owners of activations: embeddings and layers, or the loss head behind them."""
+"""Owners of activations: embeddings and layers, or the loss head after them."""
 
 
 @dataclass(frozen=True)

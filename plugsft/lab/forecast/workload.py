@@ -1,6 +1,6 @@
-"""The micro-batches that training will make of a recipe's rows, and the largest of them.
+"""The micro-batches of a recipe's epoch, and the largest of them.
 
-Prepared tokens give every length; otherwise the first rows of each source stand for the others.
+Prepared tokens give every length; otherwise the first rows of each source represent the others.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from ...tokens.store import Tokens
 SAMPLE = 100
 """Rows of each source that are rendered and encoded."""
 STEPS, RANK_STEPS = 64, 2**15
-"""Steps of an epoch that are laid out, at most, and steps times ranks."""
+"""Most steps of an epoch that are laid out, and most steps times ranks."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The examples of an epoch; a sample may stand for all."""
+    """The examples of an epoch; a sample may represent all of them."""
 
     tokens: Tokens
     examples: Ints
@@ -40,14 +40,14 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the steps of an epoch ask of the ranks."""
+    """The steps of an epoch, as the ranks see them."""
 
     batch: Batch
     """The largest micro-batch."""
     micro_batches: int
     """Micro-batches of a rank in a step, at most."""
     tokens: float
-    """Of a step, without padding."""
+    """Mean of a step, without padding."""
     idle_ranks: int
     """Ranks that never get an example."""
 
@@ -111,8 +111,8 @@ def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Wor
         order=epoch.order, lengths=lengths, ranks=ranks, train=recipe.train
     )
     packed = recipe.has("bfd_packing")
-    filled = recipe.plugins.get("bfd_packing", {}).get("scope") == "dataset"
-    least = recipe.packed_capacity() if packed and filled else 0
+    full_rows = recipe.plugins.get("bfd_packing", {}).get("scope") == "dataset"
+    row_size = recipe.packed_capacity() if full_rows else 0
     count = max(2, min(STEPS, RANK_STEPS // ranks))
     steps = np.unique(np.linspace(0, len(layouts) - 1, count).astype(np.int64)).tolist()
     busy, micro_batches, tokens = np.zeros(ranks, np.bool_), 0, 0
@@ -124,16 +124,16 @@ def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Wor
                 documents = lengths[part]
                 busy[rank] |= len(documents) > 0
                 tokens += int(documents.sum())
-                part_size = _size(documents, packed, least)
+                part_size = _size(documents, packed, row_size)
                 if part_size > size:
                     size, largest = part_size, part
     batch = active.hooks.collate(tokens=epoch.tokens, examples=epoch.examples[largest], pad=0)
     return Workload(batch, micro_batches, tokens / len(steps), ranks - int(busy.sum()))
 
 
-def _size(lengths: Ints, packed: bool, least: int) -> tuple[int, int]:
+def _size(lengths: Ints, packed: bool, row_size: int) -> tuple[int, int]:
     """Return a micro-batch's tokens with padding, and the pairs that attention compares."""
     if packed:
-        return max(least, int(lengths.sum())), int((lengths**2).sum())
+        return max(row_size, int(lengths.sum())), int((lengths**2).sum())
     longest = int(lengths.max(initial=0))
     return len(lengths) * longest, len(lengths) * longest**2

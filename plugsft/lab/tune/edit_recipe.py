@@ -20,13 +20,13 @@ def ensure_free(recipe: Path, to: Path | None) -> Path:
     """Return the path of the new recipe; refuse the recipe itself and files of the user."""
     target = to or recipe.with_suffix(".tuned.toml")
     if target.resolve() == recipe.resolve():
-        raise RecipeError(f"--to: {target} is the recipe itself; give another file")
+        raise RecipeError(f"--to: {target} is the recipe itself; name another file")
     if not target.parent.is_dir():
-        raise RecipeError(f"--to: {target.parent}: no such folder; make it, or give another")
+        raise RecipeError(f"--to: {target.parent}: no such folder; create it, or name another")
     if target.exists() and read_body(target) is None:
         raise RecipeError(
             f"--to: {target} was not written by plugsft tune, or was changed since; move it away, "
-            "or give another file (--to FILE)"
+            "or name another file (--to FILE)"
         )
     return target
 
@@ -41,13 +41,13 @@ def read_body(path: Path) -> str | None:
 
 
 def write_edited(
-    recipe: Path, target: Path, changes: Mapping[str, Any], why: Sequence[str]
+    recipe: Path, target: Path, changes: Mapping[str, Any], comments: Sequence[str]
 ) -> bool:
     """Write a recipe with {"table.key": value} set; return whether its comments stayed."""
-    old = read_body(recipe)
-    text, complete = edit(recipe.read_text(encoding="utf8") if old is None else old, changes)
-    rest = "".join(f"# {line}\n" for line in why) + f"\n{text}"
-    write_text(target, f"{MARK}{digest({'text': rest})}\n{rest}")
+    own = read_body(recipe)
+    text, complete = edit(recipe.read_text(encoding="utf8") if own is None else own, changes)
+    body = "".join(f"# {line}\n" for line in comments) + f"\n{text}"
+    write_text(target, f"{MARK}{digest({'text': body})}\n{body}")
     return complete
 
 
@@ -55,8 +55,8 @@ def edit(text: str, changes: Mapping[str, Any]) -> tuple[str, bool]:
     """Set keys in the text of a recipe; return whether its comments stayed."""
     wanted = with_changes(tomllib.loads(text), changes)
     document = tomlkit.parse(text)
-    for place, value in changes.items():
-        *path, key = place.split(".")
+    for dotted_key, value in changes.items():
+        *path, key = dotted_key.split(".")
         table: Any = document
         for name in path:
             if name not in table:

@@ -1,4 +1,4 @@
-"""`plugsft tune`: the micro-batch, or the capacity of a packed one, that trains fastest here."""
+"""`plugsft tune`: find the micro-batch, or the packed row capacity, that trains fastest."""
 
 import os
 import shlex
@@ -26,7 +26,7 @@ from .sizes import capacities, choose_steps, lengths_of, micro_batches, with_own
 WARMUP = 2
 """Steps before those that are measured; memory peaks in them."""
 MARGIN = 0.05
-"""Share of the memory that stays free: not every step of a run is tried."""
+"""Share of the memory that stays free, as other steps of the run may need more."""
 PACKED, PADDED = "plugins.bfd_packing.capacity", "train.micro_batch"
 CHECKPOINTING = "plugins.gradient_checkpointing"
 
@@ -89,7 +89,7 @@ def changes_of(tuning: "Tuning", best: Setting, path: Path, options: Options) ->
 
 
 class Tuning:
-    """Probes of a recipe, each some steps in a fresh process."""
+    """Probes of a recipe: each trains a few steps in a fresh process."""
 
     def __init__(self, recipe: Recipe, limit: int, steps: int) -> None:
         self._recipe, self._limit, self._steps = recipe, limit, steps
@@ -101,8 +101,8 @@ class Tuning:
             if packing["scope"] == "dataset":
                 raise RecipeError(
                     'plugins.bfd_packing.scope: with "dataset" a step is batch_size rows of '
-                    'capacity tokens, so that another capacity would learn otherwise; set "step", '
-                    "or choose it by hand"
+                    'capacity tokens, so another capacity would affect results; set "step", '
+                    "or choose the capacity by hand"
                 )
         self.own = Setting(size, recipe.has("gradient_checkpointing"))
         self._search = Search([size], self.own, lambda setting: Probe(setting, 0.0))
@@ -125,13 +125,13 @@ class Tuning:
         steps = choose_steps(self._recipe, runner.tokens, lengths, self._steps)
         if len(steps) > 1:
             runner.use(steps.ravel(), in_order=True)
-        asked = self._limit
-        if not asked and on_cpu(self._recipe):
+        limit = self._limit
+        if not limit and on_cpu(self._recipe):
             self._limit = look().memory
         first = self.probe(runner, self.own)
         ranks = max(1, len(self._last.ranks))
         totals = [rank["total"] for rank in self._last.ranks if rank.get("device")]
-        self._limit = asked or min(totals, default=look().memory // ranks)
+        self._limit = limit or min(totals, default=look().memory // ranks)
         share = -(-self._recipe.train.batch_size // ranks)
         sizes = micro_batches(share)
         if self.key == PACKED:
@@ -147,15 +147,16 @@ class Tuning:
         )
         say(
             f"sizes: {len(sizes)}, from {sizes[0]:,} to {sizes[-1]:,}; "
-            f"memory: {format_size(self._limit)} a rank, {MARGIN:.0%} of it stay free"
+            f"memory: {format_size(self._limit)} a rank, {MARGIN:.0%} stays free"
         )
         self._search.run()
 
     def _ensure_whole(self, longest: int) -> None:
         if self.key == PACKED and longest > self.own.size:
             raise RecipeError(
-                f"{PACKED}: {self.own.size:,} is less than the longest example has, "
-                f"{longest:,} tokens, and a larger one would learn otherwise; set {longest} or more"
+                f"{PACKED}: {self.own.size:,} is less than the longest example "
+                f"({longest:,} tokens), and a larger one would affect results; set {longest} or "
+                "more"
             )
 
     def probe(self, runner: TrialRunner, setting: Setting) -> Probe:
@@ -203,9 +204,9 @@ class Tuning:
         """Print all probes; return the best setting and why; raise where nothing fits."""
         best = self._search.best()
         if best is None:
-            tried = "; ".join(self.name(one.setting) for one in self._search.probes)
+            tried = "; ".join(self.name(probe.setting) for probe in self._search.probes)
             raise RecipeError(
-                f"nothing fits into {format_size(self._allowed)} a rank; tried: {tried}. The last: "
+                f"nothing fits in {format_size(self._allowed)} a rank; tried: {tried}. The last: "
                 f"{self._last.error}. More memory (--memory), a smaller data.max_length, and "
                 "[plugins.lora] help"
             )
@@ -230,8 +231,10 @@ class Tuning:
 
     def _print_table(self, best: Probe) -> None:
         own = self._search.probes[0]
-        rows = [["size", "layers", "tokens/s", "of yours", "memory", ""]]
-        for probe in sorted(self._search.probes, key=lambda one: (one.setting.size, one.speed)):
+        rows = [["size", "layers", "tokens/s", "x yours", "memory", ""]]
+        for probe in sorted(
+            self._search.probes, key=lambda probe: (probe.setting.size, probe.speed)
+        ):
             notes = {"chosen": probe == best, "yours": probe == own}
             relative = probe.speed / own.speed if probe.speed and own.speed else 0.0
             rows.append(

@@ -1,11 +1,11 @@
-"""Search for the fastest size: double it while that gains, then refine once."""
+"""Search for the fastest size: double it while that gains speed, then refine once."""
 
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 GAIN = 1.02
-"""Factor in speed that counts as a gain, and not as noise."""
+"""Least factor in speed that counts as a gain and not as noise."""
 FACTOR = 1.9
 """Least factor from one size to the next: about two, as sizes are rounded."""
 NEAR_BEST = 0.985
@@ -48,7 +48,7 @@ class Search:
             self._move(self._step(self.own, larger=True), larger=True)
         if self.fastest == speed:
             self._move(self._step(self.own, larger=False), larger=False)
-        best, too_large = self.best(), [one.setting for one in self.probes if not one.speed]
+        best, too_large = self.best(), [probe.setting for probe in self.probes if not probe.speed]
         if self.own.recompute:
             start = best.setting if best else self.own
             self._move(replace(start, recompute=False), larger=False)
@@ -60,13 +60,17 @@ class Search:
 
     def best(self) -> Probe | None:
         """Return the probe with the least memory among those near the fastest."""
-        near = [one for one in self.probes if one.speed and one.speed >= self.fastest * NEAR_BEST]
-        return min(near, key=lambda one: (one.peak, one.setting.size), default=None)
+        near = [
+            probe
+            for probe in self.probes
+            if probe.speed and probe.speed >= self.fastest * NEAR_BEST
+        ]
+        return min(near, key=lambda probe: (probe.peak, probe.setting.size), default=None)
 
     @property
     def fastest(self) -> float:
         """The best speed so far."""
-        return max((one.speed for one in self.probes), default=0.0)
+        return max((probe.speed for probe in self.probes), default=0.0)
 
     def _move(self, setting: Setting | None, larger: bool) -> None:
         """Probe a setting, then twice or half its size, as long as that gains."""
@@ -99,8 +103,10 @@ class Search:
         """Probe between the fastest and the nearest sizes that were probed."""
         if not self.fastest:
             return
-        top = max(self.probes, key=lambda one: one.speed).setting
-        probed = {one.setting.size for one in self.probes if one.setting.recompute == top.recompute}
+        top = max(self.probes, key=lambda probe: probe.speed).setting
+        probed = {
+            probe.setting.size for probe in self.probes if probe.setting.recompute == top.recompute
+        }
         above = min((size for size in probed if size > top.size), default=top.size)
         below = max((size for size in probed if size < top.size), default=top.size)
         for low, high in ((top.size, above), (below, top.size)):

@@ -25,8 +25,8 @@ def lengths_of(recipe: Recipe, tokens: Tokens) -> Ints:
 def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> Ints:
     """Choose steps of the first epoch, [step, example]; first the two that need most memory.
 
-    The first begins with the longest example, the second has most tokens; the others are spread
-    evenly over the steps, sorted by tokens.
+    The first begins with the longest example, the second has the most tokens; the others are
+    evenly spaced in the steps sorted by tokens.
     """
     sources = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
     order = shuffle(sources, recipe.train.seed, 0)
@@ -35,12 +35,12 @@ def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> I
         return order[None]
     steps = order[: len(order) // size * size].reshape(-1, size)
     sums = lengths[steps].sum(1)
-    places = np.linspace(0, len(sums) - 1, count).round().astype(int)
-    spread = np.argsort(sums, kind="stable")[places]
+    positions = np.linspace(0, len(sums) - 1, count).round().astype(int)
+    spaced = np.argsort(sums, kind="stable")[positions]
     longest = steps[lengths[steps].max(1).argmax()].copy()
     longest[lengths[longest].argmax()] = longest[0]
     longest[0] = lengths.argmax()
-    return np.stack([longest, steps[sums.argmax()], *steps[spread]])
+    return np.stack([longest, steps[sums.argmax()], *steps[spaced]])
 
 
 def micro_batches(share: int) -> list[int]:
@@ -62,7 +62,7 @@ def capacities(longest: int, largest_step: int) -> list[int]:
 
 
 def with_own(sizes: Sequence[int], own: int) -> list[int]:
-    """Put the recipe's own size in place of sizes close to it."""
+    """Insert the recipe's own size instead of sizes close to it."""
     near = min(own, sizes[-1])
     apart = [size for size in sizes if not near / MIN_RATIO < size < near * MIN_RATIO]
     return sorted([own, *apart])
