@@ -21,7 +21,9 @@ from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.slices import target_mask
 from plugsft.plugins import fast_tokenizer
-from plugsft.plugins.fast_tokenizer import ENGINES, OWN, FastTokenizer
+from plugsft.plugins.fast_tokenizer import OWN, FastTokenizer
+from plugsft.plugins.fast_tokenizer.engines import ENGINES, load
+from plugsft.plugins.fast_tokenizer.proof import SAMPLE_TEXTS, guard, split_ids, take_sample
 from plugsft.registry.active import resolve
 from plugsft.tokens import tokenizer
 from plugsft.tokens.tokenizer import encode
@@ -177,7 +179,7 @@ def kind(name):
 @functools.cache
 def engine(kind_name, name):
     mine = kind(kind_name)
-    return fast_tokenizer.careful(fast_tokenizer.load(name, mine), mine)
+    return guard(load(name, mine), mine)
 
 
 def touched(text, mine, span):
@@ -242,18 +244,18 @@ def test_a_character_of_any_plane_is_read_alike(by):
 )
 def test_a_character_on_which_engines_disagree_is_left_to_the_tokenizer(name, by, odd):
     mine, text = kind(name), f"{odd} 東京"
-    bare, _ = fast_tokenizer.load(by, mine)([text])
+    bare, _ = load(by, mine)([text])
     own = mine.backend_tokenizer.encode(text).ids
     assert bare.tolist() != own, "they agree now: fewer texts need be left to it"
     encoded = encode(["owls", text, "東京 🦉", text], mine, False, engine(name, by), by)
     assert encoded.engines == {by: 2, OWN: 2}
-    assert fast_tokenizer.parts(encoded)[1].tolist() == own
+    assert split_ids(encoded)[1].tolist() == own
 
 
 def test_a_long_text_is_encoded_by_several_threads_as_by_one():
     mine, text = kind("added"), " ".join([*CORPUS, *SPECIAL, "<think>", "  owls fly"]) * 2300
     assert len(text.encode()) > 2_500_000  # from about 2 MB on, it is cut into pieces
-    ids, counts = fast_tokenizer.load("gigatoken", mine)([text, "owls"])
+    ids, counts = load("gigatoken", mine)([text, "owls"])
     own, theirs = mine.own_engine([text, "owls"])
     assert np.array_equal(ids, own) and counts.tolist() == theirs.tolist()
 
@@ -267,7 +269,7 @@ def plugin(engine="auto", first=True):
 
 
 def choice(made, mine):
-    return made.choices[id(mine)].name
+    return made.engines[id(mine)][0]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -275,9 +277,9 @@ def test_auto_takes_the_first_that_fits(name):
     mine, fitting, made = kind(name), KINDS[name][1], plugin()
     encoded = made.encode(CORPUS, mine, True)
     own = [mine.backend_tokenizer.encode(text).ids for text in CORPUS]
-    assert [part.tolist() for part in fast_tokenizer.parts(encoded)] == own
+    assert [part.tolist() for part in split_ids(encoded)] == own
     if name == "lowercase":
-        assert made.reasons["fastokens"] == "fastokens is of use for 25% of the texts only"
+        assert made.reasons["fastokens"] == "fastokens can encode only 25% of the texts"
         fitting = NONE
     taken = [*fitting, OWN][0]
     assert choice(made, mine) == taken and set(encoded.engines) == {taken, OWN}
@@ -335,7 +337,7 @@ def test_each_tokenizer_has_a_proof_of_its_own():
     made = plugin()
     for name, taken in (("gpt2", "gigatoken"), ("digits", "fastokens"), ("nfkc", OWN)):
         assert made.encode([], kind(name), True).ids.tolist() == []
-        assert id(kind(name)) not in made.choices
+        assert id(kind(name)) not in made.engines
         made.encode(CORPUS, kind(name), False)
         assert choice(made, kind(name)) == taken
     assert choice(made, kind("gpt2")) == "gigatoken"
@@ -447,13 +449,13 @@ def test_an_engine_that_panics_while_loading_is_passed_over(monkeypatch):
 
 
 def test_a_sample_is_from_all_over_and_small():
-    most = fast_tokenizer.SAMPLE
+    most = SAMPLE_TEXTS
     for count in (0, 1, most - 1, most, most + 1, 5_000):
         texts = [str(number) for number in range(count)]
-        sample = fast_tokenizer.spread(texts)
+        sample = take_sample(texts)
         assert min(count, most // 2) <= len(sample) <= most
         assert sample[:1] == texts[:1] and (count < 2 or int(sample[-1]) > count * 0.98 - 2)
-    assert len(fast_tokenizer.spread(["x" * 100_000] * 40)) < 5
+    assert len(take_sample(["x" * 100_000] * 40)) < 5
 
 
 THREADS = """
@@ -461,7 +463,7 @@ import os, psutil, sys, tokenizers
 os.sched_setaffinity(0, range(os.cpu_count()))
 from plugsft import look
 from plugsft.kit.tokens import Tokenizer
-from plugsft.plugins.fast_tokenizer import load
+from plugsft.plugins.fast_tokenizer.engines import load
 engine = load(sys.argv[2], Tokenizer(tokenizers.Tokenizer.from_file(sys.argv[1])))
 def others():
     spent = {one.id: one.user_time for one in psutil.Process().threads()}
@@ -519,7 +521,7 @@ def test_a_run_says_who_encoded(tiny, tmp_path):
     [record] = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
     assert record["verdict"] == (
         "gigatoken encoded 23 of 24 texts, the model's own tokenizer 1 "
-        "(it changes them, or they hold characters that engines disagree on)"
+        "(texts that it normalizes, or with characters that engines encode differently)"
     )
 
 

@@ -1,0 +1,88 @@
+"""Fast tokenizer engines: other implementations of the same tokenizers."""
+
+import importlib
+import os
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plugsft import Ints
+from plugsft.kit.tokens import Tokenizer
+
+Ids = tuple[NDArray[np.int32], Ints]
+"""The ids of all texts, and the number of ids of each."""
+Engine = Callable[[list[str]], Ids]
+THREADS = "RAYON_NUM_THREADS"
+"""Environment variable that limits an engine's threads; multiprocess_tokenize sets it to 1."""
+
+
+class UnusableEngine(Exception):
+    """An engine cannot be used, with the reason."""
+
+    def __init__(self, reason: str, wrong_ids: bool = False) -> None:
+        super().__init__(reason)
+        self.wrong_ids = wrong_ids
+        """Whether it encoded a text of the run wrongly."""
+
+
+def load_gigatoken(tokenizer: Tokenizer) -> Engine:
+    """Load gigatoken."""
+    gigatoken = importlib.import_module("gigatoken")
+    loaded = gigatoken.Tokenizer.from_json(tokenizer.backend_tokenizer.to_str())
+
+    def encode_serially(texts: list[str]) -> Ids:
+        # As fast as a batch in one thread, and awkward takes 0.3 s to import.
+        ids = [loaded.encode(text) for text in texts]
+        counts = np.array([len(text_ids) for text_ids in ids], np.int64)
+        return np.concatenate([np.zeros(0, np.uint32), *ids]).view(np.int32), counts
+
+    def encode_in_parallel(texts: list[str]) -> Ids:
+        awkward = importlib.import_module("awkward")
+        ids = loaded.encode_batch(texts)
+        return np.asarray(awkward.flatten(ids)).view(np.int32), np.asarray(awkward.num(ids))
+
+    return encode_serially if os.environ.get(THREADS) == "1" else encode_in_parallel
+
+
+def load_fastokens(tokenizer: Tokenizer) -> Engine:
+    """Load fastokens."""
+    if THREADS in os.environ:
+        # fastokens reads its own variable, at its first batch.
+        os.environ.setdefault("FASTOKENS_BPE_THREADS", os.environ[THREADS])
+    fastokens = importlib.import_module("fastokens")
+    loaded = fastokens.Tokenizer.from_json_str(tokenizer.backend_tokenizer.to_str())
+
+    def encode(texts: list[str]) -> Ids:
+        ids, offsets = loaded.encode_batch_flat(texts)
+        stops = np.frombuffer(offsets, np.int64)
+        return np.frombuffer(ids, np.int32), stops[1:] - stops[:-1]
+
+    return encode
+
+
+ENGINES = {"gigatoken": load_gigatoken, "fastokens": load_fastokens}
+"""Engines in the order in which "auto" tries them."""
+
+
+def load(name: str, tokenizer: Tokenizer) -> Engine:
+    """Load an engine for a tokenizer; raise UnusableEngine if it does not know such tokenizers."""
+    try:
+        return ENGINES[name](tokenizer)
+    except ModuleNotFoundError as error:
+        raise UnusableEngine(explain_missing(name)) from error
+    except BaseException as error:
+        ensure_engine_error(error)
+        reason = str(error).partition("\n")[0]
+        raise UnusableEngine(f"{name} cannot load the tokenizer: {reason}") from error
+
+
+def explain_missing(name: str) -> str:
+    """Explain that an engine is not installed, with the cure."""
+    return f"{name} is not installed: pip install {name}"
+
+
+def ensure_engine_error(error: BaseException) -> None:
+    """Raise errors that are not an engine's, such as ctrl-C; a panic in Rust is an engine's."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
