@@ -132,7 +132,7 @@ STUMBLES = (
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
-        ("kill", PluginError, "the worker process ended (killed, most often for want of memory)"),
+        ("kill", PluginError, "the worker process ended (killed, most often for lack of memory)"),
         ("exit", PluginError, "the worker process ended (with exit code 7)"),
         ("raise", ZeroDivisionError, "by an owl"),
     ],
@@ -237,13 +237,13 @@ def test_auto_asks_what_is_granted(monkeypatch, slices, cores, memory, expected)
 
     Granted.cores, Granted.memory = cores, memory
     monkeypatch.setattr(multiprocess_tokenize, "look", lambda: Granted)
-    assert MultiprocessTokenize().processes(slices) == expected
-    assert MultiprocessTokenize(workers=3).processes(slices) == min(3, slices)
+    assert MultiprocessTokenize().count_processes(slices) == expected
+    assert MultiprocessTokenize(workers=3).count_processes(slices) == min(3, slices)
 
 
 def test_small_data_starts_no_process(run):
     folder, plugin = run(chats(10), "auto")
-    assert plugin.verdict() == "one process: there was little to do"
+    assert plugin.verdict() == "one process: the data is small"
     assert len(content(folder)) > 3
     _, plugin = run(chats(10), "auto")
     assert plugin.verdict() == "nothing to tokenize"

@@ -18,7 +18,7 @@ import psutil
 import shared
 
 CHATS, TRAINED_ON = 20_000, 6_000
-IMPORTS = "import plugsft.data.slices, plugsft.plugins.multiprocess_tokenize, psutil;"
+IMPORTS = "import plugsft.data.slices, plugsft.plugins.multiprocess_tokenize.worker, psutil;"
 HELD = IMPORTS + "print(psutil.Process().memory_info().rss)"
 
 
