@@ -13,7 +13,8 @@ from conftest import OFFLINE, ROOT, run_plugsft, run_ranks, tiny_tables, write_r
 from making import activate, install
 
 from plugsft import RecipeError, look, testing
-from plugsft.plugins.tracker import Line, told
+from plugsft.plugins.tracker.sender import Sender
+from plugsft.plugins.tracker.values import describe_error
 from plugsft.registry.active import check, resolve
 
 ALL = ["tensorboard", "wandb", "trackio", "mlflow"]
@@ -263,7 +264,7 @@ def test_one_that_fails_on_the_way_stops_nothing(tmp_path, monkeypatch, again):
     recipe = recipe_of(tmp_path, {"to": ["tensorboard", "mlflow"]}, plugins=more)
     done = run_plugsft(recipe, env=places(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("warning: mlflow failed, and the run goes on without it") == 1
+    assert done.stdout.count("warning: mlflow failed, and the run continues without it") == 1
     steps, _, record = told_to(tmp_path / "run")
     assert len(steps) == 4
     verdict = {one["name"]: one["verdict"] for one in record["plugins"]}["tracker"]
@@ -273,7 +274,7 @@ def test_one_that_fails_on_the_way_stops_nothing(tmp_path, monkeypatch, again):
         assert verdict.endswith("mlflow: 5 of 5 entries, late")
         ensure_told(in_mlflow(tmp_path)[0], tmp_path / "run")
     else:
-        assert "of 5 entries, " in verdict and verdict.endswith("metrics.jsonl holds all")
+        assert "of 5 entries, " in verdict and verdict.endswith("metrics.jsonl has all")
 
 
 def test_a_run_that_fails_is_no_success_there(tmp_path, monkeypatch):
@@ -299,7 +300,7 @@ def test_one_that_cannot_begin_stops_the_run_and_replaces_nothing(tmp_path):
     other = f"plugins.tracker.folder={tmp_path / 'file'}"
     done = run_plugsft(recipe, other, "--overwrite", env=places(tmp_path))
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "plugins.tracker: tensorboard does not begin: NotADirectoryError" in done.stderr
+    assert "plugins.tracker: tensorboard cannot start: NotADirectoryError" in done.stderr
     assert (tmp_path / "run/model").is_dir(), "the earlier run's stands"
 
 
@@ -325,7 +326,7 @@ def test_no_login_stops_the_run_before_anything_is_read(tmp_path):
     env = places(tmp_path) | {"WANDB_MODE": "online", "WANDB_API_KEY": ""}
     done = run_plugsft(recipe_of(tmp_path, {"to": ["wandb"]}), env=env)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert 'to: "wandb" knows no key to send with: `wandb login`, or' in done.stderr
+    assert 'to: "wandb" has no API key: run `wandb login`, or' in done.stderr
     assert "WANDB_MODE=offline" in done.stderr and "tokenizer" not in done.stdout
 
 
@@ -339,10 +340,10 @@ def test_a_server_that_does_not_answer_stops_the_run_before_anything_is_read(tmp
 
 def test_what_no_tracker_is_and_what_stands_there_twice(tmp_path):
     assert refused(tmp_path, to=["trackio", "trackio"]) == (
-        "plugins.tracker: to: 'trackio' stands there twice"
+        "plugins.tracker: to: 'trackio' is listed twice"
     )
     assert refused(tmp_path, to=["trackio"], folder="here") == (
-        "plugins.tracker: folder: is for tensorboard and wandb alone; remove it"
+        "plugins.tracker: folder: only tensorboard and wandb use it; remove it"
     )
     for to in [], ["tensorbord"]:
         with pytest.raises(RecipeError, match=r"plugins\.tracker\.to"):
@@ -374,18 +375,20 @@ def test_one_that_fails_is_tried_again_later_and_later(monkeypatch):
             tried.append(clock[0])
             raise OSError("gone")
 
-    monkeypatch.setattr("plugsft.plugins.tracker.time.monotonic", lambda: clock[0])
-    line = Line("tensorboard", Dead(), "run", "place")
+    monkeypatch.setattr("plugsft.plugins.tracker.sender.time.monotonic", lambda: clock[0])
+    sender = Sender("tensorboard", Dead())
     for second in range(100):
         clock[0] = float(second)
-        line.tell(second, {"loss": 1.0})
+        sender.send(second, {"loss": 1.0})
     assert tried == [0, 5, 15, 35, 75]
-    assert line.verdict() == "tensorboard: 0 of 100 entries, OSError: gone; metrics.jsonl holds all"
+    assert sender.describe() == (
+        "tensorboard: 0 of 100 entries, OSError: gone; metrics.jsonl has all"
+    )
 
 
 def test_what_an_error_says_is_one_line():
-    assert told(ValueError("one.\ntwo")) == "ValueError: one"
-    assert told(KeyError()) == "KeyError: no reason given"
+    assert describe_error(ValueError("one.\ntwo")) == "ValueError: one"
+    assert describe_error(KeyError()) == "KeyError: no reason given"
 
 
 def test_it_changes_nothing_that_is_learned():
