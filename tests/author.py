@@ -1,4 +1,4 @@
-"""What the tests of plugins share: distributions, installed by pip or written by hand."""
+"""Shared by tests of plugins: distributions, installed by pip or written by hand."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What tests share: tiny real data, tiny real recipes, and real processes."""
+"""Fixtures and helpers: tiny data, tiny recipes, and real processes."""
 
 import atexit
 import json

@@ -1,4 +1,4 @@
-"""Every decoder family of transformers, as a tiny model from a shrunken configuration."""
+"""Every decoder family of transformers as a tiny model."""
 
 import re
 from typing import Any

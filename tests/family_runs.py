@@ -41,7 +41,7 @@ HEAD = """# Families of models
 
 Decoder families of transformers {version} that build from a tiny configuration: {count}.
 Each was trained for two steps in float32 on a CPU, in real runs.
-`python tests/family_runs.py` writes this page; tests/test_families.py compares with it.
+`python tests/family_runs.py` writes this page; tests/test_model_families.py compares with it.
 
 - whole, sharded: each number is that of plain `from_pretrained`; sharded reads rows of the files.
 - trained, resumed: two steps; going on after the first ends with the same weights, bit for bit.

@@ -1,4 +1,4 @@
-"""Optimizers as other projects write them: state of every kind, in every place that torch has."""
+"""Optimizers as other projects write them, with state of every kind."""
 
 import torch
 from torch.optim import Optimizer

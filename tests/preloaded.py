@@ -1,4 +1,4 @@
-"""What every forked process of the tests has imported; see FORKS in conftest.py."""
+"""The imports of every process that tests fork; see FORKS in conftest.py."""
 
 import importlib
 import os

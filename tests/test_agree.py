@@ -1,4 +1,4 @@
-"""Ranks agree on the host: did an operation succeed on all of them, and are they alike?"""
+"""Ranks agree on the host: whether an operation succeeded, and whether facts are equal."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What plugins compute under autocast is as near to float32 as what the core computes there."""
+"""Plugins under autocast are as close to float32 as the core is."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""plugsft bench: what plugins planted for it cost and bring, in words that are right."""
+"""plugsft bench measures planted plugins as they are."""
 
 import copy
 import importlib
@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import pytest
 from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_tables, write_recipe
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft.base.errors import RecipeError
 from plugsft.lab.bench.contenders import BOTH, LEARNS, READS, choose_contenders

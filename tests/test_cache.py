@@ -1,4 +1,4 @@
-"""The cache: its commands, what its key depends on, what damage does to it, what a hit costs."""
+"""The cache: its commands, its keys, damage, and the cost of a hit."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
-from making import LOUD, activate, install
+from plugin_packages import LOUD, activate, install
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft import DataError, PlugsftError

@@ -1,4 +1,4 @@
-"""The command line: light, forgiving where it may be, and never a traceback."""
+"""The command line: light, forgiving of typos, and without tracebacks."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a person sees, and what other ranks do not say."""
+"""What the console shows, and that other ranks stay silent."""
 
 import io
 import re

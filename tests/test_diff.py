@@ -1,4 +1,4 @@
-"""plugsft diff: what differs between two runs, told in lines and drawn on a page."""
+"""plugsft diff: the differences of two runs, in lines and on a page."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The family of errors, and the nearest right name."""
+"""The error classes, and the nearest right name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""plugsft export: copies that are verified, merged models that are proved, and no halves."""
+"""plugsft export: verified copies and merged models, whole or not at all."""
 
 import json
 import shutil

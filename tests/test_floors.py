@@ -1,4 +1,4 @@
-"""The house as it is drawn: floors, sizes, names, and what importing costs."""
+"""The architecture: rooms, sizes, names, and the cost of imports."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Memory forecasts against the measured memory of real runs."""
+"""Memory forecasts compared with the measured memory of real runs."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Formats of rows: each becomes messages, whatever its columns and its speakers are called."""
+"""Formats of rows: each becomes messages, whatever its columns are called."""
 
 import json
 

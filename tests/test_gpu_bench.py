@@ -1,4 +1,4 @@
-"""tools/bench/gpu.py where there is no GPU: its checks, a tiny case, and how it counts."""
+"""tools/bench/gpu.py without a GPU: its checks, and a tiny case."""
 
 import importlib
 import json

@@ -1,10 +1,10 @@
-"""How a plugin is declared, and when it hears of the record."""
+"""How a plugin is declared, and when it receives the record."""
 
 import json
 
 import pytest
 from conftest import run_plugsft
-from making import activate, install
+from plugin_packages import activate, install
 from pydantic import ValidationError
 
 from plugsft import hookimpl, plugin, state

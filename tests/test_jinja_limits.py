@@ -1,4 +1,4 @@
-"""Templates that would fill the memory or never end: each is refused soon, and costs little."""
+"""Templates that fill the memory or never end are refused soon and cheaply."""
 
 import resource
 import time

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: the rerun ends with the weights of a run that nobody touched."""
+"""SIGKILL at any moment: the rerun ends with the weights of an undisturbed run."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Real launches by accelerate, with the files we ship; and the launches that would lie."""
+"""Real launches by accelerate with our files, and launches that would mislead."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from conftest import (
     tiny_tables,
     write_recipe,
 )
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft.base.atomic import HERE, damage, runs
 from plugsft.output.folder import is_held

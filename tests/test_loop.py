@@ -1,4 +1,4 @@
-"""The loop: the laws of what is learned, resuming, stopping, evaluation, broken numbers."""
+"""The loop: laws of what is learned, resuming, stopping, evaluation, broken numbers."""
 
 import json
 import os

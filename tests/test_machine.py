@@ -1,4 +1,4 @@
-"""What the machine grants, as a container would limit it."""
+"""Limits of the machine, as a container sets them."""
 
 import subprocess
 import sys

@@ -1,8 +1,8 @@
-"""Out of memory: what was too much, and what would lower it. Memory here really runs out."""
+"""Out of memory, for real: what was too much, and what would lower it."""
 
 import pytest
 from conftest import chats, run_plugsft, write_jsonl
-from making import activate, install
+from plugin_packages import activate, install
 
 LIMIT = """
     import resource

@@ -1,11 +1,11 @@
-"""The names of metrics: each is one plugin's or the core's, and nobody's figure hides another's."""
+"""Metric names: no plugin's figure hides another's or the core's."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 from conftest import run_plugsft
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft.base.errors import PluginError
 from plugsft.registry.active import load

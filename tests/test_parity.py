@@ -1,4 +1,4 @@
-"""Loss and gradients are those of a plain computation, and of TRL, on the same rows."""
+"""Loss and gradients equal a plain computation, and TRL, on the same rows."""
 
 import json
 import warnings
@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import chats, tiny_tables
 from datasets import Dataset
-from making import TRL
+from plugin_packages import TRL
 from transformers import AutoModelForCausalLM
 
 from plugsft.batches.defaults import BatchDefaults

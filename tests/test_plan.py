@@ -1,4 +1,4 @@
-"""InOrder: every example once, the same whatever the ranks, a pure function of the step."""
+"""The plan: every example once, whatever the ranks, a pure function of the step."""
 
 from collections import Counter
 from types import SimpleNamespace

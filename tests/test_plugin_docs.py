@@ -1,4 +1,4 @@
-"""plugins/README.md says what the code says."""
+"""plugins/README.md agrees with the code."""
 
 import inspect
 import re

@@ -1,11 +1,11 @@
-"""Weights, compute and states: what the run says is what it does, and a contradiction stops it."""
+"""Weights, compute and states have the dtypes that the run reports."""
 
 import json
 
 import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
-from making import activate, install
+from plugin_packages import activate, install
 from safetensors import safe_open
 from test_launch import config
 from torch.utils._python_dispatch import TorchDispatchMode

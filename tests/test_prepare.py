@@ -1,4 +1,4 @@
-"""From sources to tokens: what is kept, what is left out, and what is said about it."""
+"""From sources to tokens: which rows are used, left out, and reported."""
 
 import json
 import multiprocessing
@@ -17,7 +17,7 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
-from making import LOUD, activate, install
+from plugin_packages import LOUD, activate, install
 
 from plugsft import DataError, RecipeError
 from plugsft.base.types import Slice

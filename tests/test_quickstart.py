@@ -1,4 +1,4 @@
-"""The README's first command, for real; its losses are pinned, and the model knows its lessons."""
+"""The README's first command: its losses are pinned, and the model answers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every command of the README runs as it stands there."""
+"""Every command of the README runs as written."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Recipes: every mistake of a file in one go, each with its place, its value and its cure."""
+"""Recipes: all mistakes of a file at once, each with place, value and cure."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 from conftest import tiny_tables, write_recipe
-from making import activate, install
+from plugin_packages import activate, install
 from pydantic import BaseModel
 
 from plugsft import Recipe, RecipeError

@@ -1,4 +1,4 @@
-"""The recipes we ship are understood, to the last key."""
+"""Every key of our recipes is understood."""
 
 import pytest
 from conftest import ROOT

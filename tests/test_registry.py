@@ -1,4 +1,4 @@
-"""Plugins as real modules: found, configured, checked, ordered, called, and told what is wrong."""
+"""Plugins as real modules: found, configured, checked, ordered, called."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 from conftest import read_metrics, run_plugsft, start_ranks, tiny_tables, write_recipe
-from making import LOUD, activate, install
+from plugin_packages import LOUD, activate, install
 
 from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look

@@ -1,4 +1,4 @@
-"""An optimizer goes on from a checkpoint as if it had never stopped: every kind of its state."""
+"""Resuming an optimizer with state of any kind equals never stopping."""
 
 import json
 import os

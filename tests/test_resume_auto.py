@@ -1,4 +1,4 @@
-"""`--resume auto`: one command for a job that restarts itself, whatever it finds."""
+"""`--resume auto`: one command for a job that restarts itself."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Learning rates: those of transformers, by step, without state."""
+"""Learning rates equal those of transformers at every step, without state."""
 
 import re
 

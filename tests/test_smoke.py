@@ -1,4 +1,4 @@
-"""One tiny run, from the command line to the model."""
+"""A tiny run, from the command line to the model."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Sources of every kind give the same rows, and say what is wrong with them."""
+"""Sources of every kind give the same rows, or a clear error."""
 
 import json
 

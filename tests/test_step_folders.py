@@ -1,4 +1,4 @@
-"""Checkpoint folders: `step-` and a number are ours, in the order of numbers; the rest is not."""
+"""Checkpoint folders: `step-` and a number, in numeric order."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A plugin of somebody else's is found, checked and run like a bundled one."""
+"""A third party's plugin is found, checked and run like a bundled one."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""Tokenizers as users have them: with and without pad, end, template, and odd settings."""
+"""Tokenizers as users have them: without pad, end or template, with odd settings."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tokens on disk against plain lists, and against `datasets`."""
+"""Tokens on disk compared with plain lists and with `datasets`."""
 
 import os
 

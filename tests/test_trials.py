@@ -1,4 +1,4 @@
-"""Real trials: they leave figures, and nothing else."""
+"""Real trials leave their figures and nothing else."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""plugsft tune: probes for real, under real limits of memory, and the recipe that is written."""
+"""plugsft tune: real probes under real limits of memory, and the written recipe."""
 
 import os
 import re

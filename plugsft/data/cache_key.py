@@ -17,7 +17,7 @@ VERSIONS = {"read": 1, "render": 1, "pairs": 1, "encode": 1, "mask": 1}
 """Stage of preparing -> version of its output.
 
 Raise a stage's version when its output changes: tokens are then prepared again.
-tests/test_stages.py fails if an output has changed and its version has not.
+tests/test_preparation_versions.py fails if an output has changed and its version has not.
 """
 DIFFERENCES = {
     "format": "another version of the format",

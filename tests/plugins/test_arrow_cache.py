@@ -1,4 +1,4 @@
-"""arrow_cache: built once by one of many, found by all, and never in a run's way."""
+"""arrow_cache: an entry is built once by one of many processes, and read by all."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft import RecipeError, testing
 from plugsft.base.atomic import damage, is_published, publish

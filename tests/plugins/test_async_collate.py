@@ -1,4 +1,4 @@
-"""async_collate: the same windows, built while others train; and nothing of it outlives a run."""
+"""async_collate: the same batches, built while others train; nothing outlives a run."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft import Fed, PluginError, look, testing
 from plugsft.batches.defaults import BatchDefaults

@@ -1,4 +1,4 @@
-"""bfd_packing: as few micro-batches as can be, evenly dealt, and the same is learned."""
+"""bfd_packing: few and even micro-batches, and the same results."""
 
 import json
 import tomllib
@@ -8,7 +8,7 @@ import pytest
 from conftest import chats, read_metrics, run_plugsft, run_ranks, write_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import activate, install
+from plugin_packages import activate, install
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

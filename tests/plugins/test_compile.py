@@ -1,4 +1,4 @@
-"""compile: the same losses, one program for all lengths, and the same names of weights."""
+"""compile: the same losses, one program for all lengths, the same names of weights."""
 
 import json
 from copy import deepcopy

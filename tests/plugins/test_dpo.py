@@ -1,4 +1,4 @@
-"""dpo: pairs of answers, rendered, compared and measured as TRL does, however they are laid out."""
+"""dpo: pairs of answers rendered, compared and measured as in TRL, in every layout."""
 
 import json
 import math
@@ -24,8 +24,8 @@ from conftest import (
 from datasets import Dataset
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from making import TRL, activate, install
 from peft import LoraConfig
+from plugin_packages import TRL, activate, install
 from test_launch import TRAIN, config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 

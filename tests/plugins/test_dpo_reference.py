@@ -1,4 +1,4 @@
-"""dpo_reference: two numbers per pair, computed once, equal to what each step would compute."""
+"""dpo_reference: two numbers per pair, computed once, equal to those of each step."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from conftest import (
     run_ranks,
     start_plugsft,
 )
-from making import activate, install
+from plugin_packages import activate, install
 from test_launch import config
 
 from plugsft.plugins.dpo_reference import read, write

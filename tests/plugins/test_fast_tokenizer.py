@@ -1,4 +1,4 @@
-"""fast_tokenizer: the same ids from faster engines, or from the model's own, and the reason."""
+"""fast_tokenizer: the same ids from faster engines, or the reason for not using one."""
 
 import functools
 import json

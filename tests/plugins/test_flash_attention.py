@@ -1,4 +1,4 @@
-"""flash_attention: the choice of a kernel, its refusals, and what it is called with."""
+"""flash_attention: which kernel is chosen, what is refused, how it is called."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""fused_loss: the same loss and gradients as the plain one's, and no logits of a micro-batch."""
+"""fused_loss: the same loss and gradients without the logits of a micro-batch."""
 
 import gc
 import json
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
-from making import activate, install
 from peft import LoraConfig, get_peft_model
+from plugin_packages import activate, install
 from test_launch import config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -497,7 +497,7 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
 
 
 LIGER = """
-import interpreted, torch
+import triton_interpreter, torch
 from functools import partial
 from plugsft.plugins.fused_loss.loss import Behind, Positions, from_package, fused_loss
 

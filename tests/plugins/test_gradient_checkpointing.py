@@ -1,4 +1,4 @@
-"""gradient_checkpointing: the same gradients, bit for bit, of a fraction of the memory."""
+"""gradient_checkpointing: bit-equal gradients in a fraction of the memory."""
 
 from copy import deepcopy
 

@@ -1,4 +1,4 @@
-"""length_group: the same steps, in micro-batches that pad less."""
+"""length_group: the same steps with less padding."""
 
 import json
 import random

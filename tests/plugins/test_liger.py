@@ -1,4 +1,4 @@
-"""liger: kernels in this model alone, counted, and with the same loss and gradients."""
+"""liger: kernels in this model only, with the same loss and gradients."""
 
 import json
 import os
@@ -163,7 +163,7 @@ def test_lora_is_refused_whatever_is_installed(tiny, monkeypatch):
 # In Triton's interpreter.
 
 PARITY = """
-import interpreted, json, torch
+import triton_interpreter, json, torch
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -237,7 +237,9 @@ def test_ranks_that_share_the_weights_learn_what_one_plain_process_learns(tiny, 
     recipe = tiny(rows=chats(4), train=train)
     assert run_plugsft(recipe, f"output={tmp_path / 'plain'}").returncode == 0
     script = tmp_path / "run.py"
-    script.write_text("import interpreted, sys\nfrom plugsft.cli import main\nmain(sys.argv[1:])\n")
+    script.write_text(
+        "import triton_interpreter, sys\nfrom plugsft.cli import main\nmain(sys.argv[1:])\n"
+    )
     run = tmp_path / name
     words = (script, recipe, f"output={run}", "plugins.liger.rms_norm=true")
     env = {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}

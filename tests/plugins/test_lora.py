@@ -1,4 +1,4 @@
-"""lora: peft's adapters, equal to peft's own, cheaper, and always saved whole."""
+"""lora: adapters equal to peft's, cheaper, and always saved whole."""
 
 import json
 import tomllib

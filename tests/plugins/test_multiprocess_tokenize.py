@@ -1,4 +1,4 @@
-"""multiprocess_tokenize: the same bytes from any number of processes, and no end that hangs."""
+"""multiprocess_tokenize: the same bytes from any number of processes."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 from conftest import chats, run_plugsft, start_plugsft, tiny_tables, write_jsonl, write_recipe
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft import DataError, PluginError, testing
 from plugsft.data import prepare, sources

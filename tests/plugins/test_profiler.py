@@ -1,4 +1,4 @@
-"""profiler: time is told where it was spent; each rule speaks of its fault, and of no other."""
+"""profiler: where time went; each rule reports its own fault and no other."""
 
 import gzip
 import json
@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
-from making import activate, install
 from peft import LoraConfig, get_peft_model
+from plugin_packages import activate, install
 from test_launch import config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig

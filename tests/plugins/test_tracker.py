@@ -1,4 +1,4 @@
-"""tracker: what four real trackers were told, read back with their own readers."""
+"""tracker: what four real trackers received, read back with their own readers."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 from conftest import OFFLINE, ROOT, run_plugsft, run_ranks, tiny_tables, write_recipe
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft import RecipeError, look, testing
 from plugsft.plugins.tracker.sender import Sender

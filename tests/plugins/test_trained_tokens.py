@@ -1,4 +1,4 @@
-"""docs/trained_tokens.md: each line of its table is what plugsft and TRL make of such a row."""
+"""docs/trained_tokens.md: plugsft and TRL train each row as its table says."""
 
 import re
 import warnings
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 from datasets import Dataset
-from test_dpo_begins import of_trl_alone, tokenizer_of
+from test_dpo_boundaries import of_trl_alone, tokenizer_of
 
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.jsonl import RowList

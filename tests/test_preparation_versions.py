@@ -1,6 +1,6 @@
-"""Each stage of preparing, on fixed inputs: an output that changes needs a new version.
+"""Each stage of preparation on fixed inputs: a changed output needs a new version.
 
-python tests/test_stages.py records versions and outputs again.
+python tests/test_preparation_versions.py records versions and outputs again.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from conftest import ROOT, tiny_tables
-from test_columns import ROWS
+from test_unread_columns import ROWS
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from plugsft.base.types import Rendered, Shard, Slice
@@ -208,10 +208,12 @@ def test_an_output_changes_with_its_version_only(found, name):
     if found[name]["version"] == recorded["version"]:
         assert found[name]["output"] == recorded["output"], (
             f"the output of '{name}' has changed: raise VERSIONS['{name}'] "
-            "beside the cache key, then run python tests/test_stages.py"
+            "beside the cache key, then run python tests/test_preparation_versions.py"
         )
     else:
-        assert found[name] == recorded, "run python tests/test_stages.py to record this version"
+        assert found[name] == recorded, (
+            "run python tests/test_preparation_versions.py to record this version"
+        )
 
 
 if __name__ == "__main__":

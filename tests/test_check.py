@@ -1,4 +1,4 @@
-"""plugsft check: everything that is wrong, in one go, and before anything is loaded."""
+"""plugsft check: reports all mistakes at once, before anything is loaded."""
 
 import re
 import resource
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
-from making import LOUD, activate, install
-from test_apart import LONGROPE
+from plugin_packages import LOUD, activate, install
+from test_packing_proof import LONGROPE
 from transformers import (
     AutoTokenizer,
     BambaConfig,

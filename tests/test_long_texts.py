@@ -1,4 +1,4 @@
-"""Texts far longer than data.max_length: encoded in part, they give what the whole text gives."""
+"""Texts far longer than data.max_length are encoded in part, with the same result."""
 
 import random
 import resource

@@ -1,4 +1,4 @@
-"""How a run says that something failed: in run.json, with plugin, rows and a traceback."""
+"""How a run reports a failure: in run.json, with plugin, rows and traceback."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 from conftest import ROOT, only_full, run_plugsft
-from making import activate, install
+from plugin_packages import activate, install
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FAILS = """

@@ -1,4 +1,4 @@
-"""The output folder and the places a recipe reads from: nothing that was there is ever lost."""
+"""The output folder and the recipe's paths: nothing that was there is lost."""
 
 import os
 import signal

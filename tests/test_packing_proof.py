@@ -1,9 +1,9 @@
-"""The proof that documents of a packed row stay apart: every leak is found, on model and twin."""
+"""The proof that documents of a packed row do not see each other: it finds every leak."""
 
 import pytest
 import torch
 from conftest import only_full
-from test_documents import MODELS, make
+from test_packed_documents import MODELS, make
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,

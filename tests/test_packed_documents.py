@@ -1,4 +1,4 @@
-"""Documents in one row: each is computed as if alone, and a model that cannot is refused."""
+"""Documents of a packed row are computed as if alone, or the model is refused."""
 
 from copy import deepcopy
 

@@ -1,4 +1,4 @@
-"""The kit for authors: it lets a good plugin pass, and tells a bad one what to mend."""
+"""plugsft.testing: a good plugin passes, and a bad one is told what to change."""
 
 import pytest
 from author import write_plugin

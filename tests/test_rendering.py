@@ -1,4 +1,4 @@
-"""Rows as text: what is trained on, as transformers and trl would have it."""
+"""Rendering: text and trained spans of rows are those of transformers and TRL."""
 
 import os
 import re

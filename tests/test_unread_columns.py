@@ -1,4 +1,4 @@
-"""Columns that nothing reads: those that change what a row means are refused, others are named."""
+"""Columns that nothing reads: refused if they change what a row means, else named."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 from conftest import chats, run_plugsft, tiny_tables, write_jsonl
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft import DataError, PlugsftError, RecipeError
 from plugsft.commands.check import check

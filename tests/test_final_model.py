@@ -1,4 +1,4 @@
-"""A trained model's folder is read back before it is published: what is wrong in it is found."""
+"""The final model is read back before it is published, and every fault is found."""
 
 import pytest
 import torch

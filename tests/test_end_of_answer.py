@@ -1,4 +1,4 @@
-"""A model that is saved ends its answers by itself, where `plugsft chat` does."""
+"""A saved model ends its answers where `plugsft chat` ends them."""
 
 import json
 import re

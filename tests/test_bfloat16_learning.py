@@ -1,4 +1,4 @@
-"""What bfloat16 learns: as much as float32, in the same direction, under every launcher."""
+"""bfloat16 learns as much as float32, in the same direction, under every launcher."""
 
 from types import SimpleNamespace
 

@@ -1,10 +1,10 @@
-"""Gradients of weights that no step of the optimizer uses: refused by name, and never summed up."""
+"""Gradients of weights that the optimizer leaves out: refused by name, and never summed up."""
 
 import shutil
 
 import pytest
 from conftest import read_metrics, run_plugsft
-from making import activate, install
+from plugin_packages import activate, install
 
 PARTIAL = """
     from torch.optim import AdamW

@@ -1,4 +1,4 @@
-"""dpo: both answers of a pair are trained from the same token on, and no prompt is, as in TRL."""
+"""dpo: both answers of a pair are trained from the same token on, as in TRL."""
 
 import logging
 import warnings
@@ -230,7 +230,7 @@ def test_no_template_lets_a_prompt_be_trained(name):
     for kind, row in CHATS.items():
         rendered = Dpo().render([row], light, data)
         if rendered.bad:
-            continue  # test_templates.py tells why
+            continue  # test_rendering.py tells why
         encoded = encode(rendered.texts, light, rendered.special_tokens)
         mask = target_mask(encoded, rendered.texts, rendered.spans)
         align_pairs(encoded, rendered, mask)

@@ -1,4 +1,4 @@
-"""Mends Triton 3.9's interpreter until it runs Liger's kernels: import it first.
+"""Patches Triton 3.9's interpreter so that it runs Liger's kernels: import it first.
 
 TRITON_INTERPRET=1 must be set. It knows no floats of Python's, and no functions of CUDA's library.
 """

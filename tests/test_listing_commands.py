@@ -1,4 +1,4 @@
-"""Listing: plugins, hooks, recipes, runs, and the schema that editors use."""
+"""Commands that list: plugins, hooks, recipes, runs, and the schema for editors."""
 
 import json
 import tomllib
@@ -6,7 +6,7 @@ import tomllib
 import jsonschema
 import pytest
 from conftest import ROOT, run_plugsft
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look

@@ -1,4 +1,4 @@
-"""Parts of tensors on disk: whoever wrote them, whoever reads them."""
+"""Shards of tensors on disk, read by any other number of ranks."""
 
 import json
 from itertools import pairwise

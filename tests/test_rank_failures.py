@@ -1,11 +1,11 @@
-"""A fault on one of two real ranks, at each place of a run: both end, with its reason."""
+"""A failure on one of two real ranks, at each place of a run, ends both with its reason."""
 
 import json
 import time
 
 import pytest
 from conftest import chats, only_full, start_ranks
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft.base.atomic import damage
 

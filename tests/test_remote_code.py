@@ -1,4 +1,4 @@
-"""Code that comes with a model runs only where the person at the keyboard says so."""
+"""A model's own code runs only if the person at the keyboard allows it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""plugsft chat: a model that has learned a few answers gives them."""
+"""plugsft chat: a model answers what it has learned."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a user put into a folder that plugsft writes to: it stays, or the command refuses it."""
+"""Files of the user in a folder that plugsft writes to are never lost."""
 
 import random
 import shutil

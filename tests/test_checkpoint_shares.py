@@ -1,4 +1,4 @@
-"""Each of four ranks writes, stamps, checks and reads its share of a checkpoint, and no more."""
+"""Each of four ranks writes, checks and reads its own share of a checkpoint."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""plugsft inspect: what it shows is what preparing makes."""
+"""plugsft inspect shows what preparation makes."""
 
 import os
 import pty
@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import activate, install
+from plugin_packages import activate, install
 
 from plugsft import DataError, PlugsftError, RecipeError
 from plugsft.commands import inspect as inspection

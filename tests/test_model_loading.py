@@ -1,4 +1,4 @@
-"""Loading: tensors stay in their files only where those hold all that the model has."""
+"""Loading a model: its tensors are those of the files, on one process and sharded."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, with real processes that are really killed."""
+"""Folders and files appear whole or not at all, with real processes really killed."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Families of decoders, from tiny configurations: what one model passes, every model passes."""
+"""Model families: every decoder of transformers, built from a tiny configuration."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_ranks_read_what_plain_transformers_loads(tiny, tmp_path, kind):
         [
             *(Path(sys.executable).with_name("accelerate"), "launch"),
             *("--config_file", ROOT / f"recipes/accelerate/{kind}.yaml", "--num_processes", "2"),
-            *(ROOT / "tests/loading_ranks.py", tiny(), tmp_path / "models"),
+            *(ROOT / "tests/load_on_ranks.py", tiny(), tmp_path / "models"),
             *("50" if FULL else "2", tmp_path / "report"),
         ],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The search on simulated machines, beside a full sweep of them."""
+"""The search of tune on simulated machines, compared with a full sweep."""
 
 import math
 from random import Random

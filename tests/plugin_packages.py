@@ -1,4 +1,4 @@
-"""Make plugins for a test as a user would: a distribution with entry points, on the path."""
+"""Writes plugins for a test as their authors would: distributions with entry points."""
 
 import importlib
 import itertools
