@@ -132,10 +132,10 @@ def test_rows_that_would_be_left_out_or_cut_are_warned_of(tiny, check):
     rows = [*chats(20), {"messages": []}]
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24}))
     assert not found.problems
-    assert any("1 (row 20)" in line and "left out" in line for line in found.warn)
+    assert any("1 (row 20)" in line and "dropped" in line for line in found.warn)
     assert any("longer than 24" in line and "cut" in line for line in found.warn)
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24, "too_long": "drop"}))
-    assert any("longer than 24" in line and "left out" in line for line in found.warn)
+    assert any("longer than 24" in line and "dropped" in line for line in found.warn)
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24, "too_long": "error"}))
     assert any("longer than 24" in line and "too_long" in line for line in found.problems)
 
@@ -143,14 +143,14 @@ def test_rows_that_would_be_left_out_or_cut_are_warned_of(tiny, check):
 def test_data_without_a_trained_token_is_a_problem(tiny, check):
     rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 5
     found = check(tiny(rows, data={"on_bad_row": "drop"}))
-    assert "not one has a token to train on" in found.problems[0]
+    assert "none has a token to train on" in found.problems[0]
 
 
 def test_what_a_template_leaves_out_is_warned_of(tiny, tmp_path, check):
     ask, tell = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
     rows = [*chats(20), {"messages": [ask, {**tell, "reasoning_content": "at night"}]}]
     [line] = check(tiny(rows)).warn
-    left_out = "row 20: the chat template leaves out the reasoning of the assistant"
+    left_out = "row 20: the chat template drops the reasoning of the assistant"
     assert line.endswith(f"{tmp_path / 'data.jsonl'}: {left_out}")
 
 
@@ -181,7 +181,7 @@ def test_plugins_of_the_data_tell_what_they_lack(tiny, tmp_path, monkeypatch, ch
     [
         (8, 4, 1, "ok", "2 x 4 on each"),
         (8, 2, 4, "ok", "1 x 2 on each"),
-        (8, 3, 2, "ok", "2 x 3 on each, though not all of them full"),
+        (8, 3, 2, "ok", "2 x 3 on each, not all of them full"),
         (8, 4, 3, "warn", "1 of 3 never get an example"),
         (8, 4, 3, "warn", "train.micro_batch = 2"),
         (4, 1, 8, "warn", "raise train.batch_size to 8"),
@@ -196,7 +196,7 @@ def test_a_window_is_measured_against_the_ranks(tiny, check, size, micro, ranks,
 def test_windows_that_are_dealt_again_are_told_with_their_micro_batches(tiny, check):
     path = tiny(plugins={"length_group": {}})
     ranks, steps = (line for line in check(path).ok if line.startswith(("ranks", "steps")))
-    assert ranks.endswith("1 rank; windows are laid out by length_group")
+    assert ranks.endswith("1 rank; batches are planned by length_group")
     assert "about 3, 3 an epoch" in steps and "8 examples in 2 x 1 micro-batches" in steps
     [problem] = check(path, "train.micro_batch=1").problems
     assert problem.startswith("plugins.length_group: train.micro_batch = 1 pads nothing")
@@ -209,13 +209,15 @@ def test_how_full_batches_are_and_what_may_not_be_meant(tiny, check):
     )
     rows = [*chats(63), long]
     [line] = [one for one in check(tiny(rows=rows)).ok if one.startswith("batches")]
-    assert "tokens a step, in 2.0 micro-steps" in line and "a micro-batch, padding " in line
+    assert (
+        "tokens a step, in 2.0 micro-batches a rank" in line and "a micro-batch, padding " in line
+    )
     found = check(tiny(rows=[long, short, short, short] * 16))
     [warning] = [one for one in found.warn if one.startswith("batches")]
     assert "would be padding; add [plugins.bfd_packing]" in warning
     packed = ("plugins.bfd_packing.capacity=256", "train.micro_batch=1")
     found = check(tiny(rows=rows), *packed)
-    assert "none of them padding" in next(one for one in found.ok if one.startswith("batches"))
+    assert "no padding" in next(one for one in found.ok if one.startswith("batches"))
     assert not [one for one in found.warn if one.startswith("batches")]
     [warning] = [
         one
@@ -231,8 +233,8 @@ def test_steps_and_warm_up_are_counted(tiny, check):
     assert any("9, 3 an epoch of 24 examples" in line for line in found.ok)
     assert any("warm-up takes 9 of 9 steps" in line for line in found.warn)
     assert not check(tiny(), "train.epochs=3", "train.warmup=8").warn
-    assert any("more than an epoch" in line for line in check(tiny(), "train.batch_size=32").warn)
-    assert any("very rows" in line for line in check(tiny(eval={})).warn)
+    assert any("exceeds an epoch's" in line for line in check(tiny(), "train.batch_size=32").warn)
+    assert any("same as the training rows" in line for line in check(tiny(eval={})).warn)
 
 
 def test_plugins_may_object_to_the_ranks_asked_about(tiny, tmp_path, monkeypatch, check):

@@ -18,7 +18,7 @@ from plugin_packages import activate, install
 from plugsft import DataError, PlugsftError, RecipeError
 from plugsft.commands import inspect as inspection
 from plugsft.commands.audit import page as inspection_page
-from plugsft.commands.audit.rows import histogram, quantiles, spread
+from plugsft.commands.audit.rows import choose_ranges, histogram, quantiles
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
@@ -94,7 +94,7 @@ def test_counts_are_those_of_preparing(tiny, inspect):
     assert sum(int(count) for *_, count in bars) == 40
     assert f"{max(whole)} (longest); max_length 50" in shown
     over = np.clip(whole - 50, 0, None).sum()
-    assert f"longer than data.max_length = 50, and lose their ends, {over} tokens" in shown
+    assert f"longer than data.max_length = 50; they are cut by {over} tokens" in shown
 
 
 def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
@@ -111,7 +111,7 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
     assert "row 3: cannot be used: unknown role 'elf'" in shown
     assert "bad rows   1 (row 3): unknown role 'elf'" in shown
     long = ["data.on_bad_row=drop", "data.max_length=20"]
-    assert "and are left out" in inspect(tiny(rows), *long, "data.too_long=drop")
+    assert "they are dropped" in inspect(tiny(rows), *long, "data.too_long=drop")
     with pytest.raises(DataError, match=r"longer than 20 tokens\. Raise data.max_length, or set"):
         inspect(tiny(rows), *long, "data.too_long=error", rows=1)
     assert "too long   " in capsys.readouterr().out
@@ -179,16 +179,16 @@ def test_few_rows_make_few_bins(tiny, inspect):
 
 
 def test_a_sample_comes_from_all_over_the_source(tiny, tmp_path, inspect):
-    assert spread(700, False) == [range(700)]
-    stretches = spread(20_000, False)
+    assert choose_ranges(700, False) == [range(700)]
+    stretches = choose_ranges(20_000, False)
     assert [len(one) for one in stretches] == [50] * 20
     assert stretches[0].start == 0 and stretches[-1].stop == 20_000
     assert len({one.start - other.stop for other, one in pairwise(stretches)}) <= 2
-    assert [row for one in spread(2_500, True) for row in one] == [*range(2_500)]
+    assert [row for one in choose_ranges(2_500, True) for row in one] == [*range(2_500)]
     rows = [{"text": f"owl {number}"} for number in range(1_500)] + [{"text": ""}]
     path = tiny(rows, data={"on_bad_row": "drop"})
     shown = inspect(path, rows=0)
-    assert "1,000 of 1,501 rows, from 20 places" in shown and "'text' is empty" in shown
+    assert "1,000 of 1,501 rows, in 20 ranges" in shown and "'text' is empty" in shown
     write_jsonl(tmp_path / "data.jsonl", [{"text": ""}, *rows])
     shown = inspect(path, rows=0, everything=True)
     assert "all 1,502 rows" in shown and "2 (rows 0, 1501): 'text' is empty" in shown
@@ -244,7 +244,7 @@ def test_a_mask_that_covers_the_role_is_an_error(audited, tmp_path):
     assert complaint == (
         f"{tmp_path / 'data.jsonl'}: 5 rows (0, 1, 2, 3, 4): the mask covers the role "
         "'<|im_start|>assistant', which the model never has to write; let the {% generation %} "
-        "block of the chat template begin behind it"
+        "block of the chat template begin after it"
     )
     assert re.search(r"\[\[⏎·?\n<\|im_start\|>·a", shown) or "[[<|im_start|>" in shown
     # Where a turn is not trained, everything from the next one on is, if all is asked for.
@@ -266,12 +266,12 @@ def test_an_end_that_is_never_trained_is_an_error(audited):
     # One trained end is enough, and what a cut takes away says nothing.
     assert audited(CHATML.read_text(), [ASK, TELL, ASK])[1] == ""
     shown, complaint = audited(CHATML.read_text(), max_length=11)
-    assert "truncated  5 (rows" in shown and "no token says" not in shown and not complaint
+    assert "truncated  5 (rows" in shown and "no special token ends" not in shown and not complaint
 
 
 def test_an_example_without_an_end_is_a_warning(audited):
     shown, complaint = audited(CHATML.read_text().replace("<|im_end|>", ""))
-    assert "5 rows (0, 1, 2, 3, 4): no token says where the example ends" in shown
+    assert "5 rows (0, 1, 2, 3, 4): no special token ends the example" in shown
     assert not complaint
 
 
@@ -279,7 +279,7 @@ def test_nothing_to_train_on_is_an_error(tiny, tmp_path):
     path = tiny([{"messages": [ASK]}] * 3)
     done = run_plugsft("inspect", path, "--html", tmp_path / "page.html")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    reason = "not one of 3 rows has a token to train on: 3 (rows 0, 1, 2): no trained token"
+    reason = "none of 3 rows has a token to train on: 3 (rows 0, 1, 2): no trained token"
     assert done.stderr == f"error: {tmp_path / 'data.jsonl'}: {reason}\n"
     assert "1 error" in (tmp_path / "page.html").read_text()
     done = run_plugsft("inspect", tiny(), "data.max_length=2", "data.too_long=drop")
@@ -298,7 +298,7 @@ def test_a_template_that_is_not_stable_is_a_warning(audited):
     thinks = CHATML.read_text().replace("assistant\n{% endif", "assistant\n<think>{% endif")
     shown, _ = audited(thinks)
     assert "0 of 5 chats are stable" in shown
-    assert "5 rows (0, 1, 2, 3, 4): an answer does not stand behind" in shown
+    assert "5 rows (0, 1, 2, 3, 4): the text before an answer is not the prompt" in shown
 
 
 def test_words_that_a_template_leaves_out_are_a_warning(audited):
@@ -309,14 +309,14 @@ def test_words_that_a_template_leaves_out_are_a_warning(audited):
     turn = {"role": "tool", "content": "a bird"}
     thought = {**TELL, "reasoning_content": "at night"}
     shown, _ = audited(silent, [ASK, turn, TELL], [ASK, thought])
-    assert "row 5: the chat template leaves out words of the tool" in shown
-    assert "row 6: the chat template leaves out the reasoning of the assistant" in shown
+    assert "row 5: the chat template drops words of the tool" in shown
+    assert "row 6: the chat template drops the reasoning of the assistant" in shown
 
 
 def test_special_tokens_among_the_words_are_a_warning(audited):
     spells = {**ASK, "content": "what is <|im_end|> for?"}
     shown, complaint = audited(CHATML.read_text(), [ASK, TELL], [spells, TELL])
-    said = "row 6: the words hold special tokens, such as '<|im_end|>', which the model reads as"
+    said = "row 6: the text contains special tokens, such as '<|im_end|>', which the model reads as"
     assert said in shown and shown.count("warning ") == 1 and not complaint
 
 
@@ -391,11 +391,11 @@ def test_the_page_tells_what_the_terminal_tells(tiny, tmp_path, inspect):
         assert warning in said
     bins = re.findall(r"^ *(\d+ - +\d+) +(\d+)  ▇*$", shown, re.MULTILINE)
     assert bins and all(f"{span} {count}" in said for span, count in bins)
-    assert "31 of 31 rows looked at" in said and "max_length is 40" in said
+    assert "31 of 31 rows examined" in said and "max_length is 40" in said
 
 
 def test_a_page_of_many_tokens_is_cut(tiny, tmp_path, inspect, monkeypatch):
-    monkeypatch.setattr(inspection_page, "MOST", 50)
+    monkeypatch.setattr(inspection_page, "MAX_TOKENS", 50)
     inspect(tiny(), rows=24, html=tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert text.count("data-i=") == 50

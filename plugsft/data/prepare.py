@@ -72,7 +72,7 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
     data = open_data(recipe, active)
     if recipe.data.tokens:
         tokens = open_named_tokens(recipe, data, active)
-        say(summarize(tokens.facts, "already prepared"))
+        say(f"data: {summarize(tokens.facts, 'already prepared')}")
     else:
         tokens = _prepare_tokens(data.work, data.sources, active)
     held_out = None
@@ -189,7 +189,7 @@ def _prepare_tokens(work: Work, sources: Sequence[OpenSource], active: Active) -
     entry: Any = active.hooks.cache(key=key, build=build, read=Tokens)
     tokens = _name_sources(entry, work)
     origin = f"in {time.perf_counter() - build_started[0]:.1f} s" if build_started else "from cache"
-    say(summarize(tokens.facts, origin))
+    say(f"data: {summarize(tokens.facts, origin)}")
     for warning in describe_warnings(tokens.facts["warnings"]):
         say(f"warning: data: {warning}")
     return tokens
@@ -210,7 +210,7 @@ def summarize(facts: dict[str, Any], origin: str) -> str:
     engines = [name for name, count in facts["engines"].items() if count]
     by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
     return (
-        f"data: {facts['examples']:,} examples of {facts['rows']:,} rows, "
+        f"{facts['examples']:,} examples of {facts['rows']:,} rows, "
         f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, "
         f"{bad:,} bad rows, {facts['truncated']['count']:,} truncated, {origin}"
     )

@@ -1,44 +1,45 @@
-"""Whether batches make sense: how much a step holds, how full it is, and the known mistakes."""
+"""The size and padding of batches, and likely mistakes in them."""
 
 from ...base.types import Ints, Layouts
 from ...recipe.tables import Recipe
 
-SEEN = 8
-"""Steps of an epoch that are looked at."""
-FULL = 0.5
-"""Share of tokens that are not padding below which a warning is printed."""
-COLLAPSED = 4
-"""How many times fewer steps a packed epoch may have without a warning."""
+STEPS = 8
+"""Steps of an epoch that are examined."""
+MAX_PADDING = 0.5
+"""Share of padding above which a warning is printed."""
+MAX_FEWER = 4
+"""Factor by which packing may lower the number of steps without a warning."""
 
 
-def sense(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[str, list[str]]:
+def describe_batches(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[str, list[str]]:
     """Describe the size of a step; warn of likely mistakes."""
-    windows = layouts[:SEEN]
-    parts = [lengths[part] for window in windows for rank in window for part in rank if len(part)]
-    tokens = sum(int(part.sum()) for part in parts)
-    micro = sum(len(window[0]) for window in windows) / len(windows)
-    said = f"about {tokens / len(windows):,.0f} tokens a step, in {micro:,.1f} micro-steps"
-    each = f"{tokens / len(parts):,.0f} tokens in a micro-batch"
+    steps = layouts[:STEPS]
+    micro_batches = [lengths[part] for step in steps for rank in step for part in rank if len(part)]
+    tokens = sum(int(batch.sum()) for batch in micro_batches)
+    per_rank = sum(len(step[0]) for step in steps) / len(steps)
+    text = (
+        f"about {tokens / len(steps):,.0f} tokens a step, in {per_rank:,.1f} micro-batches a rank"
+    )
+    text += f"; {tokens / len(micro_batches):,.0f} tokens in a micro-batch"
     if packing := recipe.plugins.get("bfd_packing"):
-        whole = packing["scope"] == "step"
-        more = ", none of them padding" if whole else ""
-        return f"{said}; {each}{more}", collapsed(recipe, layouts, len(lengths))
+        no_padding = ", no padding" if packing["scope"] == "step" else ""
+        return f"{text}{no_padding}", warn_of_few_steps(recipe, layouts, len(lengths))
     if recipe.has("dpo"):  # only the sum of a pair's lengths is known here
-        return f"{said}; {each}", []
-    fill = tokens / sum(len(part) * int(part.max()) for part in parts)
+        return text, []
+    padding = 1 - tokens / sum(len(batch) * int(batch.max()) for batch in micro_batches)
     warnings = []
-    if fill < FULL:
+    if padding > MAX_PADDING:
         warnings.append(
-            f"{1 - fill:.0%} of all tokens would be padding; add [plugins.bfd_packing], "
+            f"{padding:.0%} of all tokens would be padding; add [plugins.bfd_packing], "
             "which needs none, or [plugins.length_group], or lower train.micro_batch"
         )
-    return f"{said}; {each}, padding {1 - fill:.0%}", warnings
+    return f"{text}, padding {padding:.0%}", warnings
 
 
-def collapsed(recipe: Recipe, layouts: Layouts, examples: int) -> list[str]:
-    """Warn where packing over the whole epoch leaves few steps."""
+def warn_of_few_steps(recipe: Recipe, layouts: Layouts, examples: int) -> list[str]:
+    """Warn if packing over the whole epoch leaves few steps."""
     size = recipe.train.batch_size
-    if len(layouts) * COLLAPSED * size > examples:
+    if len(layouts) * MAX_FEWER * size > examples:
         return []
     return [
         f"an epoch has {len(layouts):,} steps, and {-(-examples // size):,} unpacked: a step is "

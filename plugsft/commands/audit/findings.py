@@ -12,29 +12,31 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 class Findings:
-    """Prints a line per subject, and collects problems until the end."""
+    """Print a line per subject, and collect problems until the end."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def ok(self, what: str, text: str) -> None:
+    def ok(self, subject: str, text: str) -> None:
         """Print that a subject is fine."""
-        self._line("ok", what, text)
+        self._line("ok", subject, text)
 
-    def warn(self, what: str, text: str) -> None:
-        """Warn of what works but may not be meant."""
-        self._line("warn", what, text)
+    def warn(self, subject: str, text: str) -> None:
+        """Warn of something that works but may be a mistake."""
+        self._line("warn", subject, text)
 
     @contextmanager
-    def about(self, what: str) -> Iterator[None]:
-        """Collect errors of the body, so that the rest is checked, too."""
+    def about(self, subject: str) -> Iterator[None]:
+        """Collect errors of the body, so that the checks go on."""
         try:
             yield
         except PlugsftError as error:
             new = [line for line in str(error).splitlines() if line not in self.problems]
             self.problems += new
             if new:
-                self._line("fail", what, "see the end" if len(new) == 1 else f"{len(new)} problems")
+                self._line(
+                    "fail", subject, "see the end" if len(new) == 1 else f"{len(new)} problems"
+                )
 
-    def _line(self, mark: str, what: str, text: str) -> None:
-        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{what:<12}", text))
+    def _line(self, mark: str, subject: str, text: str) -> None:
+        out.print(Text.assemble((f"{mark:<6}", STYLES[mark]), f"{subject:<12}", text))

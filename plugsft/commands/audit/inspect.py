@@ -1,4 +1,4 @@
-"""`plugsft inspect`: rows as the model will see them, and an audit of the data before it costs."""
+"""`plugsft inspect`: show rows as the model will see them, and audit the data."""
 
 import math
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from .rows import Audit, audit, histogram
 from .token_view import View, views
 
 BAR = 40
-# Every other token is underlined, so that it shows where one ends.
+# Every other token is underlined, to show where tokens end.
 TRAINED = ("bold green", "bold green underline")
 SEEN = ("default", "underline")
 
@@ -40,31 +40,31 @@ def inspect_data(
     """Show some rows of each source token by token, and audit a sample of it, or all of it."""
     if not recipe.data.all_sources():
         raise RecipeError(
-            f"data.tokens: {recipe.data.tokens} holds no rows to inspect; give data.source too"
+            f"data.tokens: {recipe.data.tokens} holds no rows to inspect; set data.source too"
         )
     if page:
         ensure_page(page, "--html")
     active.attach(DataDefaults(recipe.folder))
     shown, audits = list[View](), list[Audit]()
     with active.name_failing_plugin(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
-        # A kernel that this machine cannot run is nothing to whoever looks at data.
+        # Only the data hooks: the training may be for another machine.
         check(active, recipe, look(), DATA)
         opened = [open_source(source) for source in recipe.data.all_sources()]
         ensure_columns(recipe.data, opened)
         work = make_work(recipe, active, opened, Path(folder))
         if rows:
-            how = "are green" if is_terminal() else "stand in [[ ]], and a · ends each token"
-            say(f"trained tokens {how}\n")
+            how = "green" if is_terminal() else "in [[ ]]; · ends each token"
+            say(f"trained tokens: {how}\n")
         for source in range(len(opened)):
             for view in _views(work, opened, source, first, rows):
                 shown.append(view)
-                _show(view)
+                _print_view(view)
             audits.append(audit(work, opened, source, active, recipe.data, everything))
-            _tell(audits[-1])
+            _print_audit(audits[-1])
     if page:
         write_page(page, title, audits, shown)
         say(f"page: {page}")
-    if errors := [f"{one.name}: {error}" for one in audits for error in one.errors]:
+    if errors := [f"{audit.name}: {error}" for audit in audits for error in audit.errors]:
         raise DataError("\n".join(errors))
 
 
@@ -81,7 +81,7 @@ def _views(
         say(f"{error}\n")
 
 
-def _show(view: View) -> None:
+def _print_view(view: View) -> None:
     if not view.pieces:
         out.print(Text(f"{view.title}\n", "bold red"))
         return
@@ -107,24 +107,24 @@ def _mark(view: View) -> Text:
     return Text(marked + ("]]" if inside else ""))
 
 
-def _tell(found: Audit) -> None:
-    """Say what a sample is like."""
-    out.print(Text(f"{found.name}: {found.looked}", "bold"))
-    if len(found.lengths):
-        for line in _bars(histogram(found.lengths)):
+def _print_audit(result: Audit) -> None:
+    """Print the facts and warnings of a source."""
+    out.print(Text(f"{result.name}: {result.extent}", "bold"))
+    if len(result.lengths):
+        for line in _bars(histogram(result.lengths)):
             say(line)
-    for label, words in found.facts:
-        say(f"{label:<11}{words}")
-    for warning in found.warnings:
+    for label, text in result.facts:
+        say(f"{label:<11}{text}")
+    for warning in result.warnings:
         out.print(Text.assemble(("warning    ", "yellow"), warning))
     say("")
 
 
 def _bars(bins: list[tuple[int, int, int]]) -> list[str]:
     most = max(count for *_, count in bins)
-    wide, high = len(f"{bins[-1][1]:,}"), len(f"{most:,}")
+    width, count_width = len(f"{bins[-1][1]:,}"), len(f"{most:,}")
     lines = []
-    for low, up, count in bins:
-        span = f"{low:>{wide},} - {up:>{wide},}" if up > low else f"{low:>{2 * wide + 3},}"
-        lines.append(f"{span}  {count:>{high},}  " + "▇" * math.ceil(count / most * BAR))
+    for low, high, count in bins:
+        span = f"{low:>{width},} - {high:>{width},}" if high > low else f"{low:>{2 * width + 3},}"
+        lines.append(f"{span}  {count:>{count_width},}  " + "▇" * math.ceil(count / most * BAR))
     return lines

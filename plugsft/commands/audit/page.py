@@ -1,4 +1,4 @@
-"""The page of `plugsft inspect`: needs nothing but a browser, and runs nothing in it."""
+"""The page of `plugsft inspect`: one file, without scripts."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,12 +10,12 @@ from .rows import Audit, histogram, quantiles
 from .token_view import Piece, View
 
 SKELETON = Path(__file__).with_name("inspection.html")
-MOST = 100_000
-"""Tokens that are drawn: some forty bytes each."""
+MAX_TOKENS = 100_000
+"""Tokens that are drawn; each takes about 40 bytes."""
 
 
 def write_page(path: Path, name: str, audits: Sequence[Audit], views: Sequence[View]) -> None:
-    """Write what was found, and the rows that were shown, as one page."""
+    """Write the findings, and the rows that were shown, as one page."""
     parts = {
         "name": escape(name),
         "head": _head(name, audits),
@@ -26,57 +26,57 @@ def write_page(path: Path, name: str, audits: Sequence[Audit], views: Sequence[V
 
 
 def _head(name: str, audits: Sequence[Audit]) -> str:
-    found = [("error", one.name, text) for one in audits for text in one.errors]
-    found += [("warning", one.name, text) for one in audits for text in one.warnings]
-    kinds = [kind for kind, *_ in found]
+    findings = [("error", audit.name, text) for audit in audits for text in audit.errors]
+    findings += [("warning", audit.name, text) for audit in audits for text in audit.warnings]
+    kinds = [kind for kind, *_ in findings]
     counts = [
         format_count(kinds.count(kind), kind) for kind in ("error", "warning") if kind in kinds
     ]
-    status, mark = " and ".join(counts) or "nothing to mend", kinds[0] if found else "good"
+    status, mark = " and ".join(counts) or "no problems", kinds[0] if findings else "good"
     items = "".join(
-        f'<li class="{kind}"><b>{kind}</b><span>{escape(where)}</span>{escape(text)}</li>\n'
-        for kind, where, text in found
+        f'<li class="{kind}"><b>{kind}</b><span>{escape(source)}</span>{escape(text)}</li>\n'
+        for kind, source, text in findings
     )
-    looked = sum(len(one.sample.rows) for one in audits)
-    rows = format_count(sum(one.total for one in audits), "row")
-    tokens = sum(one.sample.shard.tokens for one in audits)
-    trained = sum(one.sample.shard.trained for one in audits)
-    share = f", {trained / tokens:.0%} of them trained on" if tokens else ""
+    sampled = sum(len(audit.sample.rows) for audit in audits)
+    rows = format_count(sum(audit.total for audit in audits), "row")
+    tokens = sum(audit.sample.shard.tokens for audit in audits)
+    trained = sum(audit.sample.shard.trained for audit in audits)
+    share = f", {trained / tokens:.0%} trained" if tokens else ""
     return f"""<p class="meta"><span class="status {mark}">{status}</span></p>
 <h1>{escape(name)}</h1>
-<p class="result">{looked:,} of {rows} looked at: {format_count(tokens, "token")}{share}.</p>
+<p class="result">{sampled:,} of {rows} examined: {format_count(tokens, "token")}{share}.</p>
 <ul class="findings">{items}</ul>"""
 
 
-def _source(found: Audit) -> str:
-    tables = _histogram(found) + _quantiles(found) if len(found.lengths) else ""
+def _source(audit: Audit) -> str:
+    tables = _histogram(audit) + _quantiles(audit) if len(audit.lengths) else ""
     facts = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(words)}</dd></div>\n"
-        for label, words in found.facts
+        for label, words in audit.facts
         if label != "lengths"
     )
-    return f"""<h2>{escape(found.name)}</h2>
-<p class="small">{escape(found.looked)}</p>
+    return f"""<h2>{escape(audit.name)}</h2>
+<p class="small">{escape(audit.extent)}</p>
 <div class="pair"><div>{tables}</div><dl>{facts}</dl></div>"""
 
 
-def _histogram(found: Audit) -> str:
-    bins = histogram(found.lengths)
+def _histogram(audit: Audit) -> str:
+    bins = histogram(audit.lengths)
     most = max(count for *_, count in bins)
     rows = "".join(
-        _bar(f"{low:,} - {up:,}" if up > low else f"{low:,}", n, n / most, low > found.max_length)
+        _bar(f"{low:,} - {up:,}" if up > low else f"{low:,}", n, n / most, low > audit.max_length)
         for low, up, n in bins
     )
-    return f"<table><caption>Examples by their tokens</caption>{rows}</table>\n"
+    return f"<table><caption>Examples by length in tokens</caption>{rows}</table>\n"
 
 
-def _quantiles(found: Audit) -> str:
-    known, limit = quantiles(found.lengths), found.max_length
+def _quantiles(audit: Audit) -> str:
+    known, limit = quantiles(audit.lengths), audit.max_length
     widest = max(known["longest"], limit)
     rows = "".join(
         _bar(name, length, length / widest, length > limit) for name, length in known.items()
     )
-    return f"""<table class="track"><caption>Tokens at most, of so many examples
+    return f"""<table class="track"><caption>Quantiles of the lengths
 <span>(max_length is {limit:,})</span></caption>{rows}</table>"""
 
 
@@ -89,7 +89,7 @@ def _bar(label: str, count: int, share: float, over: bool) -> str:
 
 
 def _rows(views: Sequence[View]) -> str:
-    drawn, left = "", MOST
+    html, left = "", MAX_TOKENS
     for view in views:
         pieces = view.pieces[: max(0, left)]
         left -= len(pieces)
@@ -97,14 +97,14 @@ def _rows(views: Sequence[View]) -> str:
         if more := len(view.pieces) - len(pieces):
             text += f'<p class="small">and {more:,} more</p>'
         kind = "row" if view.pieces else "row lost"
-        drawn += f"""<section class="{kind}"><h3>{escape(view.source)}, row {view.row:,}
-<span>{escape(view.said)}</span></h3>{text}</section>\n"""
-    if not drawn:
+        html += f"""<section class="{kind}"><h3>{escape(view.source)}, row {view.row:,}
+<span>{escape(view.summary)}</span></h3>{text}</section>\n"""
+    if not html:
         return ""
     return f"""<h2>Rows</h2>
-<p class="small legend"><b>trained</b><i>not trained</i> Every other token is shaded; point at one
-for its number in the vocabulary.</p>
-{drawn}"""
+<p class="small legend"><b>trained</b><i>not trained</i> Every other token is shaded; point at a
+token to see its id.</p>
+{html}"""
 
 
 def _token(piece: Piece) -> str:

@@ -25,7 +25,7 @@ def prepare_data(recipe: Recipe, active: Active, path: Path) -> None:
         )
     active.attach(DataDefaults(recipe.folder))
     with active.name_failing_plugin():
-        # A kernel that this machine cannot run is nothing to who prepares data for another.
+        # Only the data hooks: the data may be for another machine.
         check_recipe(recipe, active, look(), DATA)
         data = prepare(recipe, active)
         check_ids(recipe, data.largest_id)

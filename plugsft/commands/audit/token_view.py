@@ -1,4 +1,4 @@
-"""Rows as they are shown: token by token, each with its ids and whether it is trained."""
+"""Rows token by token: each with its ids, and whether it is trained."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,53 +23,52 @@ class Piece(NamedTuple):
 
 @dataclass
 class View:
-    """A row, or one of the examples it gave; without pieces where it gave none."""
+    """A row, or one of its examples; without pieces if it has none."""
 
     source: str
     row: int
-    said: str
+    summary: str
     pieces: list[Piece] = field(default_factory=list)
 
     @property
     def title(self) -> str:
-        """The row's place, and what became of it."""
-        return f"{self.source}, row {self.row:,}: {self.said}"
+        """The row's source and number, and its summary."""
+        return f"{self.source}, row {self.row:,}: {self.summary}"
 
 
 def views(work: Work, source: int, sample: Sample) -> Iterator[View]:
     """Yield the rows of a sample."""
     shard, tokens = sample.shard, sample.tokens
     name = work.sources[source].source
-    left_out = {row: reason for reason, numbers in shard.bad.items() for row in numbers}
-    left_out |= dict.fromkeys(shard.too_long, "too long")
+    unusable = {row: reason for reason, numbers in shard.bad.items() for row in numbers}
+    unusable |= dict.fromkeys(shard.too_long, "too long")
     for row in sample.rows:
-        if row in left_out:
-            yield View(name, row, f"cannot be used: {left_out[row]}")
+        if row in unusable:
+            yield View(name, row, f"cannot be used: {unusable[row]}")
         for example in np.flatnonzero(tokens.rows == row):
             ids, trained = tokens.example(int(example))
             cut = ", truncated" if row in shard.truncated else ""
-            said = f"{len(ids):,} tokens, {trained.sum():,} trained ({trained.mean():.0%}){cut}"
-            yield View(
-                name, row, said, list(pieces(work.tokenizer.backend_tokenizer, ids, trained))
-            )
+            summary = f"{len(ids):,} tokens, {trained.sum():,} trained ({trained.mean():.0%}){cut}"
+            row_pieces = pieces(work.tokenizer.backend_tokenizer, ids, trained)
+            yield View(name, row, summary, list(row_pieces))
 
 
 def pieces(
     tokenizer: Tokenizer, ids: NDArray[np.int32], trained: NDArray[np.bool_]
 ) -> Iterator[Piece]:
-    """Yield each token's text; tokens that share a character come as one."""
+    """Yield each token's text; tokens that share a character are one piece."""
     stream, waiting = DecodeStream(skip_special_tokens=False), list[int]()
     for place, token in enumerate(ids.tolist()):
         waiting.append(token)
         text = stream.step(tokenizer, token)
         if text is not None or place == len(ids) - 1:
-            shown = "\ufffd" if text is None else visible(text)
-            yield Piece(shown, waiting, bool(trained[place + 1 - len(waiting)]))
+            visible = "\ufffd" if text is None else make_visible(text)
+            yield Piece(visible, waiting, bool(trained[place + 1 - len(waiting)]))
             waiting = []
 
 
-def visible(text: str) -> str:
-    """Return a text in which every character can be seen, and none steers a terminal."""
+def make_visible(text: str) -> str:
+    """Escape characters that are invisible or control a terminal."""
     return "".join(
         "⏎\n" if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode()
         for c in text

@@ -1,0 +1,106 @@
+"""What a chat template makes of a sample's conversations."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from ...base.types import Row
+from ...data.chat import Chat
+from ...data.formats import TEXTS, BadRow, Conversation, format_of, read_chat
+from ...data.render import renamed, without
+from ...data.sample import Sample
+from ...data.slices import Work
+from ...data.sources import OpenSource
+from ...registry.active import Active
+
+
+def judge_chats(
+    sample: Sample, work: Work, opened: OpenSource, active: Active
+) -> tuple[str, list[str]]:
+    """Count the stable conversations; warn of text that the template drops or changes."""
+    if any(active.implements(name, ["render"]) for name in active.plugins):
+        return "", []
+    count, unstable, with_special = 0, list[int](), dict[int, str]()
+    dropped: dict[str, list[int]] = defaultdict(list)
+    special = special_tokens(work)
+    chat = Chat(work.tokenizer, work.data)
+    for number, conversation in conversations(sample, work, opened):
+        try:
+            text, spans = chat.render(conversation)
+            if not any(stop > start for start, stop in spans):
+                continue
+            if not chat.is_stable(conversation):
+                unstable.append(number)
+        except BadRow:
+            continue
+        count += 1
+        for part in dropped_parts(conversation.messages, text):
+            dropped[part].append(number)
+        contents = "\n".join(message["content"] or "" for message in conversation.messages)
+        if match := special.search(contents):
+            with_special[number] = match[0]
+    warnings = [
+        f"{name_rows(numbers)}: the chat template drops {part}"
+        for part, numbers in sorted(dropped.items())
+    ]
+    if with_special:
+        warnings.append(
+            f"{name_rows([*with_special])}: the text contains special tokens, such as "
+            f"'{next(iter(with_special.values()))}', which the model reads as control tokens"
+        )
+    if unstable:
+        warnings.append(
+            f"{name_rows(unstable)}: the text before an answer is not the prompt that the chat "
+            "template makes for generation, so training differs from use"
+        )
+    stable = (
+        f"{count - len(unstable):,} of {count:,} chats are stable: each answer follows the prompt "
+        "that the template makes for generation"
+    )
+    return stable if count else "", warnings
+
+
+def conversations(
+    sample: Sample, work: Work, opened: OpenSource
+) -> Iterator[tuple[int, Conversation]]:
+    """Yield the number and the conversation of each row that holds one."""
+    for numbers in sample.ranges:
+        rows = {
+            number: renamed(without(row, work.data.ignore), work.data.columns)
+            for number, row in zip(numbers, opened.read(numbers.start, numbers.stop), strict=True)
+            if row is not None
+        }
+        kind = format_of([*rows.values()])
+        if kind is None or kind in TEXTS:
+            continue
+        for number, row in rows.items():
+            try:
+                yield number, read_chat(kind, row)
+            except BadRow:
+                continue
+
+
+def special_tokens(work: Work) -> re.Pattern[str]:
+    """Return a pattern that matches the tokenizer's special tokens."""
+    added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    return re.compile(
+        "|".join(re.escape(token.content) for token in added if token.special) or "$^"
+    )
+
+
+def dropped_parts(messages: Sequence[Row], text: str) -> set[str]:
+    """Name the parts of messages that their text does not contain."""
+    dropped = set()
+    for message in messages:
+        if (message.get("content") or "").strip() not in text:
+            dropped.add(f"words of the {message['role']}")
+        if str(message.get("reasoning_content") or "").strip() not in text:
+            dropped.add(f"the reasoning of the {message['role']}")
+    return dropped
+
+
+def name_rows(rows: Sequence[int]) -> str:
+    """Name the rows of a finding."""
+    if len(rows) == 1:
+        return f"row {rows[0]}"
+    return f"{len(rows):,} rows ({', '.join(map(str, rows[:5]))}{', ...' * (len(rows) > 5)})"

@@ -1,0 +1,149 @@
+"""The data part of `plugsft check`: sources, tokenizer and the first rows of each source."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from ...base.errors import DataError
+from ...base.types import Ints
+from ...batches.plan import shuffle
+from ...data.prepare import eval_source, open_data, open_named_tokens, summarize
+from ...data.sample import make_work, sample_rows
+from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_warnings
+from ...data.sources import OpenSource, ensure_columns, open_source
+from ...model.config import check_ids
+from ...recipe.tables import Recipe, Source
+from ...registry.active import Active
+from .chats import judge_chats
+from .findings import Findings
+
+ROWS = 100
+"""Rows of each source that are rendered and encoded."""
+
+
+def check_data(
+    findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
+) -> tuple[Ints, float]:
+    """Check the sources; estimate the lengths of an epoch, and the tokens to be written."""
+    if recipe.data.tokens:
+        return _prepared(findings, recipe, active, wrong), 0.0
+    sources = recipe.data.all_sources()
+    all_rows = [_open(findings, "data", source) for source in sources if source.source not in wrong]
+    opened = [rows for rows in all_rows if rows is not None]
+    complete = len(opened) == len(sources)
+    model = recipe.model
+    can_encode = not {*wrong} & {model.tokenizer or model.path, model.chat_template}
+    tokens, work = 0.0, None
+    # If nothing can be encoded, the number of examples is still known.
+    lengths = [np.ones(len(rows), np.int64) for rows in opened]
+    with TemporaryDirectory(prefix="plugsft-check-") as folder:
+        if complete:
+            with findings.about("data"):
+                ensure_columns(recipe.data, opened)
+                if can_encode:
+                    work = _work(findings, recipe, active, opened, Path(folder))
+        for number in range(len(opened)):
+            if work is not None:
+                with findings.about("rows"):
+                    lengths[number] = _rows(findings, recipe, active, work, opened, number)
+                    tokens += lengths[number].sum()
+        if recipe.eval is not None and recipe.eval.source not in wrong:
+            with findings.about("eval"):
+                held_out = eval_source(recipe)
+                if held_out in [each.model_copy(update={"weight": 1.0}) for each in sources]:
+                    findings.warn("eval", "the rows are the same as the training rows")
+                elif (rows := _open(findings, "eval", held_out)) is not None and work:
+                    work.sources = [held_out]
+                    tokens += _rows(findings, recipe, active, work, [rows], 0).sum()
+    if not complete:
+        return np.zeros(0, np.int64), tokens
+    epoch = [
+        np.resize(of_source, round(source.weight * len(of_source)))
+        for of_source, source in zip(lengths, sources, strict=True)
+    ]
+    return np.concatenate(epoch), tokens
+
+
+def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]) -> Ints:
+    """Check the tokens that the recipe names; return the lengths of an epoch's examples."""
+    with findings.about("data"):
+        if not wrong:
+            tokens = open_named_tokens(recipe, open_data(recipe, active), active)
+            check_ids(recipe, tokens.facts["largest_id"])
+            findings.ok("data", summarize(tokens.facts, "already prepared"))
+            counts = [(each["examples"], each["weight"]) for each in tokens.facts["sources"]]
+            return tokens.lengths[shuffle(counts, recipe.train.seed, 0)]
+    return np.zeros(0, np.int64)
+
+
+def _open(findings: Findings, subject: str, source: Source) -> OpenSource | None:
+    with findings.about(subject):
+        rows = open_source(source)
+        findings.ok(subject, f"{source.source} ({source.split}): {len(rows):,} rows")
+        return rows
+    return None
+
+
+def _work(
+    findings: Findings, recipe: Recipe, active: Active, rows: list[OpenSource], folder: Path
+) -> Work | None:
+    with findings.about("tokenizer"):
+        work = make_work(recipe, active, rows, folder, ROWS)
+        where = recipe.model.tokenizer or recipe.model.path
+        template = "with" if work.tokenizer.chat_template else "without"
+        findings.ok(
+            "tokenizer",
+            f"{where}: {len(work.tokenizer):,} entries, {template} a chat template"
+            if where
+            else "a new one will be trained on the data, with a ChatML template",
+        )
+        return work
+    return None
+
+
+def _rows(
+    findings: Findings,
+    recipe: Recipe,
+    active: Active,
+    work: Work,
+    opened: list[OpenSource],
+    number: int,
+) -> Ints:
+    """Prepare the first rows of a source; estimate the lengths of all."""
+    sample, source = sample_rows(work, opened, number, 0, ROWS), work.sources[number].source
+    shard, data, problems = sample.shard, recipe.data, []
+    where = f"{source}: of the first {len(sample.rows):,} rows,"
+    if shard.examples:
+        findings.ok(
+            "rows",
+            f"{where} {shard.examples:,} can be used, with {shard.tokens / shard.examples:,.0f} "
+            f"tokens each, {shard.trained / shard.tokens:.0%} of them trained on",
+        )
+    for reason, numbers in sorted(shard.bad.items()):
+        text = f"{where} {describe_rows(numbers)}: {reason}"
+        if data.on_bad_row == "error":
+            problems.append(text + CURE_BAD)
+        else:
+            findings.warn("rows", f"{text}; they will be dropped")
+    if shard.too_long:
+        text = f"{where} {describe_rows(shard.too_long)}: longer than {data.max_length} tokens"
+        if data.too_long == "error":
+            problems.append(text + CURE_LONG)
+        else:
+            findings.warn("rows", f"{text}; they will be dropped")
+    if not shard.examples and not problems:
+        problems.append(f"{where} none has a token to train on")
+    if shard.truncated:
+        text = f"{where} {describe_rows(shard.truncated)}: longer than {data.max_length} tokens"
+        findings.warn("rows", f"{text}; they will be cut")
+    for warning in describe_warnings(shard.warnings):
+        findings.warn("rows", f"{where} {warning}")
+    if shard.unread:
+        findings.ok("rows", f"{source}: unused columns: {', '.join(shard.unread)}")
+    for warning in judge_chats(sample, work, opened[number], active)[1]:
+        findings.warn("rows", f"{source}: {warning}")
+    check_ids(recipe, shard.largest)
+    if problems:
+        raise DataError("\n".join(problems))
+    return np.resize(sample.tokens.lengths, len(opened[number]))
