@@ -17,7 +17,7 @@ from plugsft import DiskError, PlugsftError
 from plugsft.base import atomic as publishing
 from plugsft.base import build_once as claims
 from plugsft.base.atomic import (
-    HERE,
+    HOST_ID,
     MANIFEST,
     damage,
     discard,
@@ -112,14 +112,14 @@ def test_everything_is_on_disk_before_the_name_is(place, monkeypatch):
 
 
 def test_who_comes_as_the_folder_appears_does_not_build_again(place, monkeypatch):
-    really = claims._held
+    really = claims._create_claim
 
     def slow(claim):
         with publish(place) as building:
             (building / "data-1").write_text("done")
         return really(claim)
 
-    monkeypatch.setattr(claims, "_held", slow)
+    monkeypatch.setattr(claims, "_create_claim", slow)
     once(place, build=None)
     assert left_over(place) == []
 
@@ -237,7 +237,7 @@ def test_a_folder_that_may_not_stay_stays_until_the_new_one_is_there(place):
         assert (place / "a").read_text() == "old"
         (building / "a").write_text("new")
 
-    once(place, build, stands=lambda folder: (folder / "a").read_text() == "new")
+    once(place, build, is_complete=lambda folder: (folder / "a").read_text() == "new")
     assert (place / "a").read_text() == "new" and left_over(place) == []
 
 
@@ -331,15 +331,15 @@ def test_of_many_that_find_a_dead_builder_one_takes_over(start, tmp_path, place)
 def test_who_looked_long_ago_does_not_outbid_the_living(place, monkeypatch):
     place.parent.mkdir()
     old = place.parent / f".{place.name}.claim-000001"
-    old.write_text(json.dumps({"host": HERE, "pid": 2**22 - 1}))
-    really, new = claims._held, json.dumps({"host": HERE, "pid": os.getpid()})
+    old.write_text(json.dumps({"host": HOST_ID, "pid": 2**22 - 1}))
+    really, new = claims._create_claim, json.dumps({"host": HOST_ID, "pid": os.getpid()})
 
     def slow(path):
         # Between its look and its own claim, another took over, ended, and a third began.
         old.write_text(new)
         return really(path)
 
-    monkeypatch.setattr(claims, "_held", slow)
+    monkeypatch.setattr(claims, "_create_claim", slow)
     with claim(place, {}) as mine:
         assert mine is None
     assert old.read_text() == new and left_over(place) == [old.name]
@@ -453,7 +453,7 @@ def fill_tokenizer(building):
 )
 def test_a_full_disk_is_told_with_place_and_room(small_disk, fill):
     place = small_disk / "folder"
-    with pytest.raises(PlugsftError, match=r"the disk is full \(\d MiB are free\)") as caught:
+    with pytest.raises(PlugsftError, match=r"the disk is full \([\d.]+ \w+ are free\)") as caught:
         once(place, fill)
     assert str(caught.value).startswith(f"{place}: cannot be written: ")
     assert str(caught.value).endswith("; free some, or give another folder (output=...)")

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft import DataError, PlugsftError
 from plugsft.base import checksums as digests
-from plugsft.base.atomic import HERE, damage, is_whole, publish
+from plugsft.base.atomic import HOST_ID, damage, is_whole, publish
 from plugsft.base.build_once import PATIENCE
 from plugsft.base.checksums import add_checksum, cached_file_digest, digest, parse_checksummed
 from plugsft.base.console import parse_size
@@ -451,7 +451,7 @@ def test_gc_removes_what_no_living_process_holds(home):
         write_tokens(whole, 10)
     # Its builder died as it was to let go of its claim.
     late = home / f".{'3' * 16}.claim-000001"
-    late.write_text(json.dumps({"host": HERE, "pid": 2**22 - 1}))
+    late.write_text(json.dumps({"host": HOST_ID, "pid": 2**22 - 1}))
     running = [
         subprocess.Popen(
             [sys.executable, "-c", BUILDER, str(place)], stdout=subprocess.PIPE, cwd=ROOT

@@ -24,7 +24,7 @@ from conftest import (
 )
 from plugin_packages import activate, install
 
-from plugsft.base.atomic import HERE, damage, runs
+from plugsft.base.atomic import HOST_ID, damage, is_alive
 from plugsft.output.folder import is_held
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
@@ -207,7 +207,7 @@ def test_a_killed_rank_ends_the_launch_and_the_rerun_goes_on(tiny, tmp_path, nam
 
 
 def alive(ranks):
-    return [pid for pid in ranks if runs(pid)]
+    return [pid for pid in ranks if is_alive(pid)]
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_process_that_a_shell_leaves_behind_goes_on(tiny, tmp_path):
     recipe = tiny(rows=chats(21), train=TRAIN | {"steps": 200, "log_every": 200})
     run = tmp_path / "run"
     run.mkdir()
-    left = run / f".model.{HERE}-{2**22 + 1}.tmp"  # of a run that was killed as it saved its model
+    left = run / f".model.{HOST_ID}-{2**22 + 1}.tmp"
     left.mkdir()
     mine = run / ".notes.tmp"
     mine.write_text("a user's")
@@ -253,10 +253,10 @@ def test_a_process_that_a_shell_leaves_behind_goes_on(tiny, tmp_path):
     shell = f"nohup {command} > {tmp_path / 'log'} 2>&1 & echo $!"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT)
     pid = int(done.stdout)
-    while not (run / "metrics.jsonl").is_file() and runs(pid):
+    while not (run / "metrics.jsonl").is_file() and is_alive(pid):
         time.sleep(0.05)
     os.kill(pid, signal.SIGHUP)
-    while runs(pid):
+    while is_alive(pid):
         time.sleep(0.1)
     record = json.loads((run / "run.json").read_text())
     assert (record["status"], record["steps"]["done"]) == ("finished", 200), record["reason"]

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and are built by exactly one of many processes."""
+"""Files and folders that appear whole or not at all, with a manifest of sizes and checksums."""
 
 import errno
 import itertools
@@ -17,37 +17,38 @@ from typing import Any
 import psutil
 
 from .checksums import digest, file_digest
+from .console import format_size
 from .errors import DiskError, PlugsftError
 from .limits import parse_json, read_text
 from .machine import free_disk
 
 MANIFEST = "manifest.json"
-PARTS = "data-*"
-"""Finished files of a dead builder, which the next builder uses."""
-STALE = 86_400
-"""Seconds after which other machines' unfinished builds are removed."""
+FINISHED_FILES = "data-*"
+"""Files of a dead builder that the next builder uses."""
+STALE_SECONDS = 86_400
+"""Age at which other machines' unfinished builds are removed."""
 
 
-def _here() -> str:
-    """Name this machine since its last start, and the container whose process numbers we see."""
-    place = {}
+def _host_id() -> str:
+    """Identify this boot of this machine, and the container whose process numbers we see."""
+    ids = {}
     with suppress(OSError):
-        place["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text()
-        place["container"] = str(os.stat("/proc/self/ns/pid").st_ino)
-    return f"{socket.gethostname()}.{digest(place)[:8]}"
+        ids["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text()
+        ids["container"] = str(os.stat("/proc/self/ns/pid").st_ino)
+    return f"{socket.gethostname()}.{digest(ids)[:8]}"
 
 
-HERE = _here()
-# How the writers of safetensors and tokenizers (in Rust) and of torch (in C++) say OSError.
-FOREIGN = ("(os error ", "inline_container", "iostream error")
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+HOST_ID = _host_id()
+LIBRARY_ERRORS = ("(os error ", "inline_container", "iostream error")
+"""Signs of a failed write in errors of safetensors, tokenizers (both Rust) and torch (C++)."""
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of writes to an open file, for which Python names no file."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
-NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+ERROR_NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
 """The system's error number in the text of an error, from Rust and from shutil."""
 
-Stands = Callable[[Path], bool]
-"""Whether a folder may stay as it is."""
+IsComplete = Callable[[Path], bool]
+"""Whether a folder needs no (new) build."""
 Stamp = tuple[int, str]
 """A file's size and checksum."""
 
@@ -60,27 +61,28 @@ def publish(
 
     `stamps` are for files that other processes wrote and synced; filled in before the end.
     """
-    building = folder.with_name(f".{folder.name}.{HERE}-{os.getpid()}.tmp")
+    building = folder.with_name(f".{folder.name}.{HOST_ID}-{os.getpid()}.tmp")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         try:
             yield building
-            finish(
-                building, folder, lambda there: not replace and is_published(there), stamps or {}
-            )
+            finish(building, folder, lambda old: not replace and is_published(old), stamps)
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
 
 def finish(
-    building: Path, folder: Path, stands: Stands, stamps: Mapping[str, Stamp] | None = None
+    building: Path,
+    folder: Path,
+    is_complete: IsComplete,
+    stamps: Mapping[str, Stamp] | None = None,
 ) -> None:
-    """Give a built folder its real name, unless the folder of that name may stay."""
+    """Write a built folder's manifest, and rename it; `is_complete` may keep the old folder."""
     known = stamps or {}
-    for half in building.rglob(".*.tmp"):
-        remove(half)
+    for unfinished in building.rglob(".*.tmp"):
+        remove(unfinished)
     files = [path for path in sorted(building.rglob("*")) if path.is_file()]
     manifest = dict(known)
     for path in files:
@@ -88,7 +90,7 @@ def finish(
         if name not in known:
             manifest[name] = stamp(path)
         elif path.stat().st_size != known[name][0]:
-            raise DiskError(f"{path}: its size is not the one that was written", "try again")
+            raise DiskError(f"{path}: its size differs from what was written", "try again")
     if missing := {*known} - {str(path.relative_to(building)) for path in files}:
         raise DiskError(
             f"{building}: {min(missing)}, which another rank wrote, is missing",
@@ -98,12 +100,12 @@ def finish(
     for path in [*building.rglob("*"), building]:
         if str(path.relative_to(building)) not in known:
             sync(path)
-    if folder.exists() and not stands(folder):
+    if folder.exists() and not is_complete(folder):
         discard(folder)
     try:
         building.rename(folder)
     except OSError:
-        # The loser of a race finds the name taken by an equal folder: its own copy goes.
+        # Another process was first, and its folder is equal.
         if not is_published(folder):
             raise
         remove(building)
@@ -111,48 +113,46 @@ def finish(
 
 
 @contextmanager
-def writing(place: Path) -> Iterator[None]:
-    """Turn a failure to write there into one line with the reason and the free space.
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write to a path into one line with the reason and the free space.
 
-    Errors of plugins called inside, and of files elsewhere, pass unchanged.
+    Errors of plugins in the block, and of other files, pass unchanged.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, PlugsftError) or not _concerns(error, place):
+        if isinstance(error, PlugsftError) or not _concerns(error, path):
             raise
-        # A copy of several files fails with a list of their errors.
+        # shutil copies several files, and raises a list of their errors.
         several = isinstance(error, shutil.Error)
         reason = " ".join(str(error.args[0][0][2] if several else error).split())
         cure = "give another folder (output=...)"
-        if _errno(error, reason) in FULL:
-            room = free_disk(place) / 2**20
-            shown = f"{room:.0f} MiB" if room < 1024 else f"{room / 1024:.2f} GiB"
-            reason = f"the disk is full ({shown} are free): {reason}"
+        if _error_number(error, reason) in DISK_FULL:
+            reason = f"the disk is full ({format_size(free_disk(path))} are free): {reason}"
             cure = f"free some, or {cure}"
-        raise DiskError(f"{place}: cannot be written: {reason}", cure) from error
+        raise DiskError(f"{path}: cannot be written: {reason}", cure) from error
 
 
-def _errno(error: Exception, reason: str) -> int | None:
+def _error_number(error: Exception, reason: str) -> int | None:
     """Return the system's error number: the exception's own, or the one in a library's text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    if match := NUMBER.search(reason):
+    if match := ERROR_NUMBER.search(reason):
         return int(match[1])
     # torch reports a full disk only in these words.
     return errno.ENOSPC if "unexpected pos" in reason else None
 
 
-def _concerns(error: Exception, place: Path) -> bool:
+def _concerns(error: Exception, path: Path) -> bool:
     """Tell whether an error is about writing to a path or its folder."""
     if not isinstance(error, OSError):
-        return any(sign in str(error) for sign in FOREIGN)
+        return any(sign in str(error) for sign in LIBRARY_ERRORS)
     if isinstance(error, shutil.Error):
-        return str(place.parent) in str(error)
+        return str(path.parent) in str(error)
     if error.filename is None:
-        return error.errno in DISK
-    there, place = (Path(os.path.abspath(os.fsdecode(one))) for one in (error.filename, place))
-    return there.is_relative_to(place.parent) or place.is_relative_to(there)
+        return error.errno in WRITE_ERRORS
+    failed, path = (Path(os.path.abspath(os.fsdecode(name))) for name in (error.filename, path))
+    return failed.is_relative_to(path.parent) or path.is_relative_to(failed)
 
 
 def is_published(folder: Path) -> bool:
@@ -173,8 +173,8 @@ def damage(
 ) -> str | None:
     """Compare a published folder with its manifest; return what is wrong, or None.
 
-    `quick` compares all sizes, but only the bytes of *.json. With a `share` (rank, ranks) each rank
-    compares its own files, about as many bytes as the others. `names` limits it to these files.
+    `quick` compares all sizes, but only the bytes of *.json. `share` is (rank, ranks): each rank
+    compares other files, about equal numbers of bytes. `names` selects files.
     """
     rank, ranks = share
     try:
@@ -184,23 +184,22 @@ def damage(
         total, before = sum(size for size, _ in manifest.values()), 0
         for name, (size, checksum) in sorted(manifest.items()):
             middle, before = before + size / 2, before + size
-            elsewhere = total and int(middle * ranks / total) != rank
-            if elsewhere or (names is not None and name not in names):
+            skip = total and int(middle * ranks / total) != rank
+            if skip or (names is not None and name not in names):
                 continue
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
-            sized = path.stat().st_size == size
-            unread = sized and quick and path.suffix != ".json"
-            if not unread and not (sized and file_digest(path) == checksum):
+            read = not quick or path.suffix == ".json"
+            if path.stat().st_size != size or (read and file_digest(path) != checksum):
                 return f"{name} is not what was written"
     except (PlugsftError, OSError, ValueError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({error})"
     return None
 
 
-def listing(folder: Path) -> dict[str, int] | None:
-    """Return a manifest's files with their sizes; None if plugsft wrote no manifest."""
+def manifest_sizes(folder: Path) -> dict[str, int] | None:
+    """Return the sizes of a manifest's files; None if plugsft wrote no manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
         return {str(name): _size_in(entry) for name, entry in manifest.items()}
@@ -208,15 +207,15 @@ def listing(folder: Path) -> dict[str, int] | None:
         return None
 
 
-def foreign(folder: Path, sized: bool = False) -> list[Path]:
-    """Return files that plugsft did not write; if `sized`, also those of another size."""
+def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
+    """Return files that plugsft did not write; with `sized`, also files of another size."""
     if not folder.is_dir():
         return [folder] if folder.exists() else []
     files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    known = listing(folder)
-    if known is None:
+    manifest = manifest_sizes(folder)
+    if manifest is None:
         return files
-    sizes = {folder / name: size for name, size in known.items()}
+    sizes = {folder / name: size for name, size in manifest.items()}
     return [
         path
         for path in files
@@ -226,32 +225,32 @@ def foreign(folder: Path, sized: bool = False) -> list[Path]:
 
 
 def discard(folder: Path, sized: bool = True) -> Path | None:
-    """Remove a folder that plugsft wrote, at once for readers; return the rest, if any.
+    """Remove a folder that plugsft wrote, atomically for readers; return the rest, if any.
 
-    Files that plugsft did not write are moved to `FOLDER.not-ours-1`; if `sized`, also files of
-    another size. Files that cannot be removed stay, too.
+    Files that plugsft did not write are moved to `FOLDER.not-ours-1`; with `sized`, also files of
+    another size. The rest may also be files that cannot be removed.
     """
-    if not folder.is_symlink() and foreign(folder, sized):
-        return _leave_foreign(folder, sized)
-    mine = f"{uuid.uuid4().hex[:8]}.{HERE}-{os.getpid()}"
-    doomed = folder.with_name(f".{folder.name}.{mine}.tmp")
+    if not folder.is_symlink() and foreign_files(folder, sized):
+        return _remove_own_files(folder, sized)
+    builder = f"{uuid.uuid4().hex[:8]}.{HOST_ID}-{os.getpid()}"
+    removed = folder.with_name(f".{folder.name}.{builder}.tmp")
     with suppress(FileNotFoundError):
-        folder.rename(doomed)
-    remove(doomed)
-    return doomed if doomed.exists() else None
+        folder.rename(removed)
+    remove(removed)
+    return removed if removed.exists() else None
 
 
-def _leave_foreign(folder: Path, sized: bool) -> Path:
+def _remove_own_files(folder: Path, sized: bool) -> Path:
     """Rename a folder, and remove the files that plugsft wrote in it."""
-    numbers = (folder.with_name(f"{folder.name}.not-ours-{n}") for n in itertools.count(1))
-    aside = next(path for path in numbers if not path.exists())
-    folder.rename(aside)
-    if (known := listing(aside)) is not None:
-        theirs = foreign(aside, sized)
-        for path in (*(aside / name for name in known), aside / MANIFEST):
-            if path not in theirs:
+    names = (folder.with_name(f"{folder.name}.not-ours-{n}") for n in itertools.count(1))
+    renamed = next(path for path in names if not path.exists())
+    folder.rename(renamed)
+    if (manifest := manifest_sizes(renamed)) is not None:
+        foreign = foreign_files(renamed, sized)
+        for path in (*(renamed / name for name in manifest), renamed / MANIFEST):
+            if path not in foreign:
                 path.unlink(missing_ok=True)
-    return aside
+    return renamed
 
 
 def sweep(parent: Path, names: Sequence[str] = ("*",)) -> None:
@@ -259,17 +258,17 @@ def sweep(parent: Path, names: Sequence[str] = ("*",)) -> None:
     for path in [path for name in names for path in parent.glob(f".{name}.tmp")]:
         pid = path.name.removesuffix(".tmp").rpartition("-")[2]
         with suppress(OSError):
-            if f".{HERE}-" in path.name and pid.isdigit():
-                gone = not runs(int(pid))
+            if f".{HOST_ID}-" in path.name and pid.isdigit():
+                dead = not is_alive(int(pid))
             else:
                 times = (inner.lstat().st_mtime for inner in [path, *path.rglob("*")])
-                gone = time.time() - max(times) > STALE
-            if gone:
+                dead = time.time() - max(times) > STALE_SECONDS
+            if dead:
                 remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -278,24 +277,24 @@ def remove(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: readers find the old text or the new."""
-    with writing(path), replace_file(path) as half:
-        half.write_text(text, encoding="utf8")
+    with writing(path), replace_file(path) as temporary:
+        temporary.write_text(text, encoding="utf8")
 
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; then give the file its real name."""
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield half
-        half.replace(path)
+        yield temporary
+        temporary.replace(path)
     finally:
-        half.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def runs(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Tell whether a process of this machine is alive."""
-    # A killed process whose parent has not looked yet is a zombie: it has a number, and no life.
+    # A killed process is a zombie, with a number, until its parent has waited for it.
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -312,7 +311,7 @@ def _size_in(entry: Any) -> int:
     match entry:
         case [int(size), str(checksum)] if re.fullmatch("[0-9a-f]{32}", checksum):
             return size
-    raise ValueError("not an entry of a manifest of plugsft")
+    raise ValueError("not an entry of a plugsft manifest")
 
 
 def sync(path: Path) -> None:

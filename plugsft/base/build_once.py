@@ -1,4 +1,4 @@
-"""One builder among many processes: a claim with a heartbeat, and parts that outlive a kill."""
+"""Build a folder in exactly one of many processes; the next goes on from a killed one's files."""
 
 import json
 import os
@@ -10,36 +10,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .atomic import HERE, PARTS, Stands, discard, finish, is_whole, remove, runs, sweep, writing
+from .atomic import (
+    FINISHED_FILES,
+    HOST_ID,
+    IsComplete,
+    discard,
+    finish,
+    is_alive,
+    is_whole,
+    remove,
+    sweep,
+    writing,
+)
 
 HEARTBEAT = 1.0
 PATIENCE = 30.0
 """Seconds without a heartbeat after which a builder on another machine counts as dead."""
 Watch = dict[Path, tuple[Any, float]]
-"""The last beat of a claim, and since when we have seen no other."""
+"""Claim -> its last heartbeat, and when we first saw it."""
 
 
 def once(
     folder: Path,
     build: Callable[[Path], None],
     waiting: Callable[[], None] = lambda: None,
-    stands: Stands = is_whole,
+    is_complete: IsComplete = is_whole,
 ) -> Path:
-    """Return a folder, built by one of all the processes that ask for it, unless it stands.
+    """Return a folder; if it is not complete, one of the calling processes builds it.
 
-    No lock of the operating system and no collective: a claim with a heartbeat, which also works
-    between machines.
+    The right to build is a file with a heartbeat: it works between machines, where locks of the
+    operating system may not, and needs no process group.
     """
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
     watch: Watch = {}
-    while not stands(folder):
-        with claim(folder, watch) as mine:
-            if mine is None:
+    while not is_complete(folder):
+        with claim(folder, watch) as own:
+            if own is None:
                 waiting()
-                # Not in step with another that also found it was not alone.
+                # Processes that claim at the same time all give up: they retry at other times.
                 time.sleep(0.05 + os.getpid() % 100 / 1000)
-            elif not stands(folder) and _build(folder, build, mine, stands):
+            elif not is_complete(folder) and _build(folder, build, own, is_complete):
                 break
     return folder
 
@@ -52,7 +63,7 @@ class Claim:
     text: str
 
     def holds(self) -> bool:
-        """Tell whether it is still ours: who sleeps for long is taken for dead."""
+        """Tell whether the claim is still ours: a process without heartbeat loses it."""
         return _text(self.path) == self.text
 
 
@@ -60,77 +71,80 @@ class Claim:
 def claim(folder: Path, watch: Watch) -> Iterator[Claim | None]:
     """Give the right to build a folder to one process at a time, and None to the others.
 
-    A dead builder's claim is not removed but outbid by the next number, since creating a new name
-    is a step that every file system makes atomic.
+    The claim with the highest number wins. So a dead builder's claim is superseded by the next
+    number: creating a new name is atomic on every file system, replacing a file is not.
     """
-    rivals = _claims(folder)
+    earlier = _claims(folder)
     if is_claimed(folder, watch):
         yield None
         return
-    numbers = [int(path.name[-6:]) for path in [*rivals, *parts_of(folder)]]
+    numbers = [int(path.name[-6:]) for path in [*earlier, *build_folders(folder)]]
     path = folder.with_name(f".{folder.name}.claim-{max(numbers, default=0) + 1:06d}")
-    with _held(path) as mine:
-        # Another may have looked before us, and created a lower number after our look.
-        if mine and _claims(folder).items() <= (rivals | {mine.path: mine.text}).items():
-            for rival in rivals:
-                rival.unlink(missing_ok=True)
-            yield mine
+    with _create_claim(path) as own:
+        # Another process may have created a lower number since we listed the claims.
+        if own and _claims(folder).items() <= (earlier | {own.path: own.text}).items():
+            for dead in earlier:
+                dead.unlink(missing_ok=True)
+            yield own
         else:
             yield None
 
 
 def is_claimed(folder: Path, watch: Watch) -> bool:
     """Tell whether a process that seems alive builds a folder."""
-    alive = [_lives(path, text, watch) for path, text in _claims(folder).items()]
-    return any(alive)  # of all of them: each is watched from the first look on
+    # A list, not a generator: every claim is watched from the first call on.
+    alive = [_seems_alive(path, text, watch) for path, text in _claims(folder).items()]
+    return any(alive)
 
 
-def parts_of(folder: Path) -> list[Path]:
-    """Return where a folder is being built, or was by one that is dead."""
+def build_folders(folder: Path) -> list[Path]:
+    """Return the folders in which living or dead processes build a folder."""
     return sorted(folder.parent.glob(f".{folder.name}.parts-*"))
 
 
-def _build(folder: Path, build: Callable[[Path], None], mine: Claim, stands: Stands) -> bool:
-    """Build a folder; return False if another has taken over meanwhile."""
-    building = mine.path.with_name(mine.path.name.replace(".claim-", ".parts-"))
+def _build(
+    folder: Path, build: Callable[[Path], None], own: Claim, is_complete: IsComplete
+) -> bool:
+    """Build a folder; return False if another process has taken over meanwhile."""
+    building = own.path.with_name(own.path.name.replace(".claim-", ".parts-"))
     try:
         with writing(folder):
             sweep(folder.parent)
-            _take_over(parts_of(folder), building)
+            _take_over(build_folders(folder), building)
             build(building)
-            if folder.exists() and not stands(folder):
+            if folder.exists() and not is_complete(folder):
                 discard(folder, sized=False)  # a truncated file of ours is not a user's
-            finish(building, folder, stands)
+            finish(building, folder, is_complete)
     except Exception:
-        # Not after ctrl-C or a signal: the next builder goes on from what is there.
+        # After Ctrl-C or a signal, finished files stay for the next builder.
         remove(building)
-        if mine.holds():
+        if own.holds():
             raise
         return False
     return True
 
 
-def _take_over(found: list[Path], building: Path) -> None:
-    """Go on from a dead builder's finished parts.
+def _take_over(folders: list[Path], building: Path) -> None:
+    """Go on from the finished files of the last dead builder.
 
-    It may be asleep: under its new name, and without the files that were being written, the folder
-    is out of its reach.
+    It may only be asleep. So its folder is renamed, and its unfinished files are removed: it
+    cannot write to them later.
     """
-    for old in found[:-1]:
-        remove(old)
+    for folder in folders[:-1]:
+        remove(folder)
     with suppress(FileNotFoundError):
-        for last in found[-1:]:
+        for last in folders[-1:]:
             last.rename(building)
     building.mkdir(exist_ok=True)
     for path in building.iterdir():
-        if not path.match(PARTS):
+        if not path.match(FINISHED_FILES):
             remove(path)
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[Claim | None]:
-    """Create a claim and keep its heart beating; None where another was first."""
-    mine = Claim(path, json.dumps({"host": HERE, "pid": os.getpid(), "at": time.time_ns()}))
+def _create_claim(path: Path) -> Iterator[Claim | None]:
+    """Create a claim, and beat until the block ends; yield None if another was first."""
+    own = Claim(path, json.dumps({"host": HOST_ID, "pid": os.getpid(), "at": time.time_ns()}))
     file = None
     with writing(path), suppress(FileExistsError):
         file = path.open("x")
@@ -142,26 +156,26 @@ def _held(path: Path) -> Iterator[Claim | None]:
     def beat() -> None:
         while not stop.wait(HEARTBEAT):
             with suppress(OSError):
-                if mine.holds():
+                if own.holds():
                     os.utime(path)
 
     heart = threading.Thread(target=beat, name="plugsft-heartbeat", daemon=True)
     heart.start()
     try:
         with writing(path), file:
-            file.write(mine.text)
-        yield mine
+            file.write(own.text)
+        yield own
     finally:
         stop.set()
         heart.join()
-        if mine.text.startswith(_text(path) or ""):
+        if own.text.startswith(_text(path) or ""):
             path.unlink(missing_ok=True)
 
 
 def _claims(folder: Path) -> dict[Path, str]:
-    """Return the claims to a folder, with what they say."""
-    found = sorted(folder.parent.glob(f".{folder.name}.claim-*"))
-    return {path: text for path in found if (text := _text(path)) is not None}
+    """Return the claims to a folder with their texts."""
+    paths = sorted(folder.parent.glob(f".{folder.name}.claim-*"))
+    return {path: text for path in paths if (text := _text(path)) is not None}
 
 
 def _text(path: Path) -> str | None:
@@ -170,17 +184,17 @@ def _text(path: Path) -> str | None:
     return None
 
 
-def _lives(path: Path, text: str, watch: Watch) -> bool:
-    """Tell whether the holder of a claim seems to be alive."""
+def _seems_alive(path: Path, text: str, watch: Watch) -> bool:
+    """Tell whether the owner of a claim seems to be alive."""
     with suppress(ValueError, TypeError, LookupError):
-        holder = json.loads(text)
-        if holder["host"] == HERE and not runs(int(holder["pid"])):
+        owner = json.loads(text)
+        if owner["host"] == HOST_ID and not is_alive(int(owner["pid"])):
             return False
     try:
         beat = (path.stat().st_mtime_ns, text)
     except OSError:
-        return True  # it ended as we looked: look again
-    # Clocks differ between machines: what counts is how long *we* have seen no new beat.
+        return True  # just removed: check again
+    # Clocks differ between machines, so we measure how long we have seen no new heartbeat.
     now = time.monotonic()
     last, since = watch.setdefault(path, (beat, now))
     if last != beat:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.text import Text
 
 from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
-from ..base.build_once import Watch, claim, is_claimed, parts_of
+from ..base.build_once import Watch, build_folders, claim, is_claimed
 from ..base.checksums import cache_folder
 from ..base.console import format_size, out, parse_size, say
 from ..base.errors import DataError, PlugsftError
@@ -158,7 +158,7 @@ def _clear(home: Path, dry_run: bool) -> Iterator[tuple[str, int]]:
     watch: Watch = {}
     for name in _abandoned(home, watch):
         folder = home / name
-        doomed = parts_of(folder)
+        doomed = build_folders(folder)
         if folder.exists() and not is_published(folder):
             doomed.append(folder)
         size = sum(map(_size, doomed))

@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli_w
 
-from ..base.atomic import foreign, is_published, writing
+from ..base.atomic import foreign_files, is_published, writing
 from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean
 from ..base.limits import parse_toml, read_json_object, read_text
@@ -193,7 +193,7 @@ def is_held(folder: Path) -> bool:
 def ensure_ours(folder: Path) -> None:
     """Refuse an output where something else stands in the places of a run's results."""
     steps = folder / "checkpoints"
-    others = foreign(folder / "model", sized=True)
+    others = foreign_files(folder / "model", sized=True)
     others += [steps] if steps.is_file() else []
     # A damaged checkpoint is ours, too: --resume goes on from the one before.
     others += [file for path in sorted(steps.glob("step-*")) for file in strange_files(path)]
@@ -210,7 +210,7 @@ def ensure_ours(folder: Path) -> None:
 def strange_files(path: Path) -> list[Path]:
     """Return the files in the place of a checkpoint that are not of one."""
     # Any other name is a user's own copy, which no run touches.
-    return foreign(path) if parse_step(path) is not None else []
+    return foreign_files(path) if parse_step(path) is not None else []
 
 
 def is_result(path: Path) -> bool:
