@@ -453,7 +453,7 @@ def fill_tokenizer(building):
 )
 def test_a_full_disk_is_told_with_place_and_room(small_disk, fill):
     place = small_disk / "folder"
-    with pytest.raises(PlugsftError, match=r"the disk is full \([\d.]+ \w+ are free\)") as caught:
+    with pytest.raises(PlugsftError, match=r"the disk is full \([\d.,]+ \w+ are free\)") as caught:
         once(place, fill)
     assert str(caught.value).startswith(f"{place}: cannot be written: ")
     assert str(caught.value).endswith("; free some, or give another folder (output=...)")
