@@ -192,7 +192,7 @@ def describe(run: OpenRun) -> None:
         f"steps: {plan.steps} of {plan.examples_in_a_step}, {plan.per_epoch} an epoch"
         + (f"; going on after step {saved}" if saved else "")
     )
-    say(f"checkpoints: {run.checkpoints.rhythm}")
+    say(f"checkpoints: {recipe.checkpoint.describe(plan.steps)}")
     with agreed(run.accelerator, "beginning the record"):
         record.open({"total": plan.steps, "per_epoch": plan.per_epoch}, saved)
 

@@ -26,8 +26,8 @@ from transformers.utils import logging
 from plugsft import PlugsftError, loop, run
 from plugsft.base import console
 from plugsft.base.machine import look
+from plugsft.commands.runs.start import find_checkpoints
 from plugsft.model.load import Load, saved_tensors
-from plugsft.output.checkpoint import find_checkpoints
 from plugsft.registry.active import load
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")

@@ -42,7 +42,7 @@ def weights_of(run):
     [folder] = (run / "checkpoints").glob("step-*")
     found = {}
     with ShardReader(folder) as reader:
-        for name in reader.of("model"):
+        for name in reader.names_of("model"):
             shape = reader.shapes[f"model/{name}"]
             values = torch.zeros(int(np.prod(shape)))
             reader.fill(f"model/{name}", TensorShard(values, 0, shape))

@@ -26,7 +26,7 @@ from plugsft.base.atomic import MANIFEST, publish, stamp
 from plugsft.base.machine import look
 from plugsft.model.load import Load
 from plugsft.model.tensor_shards import shard_of
-from plugsft.output.checkpoint import Checkpoints, _identity
+from plugsft.output.checkpoint import Checkpoints, keys_affecting_results
 from plugsft.ranks.launch import connect
 from plugsft.ranks.shard_files import write_shards
 from plugsft.ranks.sharding import shard_model
@@ -63,7 +63,7 @@ class Run:
         make = make or optimizers.ALL[name]
         self.model, self.optimizer = shard_model(accelerator, Load(""), model, make)
         self.accelerator = accelerator
-        self.identity = partial(_identity, recipe, active)
+        self.identity = partial(keys_affecting_results, recipe, active)
         self.held = train_state_of(accelerator, self.model, self.optimizer)
         tokens = SimpleNamespace(facts={"index": "tokens"})
         self.checkpoints = Checkpoints(recipe, active, tokens, accelerator, self.held, 100)
@@ -380,7 +380,7 @@ def another_setting(name, accelerator, recipe, active):
 
 
 SPECIAL = {
-    "float32": (an_old_one, "was written by an older plugsft; whether its data are the same"),
+    "float32": (an_old_one, "was written by an older plugsft; its data cannot be compared"),
     "bfloat16": (an_old_one, "checkpoint: its weights are bfloat16 and resume in float32"),
     "newer": (a_newer_one, "was written by a newer plugsft (format 3; this one reads up to 2)"),
     "old": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),

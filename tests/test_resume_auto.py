@@ -144,6 +144,6 @@ def test_ranks_go_on_from_one_checkpoint_or_not_at_all(finished, tmp_path):
     said = "".join(one.stderr for one in ended)
     assert all(one.returncode == 2 for one in ended), said
     assert (
-        "the checkpoints to go on from: rank 0 has step-000002, step-000001, rank 1 has none"
+        "the checkpoints to resume from: rank 0 has step-000002, step-000001, rank 1 has none"
         in said
     )

@@ -37,7 +37,7 @@ def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, r
         parts["optimizer/a/step"] = TensorShard(tensors["optimizer/a/step"].reshape(1), 0, ())
         write_shards(folder, rank, parts)
     with ShardReader(folder) as reader:
-        assert reader.of("model") == {"a"} and reader.of("optimizer") == {"a/step"}
+        assert reader.names_of("model") == {"a"} and reader.names_of("optimizer") == {"a/step"}
         assert reader.shapes == {"model/a": tuple(shape), "optimizer/a/step": ()}
         back = []
         for part in cut(torch.zeros(shape), *read):

@@ -19,8 +19,8 @@ class TensorShard:
     """Offset of the values in the flat tensor."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    own: bool = False
-    """Whether each rank writes its own copy, even of a whole tensor."""
+    per_rank: bool = False
+    """Whether each rank writes this tensor, even if it is whole."""
 
     @property
     def whole(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints: published whole or not at all, without pickled code, tied to their recipe."""
+"""Checkpoints: written atomically, without pickles, and only for their own recipe."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..base.atomic import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
+from ..base.atomic import Stamp, damage, discard, publish, stamp, sweep, sync, writing
 from ..base.console import say
 from ..base.errors import CheckpointError
 from ..base.limits import read_json_object
@@ -23,11 +23,11 @@ from ..registry.active import Active
 from ..tokens.store import Tokens
 
 FORMAT = 2
-"""Of the files of a checkpoint: 1 had tensors alone, and no values of parameter groups."""
+"""Version of a checkpoint's files; version 1 had no values of parameter groups."""
 STATE = "state.json"
-# Keys that may differ when a run resumes: paths, batch layout, logging, and plugins, whose options
-# that affect results are compared by themselves.
-FREE = (
+# Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
+# their options that affect results themselves.
+MAY_DIFFER = (
     "output",
     "device",
     "train.micro_batch",
@@ -55,9 +55,8 @@ class Checkpoints:
         self._recipe, self._active, self._data = recipe, active, tokens.facts["index"]
         self._accelerator, self._state = accelerator, state
         self.saved = 0
-        """The last step that a checkpoint holds."""
+        """The step of the last checkpoint."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
-        self.rhythm = recipe.checkpoint.describe(steps)
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after this step."""
@@ -67,11 +66,11 @@ class Checkpoints:
         """Publish a checkpoint of a finished step, and remove the oldest."""
         if self.saved == step:
             return
-        accelerator, doing = self._accelerator, f"saving step {step}"
+        accelerator, operation = self._accelerator, f"saving step {step}"
         target, stamps = step_folder(self.folder, step), dict[str, Stamp]()
         with ExitStack() as stack:
             building = None
-            with agreed(accelerator, doing):
+            with agreed(accelerator, operation):
                 if accelerator.is_main_process:
                     sweep(self.folder)
                     building = stack.enter_context(publish(target, True, stamps))
@@ -81,16 +80,16 @@ class Checkpoints:
                 "format": FORMAT,
                 "step": step,
                 "data": self._data,
-                "recipe": _identity(self._recipe, self._active),
+                "recipe": keys_affecting_results(self._recipe, self._active),
                 "plugins": self._recipe.plugins,
                 "sharding": self._state.sharding(),
             }
-            with agreed(accelerator, doing):
+            with agreed(accelerator, operation):
                 described, shards = self._state.describe()
             facts["alike"] = are_alike(accelerator, json.dumps(described))
-            with agreed(accelerator, doing), writing(target):
+            with agreed(accelerator, operation), writing(target):
                 if not facts["alike"]:
-                    described, shards = self._state.describe(own=True)
+                    described, shards = self._state.describe(per_rank=True)
                 written = write_shards(folder, self._state.rank, shards)
                 if not facts["alike"]:
                     name = rank_file(self._state.rank)
@@ -99,19 +98,19 @@ class Checkpoints:
                     facts |= described
             for rank_stamps in gathered(accelerator, written):
                 stamps |= rank_stamps
-            with agreed(accelerator, doing):
+            with agreed(accelerator, operation):
                 if accelerator.is_main_process:
                     stamps[STATE] = _write_json(folder / STATE, facts)
                 stack.close()
-        # A rank that ended first would have the launcher end the main rank, which still removes.
-        with agreed(accelerator, doing):
+        # All ranks wait: when one ends, the launcher ends the main rank, which may still remove.
+        with agreed(accelerator, operation):
             if accelerator.is_main_process:
                 self._remove_oldest(step)
         self.saved = step
 
     def _remove_oldest(self, step: int) -> None:
         """Remove all but the newest checkpoints; warn where that fails."""
-        # A run that resumed from an earlier checkpoint keeps the later ones.
+        # Later ones belong to the run that this one resumed from.
         checkpoints = [
             path for path in list_checkpoints(self.folder) if (parse_step(path) or 0) <= step
         ]
@@ -121,33 +120,33 @@ class Checkpoints:
             except OSError as error:
                 left, reason = old, error.strerror or str(error)
             if left:
-                say(f"warning: {left} could not be removed ({reason}); it takes room on the disk")
+                say(f"warning: {left} could not be removed ({reason}); it still takes disk space")
 
     def restore(self, checkpoints: Sequence[Path]) -> None:
         """Load the first undamaged checkpoint, if any, into model and optimizer."""
         # Each rank has listed the folder itself.
-        names = ", ".join(path.name for path in checkpoints)
-        listed = {"the checkpoints to go on from": names or "none"}
-        ensure_alike(self._accelerator, listed, "All nodes must see one output folder")
+        names = ", ".join(path.name for path in checkpoints) or "none"
+        facts = {"the checkpoints to resume from": names}
+        ensure_alike(self._accelerator, facts, "All nodes must see one output folder")
         path = first_undamaged(self._accelerator, checkpoints)
         if path is None:
             return
         state = self._state
         with ShardReader(path, state.rank, state.ranks) as reader:
             with agreed(self._accelerator, f"reading {path.name}"):
-                facts = compare(path, self._recipe, self._active, self._data)
-                if not 0 < facts["step"] <= self._steps:
+                saved = ensure_same_run(path, self._recipe, self._active, self._data)
+                if not 0 < saved["step"] <= self._steps:
                     raise CheckpointError(
-                        f"{path / 'state.json'}: is of step {facts['step']}, and the run has "
-                        f"{self._steps}; go on from another checkpoint (--resume-from)"
+                        f"{path / STATE}: is of step {saved['step']}, and the run has "
+                        f"{self._steps}; resume from another checkpoint (--resume-from)"
                     )
-                state.restore(reader, *read_description(path, facts, state))
+                state.restore(reader, *read_description(path, saved, state))
             state.update_copies(reader)
-        self.saved = int(facts["step"])
+        self.saved = int(saved["step"])
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of a rank's own description, for ranks that differ."""
+    """Return the file name of a rank's own description."""
     return f"rank-{rank:05d}.json"
 
 
@@ -156,7 +155,7 @@ def read_description(
 ) -> tuple[dict[str, Any] | None, bool, bool]:
     """Return the arguments of `TrainState.restore` for this rank.
 
-    They are its description, whether the sharding is the same, and whether each rank has its own.
+    They are the description, whether the sharding is the same, and whether each rank has its own.
     """
     if facts["format"] == 1:
         return None, False, False
@@ -185,34 +184,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read ({error}); name another one") from error
 
 
-def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | None) -> list[Path]:
-    """Return checkpoints to resume from, the newest first, compared with the recipe."""
-    if path is not None:
-        if not is_published(path):
-            raise CheckpointError(f"--resume-from {path}: this is no checkpoint folder")
-        checkpoints = [path]
-    elif resume:
-        folder = recipe.folder / "checkpoints"
-        checkpoints = [*reversed(list_checkpoints(folder))]
-        if not checkpoints:
-            raise CheckpointError(
-                f"--resume: there is no checkpoint in {folder}; start again, with --overwrite in "
-                "place of --resume (checkpoint.every says how often one is written)"
-            )
-    else:
-        return []
-    for checkpoint in checkpoints:
-        # All ranks together compare the other files later.
-        if damage(checkpoint, names={STATE}) is None:
-            compare(checkpoint, recipe, active)
-            break
-    return checkpoints
-
-
 def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Path | None:
-    """Return the first undamaged checkpoint; each rank compares some of the files."""
+    """Return the first undamaged checkpoint; each rank compares a share of the files."""
     share = accelerator.process_index, accelerator.num_processes
-    # Disks fail: an older whole checkpoint beats a newer damaged one.
     for path in checkpoints:
         errors = [error for error in gathered(accelerator, damage(path, share=share)) if error]
         if not errors:
@@ -225,16 +199,15 @@ def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Pa
     return None
 
 
-def _identity(recipe: Recipe, active: Active) -> dict[str, Any]:
+def keys_affecting_results(recipe: Recipe, active: Active) -> dict[str, Any]:
     """Return the keys that affect results, of the recipe and of its plugins."""
-    flat = flatten(anchored(recipe))
-    own = {
+    keys = {
         key: value
-        for key, value in flat.items()
-        # Data counts by the checksum of its tokens: moved files are the same, changed ones not.
-        if key != "plugins" and not key.startswith((*FREE, "data.source", "data.split"))
+        for key, value in flatten(anchored(recipe)).items()
+        # Data are compared by the checksum of their tokens: files may be moved, but not changed.
+        if key != "plugins" and not key.startswith((*MAY_DIFFER, "data.source", "data.split"))
     }
-    return own | active.options_affecting_results()
+    return keys | active.options_affecting_results()
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -253,18 +226,20 @@ def read_state(path: Path) -> dict[str, Any]:
     return facts
 
 
-def compare(path: Path, recipe: Recipe, active: Active, data: str | None = None) -> dict[str, Any]:
-    """Refuse a checkpoint of another recipe or, where its checksum is known, of other data."""
+def ensure_same_run(
+    path: Path, recipe: Recipe, active: Active, data: str | None = None
+) -> dict[str, Any]:
+    """Refuse a checkpoint of another recipe or, if their checksum is given, of other data."""
     facts = read_state(path)
-    now = _identity(recipe, active)
-    # A key that is newer than the checkpoint had its present default.
+    now = keys_affecting_results(recipe, active)
+    # Keys that are newer than the checkpoint had their default values.
     then = {key: default_of(key) for key in now if default_of(key) is not None} | facts["recipe"]
     differing = [
         f"{key} was {_show(then.get(key))} and is {_show(now.get(key))}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
-    # Format 1 holds the key of a cache entry, which other versions of plugsft give another value.
+    # In format 1 this is the key of a cache entry, which differs between versions of plugsft.
     comparable = data is not None and facts["format"] > 1
     if comparable and data != facts.get("data"):
         differing.append("the data, its options or the tokenizer have changed")
@@ -279,8 +254,8 @@ def compare(path: Path, recipe: Recipe, active: Active, data: str | None = None)
         )
     if data and not comparable:
         say(
-            f"warning: {path.name} was written by an older plugsft; whether its data are the same "
-            "cannot be told"
+            f"warning: {path.name} was written by an older plugsft; its data cannot be compared "
+            "with this run's"
         )
     if data and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")

@@ -1,12 +1,12 @@
 """An optimizer's state as JSON and named tensors, restored exactly.
 
-The JSON has Python values and scalars. For a larger tensor it has type, shape, the name of its
-values in the files, and how it is sharded:
+The JSON holds Python values and scalars. A larger tensor has its type, its shape, its name in the
+files, and how it is sharded ("divided"):
 
-`weight`: like its weight, whose shape it has: it is resharded with it.
-`rows` and `alike`: a DTensor of another shape, sharded by rows, or the same on all ranks.
-`whole`: a tensor of another shape, on ranks with whole weights.
-`rank`: a tensor of one rank, which belongs to that rank's shard of the weights.
+`weight`: like its weight; both have the same shape, and are resharded together.
+`rows` and `alike`: a DTensor of another shape, sharded by rows, or replicated.
+`whole`: a tensor of another shape, where each rank has whole weights.
+`rank`: a tensor of another shape, where ranks have shards of the weights; each rank has its own.
 """
 
 import json
@@ -27,10 +27,10 @@ from ..model.tensor_shards import TensorShard, shard_of
 from .shard_files import ShardReader, dtype_name, widens
 
 STATES = "optimizer"
-USUAL = ("state", "param_groups")
+STATE_DICT_KEYS = ("state", "param_groups")
 """The keys of every optimizer's `state_dict`."""
-FEW = 4096
-"""Largest tensor of a parameter group, in numbers, that is stored in the JSON."""
+MAX_JSON_NUMBERS = 4096
+"""Numbers of the largest tensor of a parameter group that is stored in the JSON."""
 PLACEMENTS = {"rows": Shard(0), "alike": Replicate()}
 CURE = "resume with the launcher and the number of ranks that wrote it"
 
@@ -43,8 +43,8 @@ class Describer:
     device: torch.device
     sharded: bool = False
     """Whether weights are sharded."""
-    own: bool = False
-    """Whether each rank describes and writes its own tensors."""
+    per_rank: bool = False
+    """Whether each rank describes and writes its own state, because the ranks differ."""
     shards: dict[str, TensorShard] = field(default_factory=dict)
 
     def value(self, value: Any, name: str, weight: Tensor | None = None) -> Any:
@@ -65,23 +65,23 @@ class Describer:
         """Describe a tensor."""
         if type(tensor) not in (Tensor, torch.nn.Parameter, DTensor):
             return {"object": f"{type(tensor).__module__}.{type(tensor).__qualname__}"}
-        described: dict[str, Any] = {"tensor": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
+        description: dict[str, Any] = {"tensor": dtype_name(tensor.dtype), "shape": [*tensor.shape]}
         where = self.device if weight is None else weight.device
         if tensor.device.type != where.type:
-            described["host"] = True
-        small = tensor.dim() == 0 or (weight is None and tensor.numel() <= FEW)
+            description["host"] = True
+        small = tensor.dim() == 0 or (weight is None and tensor.numel() <= MAX_JSON_NUMBERS)
         if small and not isinstance(tensor, DTensor) and not tensor.is_complex():
-            return described | {"values": tensor.tolist()}
-        divided = self._division(tensor, weight)
-        if divided is None:
+            return description | {"values": tensor.tolist()}
+        kind = self._sharding_kind(tensor, weight)
+        if kind is None:
             return {"object": "DTensor with unknown placements"}
-        own = divided == "rank" or (self.own and not isinstance(tensor, DTensor))
-        stored = f"rank-{self.rank}/{name}" if own else name
+        per_rank = kind == "rank" or (self.per_rank and not isinstance(tensor, DTensor))
+        stored = f"rank-{self.rank}/{name}" if per_rank else name
         shard = shard_of(tensor.contiguous())
-        self.shards[stored] = TensorShard(shard.values, shard.start, shard.shape, own)
+        self.shards[stored] = TensorShard(shard.values, shard.start, shard.shape, per_rank)
         # Its shape differs between ranks, and their descriptions must be equal.
-        shape = {"shape": None} if divided == "rank" else {}
-        return described | shape | {"divided": divided, "name": name}
+        shape = {"shape": None} if kind == "rank" else {}
+        return description | shape | {"divided": kind, "name": name}
 
     def shared(self, optimizer: Optimizer) -> dict[str, Any]:
         """Describe state that belongs to no parameter."""
@@ -95,10 +95,10 @@ class Describer:
         """Describe other entries of an optimizer's `state_dict` than state and groups."""
         if type(optimizer).state_dict is Optimizer.state_dict:
             return {}
-        added = {k: v for k, v in optimizer.state_dict().items() if k not in USUAL}
+        added = {k: v for k, v in optimizer.state_dict().items() if k not in STATE_DICT_KEYS}
         return {key: self.value(value, f"{STATES}/extra/{key}") for key, value in added.items()}
 
-    def _division(self, tensor: Tensor, weight: Tensor | None) -> str | None:
+    def _sharding_kind(self, tensor: Tensor, weight: Tensor | None) -> str | None:
         if isinstance(tensor, DTensor):
             if (
                 isinstance(weight, DTensor)
@@ -121,61 +121,61 @@ class Restorer:
     rank: int
     device: torch.device
     mesh: DeviceMesh | None
-    """The ranks over which weights are sharded by rows, if they are."""
-    same: bool
+    """The ranks over which weights are sharded by rows; None if they are not."""
+    same_sharding: bool
     """Whether the weights are sharded as in the checkpoint."""
-    own: bool = False
-    """Whether this rank has its own description, with its own tensors."""
-    joined: bool = False
-    """Whether weights are joined, and sharded without regard to rows."""
+    per_rank: bool = False
+    """Whether each rank has its own description and tensors."""
+    flat: bool = False
+    """Whether weights are concatenated to flat tensors, and sharded between any two numbers."""
 
-    def value(self, described: Any, where: str, weight: Tensor | None = None) -> Any:
-        """Return a value as it was."""
-        if not isinstance(described, Mapping):
-            return described
-        if "tensor" in described:
-            return self.tensor(described, where, weight)
+    def value(self, description: Any, where: str, weight: Tensor | None = None) -> Any:
+        """Return the described value."""
+        if not isinstance(description, Mapping):
+            return description
+        if "tensor" in description:
+            return self.tensor(description, where, weight)
         for kind, make in (("list", list), ("tuple", tuple)):
-            if kind in described:
-                inner = enumerate(described[kind])
+            if kind in description:
+                inner = enumerate(description[kind])
                 return make(self.value(item, f"{where}/{n}", weight) for n, item in inner)
-        if "dict" in described:
-            inner = described["dict"].items()
+        if "dict" in description:
+            inner = description["dict"].items()
             return {key: self.value(item, f"{where}/{key}", weight) for key, item in inner}
         raise CheckpointError(
-            f"{self.reader.folder}: {where} was a {described['object']}, which checkpoints cannot "
-            "store: this optimizer cannot be resumed; start again in another output folder"
+            f"{self.reader.folder}: {where} was a {description['object']}, which checkpoints "
+            "cannot store: this optimizer cannot be resumed; start again in another output folder"
         )
 
-    def tensor(self, described: Mapping[str, Any], where: str, weight: Tensor | None) -> Tensor:
-        """Return a tensor as it was, in its type and on its device."""
-        dtype = dtype_named(described["tensor"])
+    def tensor(self, description: Mapping[str, Any], where: str, weight: Tensor | None) -> Tensor:
+        """Return the described tensor, with its type and on its device."""
+        dtype = dtype_named(description["tensor"])
         device = self.device if weight is None else weight.device
-        if described.get("host"):
+        if description.get("host"):
             device = torch.device("cpu")
-        if "values" in described:
-            values = torch.tensor(described["values"], dtype=dtype, device=device)
-            return values.reshape(described["shape"])
-        divided, name = described["divided"], described["name"]
-        self._ensure_divisible(divided, where)
-        own = divided == "rank" or (self.own and divided not in PLACEMENTS and not self.mesh)
-        stored = f"rank-{self.rank}/{name}" if own else name
-        if divided == "weight":
+        if "values" in description:
+            values = torch.tensor(description["values"], dtype=dtype, device=device)
+            return values.reshape(description["shape"])
+        kind, name = description["divided"], description["name"]
+        self._ensure_divisible(kind, where)
+        per_rank = kind == "rank" or (self.per_rank and kind not in PLACEMENTS and not self.mesh)
+        stored = f"rank-{self.rank}/{name}" if per_rank else name
+        if kind == "weight":
             assert weight is not None
-            if tuple(described["shape"]) != tuple(weight.shape):
+            if tuple(description["shape"]) != tuple(weight.shape):
                 raise self.reader.mismatch(name)
             tensor = torch.empty_like(
                 weight, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format
             )
-        elif divided in PLACEMENTS and self.mesh is not None:
+        elif kind in PLACEMENTS and self.mesh is not None:
             tensor = empty_dtensor(
-                described["shape"],
+                description["shape"],
                 dtype=dtype,
                 device_mesh=self.mesh,
-                placements=[PLACEMENTS[divided]],
+                placements=[PLACEMENTS[kind]],
             )
         else:
-            shape = self.reader.shape_of(stored) if divided == "rank" else described["shape"]
+            shape = self.reader.shape_of(stored) if kind == "rank" else description["shape"]
             tensor = torch.empty(shape, dtype=dtype, device=device)
         if math.prod(tensor.shape):
             self.reader.fill(stored, shard_of(tensor))
@@ -190,48 +190,48 @@ class Restorer:
                 "makes it) in another output folder"
             )
 
-    def shared(self, described: Mapping[str, Any], optimizer: Optimizer) -> None:
+    def shared(self, description: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Restore state that belongs to no parameter."""
-        for key, value in described.items():
+        for key, value in description.items():
             optimizer.state[key] = self.value(value, f"state '{key}'")  # type: ignore[index]
 
-    def extra(self, described: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Restore what an optimizer adds to its `state_dict`."""
-        if described:
-            added = {key: self.value(value, f"'{key}'") for key, value in described.items()}
+    def extra(self, description: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Restore the entries that an optimizer adds to its `state_dict`."""
+        if description:
+            added = {key: self.value(value, f"'{key}'") for key, value in description.items()}
             optimizer.load_state_dict(optimizer.state_dict() | added)
 
     def groups(
-        self, described: Mapping[str, Any], groups: list[dict[str, Any]], initial: list[Any]
+        self, description: Mapping[str, Any], groups: list[dict[str, Any]], initial: list[Any]
     ) -> None:
-        """Restore the values of parameter groups; settings that were changed since stay changed."""
-        if len(described["groups"]) != len(groups):
+        """Restore the values of parameter groups, except settings that the user has changed."""
+        if len(description["groups"]) != len(groups):
             raise CheckpointError(
-                f"{self.reader.folder}: the optimizer had {len(described['groups'])} parameter "
+                f"{self.reader.folder}: the optimizer had {len(description['groups'])} parameter "
                 f"groups and has {len(groups)}; make the same groups again"
             )
-        columns = zip(groups, described["groups"], described["initial"], initial, strict=True)
-        for number, (group, saved, began, begins) in enumerate(columns):
+        columns = zip(groups, description["groups"], description["initial"], initial, strict=True)
+        for number, (group, saved, initial_then, initial_now) in enumerate(columns):
             for key, value in saved.items():
                 # The schedule sets the learning rate at each step.
                 if key == "lr":
                     continue
                 where = f"'{key}' of parameter group {number}"
-                if _same(began.get(key), begins.get(key)):
+                then, now = initial_then.get(key), initial_now.get(key)
+                if _equal(then, now):
                     if not _is_object(value):
-                        group[key] = _placed(self.value(value, where), group.get(key))
-                elif not _same(value, began.get(key)):
+                        group[key] = _assign(self.value(value, where), group.get(key))
+                elif not _equal(value, then):
                     raise CheckpointError(
                         f"{self.reader.folder}: the optimizer's {where} changes in training; its "
-                        f"initial value was {began.get(key)!r} and is {begins.get(key)!r} now; "
-                        "undo that change"
+                        f"initial value was {then!r} and is {now!r} now; undo that change"
                     )
 
-    def _ensure_divisible(self, divided: str, where: str) -> None:
+    def _ensure_divisible(self, kind: str, where: str) -> None:
         """Refuse a tensor that cannot be resharded exactly like the weights."""
-        whole = self.mesh is None and not self.joined
-        fits = whole if divided == "whole" else divided != "rank" and not self.joined
-        if not (divided == "weight" or self.same or fits):
+        whole = self.mesh is None and not self.flat
+        fits = whole if kind == "whole" else kind != "rank" and not self.flat
+        if not (kind == "weight" or self.same_sharding or fits):
             raise CheckpointError(
                 f"{self.reader.folder}: the optimizer's {where} has another shape than its weight "
                 f"and cannot be resharded exactly: {CURE}"
@@ -244,13 +244,13 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def is_divided(described: Any) -> bool:
+def is_sharded_like_weight(description: Any) -> bool:
     """Tell whether a description is of a tensor that is sharded like its weight."""
-    return isinstance(described, Mapping) and described.get("divided") == "weight"
+    return isinstance(description, Mapping) and description.get("divided") == "weight"
 
 
-def _placed(value: Any, current: Any) -> Any:
-    """Return the current object with a new value, if it can be changed: groups may share it."""
+def _assign(value: Any, current: Any) -> Any:
+    """Return the new value, in the current object if possible: groups may share it."""
     if type(value) is not type(current):
         return value
     if isinstance(value, Tensor) and (value.shape, value.dtype) == (current.shape, current.dtype):
@@ -261,14 +261,14 @@ def _placed(value: Any, current: Any) -> Any:
     return value
 
 
-def _same(first: Any, second: Any) -> bool:
-    """Compare descriptions; NaN equals NaN here."""
+def _equal(first: Any, second: Any) -> bool:
+    """Compare two descriptions; NaN equals NaN."""
     return json.dumps(first) == json.dumps(second)
 
 
-def _is_object(described: Any) -> bool:
-    """Tell whether a value is an object that only the optimizer can build."""
-    return isinstance(described, Mapping) and "object" in described
+def _is_object(description: Any) -> bool:
+    """Tell whether a value is an object, which only the optimizer can build."""
+    return isinstance(description, Mapping) and "object" in description
 
 
 def describe_groups(describer: Describer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -283,12 +283,12 @@ def describe_groups(describer: Describer, groups: list[dict[str, Any]]) -> list[
     ]
 
 
-def widened(described: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
-    """Return a state's description; a state of its weight's type follows the weight."""
-    if not is_divided(described) or was is None:
-        return described
-    follows = dtype_named(described["tensor"]) == was and widens(was, now)
-    return {**described, "tensor": dtype_name(now)} if follows else described
+def follow_weight_dtype(description: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
+    """Widen a state's type like its weight's, if both had the same type."""
+    if not is_sharded_like_weight(description) or was is None:
+        return description
+    follows = dtype_named(description["tensor"]) == was and widens(was, now)
+    return {**description, "tensor": dtype_name(now)} if follows else description
 
 
 def old_description(reader: ShardReader, optimizer: Optimizer) -> dict[str, Any]:
@@ -300,23 +300,23 @@ def old_description(reader: ShardReader, optimizer: Optimizer) -> dict[str, Any]
             "dtype": dtype_name(reader.dtypes[f"model/{name}"]),
             "shape": reader.shapes[f"model/{name}"],
         }
-        for name in sorted(reader.of("model"))
+        for name in sorted(reader.names_of("model"))
     }
     states: dict[str, dict[str, Any]] = {}
-    for path in sorted(reader.of(STATES)):
+    for path in sorted(reader.names_of(STATES)):
         name, _, key = path.rpartition("/")
         stored_name = f"{STATES}/{path}"
         shape = reader.shapes[stored_name]
-        leaf: dict[str, Any] = {"tensor": dtype_name(reader.dtypes[stored_name]), "shape": shape}
+        entry: dict[str, Any] = {"tensor": dtype_name(reader.dtypes[stored_name]), "shape": shape}
         if not shape:
             value = torch.empty(1, dtype=reader.dtypes[stored_name])
             reader.fill(stored_name, TensorShard(value, 0, ()))
-            leaf |= {"values": value.item(), "host": not fast}
+            entry |= {"values": value.item(), "host": not fast}
         else:
-            alike = name in weights and shape == weights[name]["shape"]
+            like_weight = name in weights and shape == weights[name]["shape"]
             other = "whole" if reader.writers == 1 else "rank"
-            leaf |= {"divided": "weight" if alike else other, "name": stored_name}
-        states.setdefault(name, {})[key] = leaf
+            entry |= {"divided": "weight" if like_weight else other, "name": stored_name}
+        states.setdefault(name, {})[key] = entry
     ensure_complete(reader, states, weights)
     return {"weights": weights, "optimizer": {"states": states}}
 

@@ -1,8 +1,8 @@
-"""Tensors on disk as shards, written and read by any number of ranks.
+"""Files of a checkpoint's tensor shards, written and read by any number of ranks.
 
-A shard is a range of the flattened tensor: all of it (one process, DDP), rows (FSDP2), or numbers
-(ZeRO-3). Files hold shards and their offsets, so any number of ranks can read what any other number
-wrote. Nothing is pickled, and no rank needs whole tensors.
+A shard is a range of the flattened tensor: all of it (one process, DDP), rows (FSDP2), or any range
+(ZeRO-3). The files hold offsets, so the number of ranks may change. Nothing is pickled, and no rank
+needs whole tensors.
 """
 
 import json
@@ -21,10 +21,10 @@ from ..base.atomic import MANIFEST, Stamp, stamp, sync
 from ..base.errors import CheckpointError
 from ..model.tensor_shards import TensorShard
 
-PLACES = "places"
+OFFSETS = "places"
 """Key in a file's metadata: each shard's offset and the shape of its whole tensor."""
 FILE_BYTES = 2**30
-"""Approximate bytes of a file; saving needs this much more memory."""
+"""Approximate bytes of a file; saving needs about as much memory."""
 MAX_OPEN = 256
 """Most files that a reader keeps open."""
 FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
@@ -38,17 +38,17 @@ def write_shards(folder: Path, rank: int, shards: Mapping[str, TensorShard]) -> 
     owned = [
         (name, shard)
         for name, shard in shards.items()
-        if shard.values.numel() and (rank == 0 or shard.own or not shard.whole)
+        if shard.values.numel() and (rank == 0 or shard.per_rank or not shard.whole)
     ]
     stamps = {}
     for number, batch in enumerate(_batches(owned)):
-        places = {name: (shard.start, shard.shape) for name, shard in batch}
+        offsets = {name: (shard.start, shard.shape) for name, shard in batch}
         path = folder / f"rank-{rank:05d}-{number:03d}.safetensors"
         save_file(
-            # A copy on the host: safetensors refuses views of one piece of memory.
+            # Copies on the host: safetensors refuses views of the same memory.
             {name: shard.values.to("cpu", copy=True) for name, shard in batch},
             path,
-            {PLACES: json.dumps(places)},
+            {OFFSETS: json.dumps(offsets)},
         )
         sync(path)
         stamps[path.name] = stamp(path)
@@ -69,10 +69,10 @@ def _batches(shards: Iterable[tuple[str, TensorShard]]) -> Iterator[list[tuple[s
 
 
 class ShardReader:
-    """The tensors of a checkpoint, read in shards.
+    """Reads ranges of a checkpoint's tensors.
 
-    Files are opened one by one until all shards of a tensor are found. A rank begins with the
-    files of the rank with the same shard, so that it opens few of a thousand.
+    It opens files one by one until it has the whole range. A rank begins with the files of the rank
+    that had about the same shard, so it opens few of a thousand files.
     """
 
     def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
@@ -87,8 +87,8 @@ class ShardReader:
             match[0]: int(match[1]) for match in map(FILE.fullmatch, _files(folder)) if match
         }
         self.writers = len({*writers.values()})
-        near = rank * (max(writers.values(), default=0) + 1) // ranks
-        order = sorted(writers, key=lambda name: (-abs(writers[name] - near), name))
+        nearest = rank * (max(writers.values(), default=0) + 1) // ranks
+        order = sorted(writers, key=lambda name: (-abs(writers[name] - nearest), name))
         self._unread = [folder / name for name in order]
         """Files whose headers are still unread; the next one is the last."""
 
@@ -99,7 +99,7 @@ class ShardReader:
         self._open.cache_clear()
 
     def fill(self, name: str, shard: TensorShard, exact: bool = True) -> None:
-        """Fill a shard from the files; exactly, or rounded to the shard's type."""
+        """Read the values of a shard; `exact` refuses to round them to the shard's type."""
         begin, end = shard.start, shard.start + shard.values.numel()
         filled = 0
         for start, stop, path in self._shards_of(name):
@@ -131,8 +131,8 @@ class ShardReader:
             raise self.mismatch(name)
         return self.shapes[name]
 
-    def of(self, kind: str) -> set[str]:
-        """Return the names of the tensors of a kind: "model", "optimizer"."""
+    def names_of(self, kind: str) -> set[str]:
+        """Return the names of all tensors of a kind: "model" or "optimizer"."""
         while self._read_next():
             pass
         return {
@@ -163,7 +163,7 @@ class ShardReader:
             return False
         path = self._unread.pop()
         file = self._open(path)
-        for name, (start, shape) in json.loads(file.metadata()[PLACES]).items():
+        for name, (start, shape) in json.loads(file.metadata()[OFFSETS]).items():
             values = file.get_slice(name)
             self._shards.setdefault(name, []).append((start, start + values.get_shape()[0], path))
             self.shapes[name] = tuple(shape)

@@ -1,4 +1,4 @@
-"""This rank's shard of a model and its optimizer, saved and restored under any launcher."""
+"""This rank's shard of model and optimizer, saved and restored under any strategy."""
 
 import importlib
 import json
@@ -23,9 +23,9 @@ from .optimizer_state import (
     Restorer,
     describe_groups,
     dtype_named,
-    is_divided,
+    follow_weight_dtype,
+    is_sharded_like_weight,
     old_description,
-    widened,
 )
 from .shard_files import ShardReader, dtype_name
 
@@ -35,14 +35,14 @@ WEIGHTS = "model"
 class TrainState:
     """This rank's shard of a model and its optimizer: whole tensors, or rows under FSDP2."""
 
-    joined = False
-    """Whether weights are joined in flat tensors, and sharded by numbers instead of rows."""
+    flat = False
+    """Whether weights are concatenated to flat tensors, and sharded between any two numbers."""
 
     def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
         self.rank, self.optimizer = accelerator.process_index, optimizer
         self.ranks, self._device = accelerator.num_processes, accelerator.device
         self._wrapped, self.plain = model, accelerator.unwrap_model(model)
-        # The groups before training show which values the user set and which training changes.
+        # Compared on resuming, to tell the user's changes from those of training.
         self._initial = describe_groups(Describer(self.rank, self._device), self._base.param_groups)
 
     @property
@@ -63,16 +63,16 @@ class TrainState:
         }
 
     def sharding(self) -> dict[str, Any]:
-        """Describe how tensors are sharded; the same sharding can restore all state."""
+        """Describe the sharding; a run with an equal description can restore all state."""
         return {"kind": "whole" if self._mesh() is None else "rows", "ranks": self.ranks}
 
-    def describe(self, own: bool = False) -> tuple[dict[str, Any], dict[str, TensorShard]]:
+    def describe(self, per_rank: bool = False) -> tuple[dict[str, Any], dict[str, TensorShard]]:
         """Return a description of trained weights and optimizer state, and their shards.
 
-        With `own`, each rank writes its own copy of unsharded state.
+        With `per_rank`, each rank writes its own copy of unsharded state.
         """
         sharded = self.sharding()["kind"] != "whole"
-        describer, weights = Describer(self.rank, self._device, sharded, own), {}
+        describer, weights = Describer(self.rank, self._device, sharded, per_rank), {}
         for name, parameter in self.parameters().items():
             shard = describer.shards[f"{WEIGHTS}/{name}"] = self.shard(parameter)
             weights[name] = {"dtype": dtype_name(shard.values.dtype), "shape": shard.shape}
@@ -87,24 +87,28 @@ class TrainState:
         return {"weights": weights, "optimizer": optimizer}, describer.shards
 
     def restore(
-        self, reader: ShardReader, described: dict[str, Any] | None, same: bool, own: bool
+        self,
+        reader: ShardReader,
+        description: dict[str, Any] | None,
+        same_sharding: bool,
+        per_rank: bool,
     ) -> None:
         """Restore model and optimizer from a checkpoint, without collectives.
 
-        A checkpoint of the first format has no description. `same`: tensors are sharded as in the
-        checkpoint. `own`: the description is only this rank's.
+        A checkpoint of the first format has no description. `same_sharding`: tensors are sharded as
+        in the checkpoint. `per_rank`: each rank has its own description.
         """
-        described, named = described or old_description(reader, self._base), self.parameters()
-        ensure_same_parameters(reader, named, {*described["weights"]})
+        description, named = description or old_description(reader, self._base), self.parameters()
+        ensure_same_parameters(reader, named, {*description["weights"]})
         restorer = Restorer(
-            reader, self.rank, self._device, self._mesh(), same, own, joined=self.joined
+            reader, self.rank, self._device, self._mesh(), same_sharding, per_rank, flat=self.flat
         )
-        optimizer = described["optimizer"]
+        optimizer = description["optimizer"]
         restorer.ensure_class(optimizer.get("class"), self._base)
         with torch.no_grad():
             self._restore_weights(reader, named)
             types = {
-                name: dtype_named(entry["dtype"]) for name, entry in described["weights"].items()
+                name: dtype_named(entry["dtype"]) for name, entry in description["weights"].items()
             }
             restorer.extra(optimizer.get("extra", {}), self._base)
             self._restore_states(restorer, optimizer["states"], types)
@@ -120,14 +124,14 @@ class TrainState:
             )
 
     def update_copies(self, reader: ShardReader) -> None:
-        """Update other copies of the restored weights, on all ranks together."""
+        """Update other copies of the restored weights; a collective."""
 
     def shard(self, parameter: Any) -> TensorShard:
         """Return this rank's shard of a parameter."""
         return shard_of(parameter)
 
     def whole(self, parameter: Any) -> Tensor:
-        """Gather a whole parameter, on all ranks together."""
+        """Gather a whole parameter; a collective."""
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
     def _mesh(self) -> Any:
@@ -160,7 +164,7 @@ class TrainState:
             if name in states:
                 self._base.state[parameter] = {
                     key: restorer.value(
-                        widened(value, types.get(name), parameter.dtype),
+                        follow_weight_dtype(value, types.get(name), parameter.dtype),
                         state_name(name, key),
                         parameter,
                     )
@@ -186,12 +190,12 @@ def fill_weights(reader: ShardReader, named: dict[str, Any], exact: bool = True)
 
 
 class ZeroTrainState(TrainState):
-    """DeepSpeed's shards: equal pieces of each flat float32 tensor, the last padded.
+    """The shards of ZeRO-3: equal pieces of each flat float32 tensor, the last one padded.
 
-    The forward pass reads other copies, in the model's type; small tensors are whole on each rank.
+    The forward pass uses copies in the model's type; each rank has small ones of them whole.
     """
 
-    joined = True
+    flat = True
 
     def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
         self._zero = optimizer.optimizer
@@ -205,9 +209,9 @@ class ZeroTrainState(TrainState):
         return base
 
     def sharding(self) -> dict[str, Any]:
-        """Describe how tensors are sharded; the same sharding can restore all state."""
-        joined = [parameter.numel() for parameter in self._zero.fp32_partitioned_groups_flat]
-        return {"kind": "numbers", "ranks": self.ranks, "joined": joined}
+        """Describe the sharding; a run with an equal description can restore all state."""
+        flat = [parameter.numel() for parameter in self._zero.fp32_partitioned_groups_flat]
+        return {"kind": "numbers", "ranks": self.ranks, "joined": flat}
 
     def shard(self, parameter: Any) -> TensorShard:
         """Return this rank's shard of a parameter."""
@@ -218,14 +222,14 @@ class ZeroTrainState(TrainState):
         )
 
     def whole(self, parameter: Any) -> Tensor:
-        """Gather a whole parameter, on all ranks together."""
+        """Gather a whole parameter; a collective."""
         if parameter.requires_grad:
             return self._access.safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
         with self._deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()  # type: ignore[no-any-return]
 
     def update_copies(self, reader: ShardReader) -> None:
-        """Update other copies of the restored weights, on all ranks together."""
+        """Update the copies in the model's type; a collective."""
         for name, parameter in self.parameters().items():
             with (
                 torch.no_grad(),
@@ -242,12 +246,12 @@ class ZeroTrainState(TrainState):
     def _describe_states(self, describer: Describer) -> dict[str, Any]:
         states = {}
         for name, parameter in self.parameters().items():
-            number, joined = self._flat_tensor_of(parameter)
+            number, flat = self._flat_tensor_of(parameter)
             states[name] = {
-                key: self._describe_state(describer, name, key, value, joined, parameter)
-                if isinstance(value, Tensor) and value.shape == joined.shape
-                else describer.value(value, f"{STATES}/joined-{number}/{key}", joined)
-                for key, value in self._base.state.get(joined, {}).items()
+                key: self._describe_state(describer, name, key, value, flat, parameter)
+                if isinstance(value, Tensor) and value.shape == flat.shape
+                else describer.value(value, f"{STATES}/joined-{number}/{key}", flat)
+                for key, value in self._base.state.get(flat, {}).items()
             }
         return states
 
@@ -257,7 +261,7 @@ class ZeroTrainState(TrainState):
         name: str,
         key: str,
         value: Tensor,
-        joined: Tensor,
+        flat: Tensor,
         parameter: Any,
     ) -> dict[str, Any]:
         """Describe a state with the shape of its parameter."""
@@ -283,12 +287,14 @@ class ZeroTrainState(TrainState):
         groups: dict[int, dict[str, Any]] = {}
         seen: set[int] = set()
         for name, parameter in self.parameters().items():
-            number, joined = self._flat_tensor_of(parameter)
+            number, flat = self._flat_tensor_of(parameter)
             state = {
-                key: widened(value, types[name], torch.float32)
+                key: follow_weight_dtype(value, types[name], torch.float32)
                 for key, value in states.get(name, {}).items()
             }
-            counts = {k: None if is_divided(value) else value for k, value in state.items()}
+            counts = {
+                k: None if is_sharded_like_weight(value) else value for k, value in state.items()
+            }
             if json.dumps(groups.setdefault(number, counts)) != json.dumps(counts):
                 raise CheckpointError(
                     f"{restorer.reader.folder}: the optimizer's state of {name} differs from that "
@@ -296,15 +302,15 @@ class ZeroTrainState(TrainState):
                 )
             if number not in seen:
                 seen.add(number)
-                self._base.state[joined] = {}
-            flat_state = self._base.state[joined]
+                self._base.state[flat] = {}
+            flat_state = self._base.state[flat]
             for key, value in state.items():
-                if not is_divided(value):
-                    flat_state[key] = restorer.value(value, state_name(name, key), joined)
+                if not is_sharded_like_weight(value):
+                    flat_state[key] = restorer.value(value, state_name(name, key), flat)
                     continue
                 dtype = dtype_named(value["tensor"])
                 if key not in flat_state:
-                    flat_state[key] = torch.zeros_like(joined, dtype=dtype)
+                    flat_state[key] = torch.zeros_like(flat, dtype=dtype)
                 values = torch.zeros_like(parameter.ds_tensor, dtype=dtype)
                 restorer.reader.fill(value["name"], self._zero_shard(parameter, values))
                 self._access.safe_set_local_optimizer_state(parameter, values, key)

@@ -41,7 +41,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
         model: Any = hooks.optimize_model(load=make_load(recipe.model, scratch))
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     with torch.no_grad(), ShardReader(path) as reader:
-        ensure_same_parameters(reader, trained, reader.of(WEIGHTS))
+        ensure_same_parameters(reader, trained, reader.names_of(WEIGHTS))
         fill_weights(reader, trained, exact=False)
     end_generation(model, tokenizer)
     with publish(target) as building:

@@ -5,13 +5,13 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...base.atomic import sweep
+from ...base.atomic import damage, is_published, sweep
 from ...base.console import say
 from ...base.errors import CheckpointError, RecipeError
 from ...base.limits import read_text
 from ...base.machine import Machine
 from ...base.step_folders import list_checkpoints
-from ...output.checkpoint import find_checkpoints
+from ...output.checkpoint import STATE, ensure_same_run
 from ...output.disk_space import ensure_room
 from ...output.folder import alone, ensure_ours, is_finished, leftovers, read_run
 from ...output.report import read_metrics
@@ -83,6 +83,30 @@ def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Seq
     if latest and is_finished(recipe, checkpoints[0]):
         say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
         return None
+    return checkpoints
+
+
+def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | None) -> list[Path]:
+    """Return checkpoints to resume from, the newest first, compared with the recipe."""
+    if path is not None:
+        if not is_published(path):
+            raise CheckpointError(f"--resume-from {path}: this is no checkpoint folder")
+        checkpoints = [path]
+    elif resume:
+        folder = recipe.folder / "checkpoints"
+        checkpoints = [*reversed(list_checkpoints(folder))]
+        if not checkpoints:
+            raise CheckpointError(
+                f"--resume: there is no checkpoint in {folder}; start again, with --overwrite in "
+                "place of --resume (checkpoint.every says how often one is written)"
+            )
+    else:
+        return []
+    for checkpoint in checkpoints:
+        # Later, each rank compares a share of the other files.
+        if damage(checkpoint, names={STATE}) is None:
+            ensure_same_run(checkpoint, recipe, active)
+            break
     return checkpoints
 
 
