@@ -29,7 +29,7 @@ from .base.machine import look
 from .base.types import Slice
 from .data.defaults import DataDefaults
 from .data.prepare import open_data
-from .data.slices import Work
+from .data.slices import ShardWriter
 from .output.report import read_metrics
 from .registry.active import check, resolve
 from .registry.discover import find
@@ -160,7 +160,7 @@ def _train(raw: dict[str, Any]) -> tuple[list[Tables], dict[str, str]]:
     return [line for line in lines if "loss" in line], active.verdicts()
 
 
-def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], dict[str, bytes]]:
+def _prepare(raw: dict[str, Any]) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
     recipe, active = resolve(raw)
     active.attach(DataDefaults(recipe.folder))
@@ -171,7 +171,7 @@ def _prepare(raw: dict[str, Any]) -> tuple[Work, list[Slice], dict[str, bytes]]:
     return data.work, slices, _write(data.work, slices)
 
 
-def _write(work: Work, slices: list[Slice]) -> dict[str, bytes]:
+def _write(work: ShardWriter, slices: list[Slice]) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         here = replace(work, folder=Path(folder))
         return {(shard := here(one)).file: Path(folder, shard.file).read_bytes() for one in slices}

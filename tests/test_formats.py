@@ -71,9 +71,9 @@ def test_sharegpt_s_tools():
     ]
     assert talk.has_calls and talk.tools == [TOOL]
     row["conversations"][1]["value"] = "look up owls"
-    assert reason(row, "conversations") == "a function call is no JSON"
+    assert reason(row, "conversations") == "a function call is not JSON"
     row["conversations"][1]["value"] = json.dumps([{"arguments": {}}])
-    assert reason(row, "conversations") == "'tool_calls' is no list of calls with names"
+    assert reason(row, "conversations") == "'tool_calls' is not a list of calls with names"
 
 
 def test_alpaca():
@@ -91,9 +91,9 @@ def test_alpaca():
     bare = {"instruction": "who?", "output": "owls", "input": None, "history": None, "system": None}
     assert messages(bare, "alpaca") == [ASK, TELL]
     assert reason({**row, "output": ""}, "alpaca") == "'output' is empty"
-    assert reason({**row, "input": 3}, "alpaca") == "'input' is no text"
+    assert reason({**row, "input": 3}, "alpaca") == "'input' is not text"
     assert reason({**row, "instruction": ""}, "alpaca") == "an empty turn of the user"
-    assert reason({**row, "history": ["who?"]}, "alpaca") == "'history' is no list of pairs"
+    assert reason({**row, "history": ["who?"]}, "alpaca") == "'history' is not a list of pairs"
 
 
 def test_parts_of_content_are_joined():
@@ -105,7 +105,7 @@ def test_parts_of_content_are_joined():
         ({"type": "text"}, "text"),
     ):
         row = {"messages": [{"role": "user", "content": [*parts, part]}, TELL]}
-        assert reason(row) == f"a part of a turn of the user is no text ({kind})"
+        assert reason(row) == f"a part of a turn of the user is not text ({kind})"
 
 
 def test_tools_are_a_list_or_its_json():
@@ -114,15 +114,15 @@ def test_tools_are_a_list_or_its_json():
         assert read_chat("messages", {**row, "tools": given}).tools == [TOOL]
     for nothing in (None, "", [], "[]"):
         assert read_chat("messages", {**row, "tools": nothing}).tools is None
-    assert reason({**row, "tools": "{"}) == "'tools' is no JSON"
+    assert reason({**row, "tools": "{"}) == "'tools' is not JSON"
     for wrong in ({"a": 1}, ["look_up"], 3, '"x"'):
-        assert reason({**row, "tools": wrong}) == "'tools' is no list of tools"
+        assert reason({**row, "tools": wrong}) == "'tools' is not a list of tools"
 
 
 def test_a_row_s_own_variables():
     row = {"messages": [ASK, TELL], "chat_template_kwargs": {"enable_thinking": False}}
     assert read_chat("messages", row).variables == {"enable_thinking": False}
-    assert reason({**row, "chat_template_kwargs": "x"}) == "'chat_template_kwargs' is no object"
+    assert reason({**row, "chat_template_kwargs": "x"}) == "'chat_template_kwargs' is not an object"
 
 
 def test_reasoning_is_given_under_every_name():
@@ -186,7 +186,7 @@ def test_turns_without_words():
         assert messages({"messages": [ASK, {**TELL, "tool_calls": nothing}]}) == [ASK, TELL]
     for wrong in ("look_up", [3], [{"function": {}}], [{"function": "look_up"}]):
         row = {"messages": [ASK, {**called, "tool_calls": wrong}]}
-        assert reason(row) == "'tool_calls' is no list of calls with names"
+        assert reason(row) == "'tool_calls' is not a list of calls with names"
 
 
 def test_a_row_without_the_columns_names_those_it_has():

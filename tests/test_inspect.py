@@ -107,7 +107,7 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
     assert "warning    row 3" not in shown
     dropped = inspect(tiny(rows), "data.on_bad_row=drop", rows=2, first=2)
     assert "warning    row 3: unknown role 'elf'" in dropped
-    assert "row 2: cannot be used: 'messages' is no list of turns" in shown
+    assert "row 2: cannot be used: 'messages' is not a list of turns" in shown
     assert "row 3: cannot be used: unknown role 'elf'" in shown
     assert "bad rows   1 (row 3): unknown role 'elf'" in shown
     long = ["data.on_bad_row=drop", "data.max_length=20"]

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from plugsft.data import jinja_limits
 from plugsft.data.chat import TEMPLATE_ERRORS
-from plugsft.data.jinja import compiled, render
+from plugsft.data.jinja import compile_template, render
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
 TWICE = "{% set ns = namespace(x=['ab'], n=0) %}{% for i in range(60) %}"
@@ -83,10 +83,10 @@ LARGE = {
 def refuse(cases):
     """Render each; in a process of its own, so that its memory is only its own."""
     for name, source in cases.items():
-        jinja_limits.SECONDS = 0.5
+        jinja_limits.MAX_SECONDS = 0.5
         before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
         try:
-            made = render(compiled(source), MESSAGES, {"tools": None})[0]
+            made = render(compile_template(source), MESSAGES, {"tools": None})[0]
             raise AssertionError(f"{name}: {len(made):,} characters")
         except (TemplateError, *TEMPLATE_ERRORS):
             pass
@@ -107,14 +107,14 @@ def test_a_template_that_would_not_end_or_fill_the_memory_is_refused(cases):
 
 def test_a_long_row_may_have_a_long_text():
     content = "word " * 1_000_000
-    template = compiled(
+    template = compile_template(
         "{% for m in messages %}{{ '<' + m.content + '>' }}{{ m.content }}{% endfor %}"
     )
     text = render(template, [{"role": "user", "content": content}], {})[0]
     assert text == f"<{content}>{content}"
     many = [{"role": "user", "content": "a"}] * 100_000
     written = render(
-        compiled("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"), many, {}
+        compile_template("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"), many, {}
     )
     assert written[0] == "<|im_start|>a" * 100_000
 
@@ -140,4 +140,4 @@ def test_a_long_row_may_have_a_long_text():
     ],
 )
 def test_what_is_bounded_is_written_as_ever(source, text):
-    assert render(compiled(source), MESSAGES, {})[0] == text
+    assert render(compile_template(source), MESSAGES, {})[0] == text

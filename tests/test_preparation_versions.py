@@ -22,7 +22,7 @@ from plugsft.data.cache_key import VERSIONS
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.jsonl import RowList
-from plugsft.data.slices import Work, make_examples, render
+from plugsft.data.slices import ShardWriter, make_examples, render
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.active import resolve
@@ -143,7 +143,7 @@ def arrays(examples):
 def encode_all(folder):
     """Ids, counts and ends, also of a text that is only encoded in part."""
     rows = [{"text": text} for text in [*TEXTS, "owls hunt " * 4000]]
-    work = Work(
+    work = ShardWriter(
         Data(source="x", max_length=16), [Source(source="x")], tokenizer(), folder, {}, None
     )
     part = Slice(0, 0, len(rows), RowList(rows))

@@ -104,8 +104,8 @@ def test_bad_rows_stop_the_run_with_reasons_and_numbers(run, tmp_path):
     assert message.startswith(f"{tmp_path / 'data.jsonl'}, rows 0 to 7: 5 bad: ")
     for part in (
         "unknown role 'nobody': 2 (rows 1, 4)",
-        "'messages' is no list of turns, or an empty one: 1 (row 3)",
-        "no JSON object: 1 (row 5)",
+        "'messages' is not a list of turns, or is empty: 1 (row 3)",
+        "not a JSON object: 1 (row 5)",
         "no trained token: 1 (row 6)",
         'or set data.on_bad_row = "drop"',
     ):

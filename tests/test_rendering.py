@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plugsft import DataError, RecipeError
 from plugsft.data.chat import CHATML, Chat, training_template
 from plugsft.data.formats import read_chat
-from plugsft.data.jinja import compiled
+from plugsft.data.jinja import compile_template
 from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import load_tokenizer, train_tokenizer
 from plugsft.data.render import render_rows as render
@@ -28,7 +28,7 @@ from plugsft.tokens.tokenizer import encode, lighten
 COUNT = 2_000 if os.environ.get("PLUGSFT_FULL") == "1" else 200
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = {path.stem: path.read_text("utf8") for path in sorted(FOLDER.glob("*.jinja"))}
-MARKED = [name for name, source in TEMPLATES.items() if compiled(source).marked]
+MARKED = [name for name, source in TEMPLATES.items() if compile_template(source).marked]
 PAIRS = [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
@@ -171,8 +171,8 @@ def test_a_row_of_another_format_is_bad(tokenizer):
     ("row", "reason"),
     [
         ({"messages": None}, "'messages' is null"),
-        ({"messages": []}, "'messages' is no list of turns, or an empty one"),
-        ({"messages": "hi"}, "'messages' is no list of turns, or an empty one"),
+        ({"messages": []}, "'messages' is not a list of turns, or is empty"),
+        ({"messages": "hi"}, "'messages' is not a list of turns, or is empty"),
         ({"messages": ["hi"]}, "a turn has no role"),
         ({"messages": [{"content": "hi"}]}, "a turn has no role"),
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "unknown role 'wizard'"),
@@ -182,17 +182,17 @@ def test_a_row_of_another_format_is_bad(tokenizer):
             "an empty turn of the assistant",
         ),
         ({"messages": [{"role": "user"}, TELL]}, "an empty turn of the user"),
-        ({"messages": [{"role": "user", "content": 3}, TELL]}, "a turn of the user is no text"),
+        ({"messages": [{"role": "user", "content": 3}, TELL]}, "a turn of the user is not text"),
         ({"messages": [ASK]}, "no trained token"),
         ({"messages": [ASK, {**TELL, "content": "\ud83e"}]}, "half a character"),
         ({"prompt": "a", "completion": None}, "'completion' is null"),
         ({"prompt": None, "completion": "b"}, "'prompt' is null"),
         ({"prompt": "a", "text": "b"}, "no 'completion': the row has prompt, text"),
         ({"prompt": "a", "completion": ""}, "'completion' is empty"),
-        ({"prompt": 3, "completion": "b"}, "'prompt' is no text"),
-        ({"prompt": "a", "completion": [TELL]}, "'prompt' is no list of turns"),
+        ({"prompt": 3, "completion": "b"}, "'prompt' is not text"),
+        ({"prompt": "a", "completion": [TELL]}, "'prompt' is not a list of turns"),
         ({"text": ""}, "'text' is empty"),
-        ({"text": ["a"]}, "'text' is no text"),
+        ({"text": ["a"]}, "'text' is not text"),
         ({"text": "\ud83e"}, "half a character"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_template_that_refuses_a_row_is_quoted_in_one_line(with_template):
 
 def test_a_template_that_is_no_jinja_is_refused(with_template):
     for broken in ("{% if", "{% generation %}", "{{ x | nothing }}"):
-        with pytest.raises(DataError, match="the chat template is no Jinja: "):
+        with pytest.raises(DataError, match="the chat template is not Jinja: "):
             rendered(with_template(broken), {"messages": [ASK, TELL]})
 
 
@@ -349,7 +349,7 @@ def test_a_block_inside_a_macro_is_found_too(with_template):
 
 def test_blocks_inside_each_other_are_refused(with_template):
     block = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
-    reason = "the chat template refuses it: its generation blocks stand inside each other"
+    reason = "the chat template refuses it: its generation blocks are nested"
     assert rendered(with_template(block), {"messages": [ASK, TELL]}).bad == {0: reason}
 
 

@@ -187,7 +187,7 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
         ("data", b"a,b", "unknown file type ''"),
         ("data.parquet", b"no parquet", "cannot be read as parquet"),
         ("data.arrow", b"no arrow", "cannot be read as arrow"),
-        ("folder/", b"", "the folder holds no data"),
+        ("folder/", b"", "the folder has no data"),
         ("folder/state.json", b"{}", "cannot be opened as a file"),
     ],
 )

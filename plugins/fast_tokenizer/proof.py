@@ -35,7 +35,7 @@ def guard(engine: Engine, tokenizer: Tokenizer) -> Engine:
     token_bytes = np.array(tokenizer.token_bytes.to_pylist(), object)
     token_texts = [_decode(token) for token in token_bytes]
     rare = _rare_characters("".join(filter(None, token_texts)))
-    # A token that is no text may be a part of a rare character.
+    # A token that is not text may be a part of a rare character.
     suspect = np.array([text is None or not rare.isdisjoint(text) for text in token_texts])
 
     def encode_accepted(texts: list[str]) -> Ids:

@@ -8,7 +8,7 @@ from ..recipe.parse import flatten
 from ..registry.active import Active, contract_of, options_of
 from ..tokens.shards import FORMAT
 from .chat import training_template
-from .slices import Work
+from .slices import ShardWriter
 from .sources import OpenSource
 
 TOKEN_HOOKS = ("render", "encode")
@@ -61,7 +61,7 @@ def _token_options(plugin: Any) -> dict[str, Any]:
     }
 
 
-def key_of(work: Work, sources: Sequence[OpenSource], active: Active) -> dict[str, Any]:
+def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> dict[str, Any]:
     """Return everything that the tokens depend on, and nothing else."""
     tokenizer = work.tokenizer
     backend, template = tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template

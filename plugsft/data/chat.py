@@ -12,7 +12,7 @@ from ..base.types import Row, Span
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
 from .formats import BadRow, Conversation, call_variants, calls_of
-from .jinja import Compiled, compiled
+from .jinja import CompiledTemplate, compile_template
 from .jinja import render as render_chat
 
 CHATML = Path(__file__).with_name("chatml.jinja")
@@ -260,7 +260,9 @@ class Chat:
         """Return the text that a model would continue to answer these messages."""
         return self._write(self.own, messages, {**variables, "add_generation_prompt": True})[0]
 
-    def _write(self, template: Compiled, messages: list[Row], variables: dict[str, Any]) -> Text:
+    def _write(
+        self, template: CompiledTemplate, messages: list[Row], variables: dict[str, Any]
+    ) -> Text:
         if self.needs_parts:
             messages = [_in_parts(message) for message in messages]
         try:
@@ -293,11 +295,11 @@ def training_template(template: str) -> str | None:
     return None
 
 
-def _compile(source: str) -> Compiled:
+def _compile(source: str) -> CompiledTemplate:
     try:
-        return compiled(source)
+        return compile_template(source)
     except (TemplateError, RecursionError) as error:
-        raise DataError(f"the chat template is no Jinja: {_one_line(error)}") from error
+        raise DataError(f"the chat template is not Jinja: {_one_line(error)}") from error
 
 
 def common_prefix(first: Any, second: Any) -> int:

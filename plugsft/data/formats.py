@@ -154,7 +154,7 @@ def read_chat(kind: str, row: Row) -> Conversation:
         chat.tools = _tools(row.get("tools"))
         chat.variables = row.get("chat_template_kwargs")
         if not isinstance(chat.variables, dict | None):
-            raise BadRow("'chat_template_kwargs' is no object")
+            raise BadRow("'chat_template_kwargs' is not an object")
     return chat
 
 
@@ -162,7 +162,7 @@ def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
     """Return the text of a column."""
     value = _value(row, column)
     if not isinstance(value, str):
-        raise BadRow(f"'{column}' is no text")
+        raise BadRow(f"'{column}' is not text")
     if not value and not allow_empty:
         raise BadRow(f"'{column}' is empty")
     return value
@@ -227,7 +227,7 @@ def _message(turn: Any) -> Row:
     if isinstance(content, list):
         content = message["content"] = "".join(_part_text(part, role) for part in content)
     if not isinstance(content, str | None):
-        raise BadRow(f"a turn of the {role} is no text")
+        raise BadRow(f"a turn of the {role} is not text")
     if message.get("tool_calls"):
         _check_calls(message["tool_calls"])
     elif not content and role in ("user", "assistant"):
@@ -253,7 +253,7 @@ def _part_text(part: Any, role: str) -> str:
     """Return the text of a content part, in OpenAI's format."""
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise BadRow(f"a part of a turn of the {role} is no text ({kind})")
+        raise BadRow(f"a part of a turn of the {role} is not text ({kind})")
     return str(part["text"])
 
 
@@ -261,7 +261,7 @@ def _check_calls(calls: Any) -> None:
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow("'tool_calls' is no list of calls with names")
+            raise BadRow("'tool_calls' is not a list of calls with names")
 
 
 def _other_arguments(message: Row) -> Row:
@@ -307,7 +307,7 @@ def _alpaca(row: Row) -> Iterator[Row]:
     history = row.get("history") or []
     pairs = isinstance(history, list) and all(isinstance(pair, list) for pair in history)
     if not pairs or any(len(pair) != 2 for pair in history):
-        raise BadRow("'history' is no list of pairs")
+        raise BadRow("'history' is not a list of pairs")
     for pair in history:
         yield {"role": "user", "content": pair[0]}
         yield {"role": "assistant", "content": pair[1]}
@@ -325,7 +325,7 @@ def _system(row: Row) -> list[Row]:
 def _tools(value: Any) -> list[Row] | None:
     tools = _parsed(value, "'tools'") if value and isinstance(value, str) else value
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow("'tools' is no list of tools")
+        raise BadRow("'tools' is not a list of tools")
     return tools or None
 
 
@@ -335,7 +335,7 @@ def _parsed(value: Any, name: str) -> Any:
     try:
         return parse_json(value)
     except ValueError:
-        raise BadRow(f"{name} is no JSON") from None
+        raise BadRow(f"{name} is not JSON") from None
 
 
 def _value(row: Row, column: str) -> Any:
@@ -350,5 +350,5 @@ def _value(row: Row, column: str) -> Any:
 def _turns(row: Row, column: str) -> list[Any]:
     turns = _value(row, column)
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f"'{column}' is no list of turns, or an empty one")
+        raise BadRow(f"'{column}' is not a list of turns, or is empty")
     return turns

@@ -1,7 +1,6 @@
-"""A chat template, compiled, with the spans that its {% generation %} blocks mark.
+"""Render chat templates, with the spans that their {% generation %} blocks mark.
 
-The same environment as transformers' own, torch left out: a worker starts in a moment, and a
-block is found by marks in the output instead of by joining all that stands before it.
+The texts are those of transformers, which would import torch: a worker starts faster without it.
 """
 
 import json
@@ -20,35 +19,35 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from ..base.types import Row, Span
-from .jinja_limits import BoundedEnvironment, left, measure
+from .jinja_limits import BoundedEnvironment, budget
 
-INDENT = 32
-"""Spaces that tojson(indent=...) may ask for."""
-# Nothing in anyone's data spells these, and they are taken out again.
-BEGINS, ENDS = (f"\0{secrets.randbits(64)}{side}" for side in "()")
+MAX_INDENT = 32
+"""Most spaces of tojson(indent=...)."""
+# Marks around generation blocks, random so that no data contains them. `render` removes them.
+BEGIN_MARK, END_MARK = (f"\0{secrets.randbits(64)}{side}" for side in "()")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledTemplate:
     """A chat template, ready to render."""
 
     template: Template
     marked: bool
     """Whether it has generation blocks."""
     variables: frozenset[str]
-    """What it reads."""
+    """Names of the variables that it reads."""
 
 
 class _Generation(Extension):
-    """Writes a mark before and after each block."""
+    """Writes a mark before and after each generation block."""
 
-    tags = frozenset({"generation"})  # type: ignore[assignment]  # a set of the class upstream
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # upstream, any set
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         opening, closing = (
-            nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (BEGINS, ENDS)
+            nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN_MARK, END_MARK)
         )
         return [opening, nodes.Scope(body, lineno=line), closing]
 
@@ -77,7 +76,7 @@ class _Namespace(Namespace):
 
 
 class _Environment(BoundedEnvironment):
-    """The sandbox, which looks into messages first, where that gives the same: it is faster."""
+    """The sandbox, with faster access to the keys of messages."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
@@ -94,10 +93,10 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _now(form: str) -> str:
-    if re.search(r"\d{3}", form):
-        raise SecurityError("strftime_now: widths of three digits are of no use")
-    return datetime.now().strftime(form)
+def _now(date_format: str) -> str:
+    if re.search(r"\d{3}", date_format):
+        raise SecurityError("strftime_now: a width has at most two digits")
+    return datetime.now().strftime(date_format)
 
 
 def _json(
@@ -107,17 +106,17 @@ def _json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own would escape what HTML minds.
-    measure(value)
-    if (isinstance(indent, int) and indent > INDENT) or isinstance(indent, str):
-        raise SecurityError(f"tojson(indent={indent!r:.20}): at most {INDENT} spaces")
+    """Return JSON; Jinja's own filter would escape it for HTML."""
+    budget.ensure_fits(value)
+    if (isinstance(indent, int) and indent > MAX_INDENT) or isinstance(indent, str):
+        raise SecurityError(f"tojson(indent={indent!r:.20}): at most {MAX_INDENT} spaces")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 @lru_cache(maxsize=16)
-def compiled(source: str) -> Compiled:
+def compile_template(source: str) -> CompiledTemplate:
     """Compile a chat template."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -130,29 +129,29 @@ def compiled(source: str) -> Compiled:
         "namespace": _Namespace,
     }
     template, tree = environment.from_string(source), environment.parse(source)
-    # Jinja keeps them in layers, which are slow to copy, and copies them at each rendering.
+    # Each rendering copies the globals, and a plain dict is copied faster than Jinja's ChainMap.
     template.globals = dict(template.globals)
-    marked = any(node.data == BEGINS for node in tree.find_all(nodes.TemplateData))
-    return Compiled(template, marked, frozenset(find_undeclared_variables(tree)))
+    marked = any(node.data == BEGIN_MARK for node in tree.find_all(nodes.TemplateData))
+    return CompiledTemplate(template, marked, frozenset(find_undeclared_variables(tree)))
 
 
 def render(
-    template: Compiled, messages: list[Row], variables: dict[str, Any]
+    template: CompiledTemplate, messages: list[Row], variables: dict[str, Any]
 ) -> tuple[str, list[Span]]:
     """Return a conversation's text, and the spans that the template marks."""
-    given = {**variables, "messages": messages}
-    left.start(given)
+    context = {**variables, "messages": messages}
+    budget.start(context)
     try:
-        whole = template.template.render(given)
+        marked = template.template.render(context)
     finally:
-        left.stop()
-    first, *parts = whole.split(BEGINS)
-    text, spans, at = [first], [], len(first)
-    for part in parts:
-        inside, mark, outside = part.partition(ENDS)
-        if not mark or ENDS in outside:
-            raise TemplateError("its generation blocks stand inside each other")
-        text += (inside, outside)
-        spans.append((at, at + len(inside)))
-        at += len(inside) + len(outside)
-    return "".join(text), spans
+        budget.stop()
+    first, *blocks = marked.split(BEGIN_MARK)
+    texts, spans, end = [first], [], len(first)
+    for block in blocks:
+        inside, mark, outside = block.partition(END_MARK)
+        if not mark or END_MARK in outside:
+            raise TemplateError("its generation blocks are nested")
+        texts += (inside, outside)
+        spans.append((end, end + len(inside)))
+        end += len(inside) + len(outside)
+    return "".join(texts), spans

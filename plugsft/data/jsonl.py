@@ -101,8 +101,8 @@ def why_unreadable(rows: Rows, number: int) -> str:
         except UnicodeDecodeError:
             return "not UTF-8"
         except ValueError as error:
-            return str(error) if "nested" in str(error) else "no JSON object"
-    return "no JSON object"
+            return str(error) if "nested" in str(error) else "not a JSON object"
+    return "not a JSON object"
 
 
 def find_lines(path: Path) -> JsonLines:

@@ -57,7 +57,7 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
 
 
 def split_pair(row: Row) -> list[Row]:
-    """Return a row as two rows with prompt and completion; raise BadRow if it is no pair."""
+    """Return a row as two rows with prompt and completion; raise BadRow if it is not a pair."""
     for name in ANSWERS:
         if row.get(name) is None:
             present = ", ".join(sorted(key for key, value in row.items() if value is not None))

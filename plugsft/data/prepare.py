@@ -21,7 +21,7 @@ from ..tokens.tokenizer import OWN, Tokenizer, lighten
 from .cache_key import differences, key_of, plugin_versions, token_plugins
 from .defaults import opened as open_mapped
 from .load_tokenizer import Render, load_tokenizer, train_tokenizer
-from .slices import Work, describe_bad_rows, describe_warnings, merge, render
+from .slices import ShardWriter, describe_bad_rows, describe_warnings, merge, render
 from .sources import OpenSource, ensure_columns, open_source, slices_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class OpenData:
     """A recipe's opened sources and tokenizer."""
 
-    work: Work
+    work: ShardWriter
     sources: list[OpenSource]
     tokenizer: PreTrainedTokenizerBase
     tokenizer_folder: Path
@@ -91,7 +91,7 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
     folder = _tokenizer_folder(recipe, sources, active)
     tokenizer = load_tokenizer(recipe.model, folder)
     plugins = token_plugins(active)
-    work = Work(recipe.data, names, lighten(tokenizer), Path(), plugins, _hooks=active.hooks)
+    work = ShardWriter(recipe.data, names, lighten(tokenizer), Path(), plugins, _hooks=active.hooks)
     return OpenData(work, sources, tokenizer, folder)
 
 
@@ -158,7 +158,7 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
     return _name_sources(tokens, data.work)
 
 
-def _prepare_tokens(work: Work, sources: Sequence[OpenSource], active: Active) -> Tokens:
+def _prepare_tokens(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> Tokens:
     key = key_of(work, sources, active)
     build_started = []
 
@@ -195,7 +195,7 @@ def _prepare_tokens(work: Work, sources: Sequence[OpenSource], active: Active) -
     return tokens
 
 
-def _name_sources(tokens: Tokens, work: Work) -> Tokens:
+def _name_sources(tokens: Tokens, work: ShardWriter) -> Tokens:
     """Give tokens the names and weights of this recipe's sources."""
     # The tokens do not depend on them, so the stored values may differ.
     for facts, source in zip(tokens.facts["sources"], work.sources, strict=bool(work.sources)):
@@ -216,7 +216,7 @@ def summarize(facts: dict[str, Any], origin: str) -> str:
     )
 
 
-def _facts(shards: list[Shard], work: Work, key: dict[str, Any]) -> dict[str, Any]:
+def _facts(shards: list[Shard], work: ShardWriter, key: dict[str, Any]) -> dict[str, Any]:
     total = merge(shards)
     if total.too_long:
         total.bad[f"longer than {work.data.max_length} tokens"] = total.too_long

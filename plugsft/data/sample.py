@@ -15,7 +15,7 @@ from ..tokens.tokenizer import lighten
 from .cache_key import token_plugins
 from .load_tokenizer import load_tokenizer, train_tokenizer
 from .prepare import make_renderer
-from .slices import Work, merge
+from .slices import ShardWriter, merge
 from .sources import OpenSource
 
 Sources = list[OpenSource]
@@ -38,8 +38,8 @@ class Sample:
 
 def make_work(
     recipe: Recipe, active: Active, sources: Sources, folder: Path, max_rows: int | None = None
-) -> Work:
-    """Return a Work that drops the rows at which preparing would stop, and counts them.
+) -> ShardWriter:
+    """Return a ShardWriter that drops the rows at which preparing would stop, and counts them.
 
     The tokenizer of a model from scratch is trained on the first `max_rows` rows of each source.
     """
@@ -51,10 +51,10 @@ def make_work(
         tokenizer = train_tokenizer(rows, make_renderer(recipe, active), model.scratch.vocab)
         tokenizer.save_pretrained(folder)
     light, plugins = lighten(load_tokenizer(model, folder)), token_plugins(active)
-    return Work(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
+    return ShardWriter(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
 
 
-def sample_rows(work: Work, sources: Sources, source: int, start: int, stop: int) -> Sample:
+def sample_rows(work: ShardWriter, sources: Sources, source: int, start: int, stop: int) -> Sample:
     """Prepare the rows of a source from `start` to `stop`."""
     name, count = work.sources[source].source, len(sources[source])
     rows = range(count)[start:stop]
@@ -63,7 +63,7 @@ def sample_rows(work: Work, sources: Sources, source: int, start: int, stop: int
     return sample_ranges(work, sources, source, [rows])
 
 
-def sample_ranges(work: Work, sources: Sources, source: int, ranges: list[range]) -> Sample:
+def sample_ranges(work: ShardWriter, sources: Sources, source: int, ranges: list[range]) -> Sample:
     """Prepare several ranges of rows of a source."""
     folder, work.folder = work.folder, Path(mkdtemp(dir=work.folder))
     shards = []

@@ -32,7 +32,7 @@ CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop
 
 
 @dataclass
-class Work:
+class ShardWriter:
     """Turns a slice into a shard. Pickled as options and names of plugins."""
 
     data: Data

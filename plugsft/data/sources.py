@@ -1,17 +1,18 @@
 """Open sources of rows: jsonl line by line, everything else through `datasets`.
 
-Importing `datasets` takes a second, so only the functions that read through it do.
+Importing `datasets` takes a second. Most recipes name jsonl files, so dataset_source.py, which
+imports it, is imported only by the functions that need it.
 """
 
 from collections.abc import Sequence, Sized
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from ..base.checksums import cached_file_digest, digest
+from ..base.checksums import cached_file_digest
 from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Ints, Row, Rows, Slice
@@ -50,19 +51,23 @@ def open_source(source: Source) -> OpenSource:
         if path.stat().st_size == 0:
             raise DataError(f"source {path}: the file is empty")
         if path.suffix in (".jsonl", ".json"):
-            return File(path, source.split, _read_array(path) if path.suffix == ".json" else None)
+            array = _read_array(path) if path.suffix == ".json" else None
+            return FileSource(path, source.split, array)
     elif path.is_dir():
         files = [*path.glob("*"), *path.glob("data/*")]
         if not any(set(FILES) & set(file.suffixes) for file in files):
             # `datasets` would walk through the whole tree.
             raise DataError(
-                f"source {path}: the folder holds no data: no {', '.join(FILES)} file, and no "
+                f"source {path}: the folder has no data: no {', '.join(FILES)} file, and no "
                 "dataset of save_to_disk"
             )
     elif path.suffix in FILES or source.source.startswith((".", "/")):
         names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
         raise DataError(f"source {path}: no such file{did_you_mean(path.name, names)}")
-    return Table(source)
+    from .dataset_source import DatasetSource
+
+    reader = FILES[path.suffix] if path.is_file() else None
+    return _ensure_rows(DatasetSource(source, reader), source.source, source.split)
 
 
 def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
@@ -100,7 +105,7 @@ def slices_of(sources: Sequence[OpenSource]) -> list[Slice]:
     return slices
 
 
-class File:
+class FileSource:
     """A jsonl or json file, which is one split.
 
     Its lines are searched at the first access, so that prepared data is not read again.
@@ -153,107 +158,21 @@ def _read_array(path: Path) -> RowList | None:
 
 def _ensure_rows(rows: T, name: str, split: str) -> T:
     if not len(rows):
-        raise DataError(f"source {name} (split '{split}'): holds no rows; set another split")
+        raise DataError(f"source {name} (split '{split}'): has no rows; set another split")
     return rows
-
-
-class TableRows:
-    """A range of rows of a dataset of `datasets`."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return a range of the rows; another process maps the same files."""
-        return TableRows(self._data.select(range(start, stop)))
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows; a field that Arrow filled in with None counts as missing."""
-        table = self._data.with_format("arrow")[start:stop]
-        return [_without_none(row) for row in table.to_pylist()]
-
-
-class Table(TableRows):
-    """Parquet, Arrow, a saved dataset, or a name on the hub, through `datasets`."""
-
-    def __init__(self, source: Source) -> None:
-        import datasets
-
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our messages say enough
-        name, path = source.source, Path(source.source)
-        self._source = source
-        reader = FILES[path.suffix] if path.is_file() else None
-        try:
-            if reader:
-                self._data = datasets.load_dataset(reader, data_files=name, split=source.split)
-            elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-                self._data = _load_saved(path, source.split)
-            else:
-                self._data = datasets.load_dataset(name, split=source.split)
-        except Exception as error:  # datasets and its readers raise nearly every type
-            first_line = str(error).strip().partition("\n")[0]
-            action = f"read as {reader}" if reader else "opened as a file, a folder or a hub name"
-            raise DataError(
-                f"source {name} (split '{source.split}'): cannot be {action}: "
-                f"{type(error).__name__}: {first_line}"
-            ) from error
-        _ensure_rows(self._data, name, source.split)
-
-    @cached_property
-    def identity(self) -> dict[str, str]:
-        """The checksums of local files, or the fingerprint of a dataset on the hub."""
-        path, split = Path(self._source.source), self._source.split
-        if path.is_file():
-            return {"file": cached_file_digest(path), "split": split}
-        if path.is_dir():
-            files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            checksums = {str(file.relative_to(path)): cached_file_digest(file) for file in files}
-            return {"folder": digest(checksums), "split": split}
-        return {"data": self._data._fingerprint, "split": split}
-
-    def sizes(self) -> Ints:
-        """Return the average size of a row in bytes, for each row."""
-        return np.full(len(self), self._data.data.nbytes // max(1, len(self)))
-
-
-def _load_saved(path: Path, split: str) -> Any:
-    import datasets
-
-    data = datasets.load_from_disk(str(path))
-    splits = data if isinstance(data, datasets.DatasetDict) else {"train": data}
-    ranges = _parse_split(split, {name: len(rows) for name, rows in splits.items()})
-    return datasets.concatenate_datasets([splits[name].select(rows) for name, rows in ranges])
 
 
 def _row_numbers(split: str, count: int, path: Path) -> Ints:
     """Return the row numbers of "train[10:20%]" in a file, which is one split named train."""
     if split == "train":
         return np.arange(count)
+    from .dataset_source import parse_split
+
     try:
-        ranges = _parse_split(split, {"train": count})
+        ranges = parse_split(split, {"train": count})
     except (ValueError, AssertionError) as error:
         raise DataError(
             f"source {path}: split '{split}' is not understood; a file is one split, 'train'; "
             f"write its slices as train[:100] or train[-5%:] ({error})"
         ) from error
     return np.concatenate([np.arange(rows.start, rows.stop) for _, rows in ranges])
-
-
-def _parse_split(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:
-    """Return the splits and row numbers of a split in the notation of `datasets`."""
-    import datasets
-
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    return [(part.splitname, range(sizes[part.splitname])[part.from_ : part.to]) for part in parts]
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_none(inner) for inner in value]
-    return value

@@ -12,7 +12,7 @@ from test_dpo_boundaries import of_trl_alone, tokenizer_of
 
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.jsonl import RowList
-from plugsft.data.slices import Work
+from plugsft.data.slices import ShardWriter
 from plugsft.data.sources import slices_of
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.active import rebuild
@@ -70,7 +70,9 @@ def of_ours(tokenizer, row, folder):
     plugins = {"dpo": {}} if "chosen" in row else {}
     hook = rebuild(plugins).attach(DataDefaults(folder)).hooks
     sources = [Source(source="rows")]
-    work = Work(Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hooks=hook)
+    work = ShardWriter(
+        Data(source="rows"), sources, lighten(tokenizer), folder, plugins, _hooks=hook
+    )
     [part] = slices_of([RowList([row])])
     write_index(folder, [work(part)], {"key": ""})
     tokens = Tokens(folder)

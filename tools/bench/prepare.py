@@ -206,7 +206,7 @@ def run_floor(options: argparse.Namespace) -> dict:
     import gigatoken
     from pydantic_core import from_json
 
-    from plugsft.data.jinja import compiled, render
+    from plugsft.data.jinja import compile_template, render
 
     def timed(function, *arguments):
         started = time.perf_counter()
@@ -215,7 +215,7 @@ def run_floor(options: argparse.Namespace) -> dict:
 
     # A second of work to wake the processor, and the engine once to load what it loads lazily.
     text = (options.folder / "tokenizer/tokenizer.json").read_text()
-    template = compiled((options.folder / "tokenizer/chat_template.jinja").read_text())
+    template = compile_template((options.folder / "tokenizer/chat_template.jinja").read_text())
     names = {"tools": None, "eos_token": "<|im_end|>"}
     engine = gigatoken.Tokenizer.from_json(text)
     engine.encode_batch(["x"], parallel=False)

@@ -9,13 +9,13 @@ from ...data.chat import Chat
 from ...data.formats import TEXTS, BadRow, Conversation, format_of, read_chat
 from ...data.render import renamed, without
 from ...data.sample import Sample
-from ...data.slices import Work
+from ...data.slices import ShardWriter
 from ...data.sources import OpenSource
 from ...registry.active import Active
 
 
 def judge_chats(
-    sample: Sample, work: Work, opened: OpenSource, active: Active
+    sample: Sample, work: ShardWriter, opened: OpenSource, active: Active
 ) -> tuple[str, list[str]]:
     """Count the stable conversations; warn of text that the template drops or changes."""
     if any(active.implements(name, ["render"]) for name in active.plugins):
@@ -61,7 +61,7 @@ def judge_chats(
 
 
 def conversations(
-    sample: Sample, work: Work, opened: OpenSource
+    sample: Sample, work: ShardWriter, opened: OpenSource
 ) -> Iterator[tuple[int, Conversation]]:
     """Yield the number and the conversation of each row that holds one."""
     for numbers in sample.ranges:
@@ -80,7 +80,7 @@ def conversations(
                 continue
 
 
-def special_tokens(work: Work) -> re.Pattern[str]:
+def special_tokens(work: ShardWriter) -> re.Pattern[str]:
     """Return a pattern that matches the tokenizer's special tokens."""
     added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     return re.compile(

@@ -12,7 +12,7 @@ from ...base.errors import DataError, RecipeError
 from ...base.machine import look
 from ...data.defaults import DataDefaults
 from ...data.sample import make_work, sample_rows
-from ...data.slices import Work
+from ...data.slices import ShardWriter
 from ...data.sources import OpenSource, ensure_columns, open_source
 from ...hooks import DATA
 from ...output.folder import ensure_page
@@ -69,7 +69,7 @@ def inspect_data(
 
 
 def _views(
-    work: Work, opened: list[OpenSource], source: int, first: int, rows: int
+    work: ShardWriter, opened: list[OpenSource], source: int, first: int, rows: int
 ) -> Iterator[View]:
     if not rows:
         return

@@ -13,7 +13,7 @@ from ...base.errors import DataError
 from ...base.types import Ints
 from ...data.chat import Chat
 from ...data.sample import Sample, sample_ranges
-from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_warnings
+from ...data.slices import CURE_BAD, CURE_LONG, ShardWriter, describe_rows, describe_warnings
 from ...data.sources import OpenSource
 from ...recipe.tables import Data
 from ...registry.active import Active
@@ -59,7 +59,12 @@ class Audit:
 
 
 def audit(
-    work: Work, opened: list[OpenSource], source: int, active: Active, data: Data, everything: bool
+    work: ShardWriter,
+    opened: list[OpenSource],
+    source: int,
+    active: Active,
+    data: Data,
+    everything: bool,
 ) -> Audit:
     """Audit a sample of a source, or all of it; `data` tells which problems stop a run."""
     total = len(opened[source])
@@ -107,7 +112,9 @@ def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
     return [(edge, edge + width - 1, count) for edge, count in pairs]
 
 
-def _whole_lengths(work: Work, opened: list[OpenSource], source: int, sample: Sample) -> Ints:
+def _whole_lengths(
+    work: ShardWriter, opened: list[OpenSource], source: int, sample: Sample
+) -> Ints:
     """Return the lengths of all examples; rows that were cut are prepared again, whole."""
     shard = sample.shard
     # A bad row may have been cut before its first trained token.
@@ -152,7 +159,7 @@ def _measure(result: Audit) -> None:
         )
 
 
-def _judge_tokens(result: Audit, work: Work) -> None:
+def _judge_tokens(result: Audit, work: ShardWriter) -> None:
     """Find roles that are trained, and end-of-turn tokens that are not."""
     tokens, cut = result.sample.tokens, {*result.sample.shard.truncated}
     spellings: list[bytes] = work.tokenizer.token_bytes.to_pylist()
@@ -184,7 +191,7 @@ def _judge_tokens(result: Audit, work: Work) -> None:
         )
 
 
-def _header(work: Work) -> str:
+def _header(work: ShardWriter) -> str:
     """Return the text that names the assistant; empty if there is none, or if it is trained."""
     if not work.tokenizer.chat_template or work.data.train_on == "all":
         return ""

@@ -10,7 +10,7 @@ from ...base.types import Ints
 from ...batches.plan import shuffle
 from ...data.prepare import eval_source, open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
-from ...data.slices import CURE_BAD, CURE_LONG, Work, describe_rows, describe_warnings
+from ...data.slices import CURE_BAD, CURE_LONG, ShardWriter, describe_rows, describe_warnings
 from ...data.sources import OpenSource, ensure_columns, open_source
 from ...model.config import check_ids
 from ...recipe.tables import Recipe, Source
@@ -87,7 +87,7 @@ def _open(findings: Findings, subject: str, source: Source) -> OpenSource | None
 
 def _work(
     findings: Findings, recipe: Recipe, active: Active, rows: list[OpenSource], folder: Path
-) -> Work | None:
+) -> ShardWriter | None:
     with findings.about("tokenizer"):
         work = make_work(recipe, active, rows, folder, ROWS)
         where = recipe.model.tokenizer or recipe.model.path
@@ -106,7 +106,7 @@ def _rows(
     findings: Findings,
     recipe: Recipe,
     active: Active,
-    work: Work,
+    work: ShardWriter,
     opened: list[OpenSource],
     number: int,
 ) -> Ints:

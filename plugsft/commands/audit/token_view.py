@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ...data.sample import Sample
-from ...data.slices import Work
+from ...data.slices import ShardWriter
 
 
 class Piece(NamedTuple):
@@ -36,7 +36,7 @@ class View:
         return f"{self.source}, row {self.row:,}: {self.summary}"
 
 
-def views(work: Work, source: int, sample: Sample) -> Iterator[View]:
+def views(work: ShardWriter, source: int, sample: Sample) -> Iterator[View]:
     """Yield the rows of a sample."""
     shard, tokens = sample.shard, sample.tokens
     name = work.sources[source].source

@@ -1,0 +1,93 @@
+"""Rows through `datasets`: parquet, Arrow, saved datasets, and names on the hub."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from ..base.checksums import cached_file_digest, digest
+from ..base.errors import DataError
+from ..base.types import Ints, Row, Rows
+from ..recipe.tables import Source
+
+
+class DatasetRows:
+    """A range of rows of a dataset of `datasets`."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a range of the rows; another process maps the same files."""
+        return DatasetRows(self._data.select(range(start, stop)))
+
+    def read(self, start: int, stop: int) -> list[Row | None]:
+        """Return rows; a field that Arrow filled in with None counts as missing."""
+        table = self._data.with_format("arrow")[start:stop]
+        return [_without_none(row) for row in table.to_pylist()]
+
+
+class DatasetSource(DatasetRows):
+    """Parquet, Arrow, a saved dataset, or a name on the hub, through `datasets`."""
+
+    def __init__(self, source: Source, reader: str | None) -> None:
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our messages say enough
+        name, path = source.source, Path(source.source)
+        self._source = source
+        try:
+            if reader:
+                self._data = datasets.load_dataset(reader, data_files=name, split=source.split)
+            elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+                self._data = _load_saved(path, source.split)
+            else:
+                self._data = datasets.load_dataset(name, split=source.split)
+        except Exception as error:  # datasets and its readers raise nearly every type
+            first_line = str(error).strip().partition("\n")[0]
+            action = f"read as {reader}" if reader else "opened as a file, a folder or a hub name"
+            raise DataError(
+                f"source {name} (split '{source.split}'): cannot be {action}: "
+                f"{type(error).__name__}: {first_line}"
+            ) from error
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """The checksums of local files, or the fingerprint of a dataset on the hub."""
+        path, split = Path(self._source.source), self._source.split
+        if path.is_file():
+            return {"file": cached_file_digest(path), "split": split}
+        if path.is_dir():
+            files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            checksums = {str(file.relative_to(path)): cached_file_digest(file) for file in files}
+            return {"folder": digest(checksums), "split": split}
+        return {"data": self._data._fingerprint, "split": split}
+
+    def sizes(self) -> Ints:
+        """Return the average size of a row in bytes, for each row."""
+        return np.full(len(self), self._data.data.nbytes // max(1, len(self)))
+
+
+def _load_saved(path: Path, split: str) -> Any:
+    data = datasets.load_from_disk(str(path))
+    splits = data if isinstance(data, datasets.DatasetDict) else {"train": data}
+    ranges = parse_split(split, {name: len(rows) for name, rows in splits.items()})
+    return datasets.concatenate_datasets([splits[name].select(rows) for name, rows in ranges])
+
+
+def parse_split(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:
+    """Return the splits and row numbers of a split in the notation of `datasets`."""
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    return [(part.splitname, range(sizes[part.splitname])[part.from_ : part.to]) for part in parts]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_none(inner) for inner in value]
+    return value
