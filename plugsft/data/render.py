@@ -51,8 +51,8 @@ def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
     chat = Chat(tokenizer, data)
 
     def text_of(row: Row) -> tuple[Text, list[str]]:
-        talk = read_chat(kind, row)
-        return chat.render(talk), check_order(talk.messages)
+        conversation = read_chat(kind, row)
+        return chat.render(conversation), check_order(conversation.messages)
 
     return text_of, chat.describe
 
@@ -113,6 +113,5 @@ def _refuse_preferences(rows: list[Row]) -> str:
     return (
         "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
         f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen" and '
-        'data.ignore = ["rejected"]; to '
-        "learn which answer is preferred, add [plugins.dpo]"
+        'data.ignore = ["rejected"]; to learn which answer is preferred, add [plugins.dpo]'
     )

@@ -137,7 +137,7 @@ class Tokens:
         return count_true(self.gather(examples)[1], self.sequences(examples)[0])
 
     def share_prompts(self) -> "Tokens":
-        """Return pairs that hold their common prompt once, in the first sequence.
+        """Return pairs that store their common prompt once, in the first sequence.
 
         Its last token stays in both: it predicts the first target of each answer.
         """
@@ -147,7 +147,7 @@ class Tokens:
         return tokens
 
     def _shared_tokens(self, examples: Ints) -> Ints:
-        """Return the number of prompt tokens that a pair with a shared prompt holds once."""
+        """Return the number of prompt tokens that a pair with a shared prompt stores once."""
         shared: Ints = np.maximum(self._prefixes[examples] - 1, 0)
         return shared
 
