@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+from plugsft.registry.discover import find
+
 QUICKSTART, TULU = "recipes/quickstart.toml", "recipes/tulu_sft_lora.toml"
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "peft"}
 TOKENIZING = HEAVY - {"transformers"}
@@ -15,7 +17,11 @@ TOKENIZING = HEAVY - {"transformers"}
 
 def imported(*words):
     """Run a command; return its exit code, and the packages that it has imported."""
-    command = [sys.executable, "-X", "importtime", "-m", "plugsft", *map(str, words)]
+    return run_python("-m", "plugsft", *map(str, words))
+
+
+def run_python(*words):
+    command = [sys.executable, "-X", "importtime", *words]
     before = os.times()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     after = os.times()
@@ -41,6 +47,7 @@ def imported(*words):
         (["show", TULU], 0),
         (["plugins", TULU], 0),
         (["plugins"], 0),
+        (["schema"], 0),
         (["cache", "ls", "--folder", "{run}"], 0),
         (["chat", "{run}"], 2),
         (["export", "{run}", "--to", "{run}/copy"], 2),
@@ -64,3 +71,9 @@ def test_preparing_and_checking_a_model_from_scratch_imports_no_torch(tmp_path):
 )
 def test_reading_a_shipped_recipe_imports_nothing_heavy(recipe):
     assert imported("show", recipe)[1] & HEAVY == set()
+
+
+@pytest.mark.parametrize("name", [plugin.name for plugin in find().values()])
+def test_importing_a_plugin_imports_nothing_heavy(name):
+    done, packages = run_python("-c", f"import {find()[name].target.partition(':')[0]}")
+    assert done == 0 and packages & HEAVY == set()

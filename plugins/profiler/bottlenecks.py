@@ -9,44 +9,45 @@ from plugsft import Recipe
 Finding: TypeAlias = tuple[float, str]
 """Share of the time or memory, and the message."""
 MOST = 3
+"""Most bottlenecks to report."""
 
 
-class Measured(NamedTuple):
-    """What was measured of the steps of a run."""
+class StepProfile(NamedTuple):
+    """The figures of a run's mean step."""
 
     shares: dict[str, float]
     """Part of a step -> its share of the time."""
     ranks: list[dict[str, float]]
-    """The seconds of these parts on each rank."""
+    """Part of a step -> its seconds, for each rank."""
     micro_steps: float
-    """Of a step."""
-    small: bool = False
-    """Whether operators take longer to be called than to compute."""
+    """Micro-steps per step."""
+    launch_bound: bool = False
+    """Whether calling operators takes longer than computing them."""
     operators: int = 0
-    """Of a forward."""
-    brief: float = 0.0
-    """Seconds of each."""
-    head: float = 0.0
+    """Operators per forward."""
+    operator_seconds: float = 0.0
+    """Processor seconds per operator."""
+    logits_bytes: float = 0.0
     """Peak bytes of logits and tensors computed from them."""
 
 
-def bottlenecks(recipe: Recipe, run: dict[str, Any], measured: Measured) -> list[str]:
+def find_bottlenecks(recipe: Recipe, run: dict[str, Any], profile: StepProfile) -> list[str]:
     """Return the worst bottlenecks, a line each; none if all is well."""
     rules = (
-        waiting(recipe, measured),
+        waiting(recipe, profile),
         padding(recipe, run["feeding"]["fill"]),
-        launches(recipe, measured),
-        head(recipe, measured, run["memory"]["peak_gib"]),
-        slowest(recipe, measured, run["feeding"]["imbalance"]),
-        *rhythms(recipe, measured, run["steps"]["total"]),
+        launches(recipe, profile),
+        logits(recipe, profile, run["memory"]["peak_gib"]),
+        slowest_rank(recipe, profile, run["feeding"]["imbalance"]),
+        *intervals(recipe, profile, run["steps"]["total"]),
     )
-    found = sorted((one for one in rules if one is not None), reverse=True)
-    return [text for _, text in found[:MOST]]
+    findings = sorted((finding for finding in rules if finding is not None), reverse=True)
+    return [text for _, text in findings[:MOST]]
 
 
-def waiting(recipe: Recipe, measured: Measured) -> Finding | None:
+def waiting(recipe: Recipe, profile: StepProfile) -> Finding | None:
     """Tell whether a step waits for its batches."""
-    share = measured.shares["wait"] + measured.shares["copy"]
+    share = profile.shares["wait"] + profile.shares["copy"]
     if share < 0.05:
         return None
     cure = "add [plugins.async_collate]"
@@ -68,64 +69,66 @@ def padding(recipe: Recipe, fill: float) -> Finding | None:
     return 1 - fill, f"fill {fill:.0%}, the rest is padding: {cure}"
 
 
-def launches(recipe: Recipe, measured: Measured) -> Finding | None:
+def launches(recipe: Recipe, profile: StepProfile) -> Finding | None:
     """Tell whether a step mostly calls operators; larger micro-batches need fewer of them."""
-    share, parts = measured.shares["forward"] + measured.shares["backward"], measured.micro_steps
-    if not measured.small or share < 0.3 or parts < 2:
+    share = profile.shares["forward"] + profile.shares["backward"]
+    if not profile.launch_bound or share < 0.3 or profile.micro_steps < 2:
         return None
-    times = 4 if parts >= 4 else 2
+    factor = 4 if profile.micro_steps >= 4 else 2
     if recipe.has("bfd_packing"):
-        size, what, unit = recipe.packed_capacity(), "plugins.bfd_packing.capacity", " tokens"
+        size, key, unit = recipe.packed_capacity(), "plugins.bfd_packing.capacity", " tokens"
     else:
-        size, what, unit = recipe.train.micro_batch, "train.micro_batch", ""
+        size, key, unit = recipe.train.micro_batch, "train.micro_batch", ""
+    microseconds = profile.operator_seconds * 1e6
     return share, (
-        f"launch-bound: {measured.operators:,} operators of {measured.brief * 1e6:.0f} us in a "
-        f"forward: raise {what} from {size:,} to {times * size:,}{unit}"
+        f"launch-bound: {profile.operators:,} operators of {microseconds:.0f} us in a "
+        f"forward: raise {key} from {size:,} to {factor * size:,}{unit}"
     )
 
 
-def head(recipe: Recipe, measured: Measured, peak_gib: float) -> Finding | None:
+def logits(recipe: Recipe, profile: StepProfile, peak_gib: float) -> Finding | None:
     """Tell whether logits take much of the memory."""
-    share = measured.head / 2**30 / peak_gib
+    share = profile.logits_bytes / 2**30 / peak_gib
     if share < 0.25 or recipe.has("fused_loss"):
         return None
     return share, f"loss head {share:.0%} of memory: add [plugins.fused_loss]"
 
 
-def slowest(recipe: Recipe, measured: Measured, imbalance: float) -> Finding | None:
-    """Tell whether ranks wait for one of them."""
+def slowest_rank(recipe: Recipe, profile: StepProfile, imbalance: float) -> Finding | None:
+    """Tell whether ranks wait for the slowest."""
     busy = [
-        sum(one[name] for name in ("wait", "copy", "forward", "backward")) for one in measured.ranks
+        sum(seconds[part] for part in ("wait", "copy", "forward", "backward"))
+        for seconds in profile.ranks
     ]
-    most = max(busy)
-    share = (most - sum(busy) / len(busy)) / max(sum(one.values()) for one in measured.ranks)
+    longest_step = max(sum(seconds.values()) for seconds in profile.ranks)
+    share = (max(busy) - sum(busy) / len(busy)) / longest_step
     if share < 0.05:
         return None
     cure = "its machine is slower, or busy with other work; no recipe line changes that"
     if imbalance > 1.05 and not recipe.has("bfd_packing"):
         cure = f"the busiest has {imbalance:.2f}x the average: add [plugins.bfd_packing]"
-    return share, f"others wait {share:.0%} for rank {busy.index(most)}, the slowest: {cure}"
+    return share, f"others wait {share:.0%} for rank {busy.index(max(busy))}, the slowest: {cure}"
 
 
-def rhythms(recipe: Recipe, measured: Measured, steps: int) -> Iterator[Finding]:
+def intervals(recipe: Recipe, profile: StepProfile, steps: int) -> Iterator[Finding]:
     """Yield frequent checkpoints, evaluations and logging, and slow all-reduces."""
-    rhythm = {
+    interval = {
         "checkpoint": recipe.checkpoint.interval(steps),
         "evaluation": recipe.eval.every if recipe.eval else 0,
     }
     cures = {
         "checkpoint": (0.1, "raise checkpoint.every"),
         "evaluation": (0.3, "raise eval.every"),
-        "logging": (0.05, "see which plugin hears `log`: `plugsft plugins RECIPE`"),
+        "logging": (0.05, "see which plugin has `log`: `plugsft plugins RECIPE`"),
         "exchange": (
             0.25,
             "gradients are reduced once a step: a larger train.batch_size, or [plugins.lora], "
             "reduces less, and affects results",
         ),
     }
-    for name, (limit, cure) in cures.items():
-        if (share := measured.shares[name]) >= limit:
-            if often := rhythm.get(name):
-                # The interval at which it takes half of the limit, if nothing else changes.
-                cure += f" from {often:,} to {math.ceil(often * share / (1 - share) * 2 / limit):,}"
-            yield share, f"{name} {share:.0%}: {cure}"
+    for part, (limit, cure) in cures.items():
+        if (share := profile.shares[part]) >= limit:
+            if every := interval.get(part):
+                # The interval at which the part takes half of the limit.
+                cure += f" from {every:,} to {math.ceil(every * share / (1 - share) * 2 / limit):,}"
+            yield share, f"{part} {share:.0%}: {cure}"

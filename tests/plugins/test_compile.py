@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextCon
 
 from plugsft import RecipeError, TrainError, look
 from plugsft.kit.model import attend_per_document, documents_of
-from plugsft.plugins import compile as plugin_file
-from plugsft.plugins.compile import Compile, OpaqueLengths
+from plugsft.plugins.compile import Compile, layers
+from plugsft.plugins.compile.layers import OpaqueLengths
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 from plugsft.registry.active import check, resolve
 
@@ -100,7 +100,7 @@ def test_batches_of_other_documents_take_the_same_program(name, again):
         (loss, gradient), (wanted, others) = learn(model, lengths), learn(plain, lengths)
         assert loss == pytest.approx(wanted, rel=1e-5)
         assert (gradient - others).abs().max() <= 1e-5 * others.abs().max()
-        programs.append((plugin.pieces, plugin.again))
+        programs.append((plugin.compilations.count, plugin.compilations.repeated))
     print(f"\n{plugin.verdict()}")
     # Something was compiled at the first batch, and nothing after it.
     assert programs[0][0] > 0 and {*programs} == {programs[0]}
@@ -108,7 +108,7 @@ def test_batches_of_other_documents_take_the_same_program(name, again):
 
 @pytest.mark.slow
 def test_a_program_for_each_length_ends_in_words(monkeypatch):
-    monkeypatch.setattr(plugin_file, "LIMIT", 2)
+    monkeypatch.setattr(layers, "LIMIT", 2)
     model = apply(make("llama").eval(), Compile(dynamic=False))
 
     @torch.no_grad()

@@ -110,7 +110,7 @@ def test_a_run_learns_the_same(packed):
 
 def test_the_verdict_counts_layers():
     said = testing.verdict("gradient_checkpointing", {"every": 2})
-    assert said == "1 of 2 layers computed again in the backward pass"
+    assert said == "1 of 2 layers recomputed in the backward pass"
 
 
 def test_two_ranks_learn_what_one_does_without(tiny, tmp_path):

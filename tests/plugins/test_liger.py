@@ -15,7 +15,8 @@ from test_launch import config, curve, finish, launch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Config
 
 from plugsft import PluginError, RecipeError, look
-from plugsft.plugins.liger import Liger, apply, modeling
+from plugsft.plugins.liger import Liger
+from plugsft.plugins.liger.patch import apply_patch, modeling_modules
 from plugsft.registry.active import check, resolve
 
 SMALL = {
@@ -73,7 +74,7 @@ def test_a_kernel_that_is_switched_off_is_not_there(tmp_path, name):
 
 def test_the_next_model_of_the_family_is_clean(tmp_path):
     config = Qwen3Config(**SMALL)
-    before = {module: dict(vars(module)) for module in modeling()}
+    before = {module: dict(vars(module)) for module in modeling_modules()}
     first = AutoModelForCausalLM.from_config(config)
     _, model = loaded(tmp_path, config)
     assert kernels_of(model)
@@ -98,7 +99,9 @@ def test_a_family_without_kernels_is_refused_before_it_is_loaded(tmp_path):
     made = MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, state_size=4)
     made.save_pretrained(tmp_path)
     loading = Liger().optimize_model(SimpleNamespace(path=str(tmp_path), kwargs={}))
-    with pytest.raises(RecipeError, match=r"'mamba'; remove it. There are: .*llama.*qwen3"):
+    with pytest.raises(
+        RecipeError, match=r"'mamba'; remove it. Liger has kernels for: .*llama.*qwen3"
+    ):
         next(loading)
 
 
@@ -116,10 +119,12 @@ def test_an_mlp_with_another_function_is_refused(tmp_path):
 
 
 def test_a_kernel_that_finds_no_place_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("plugsft.plugins.liger.count", lambda model, functions: {"mlp": 2})
+    monkeypatch.setattr(
+        "plugsft.plugins.liger.patch.count_modules", lambda model, functions: {"mlp": 2}
+    )
     with pytest.raises(PluginError, match=r"no module of this model .* can use rope; remove rope"):
         loaded(tmp_path, LlamaConfig(**SMALL), rope=True)
-    monkeypatch.setattr("plugsft.plugins.liger.count", lambda model, functions: {})
+    monkeypatch.setattr("plugsft.plugins.liger.patch.count_modules", lambda model, functions: {})
     with pytest.raises(PluginError, match=r"no module of this model .* can use its kernels"):
         loaded(tmp_path, LlamaConfig(**SMALL))
 
@@ -132,7 +137,7 @@ def test_what_it_would_change_for_all_models_is_an_error(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "transformers.models.made", raising=False)
     with pytest.raises(PluginError, match=r"made.Thing for all models of this process"):
-        apply(torch.nn.Linear(2, 2), patch, [])
+        apply_patch(torch.nn.Linear(2, 2), patch, [])
 
 
 def refuse(path):

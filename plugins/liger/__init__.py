@@ -1,0 +1,77 @@
+"""Use Liger's fused kernels for norms, MLPs and rotary embeddings, in full fine-tuning."""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Generator
+from typing import Any
+
+from plugsft import ModelLoad, RecipeError, hookimpl, plugin, state
+
+
+@plugin(
+    conflicts={
+        "lora": "Liger's kernels are for full fine-tuning: they gain nothing with LoRA, and can "
+        "take twice the time"
+    }
+)
+class Liger:
+    """Use Liger's fused kernels for norms, MLPs and rotary embeddings, in full fine-tuning.
+
+    Only this model is patched: Liger's changes to the whole model family are undone. Liger's
+    loss stays off; see fused_loss.
+    """
+
+    rms_norm: bool | None = None
+    """Use this kernel. Default for each: if Liger has it for the model family."""
+    layer_norm: bool | None = None
+    mlp: bool | None = None
+    """SwiGLU, GeGLU or squared ReLU, as the family has it."""
+    rope: bool | None = None
+    """Rotary position embeddings."""
+
+    patched: dict[str, int] = state({})
+    """Kernel -> number of modules that use it."""
+
+    def switches(self) -> dict[str, bool | None]:
+        """Return the options: true, false, or None for the default."""
+        return {
+            "rms_norm": self.rms_norm,
+            "layer_norm": self.layer_norm,
+            "mlp": self.mlp,
+            "rope": self.rope,
+        }
+
+    @hookimpl
+    def check(self) -> None:
+        """Refuse a machine that cannot run the kernels."""
+        from .patch import can_run_triton
+
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise RecipeError("liger-kernel is not installed: pip install liger-kernel")
+        if not can_run_triton():
+            raise RecipeError("its kernels need a GPU, and there is none; remove [plugins.liger]")
+        if all(switch is False for switch in self.switches().values()):
+            raise RecipeError("every kernel is switched off; remove [plugins.liger]")
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
+        """Patch the model's modules; refuse a family that Liger has no kernels for."""
+        from .kernels import choose_kernels, family_of, liger_patch
+        from .patch import ensure_used, patch_model
+
+        switches = self.switches()
+        choose_kernels(switches, family_of(load))
+        model = yield
+        family = model.config.model_type
+        kernels = choose_kernels(switches, family)
+        self.patched = patch_model(model, liger_patch(family), kernels)
+        ensure_used(model, [name for name in kernels if switches[name]], self.patched)
+        return model
+
+    @hookimpl
+    def verdict(self) -> str | None:
+        """Report the number of modules per kernel."""
+        if not self.patched:
+            return None
+        counts = ", ".join(f"{number} {name}" for name, number in sorted(self.patched.items()))
+        return f"liger-kernel {importlib.metadata.version('liger-kernel')}, modules: {counts}"

@@ -1,0 +1,161 @@
+"""Records the seconds of each part of a step, operators and floating-point operations."""
+
+import math
+from collections.abc import Collection, Generator, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from plugsft import Batch, Fed, Feed, Machine, Recipe, Window
+from plugsft.kit.model import shapes_of
+from plugsft.kit.tokens import Tokens
+
+from .clock import PARTS, Clock, Mark
+from .operators import OperatorCounter
+from .tracer import Tracer
+
+WARMUP = 2
+"""First steps, which are not counted: kernels are chosen and memory is allocated. The second one
+counts operators."""
+
+
+class StepRecorder:
+    """Records the steps of a run on one rank."""
+
+    def __init__(
+        self, recipe: Recipe, machine: Machine, trace: Collection[int], model: Module
+    ) -> None:
+        self.recipe, self.machine = recipe, machine
+        self.shapes = shapes_of(model)
+        self.clock = Clock(torch.cuda.is_available() and recipe.device != "cpu")
+        self.device = torch.device("cpu")
+        self.tokens: Tokens | None = None
+        self.operators: OperatorCounter | None = None
+        self.steps: list[list[float]] = []
+        """Seconds of each part, for each counted step."""
+        self.flops = 0.0
+        """Floating-point operations of this rank in the counted steps."""
+        self.micro_steps = 0
+        """Micro-steps of this rank in the counted steps."""
+        self.largest = 0
+        """Most tokens in a micro-batch, with padding."""
+        self.forward_cpu_seconds = math.inf
+        """Least processor seconds of a forward."""
+        self.idle_steps = 0
+        """Steps in which the GPU had no work left when the host ended the backward."""
+        self.rank_means: list[Tensor] = []
+        """Mean seconds of each part on each rank, as last gathered."""
+        self._traced = trace
+        self._tracer = Tracer(recipe.folder / "profile", trace, machine.rank)
+        self._pending: tuple[list[Mark], Window, float] | None = None
+        """The last counted step, which the GPU may still compute."""
+
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Mark the beginning and end of each optimizer step."""
+        optimizer.register_step_pre_hook(lambda *_: self.clock.mark("norm"))
+        optimizer.register_step_post_hook(lambda *_: self.clock.mark("optimizer"))
+
+    def record_steps(self, feed: Feed) -> Feed:
+        """Record training steps; an evaluation is a part of the step before it."""
+        return self._record_steps(feed) if torch.is_grad_enabled() else feed
+
+    def _record_steps(self, feed: Any) -> Iterator[Fed]:
+        self.clock.mark("rest")
+        checkpoint_time = self._last_checkpoint_time()
+        try:
+            for number, fed in enumerate(feed, start=1):
+                self.clock.mark("wait")
+                self._tracer.start(fed.window.step)
+                yield fed
+                self._tracer.stop()
+                previous, checkpoint_time = checkpoint_time, self._last_checkpoint_time()
+                self.clock.mark("logging" if checkpoint_time == previous else "checkpoint")
+                self._count_pending()
+                marks = self.clock.end_step()
+                if number > WARMUP and fed.window.step not in self._traced:
+                    self._pending = marks, fed.window, fed.copied
+            self._count_pending()
+        finally:
+            self._tracer.stop()
+            if hasattr(feed, "close"):
+                feed.close()
+
+    def _last_checkpoint_time(self) -> int:
+        """Return when a checkpoint was last saved or removed."""
+        folder = self.recipe.folder / "checkpoints"
+        return folder.stat().st_mtime_ns if folder.exists() else 0
+
+    def _count_pending(self) -> None:
+        """Count the step before the last, which the GPU has finished."""
+        if self._pending is None:
+            return
+        marks, window, copied = self._pending
+        micro_batches = window.layout[self.machine.rank]
+        seconds = dict.fromkeys(PARTS, 0.0)
+        forward_cpu_seconds = 0.0
+        for mark, later in pairwise(marks):
+            seconds[later.part] += mark.seconds_until(later)
+            if later.part == "forward":
+                forward_cpu_seconds += later.cpu_seconds - mark.cpu_seconds
+        self.forward_cpu_seconds = min(
+            self.forward_cpu_seconds, forward_cpu_seconds / len(micro_batches)
+        )
+        # A copy ahead of its step does not delay the loop.
+        seconds["copy"] = min(copied, seconds["wait"])
+        seconds["wait"] -= seconds["copy"]
+        self.steps.append([*seconds.values()])
+        self.micro_steps += len(micro_batches)
+        self._add_flops([examples for examples in micro_batches if len(examples)])
+        self._pending = None
+
+    def _add_flops(self, micro_batches: list[Any]) -> None:
+        if not micro_batches:
+            return
+        assert self.tokens is not None
+        lengths, seen = self.tokens.sequences(np.concatenate(micro_batches))
+        attended = (lengths * (lengths / 2 + seen)).sum()
+        self.flops += self.shapes.flops(float(lengths.sum()), float(attended))
+
+    def record_micro_step(self, batch: Batch) -> Generator[None, Tensor, Tensor]:
+        """Mark the beginning and end of a forward, and the end of its backward."""
+        training = torch.is_grad_enabled()
+        self.clock.mark("rest" if training else "evaluation")
+        if not training:
+            loss = yield
+            self.clock.mark("evaluation")
+            return loss
+        tokens = batch["input_ids"].numel()
+        self.largest = max(self.largest, tokens)
+        counts_operators = self.operators is None and self.clock.steps == WARMUP - 1
+        if counts_operators and not self.recipe.has("compile"):
+            with OperatorCounter(self.shapes.vocabulary, tokens) as self.operators:
+                loss = yield
+        elif self._tracer.active is not None:
+            with record_function("forward"):
+                loss = yield
+        else:
+            loss = yield
+        self.clock.mark("forward")
+        if loss.requires_grad:
+            register_hook: Any = loss.register_hook
+            register_hook(lambda _: self.clock.mark_backward())
+        self.device = loss.device
+        return loss
+
+    def end_backward(self) -> None:
+        """Mark the end of a training step's last backward; gather the ranks' figures if due."""
+        if not torch.is_grad_enabled():
+            return
+        self.idle_steps += self.clock.is_gpu_idle()
+        self.clock.mark("exchange")
+        count = len(self.steps)
+        if distributed.is_initialized() and count and (count % 10 == 0 or count in (1, 2, 4)):
+            mean = torch.from_numpy(np.mean(self.steps, 0)).to(self.device, torch.float32)
+            self.rank_means = [torch.empty_like(mean) for _ in range(self.machine.world_size)]
+            distributed.all_gather(self.rank_means, mean)
