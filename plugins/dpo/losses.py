@@ -1,57 +1,90 @@
-"""The losses of pairs of answers, and the proof that a shared prompt changes none."""
+"""Losses and metrics of pairs of answers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from plugsft import Prelude, RecipeError
+from plugsft import Batch, Ints, TrainError
 from plugsft.kit.tokens import Tokens
+
+from .scorer import Pairs
 
 if TYPE_CHECKING:
     from . import Dpo
 
-PROBES = 2
-"""Pairs on which a shared prompt is proved to change nothing."""
+SIDES = ("chosen", "rejected")
+METRICS = (
+    "accuracy",
+    "margin",
+    *(f"{name}_{side}" for name in ("reward", "logp") for side in SIDES),
+)
+INITIAL_TOLERANCE = {True: 1e-3, False: 5e-2}
+"""Allowed relative error of the first loss, in float32 (True) or not."""
 
 
-def compared(plugin: Dpo, deltas: Tensor) -> Tensor:
-    """Return the losses of differences between chosen and rejected."""
+def pair_columns(tokens: Tokens, examples: Ints) -> Batch:
+    """Return the number of targets of each answer, and the reference's scores if known."""
+    columns = {"_targets": torch.from_numpy(tokens.sequence_targets(examples))}
+    if "reference" in tokens.columns:
+        columns["_reference"] = torch.from_numpy(tokens.columns["reference"][examples])
+    return columns
+
+
+def preference_losses(plugin: Dpo, pairs: Pairs) -> Tensor:
+    """Return the loss of each pair."""
+    scores = pairs.log_probs - pairs.reference
+    if plugin.loss in ("length_normalized", "ipo"):
+        scores = scores / pairs.lengths
+    return losses_of_margins(plugin, scores[:, 0] - scores[:, 1])
+
+
+def losses_of_margins(plugin: Dpo, margins: Tensor) -> Tensor:
+    """Return the losses of differences between chosen and rejected answers."""
     if plugin.loss == "hinge":
-        return torch.relu(1 - plugin.beta * deltas)
+        return torch.relu(1 - plugin.beta * margins)
     if plugin.loss == "ipo":
-        return (deltas - 1 / (2 * plugin.beta)) ** 2
-    wrong = plugin.label_smoothing
-    right = logsigmoid(plugin.beta * deltas) * (1 - wrong)
-    return -right - logsigmoid(-plugin.beta * deltas) * wrong
+        return (margins - 1 / (2 * plugin.beta)) ** 2
+    smoothing = plugin.label_smoothing
+    preferred = logsigmoid(plugin.beta * margins) * (1 - smoothing)
+    return -preferred - logsigmoid(-plugin.beta * margins) * smoothing
 
 
-def summed(losses: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probabilities of answers, two to a pair, from the losses of their targets."""
-    sums = torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
-    return -sums.view(-1, 2)
+def mean_nll(pairs: Pairs) -> Tensor:
+    """Return the mean loss per token of each chosen answer."""
+    return -pairs.log_probs[:, 0] / pairs.lengths[:, 0]
 
 
-def prove_shared(model: Any, plain: Tokens, shared: Tokens, prelude: Prelude) -> str:
-    """Compare the losses of some pairs with their prompt once and twice; say what it saves."""
-    worst = 0.0
-    training = model.training
-    model.eval()
-    try:
-        for number in range(min(PROBES, len(plain))):
-            chosen = np.array([number])
-            one, other = (prelude.losses(model, some, chosen) for some in (plain, shared))
-            worst = max(worst, float((one - other).abs().mean() / one.abs().mean()))
-    finally:
-        model.train(training)
-    if not worst <= (1e-4 if prelude.exact else 5e-2):
-        raise RecipeError(
-            f"plugins.dpo: share_prompt: losses of a pair differ by {worst:.1e} where its prompt "
-            "stands once; this model's attention cannot share it; remove share_prompt"
+def pair_metrics(beta: float, pairs: Pairs) -> dict[str, Tensor]:
+    """Return the metrics of each pair."""
+    # Of whole answers for every loss, as in TRL.
+    rewards = beta * (pairs.log_probs - pairs.reference).detach()
+    return {
+        "accuracy": (rewards[:, 0] > rewards[:, 1]).float(),
+        "margin": rewards[:, 0] - rewards[:, 1],
+        **{f"reward_{side}": rewards[:, column] for column, side in enumerate(SIDES)},
+        **{f"logp_{side}": pairs.log_probs[:, column] for column, side in enumerate(SIDES)},
+    }
+
+
+def with_zeros(sums: dict[str, Tensor], nll: bool) -> dict[str, Tensor]:
+    """Return a sum for every metric; a rank without pairs has none."""
+    names = (*METRICS, "nll") if nll else METRICS
+    return {name: sums.get(name, torch.zeros(())) for name in names}
+
+
+def ensure_initial_loss(plugin: Dpo, losses: Tensor) -> None:
+    """Check the first loss, which is known if the reference is the initial model."""
+    if plugin.reference or not len(losses):
+        return
+    expected, actual = float(losses_of_margins(plugin, torch.zeros(()))), float(losses.mean())
+    if not abs(actual - expected) <= INITIAL_TOLERANCE[plugin.exact] * expected:
+        raise TrainError(
+            f"plugins.dpo: the first loss is {actual:.6g}, but should be {expected:.6g}, since "
+            "model and reference are the same before step 1. Most likely the model is random (a "
+            "dropout or a router of its own code), or the stored log-probabilities are of other "
+            "weights or another kernel (remove the folder that plugins.dpo_reference names)"
         )
-    less = 1 - shared.lengths.sum() / plain.lengths.sum()
-    return f"prompts shared: {less:.0%} fewer tokens (proved, {worst:.0e} off)"

@@ -16,8 +16,8 @@ from plugsft import ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
 class Lora:
     """Train small adapters on the frozen weights (LoRA): affects results.
 
-    Adapters are stored and trained in float32, whatever the type of the weights, and computed in
-    the type of their inputs. The run's `model/` holds only them, in peft's format;
+    Adapters are stored and trained in float32, whatever the dtype of the weights, and computed in
+    the dtype of their inputs. The run's `model/` holds only adapters, in peft's format;
     `plugsft export --merge` makes a whole model of it.
     """
 
@@ -26,27 +26,29 @@ class Lora:
     alpha: Annotated[int, Field(ge=1)] = 32
     """An adapter's output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that is left out in training."""
+    """Dropout probability of an adapter's inputs."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Modules that get adapters, by the ends of their names; or all linear layers but the head."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules that are trained whole, and saved with the adapters."""
     rslora: bool = False
-    """Scale by alpha / sqrt(r) instead, which keeps its size where r is large."""
+    """Scale by alpha / sqrt(r) instead, which suits large ranks."""
     dora: bool = False
-    """Train the length of each row of weights apart from its direction: dearer by half and more."""
+    """Train the length of each weight row apart from its direction; costs half as much again."""
     init: Literal["default", "gaussian", "orthogonal"] = "default"
-    """How adapters begin. Each leaves the model, at first, what it was."""
+    """Initialization of adapters. With each of them, the first step's loss is the base model's."""
 
     seed: int = state(0)
     dtype: str = state("float32")
-    fused: bool = state(False)
-    said: str = state("")
+    """The dtype that frozen weights are computed in."""
+    fused_loss: bool = state(False)
+    """Whether the recipe has [plugins.fused_loss]."""
+    result: str = state("")
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Refuse wrong settings, and names that are not in the model."""
-        self.seed, self.fused = recipe.train.seed, recipe.has("fused_loss")
+        self.seed, self.fused_loss = recipe.train.seed, recipe.has("fused_loss")
         self.dtype = recipe.model.dtype
         if recipe.model.weights != "float32":
             raise RecipeError("adapters are always trained in float32; remove model.weights")
@@ -54,25 +56,23 @@ class Lora:
             raise RecipeError(f'init = "orthogonal" needs an even r; it is {self.r}')
         if find_spec("peft") is None:
             raise RecipeError("needs the package 'peft': pip install peft")
-        from .adapters import choose, without_weights
+        from .targets import choose_modules, meta_model
 
-        if (model := without_weights(recipe)) is not None:
-            choose(self, model)
+        if (model := meta_model(recipe)) is not None:
+            choose_modules(self, model)
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Freeze the model, and add adapters to its layers."""
-        import torch
-
-        from .adapters import adapt
+        from .adapters import add_adapters, store_frozen_weights_in
 
         if self.dora or self.modules_to_save:
-            load.empty = False  # these begin from the weights
-        load.kwargs["dtype"] = getattr(torch, self.dtype)  # frozen weights are only computed with
+            load.empty = False  # they start from the base's weights
+        store_frozen_weights_in(load, self.dtype)
         model = yield
-        return adapt(self, load, model)
+        return add_adapters(self, load, model)
 
     @hookimpl
     def verdict(self) -> str | None:
-        """Say how many modules got adapters, and what share of the model is trained."""
-        return self.said or None
+        """Report the number of modules with adapters, and the share of trained parameters."""
+        return self.result or None

@@ -619,7 +619,7 @@ def test_a_prompt_that_is_not_seen_is_noticed_before_step_1(recipe, tmp_path, mo
     done = run_plugsft(recipe, *words, "train.micro_batch=1")
     assert done.returncode == 2 and "step 1/" not in done.stdout
     assert "plugins.dpo: share_prompt: losses of a pair differ by" in done.stderr
-    assert "this model's attention cannot share it; remove share_prompt" in done.stderr
+    assert "this model's attention does not support it; remove share_prompt" in done.stderr
 
 
 def record(run):
@@ -729,19 +729,23 @@ def test_sharded_ranks_learn_what_one_process_does(
 REFUSED = [
     ({"loss": "hinge", "label_smoothing": 0.1}, {}, "label_smoothing has no effect with loss"),
     ({"loss": "ipo", "label_smoothing": 0.1}, {}, "label_smoothing has no effect with loss"),
-    ({}, {"data": {"train_on": "all"}}, "compares answers, not prompts; remove data.train_on"),
+    (
+        {},
+        {"data": {"train_on": "all"}},
+        'data.train_on = "all" would score prompts, but DPO scores answers only',
+    ),
     (
         {},
         {"plugins": {"bfd_packing": {"overlong": "truncate"}}},
-        "a pair is compared whole, so bfd_packing must not cut it; remove its overlong",
+        "DPO compares whole answers, so bfd_packing must not cut them; remove its overlong",
     ),
-    ({}, {"plugins": {"bfd_packing": {"overlong": "split"}}}, "bfd_packing must not cut it"),
+    ({}, {"plugins": {"bfd_packing": {"overlong": "split"}}}, "bfd_packing must not cut them"),
     ({"share_prompt": True}, {}, "share_prompt is for packed rows; add [plugins.bfd_packing]"),
     *(
         (
             {"share_prompt": True},
             {"plugins": {"bfd_packing": {}, "flash_attention": {"kernel": kernel}}},
-            f"share_prompt: the kernel {kernel} of [plugins.flash_attention] cannot",
+            f"share_prompt: the kernel {kernel} of [plugins.flash_attention] does not support it",
         )
         for kernel in ("fa2", "fa3")
     ),
@@ -797,7 +801,7 @@ def test_a_model_that_differs_from_call_to_call_stops_at_step_1(
     activate(install(tmp_path / "site", noise=NOISE), monkeypatch)
     done = run_plugsft(recipe, f"plugins.dpo.loss={loss}", "plugins.noise={}")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(r"plugins\.dpo: the first loss is \S+, and must be", done.stderr)
+    assert re.search(r"plugins\.dpo: the first loss is \S+, but should be", done.stderr)
     assert "step 1/" not in done.stdout
 
 

@@ -17,7 +17,7 @@ from conftest import (
 from plugin_packages import activate, install
 from test_launch import config
 
-from plugsft.plugins.dpo_reference import read, write
+from plugsft.plugins.dpo_reference.log_probs import read_block, write_block
 
 NUMBERS = ("loss", "grad_norm", "margin", "accuracy", "reward_chosen", "logp_rejected", "eval_loss")
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 5, "learning_rate": 3e-3}
@@ -84,7 +84,7 @@ def test_a_second_run_finds_it_whatever_its_batches_packing_and_ranks(recipe, tm
     assert "23 of 23 pairs" in said(first) and str(home) in said(first)
     for name, words in {"same": (), "large": ("train.batch_size=4",), "packed": PACKED}.items():
         done = ran(recipe, f"output={tmp_path / name}", *cached, *words)
-        assert "23 pairs known, 4 of them again as a check (" in said(done), name
+        assert "23 pairs known, 4 of them recomputed as a check (" in said(done), name
     assert curve(tmp_path / "same") == curve(tmp_path / "one")
     two = run_ranks(2, recipe, f"output={tmp_path / 'two'}", *cached)
     assert two.returncode == 0 and "23 pairs known" in said(two)
@@ -156,12 +156,12 @@ def test_numbers_of_other_weights_are_noticed(recipe, tmp_path):
     other = ran(recipe, REFERENCE, "train.seed=5", f"output={tmp_path / 'other'}")
     assert "23 of 23 pairs computed" in said(other)
     for path in kept.glob("data-*"):
-        table = read(path)
-        wrong = np.stack([table["chosen"], table["rejected"]], 1) + 1
-        write(path, table["example"], table["id"], wrong)
+        block = read_block(path)
+        wrong = np.stack([block["chosen"], block["rejected"]], 1) + 1
+        write_block(path, block["example"], block["id"], wrong)
     again = run_plugsft(recipe, REFERENCE, "--overwrite", "plugins.dpo_reference.probes=23")
     assert again.returncode == 1 and "Traceback" not in again.stderr, again.stderr
-    assert "remove that folder, and they are computed again" in again.stderr
+    assert "remove that folder, and the next run computes them again" in again.stderr
 
 
 def folder_of(run):

@@ -175,7 +175,7 @@ def test_gpt2_s_layers_are_of_another_kind(base):
     ours.eval(), peft.eval()
     shake(ours, peft)
     torch.testing.assert_close(ours(IDS).logits, peft(IDS).logits, rtol=1e-4, atol=1e-5)
-    assert "8 modules got adapters of rank 4 (c_attn, c_fc, c_proj)" in plugin.verdict()
+    assert "8 modules with adapters of rank 4 (c_attn, c_fc, c_proj)" in plugin.verdict()
 
 
 @pytest.mark.parametrize(
@@ -237,15 +237,15 @@ def test_empty_or_missing_adapters_are_never_written(base, tmp_path):
 REFUSED = [
     ({"targets": ["q_prj"]}, "no module is named 'q_prj'; did you mean 'q_proj'?"),
     ({"targets": ["q_proj", "zzz"]}, "no module is named 'zzz'; linear layers: q_proj, k_proj,"),
-    ({"targets": ["self_attn"]}, "self_attn is a LlamaAttention, beside which no adapter"),
-    ({"targets": ["lm_head"]}, "are one weight in this model"),
-    ({"targets": ["embed_tokens"]}, "are one weight in this model"),
+    ({"targets": ["self_attn"]}, "self_attn is a LlamaAttention, which cannot have an adapter"),
+    ({"targets": ["lm_head"]}, "share one weight in this model"),
+    ({"targets": ["embed_tokens"]}, "share one weight in this model"),
     (
         {"modules_to_save": ["nrm"]},
         "modules_to_save: no module is named 'nrm'; did you mean 'norm'",
     ),
-    ({"targets": ["q_proj"], "modules_to_save": ["q_proj"]}, "is one of targets, too"),
-    ({"modules_to_save": ["mlp"]}, "layers.0.mlp holds other modules; name those of them"),
+    ({"targets": ["q_proj"], "modules_to_save": ["q_proj"]}, "is also one of targets"),
+    ({"modules_to_save": ["mlp"]}, "layers.0.mlp has submodules; name the submodules"),
     ({"init": "orthogonal", "r": 3}, "needs an even r; it is 3"),
 ]
 
@@ -273,7 +273,7 @@ def test_a_head_that_is_trained_is_not_read_raw(tiny, base, tied, options):
     recipe, active = resolve(tables)
     check(active.attach(), recipe, look())
     recipe = recipe.model_copy(update={"plugins": {**recipe.plugins, "fused_loss": {}}})
-    with pytest.raises(RecipeError, match=r"\[plugins.fused_loss\] reads the frozen weight"):
+    with pytest.raises(RecipeError, match=r"\[plugins.fused_loss\] reads its frozen weight"):
         check(active, recipe, look())
 
 
@@ -305,7 +305,7 @@ def test_a_run_s_adapters_answer_and_it_goes_on_as_if_it_had_not_been_stopped(re
     whole, again = tmp_path / "whole", tmp_path / "again"
     done = run_plugsft(recipe, f"output={whole}", "checkpoint.every=1", "checkpoint.keep=9")
     assert done.returncode == 0, done.stderr
-    assert "plugin lora: 14 modules got adapters of rank 4" in done.stdout
+    assert "plugin lora: 14 modules with adapters of rank 4" in done.stdout
     record = json.loads((whole / "run.json").read_text())
     assert record["model"]["trained_parameters"] == 5888
     found, bare = trained_model(whole)

@@ -39,7 +39,7 @@ from plugsft.kit.model import (  # noqa: E402
 from plugsft.model.defaults import ModelDefaults  # noqa: E402
 from plugsft.model.load import Load, make_scratch_model  # noqa: E402
 from plugsft.plugins.lora import Lora  # noqa: E402
-from plugsft.plugins.lora.adapters import FastLinear  # noqa: E402
+from plugsft.plugins.lora.layers import FastLinear  # noqa: E402
 from plugsft.recipe.tables import Scratch, Train  # noqa: E402
 
 RATE = 1e-4

@@ -1,0 +1,76 @@
+"""Log-probabilities of pairs of answers, by the model and by the reference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Dropout, Module
+
+from plugsft import Batch, Prelude, RecipeError, Score
+
+
+class Pairs(NamedTuple):
+    """The answers of a micro-batch's pairs; column 0: chosen, column 1: rejected."""
+
+    log_probs: Tensor
+    """Log-probability of each answer by the model."""
+    reference: Tensor
+    """The same by the reference."""
+    lengths: Tensor
+    """Number of targets of each answer."""
+
+
+class Scorer:
+    """Computes the reference's log-probabilities in each step, unless they are precomputed."""
+
+    def __init__(self, model: Any, prelude: Prelude, reference: str, precomputed: bool) -> None:
+        self.frozen: Module | None = None
+        self.adapted: Any = None
+        module = getattr(model, "module", model)
+        has_adapters = hasattr(module, "disable_adapter")
+        if precomputed:
+            base = "the base without adapters" if has_adapters else "the initial model"
+            self.name = f"{reference or base}, computed before step 1"
+        elif reference or not has_adapters:
+            self.name = reference or "a frozen copy"
+            try:
+                self.frozen = prelude.frozen(reference)
+            except RecipeError as error:
+                raise RecipeError(f"plugins.dpo.reference: {error}") from error
+        else:
+            self.name, self.adapted = "the base without adapters", module
+
+    def score(self, model: Module, batch: Batch, score: Score) -> Tensor:
+        """Return the reference's -log p of each target."""
+        if self.frozen is not None:
+            return score(model=self.frozen, batch=batch, summed=False)
+        with self.adapted.disable_adapter():
+            return score(model=model, batch=batch, summed=False)
+
+
+def score_pairs(model: Module, batch: Batch, score: Score, reference: Scorer) -> Pairs:
+    """Compute the log-probability of each answer by the model and by the reference."""
+    targets = batch["_targets"]
+    log_probs = sum_per_answer(score(model=model, batch=batch, summed=False), targets)
+    known = batch.get("_reference")
+    if known is None:
+        with torch.no_grad():
+            known = sum_per_answer(reference.score(model, batch, score), targets)
+    return Pairs(log_probs, known, targets.view(-1, 2))
+
+
+def sum_per_answer(losses: Tensor, targets: Tensor) -> Tensor:
+    """Return log-probabilities, [pair, answer]; `targets` counts each answer's targets."""
+    sums = torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
+    return -sums.view(-1, 2)
+
+
+def remove_dropout(model: Module) -> None:
+    """Turn off the model's dropout; that of adapters stays."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout) and "lora_" not in name:
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

@@ -1,0 +1,200 @@
+"""The pass of the reference over one data set, on all ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from plugsft import Ints, Prelude, TrainError, digest, progress
+from plugsft.kit.model import weights_digest
+from plugsft.kit.tokens import Tokens
+
+from .log_probs import LogProbs, Values, block_file, load_known, pair_ids, write_block
+
+if TYPE_CHECKING:
+    from . import DpoReference
+
+BLOCK = 16
+"""Micro-batches of each rank in one stored block."""
+TOLERANCE = {True: (1e-4, 1e-3), False: (2e-2, 0.5)}
+"""Allowed difference of a recomputed pair, relative and absolute, in float32 (True) or not."""
+
+
+class ReferencePass:
+    """Computes the reference's log-probabilities of one data set."""
+
+    def __init__(self, plugin: DpoReference, model: Any, tokens: Tokens, prelude: Prelude) -> None:
+        self.plugin, self.tokens, self.prelude = plugin, tokens, prelude
+        self.trained = self.reference = model
+        module = getattr(model, "module", model)
+        self.kernel = module.config.get_text_config()._attn_implementation
+        self.without_adapters: Any = None
+        if not plugin.reference:
+            self.without_adapters = getattr(module, "disable_adapter", None)
+        # Without this plugin, each rank would hold its shard of a frozen copy.
+        self.saved_bytes = 0 if self.without_adapters else local_bytes(module)
+        self.seconds, self.computed, self.difference = 0.0, 0, 0.0
+        self._training = model.training
+
+    def __enter__(self) -> ReferencePass:
+        self.trained.eval()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Return the model to training, and free a loaded reference."""
+        self.trained.train(self._training)
+        self.reference = self.trained
+
+    @cached_property
+    def key(self) -> dict[str, Any]:
+        """Everything that the log-probabilities depend on."""
+        load = self.prelude.load
+        path = self.plugin.reference or load.path
+        revision = None if self.plugin.reference else load.kwargs.get("revision")
+        # Attention per document calls SDPA for each document.
+        kernels = {"plugsft_documents": "sdpa"}
+        reference = {
+            "weights": weights_digest(path, revision),
+            "dtype": str(load.kwargs.get("dtype")),
+            "exact": self.prelude.exact,
+            "kernel": kernels.get(self.kernel, self.kernel),
+            "device": self.device.type,
+        }
+        return {"kind": "reference", "tokens": self.tokens.facts["key"], "reference": reference}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        device: torch.device = next(iter(self.trained.parameters())).device
+        return device
+
+    def build(self, folder: Path | None) -> None:
+        """Compute the missing pairs on all ranks; the main process has a folder, and writes."""
+        started = time.perf_counter()
+        count = len(self.tokens)
+        values, known = np.zeros((count, 2), np.float32), np.zeros(count, np.float32)
+        ids = np.zeros(0, np.uint64)
+        with self.prelude.agreed("reading known log-probabilities"):
+            if folder is not None:
+                ids = pair_ids(self.tokens)
+                load_known(folder, self.key, ids, values, known)
+        known = self.prelude.added(torch.from_numpy(known)).cpu().numpy()
+        missing = np.flatnonzero(known == 0)
+        first = len([*folder.glob("data-*")]) if folder is not None else 0
+        num_tokens = 0
+        with progress("reference", len(missing), "pairs") as advance:
+            for number, micro_batches in enumerate(self._blocks(missing), start=first):
+                pairs = np.concatenate(micro_batches)
+                log_probs = self.compute(micro_batches)
+                with self.prelude.agreed("writing log-probabilities"):
+                    if folder is not None:
+                        write_block(block_file(folder, number), pairs, ids[pairs], log_probs)
+                num_tokens += int(self.tokens.lengths[pairs].sum())
+                self.seconds = time.perf_counter() - started
+                advance(len(pairs), f"{num_tokens / self.seconds:,.0f} tokens/s")
+        self.computed = len(missing)
+        with self.prelude.agreed("writing log-probabilities"):
+            if folder is not None:
+                self._write_facts(folder)
+
+    def _write_facts(self, folder: Path) -> None:
+        facts = {
+            "kind": "reference",
+            "key": digest(self.key),
+            "key_parts": self.key,
+            "rows": len(self.tokens),
+            "tokens": int(self.tokens.lengths.sum()),
+            "seconds_per_pair": self.seconds / max(1, self.computed),
+            "sources": self.tokens.facts["sources"],
+        }
+        (folder / "facts.json").write_text(json.dumps(facts, indent=1))
+
+    def _blocks(self, pairs: Ints) -> Iterator[list[Ints]]:
+        """Yield the micro-batches of each block, the longest pairs first."""
+        micro_batches = lay_out(self.tokens, pairs, self.plugin.max_tokens, self.plugin.packed)
+        size = BLOCK * self.prelude.ranks
+        for start in range(0, len(micro_batches), size):
+            yield micro_batches[start : start + size]
+
+    def compute(self, micro_batches: list[Ints]) -> Values:
+        """Return the log-probabilities of all pairs; each rank computes its share."""
+        rank, ranks = self.prelude.rank, self.prelude.ranks
+        if self.plugin.reference and self.reference is self.trained:
+            self.reference = self.prelude.frozen(self.plugin.reference)
+        log_probs = torch.zeros(sum(map(len, micro_batches)), 2, device=self.device)
+        starts = np.cumsum([0, *map(len, micro_batches)])
+        for step in range(0, len(micro_batches), ranks):
+            number = step + rank
+            # A rank without a micro-batch still takes part in the collectives of sharded models.
+            is_empty = number >= len(micro_batches)
+            pairs = micro_batches[0][:0] if is_empty else micro_batches[number]
+            own = self._compute_micro_batch(pairs)
+            if len(pairs):
+                log_probs[starts[number] : starts[number + 1]] = own
+        reduced: Values = self.prelude.added(log_probs).cpu().numpy()
+        return reduced
+
+    def _compute_micro_batch(self, pairs: Ints) -> torch.Tensor:
+        targets = torch.from_numpy(self.tokens.sequence_targets(pairs)).to(self.device)
+        with self.without_adapters() if self.without_adapters else nullcontext():
+            losses = self.prelude.losses(self.reference, self.tokens, pairs)
+        sums = torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
+        return -sums.view(-1, 2)
+
+    def recheck(self, stored: LogProbs) -> None:
+        """Compute random pairs again; stop if they differ from the stored ones."""
+        drawn = torch.zeros(self.plugin.probes, device=self.device, dtype=torch.float64)
+        if self.prelude.rank == 0:
+            numbers = np.random.default_rng().integers(0, len(self.tokens), self.plugin.probes)
+            drawn += torch.from_numpy(numbers).to(drawn)
+        relative, absolute = TOLERANCE[self.prelude.exact]
+        for number in self.prelude.added(drawn).cpu().numpy().astype(np.int64):
+            # Every rank computes the same pair.
+            actual = self.compute([np.array([number])] * self.prelude.ranks)[0]
+            expected = stored.values[number]
+            difference = np.abs(actual - expected)
+            self.difference = max(self.difference, float(difference.max()))
+            if not (difference <= np.maximum(relative * np.abs(expected), absolute)).all():
+                raise TrainError(
+                    f"plugins.dpo_reference: pair {number} (row {self.tokens.rows[number]}) has "
+                    f"the log-probabilities {actual.tolist()}, but {expected.tolist()} in "
+                    f"{stored.folder}, which belong to other weights or another kernel, or are "
+                    "damaged; remove that folder, and the next run computes them again"
+                )
+
+
+def local_bytes(module: Any) -> int:
+    """Return the bytes of this rank's shards of all parameters."""
+    return sum(
+        getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter)).nbytes
+        for parameter in module.parameters()
+    )
+
+
+def lay_out(tokens: Tokens, pairs: Ints, max_tokens: int, packed: bool) -> list[Ints]:
+    """Return micro-batches of pairs, the longest first, of at most `max_tokens` tokens."""
+    sizes = tokens.lengths[pairs]
+    if not packed:
+        # A row for each answer, padded to the longest answer.
+        sizes = 2 * tokens.sequences(pairs)[0].reshape(-1, 2).max(1)
+    order = np.argsort(-sizes, kind="stable")
+    pairs, sizes = pairs[order], sizes[order]
+    ends = np.cumsum(sizes)
+    micro_batches, start = [], 0
+    while start < len(pairs):
+        before = ends[start] - sizes[start]
+        stop = int(np.searchsorted(ends, before + max_tokens, "right"))
+        if not packed:
+            stop = start + max_tokens // int(sizes[start])
+        stop = max(stop, start + 1)
+        micro_batches.append(pairs[start:stop])
+        start = stop
+    return micro_batches

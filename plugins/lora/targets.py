@@ -1,0 +1,152 @@
+"""The modules of a model that get adapters, or are trained whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Embedding, Linear, Module
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.pytorch_utils import Conv1D
+
+from plugsft import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from . import Lora
+
+ALL = "all-linear"
+ADAPTABLE = (Linear, Conv1D, Embedding)
+"""Classes of modules that can have an adapter."""
+
+
+def meta_model(recipe: Recipe) -> Any:
+    """Return the recipe's model without weights, for its names; None if it cannot be built."""
+    model = recipe.model
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    # The core reports a model that cannot be built.
+    with suppress(Exception), torch.device("meta"):
+        if model.scratch:
+            config = LlamaConfig(num_hidden_layers=model.scratch.layers, tie_word_embeddings=True)
+        else:
+            revision = {"revision": model.revision} if model.revision else {}
+            config = AutoConfig.from_pretrained(str(model.path), **options, **revision)
+        auto_class: Any = AutoModelForCausalLM
+        empty = auto_class.from_config(config, **options)
+        empty.tie_weights()
+        return empty
+    return None
+
+
+def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
+    """Return the names of modules that get adapters, and of modules that are trained whole."""
+    head, embeddings = (name_of(module, model) for module in head_and_embeddings(model))
+    adaptable = {name: module for name, module in model.named_modules() if is_adaptable(module)}
+    linear = [
+        name
+        for name, module in adaptable.items()
+        if name != head and not isinstance(module, Embedding)
+    ]
+    whole = find_modules("modules_to_save", plugin.modules_to_save, model, linear)
+    ensure_single_modules(whole, model, linear)
+    if plugin.targets == ALL:
+        targets = [name for name in linear if name not in whole]
+    else:
+        targets = find_modules("targets", plugin.targets, model, linear)
+        if wrong := [name for name in targets if name not in adaptable]:
+            raise RecipeError(
+                f"plugins.lora.targets: {wrong[0]} is a "
+                f"{type(model.get_submodule(wrong[0])).__name__}, which cannot have an adapter; "
+                + list_modules(linear)
+            )
+    if both := [name for name in targets if name in whole]:
+        raise RecipeError(f"plugins.lora.modules_to_save: {both[0]} is also one of targets")
+    if is_tied(model) and {head, embeddings} & {*targets}:
+        raise RecipeError(
+            f"plugins.lora.targets: {head} and {embeddings} share one weight in this model, which "
+            "peft cannot merge with adapters; name it in modules_to_save to train it whole"
+        )
+    trained = {*targets, *whole}
+    if plugin.fused_loss and (head in trained or (is_tied(model) and embeddings in trained)):
+        raise RecipeError(
+            f"plugins.lora: {head} would be trained, but [plugins.fused_loss] reads its frozen "
+            "weight; remove it from targets and modules_to_save, or remove [plugins.fused_loss]"
+        )
+    return targets, whole
+
+
+def ensure_single_modules(names: list[str], model: Module, linear: list[str]) -> None:
+    """Refuse modules with submodules: peft would copy all of them."""
+    if nested := [name for name in names if [*model.get_submodule(name).children()]]:
+        raise RecipeError(
+            f"plugins.lora.modules_to_save: {nested[0]} has submodules; name the submodules to "
+            f"train whole; {list_modules(linear)}"
+        )
+
+
+def is_adaptable(module: Module) -> bool:
+    """Tell whether a module can have an adapter.
+
+    Some routers are linear layers whose forward returns more than the product.
+    """
+    is_router = isinstance(module, Linear) and type(module).forward is not Linear.forward
+    return isinstance(module, ADAPTABLE) and not is_router
+
+
+def head_and_embeddings(model: Any) -> tuple[Any, Any]:
+    """Return a model's head and its input embeddings."""
+    return model.get_output_embeddings(), model.get_input_embeddings()
+
+
+def is_tied(model: Any) -> bool:
+    """Tell whether head and embeddings share one weight."""
+    head, embeddings = head_and_embeddings(model)
+    return head is not None and head.weight is embeddings.weight
+
+
+def name_of(module: Any, model: Module) -> str:
+    """Return a module's name in the model."""
+    return next((name for name, other in model.named_modules() if other is module), "")
+
+
+def find_modules(
+    option: str, endings: Iterable[str], model: Module, linear: list[str]
+) -> list[str]:
+    """Return the modules whose names end with `endings`; each must match a module."""
+    chosen: dict[str, None] = {}
+    for ending in endings:
+        if not (names := names_ending_with(ending, model)):
+            known = {name.rpartition(".")[2]: 0 for name, _ in model.named_modules()}
+            near = get_close_matches(ending.rpartition(".")[2], known, n=1)
+            hint = f" did you mean '{near[0]}'?" if near else ""
+            raise RecipeError(
+                f"plugins.lora.{option}: no module is named '{ending}';{hint} "
+                + list_modules(linear)
+            )
+        chosen |= dict.fromkeys(names)
+    return [*chosen]
+
+
+def names_ending_with(ending: str, model: Module) -> list[str]:
+    """Return the names of modules that end with `ending`, at a dot."""
+    names = (name for name, _ in model.named_modules())
+    return [name for name in names if f".{name}".endswith(f".{ending}")]
+
+
+def list_modules(linear: list[str]) -> str:
+    """List linear layers by the last parts of their names."""
+    return f"linear layers: {', '.join(dict.fromkeys(last_parts(linear)))}"
+
+
+def last_parts(names: Iterable[str]) -> list[str]:
+    """Return the last part of each name."""
+    return [name.rpartition(".")[2] for name in names]
+
+
+def shorten(names: list[str], model: Module) -> list[str]:
+    """Return the last parts of names, unless they match other modules too."""
+    endings = sorted({*last_parts(names)})
+    matches = [name for ending in endings for name in names_ending_with(ending, model)]
+    return endings if {*matches} == {*names} else names
