@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,16 +15,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Here:
-    """What decides which kernel can run, before the model is known."""
+class Conditions:
+    """What decides which kernels can run, before the model is known."""
 
     gpu: tuple[int, int] | None
-    """Compute capability; the least, where there are several."""
+    """Compute capability of the GPU; the lowest of several."""
     half: bool
     """Whether attention is computed in 16 bits."""
     packed: bool
     built: bool
-    """Whether this torch was built with its kernel."""
+    """Whether this torch was built with its own kernel."""
     shared: bool = False
     """Whether two answers share a prompt."""
 
@@ -34,82 +33,74 @@ class Here:
 class FlashAttention:
     """Compute attention in one launch a layer, with flash-attn or the kernel that torch brings.
 
-    "auto" takes the best that can run, and says why none before it. Any other runs, or stops the
-    run.
+    "auto" takes the best kernel that can run, and reports why better ones cannot. Any other kernel
+    runs, or stops the run.
     """
 
     kernel: Literal["auto", "fa3", "fa2", "torch", "sdpa"] = "auto"
     """fa3, fa2: the packages flash-attn-3 (for Hopper) and flash-attn. torch: its own kernel, for
     packed rows, nothing to build. sdpa: any device; in packed rows, document by document."""
 
-    here: Here = state(Here(None, False, False, False))
-    said: str = state("")
+    conditions: Conditions = state(Conditions(None, False, False, False))
+    result: str = state("")
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Look at the machine, and refuse a kernel that cannot run on it."""
-        import torch
+        """Refuse a kernel that cannot run on this machine."""
+        from .kernels import conditions_of, find_obstacle
 
-        from .kernels import least_gpu, unavailable
-
-        mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "no"
-        half = mixed or recipe.model.dtype != "float32"
-        gpu = None if recipe.device == "cpu" else least_gpu()
-        built = torch.backends.cuda.is_flash_attention_available()
-        shared = recipe.plugins.get("dpo", {}).get("share_prompt", False)
-        self.here = Here(gpu, half, recipe.has("bfd_packing"), built, shared)
+        self.conditions = conditions_of(recipe)
         if self.kernel != "auto":
-            self.insist(unavailable(self.kernel, self.here))
+            self.ensure_no(find_obstacle(self.kernel, self.conditions))
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
-        """Choose by the model's configuration, and make sure that the model took the choice."""
-        from transformers import AutoConfig
+        """Choose a kernel for the model's configuration; make sure that the model uses it."""
+        from .kernels import SINKS, attention_config, has_sinks, register_kernel
 
-        from .kernels import SINKS, has_sinks, register
-
-        given = {"revision", "trust_remote_code"} & {*load.kwargs}
-        config = AutoConfig.from_pretrained(
-            load.path, **{name: load.kwargs[name] for name in given}
-        )
-        kernel = self.choose(config.get_text_config())
-        wanted = register(kernel, self.here.packed)
-        if wanted:
-            load.kwargs["attn_implementation"] = wanted
+        kernel = self.choose(attention_config(load))
+        name = register_kernel(kernel, self.conditions.packed)
+        if name:
+            load.kwargs["attn_implementation"] = name
         model = yield
-        took = model.config.get_text_config()._attn_implementation
-        if wanted and took != wanted:
-            raise RecipeError(f"plugins.flash_attention: asked for {wanted}, the model took {took}")
+        used = model.config.get_text_config()._attn_implementation
+        if name and used != name:
+            raise RecipeError(f"plugins.flash_attention: the model uses {used} instead of {name}")
         if kernel in ("fa3", "fa2", "torch") and has_sinks(model):
-            self.insist(SINKS)
+            self.ensure_no(SINKS)
         return model
 
     @hookimpl
     def verdict(self) -> str | None:
-        """Name the kernel, and why it is not a better one."""
-        return self.said or None
+        """Name the kernel, and why better ones cannot run."""
+        return self.result or None
 
     def choose(self, config: PretrainedConfig) -> str:
-        """Return the kernel for a model; none leaves its attention to transformers."""
-        from .kernels import BEST_FIRST, title, unavailable, unfit
+        """Return the kernel for a model; "" leaves attention to transformers."""
+        from .kernels import BEST_FIRST, describe, find_obstacle, find_obstacle_in_model
 
+        packed = self.conditions.packed
         if self.kernel != "auto":
-            self.insist(unfit(self.kernel, config, self.here.packed))
-            self.said = title(self.kernel, self.here.packed)
+            self.ensure_no(find_obstacle_in_model(self.kernel, config, packed))
+            self.result = describe(self.kernel, packed)
             return self.kernel
-        chosen, reasons = "", dict[str, list[str]]()
+        chosen, refused = "", dict[str, list[str]]()
         for kernel in BEST_FIRST:
-            why = unavailable(kernel, self.here) or unfit(kernel, config, self.here.packed)
-            if why is None:
+            obstacle = find_obstacle(kernel, self.conditions) or find_obstacle_in_model(
+                kernel, config, packed
+            )
+            if obstacle is None:
                 chosen = kernel
                 break
-            reasons.setdefault(why[0], []).append(kernel)
-        said = [f"not {', '.join(kernels)}: {reason}" for reason, kernels in reasons.items()]
-        self.said = "; ".join([title(chosen, self.here.packed), *said])
+            refused.setdefault(obstacle.reason, []).append(kernel)
+        reasons = [f"not {', '.join(kernels)}: {reason}" for reason, kernels in refused.items()]
+        self.result = "; ".join([describe(chosen, packed), *reasons])
         return chosen
 
-    def insist(self, why: Obstacle | None) -> None:
-        """Stop the run if the kernel that was asked for cannot be had."""
-        if why is not None:
-            where = f'plugins.flash_attention: kernel = "{self.kernel}"'
-            raise RecipeError(f"{where} cannot run: {why[0]}; {why[1]}")
+    def ensure_no(self, obstacle: Obstacle | None) -> None:
+        """Stop the run if the kernel that the recipe names cannot run."""
+        if obstacle is not None:
+            raise RecipeError(
+                f'plugins.flash_attention: kernel = "{self.kernel}" cannot run: '
+                f"{obstacle.reason}; {obstacle.cure}"
+            )

@@ -21,40 +21,42 @@ if TYPE_CHECKING:
 class FusedLoss:
     """Compute the loss from hidden states in chunks, without a micro-batch's whole logits.
 
-    Only trained positions reach the head, and the gradient is computed on the way. What the model
-    does to its logits behind the head (a soft cap, a scale) is measured, and done in the loss.
-    At the start the loss is proved equal to the plain one on the run's own model.
+    Only trained positions reach the head, and gradients are computed in the forward pass. A scale
+    or soft cap of the logits is measured, and applied in the loss. Before step 1 the loss is
+    compared with the plain loss on the run's own model.
     """
 
     kernel: Literal["auto", "torch", "cut_cross_entropy", "liger"] = "auto"
-    """auto takes cut_cross_entropy where it is installed and there is a GPU, and else torch. It
-    leaves out liger, which published figures have behind torch's matrix products."""
+    """auto: cut_cross_entropy if it is installed and there is a GPU, otherwise torch. auto never
+    chooses liger, which is slower than torch's matrix products in published figures."""
     chunk: Annotated[int, Field(ge=1)] | None = None
-    """Positions at a time (of torch): as many as have 256 MiB of logits, 1 GiB on a GPU."""
+    """Positions per chunk, for kernel = "torch". Default: 256 MiB of logits, 1 GiB on a GPU."""
 
     packed: bool = state(False)
-    """Whether the model wants to hear where documents stand."""
+    """Whether the model expects packed rows."""
     package: str = state("")
-    """Whose kernel it is, if not ours."""
+    """The package whose kernel is used, or "" for ours."""
     chosen: str = state("torch kernel")
-    """Which kernel it is, and why."""
+    """The kernel, and the reason for it."""
     heads: WeakKeyDictionary[Any, Any] = state(WeakKeyDictionary())
-    """What each living model does to the logits of its head; the run's own head comes first."""
+    """Head -> transform of its logits; the first head is that of the run's model."""
     exact: bool = state(True)
-    """Whether the head computes in float32: only inside it all that is wrapped around it shows."""
+    """Whether the head computes in float32, seen inside the head, where autocast is known."""
     proved: str = state("")
+    """Result of the comparison with the plain loss."""
     trained: int = state(0)
-    """Positions that reached the head, and all."""
-    places: int = state(0)
+    """Positions that reached the head."""
+    positions: int = state(0)
+    """All positions."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Refuse a kernel that cannot run here, and what would be left unheard."""
+        """Choose the kernel; refuse one that cannot run, and options without effect."""
         self.packed = recipe.has("bfd_packing")
         if self.kernel == "liger" and recipe.has("dpo"):
             raise RecipeError(
-                'kernel = "liger" takes all positions alike, and [plugins.dpo] weighs each '
-                'answer; set kernel = "auto"'
+                'kernel = "liger" gives all positions the same weight, but [plugins.dpo] weighs '
+                'each answer; set kernel = "auto"'
             )
         if self.kernel == "liger" and recipe.has("lora"):
             raise RecipeError(
@@ -63,39 +65,39 @@ class FusedLoss:
         name = "cut_cross_entropy" if self.kernel == "auto" else self.kernel
         if name == "torch":
             return
-        from .loss import cannot_run
+        from .loss import why_unavailable
 
-        why = cannot_run(name)
-        if self.kernel == "auto" and (why or self.chunk):
-            self.chosen = f"torch kernel ({why or 'chunk is set'})"
+        reason = why_unavailable(name)
+        if self.kernel == "auto" and (reason or self.chunk):
+            self.chosen = f"torch kernel ({reason or 'chunk is set'})"
             return
-        if why:
-            raise RecipeError(f'kernel = "{name}" cannot run: {why}; or set kernel = "auto"')
+        if reason:
+            raise RecipeError(f'kernel = "{name}" cannot run: {reason}; or set kernel = "auto"')
         if self.chunk:
-            raise RecipeError(f'chunk is for kernel = "torch", and {name} has its own parts')
+            raise RecipeError(f'chunk has no effect with kernel = "{name}"; remove it')
         self.package, self.chosen = name, f"{name} kernel"
 
     @hookimpl(wrapper=True)
     def annotate(self, model: Module) -> Generator[None, Tokens, Tokens]:
-        """Find the head and what is behind it, and prove the loss, on all ranks together."""
-        from .loss import prove
+        """Measure the transform of the logits, and compare the loss, on all ranks together."""
+        from .loss import ensure_equal_loss
 
         if not self.proved:
             training = model.training
             model.eval()
             try:
-                prove(self, model)
+                ensure_equal_loss(self, model)
             finally:
                 model.train(training)
         return (yield)
 
     @hookimpl
     def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
-        """Let the head return losses in place of logits.
+        """Compute the losses inside the model's head.
 
-        The model is called as ever: all that wraps it does its work, and gathers the head's weight.
-        What the head returns is zero and has the losses' gradients, so that neither a cap nor
-        rounding behind the head changes either; the losses themselves go past them.
+        The whole model is called, so that its wrappers run and gather the head's weight. The head
+        returns zeros with the gradients of the losses; the losses themselves bypass whatever the
+        model does to its logits.
         """
         from .loss import score
 
@@ -103,8 +105,8 @@ class FusedLoss:
 
     @hookimpl
     def verdict(self) -> str:
-        """Say how the loss is computed, and of how many positions."""
-        said = [self.chosen, *map(str, [*self.heads.values()][:1]), self.proved]
-        if self.places:
-            said.append(f"{self.trained / self.places:.0%} of the positions reach the head")
-        return "; ".join(filter(None, said))
+        """Report the kernel, the transform, and the share of positions in the loss."""
+        results = [self.chosen, *map(str, [*self.heads.values()][:1]), self.proved]
+        if self.positions:
+            results.append(f"{self.trained / self.positions:.0%} of the positions reach the head")
+        return "; ".join(filter(None, results))

@@ -1,4 +1,4 @@
-"""The fused loss of a model's head, and its proof on a few tokens."""
+"""The fused loss of a model's head, and its comparison with the plain loss."""
 
 from __future__ import annotations
 
@@ -23,115 +23,118 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a token that is not trained."""
-ROOM = {"cpu": 2**28, "cuda": 2**30}
-"""Bytes of logits at a time. A GPU wants more: with each part it reads and writes the gradient of
-the whole head."""
+CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
+"""Bytes of logits per chunk. Each chunk reads and writes the head's whole gradient, so a GPU needs
+larger chunks."""
 LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy", "liger-kernel"
 CUT = "cut_cross_entropy", "linear_cross_entropy", "cut-cross-entropy"
 PACKAGES = {"cut_cross_entropy": CUT, "liger": LIGER}
-"""Kernels of others: the module, its function, and what to install."""
+"""Kernels of other packages: module, function, and the package to install."""
 REFUSED = "this model's loss cannot be fused; remove [plugins.fused_loss]"
 TOKENS = 16
-"""Tokens on which the fused loss is compared with the plain one."""
+"""Number of tokens on which the fused loss is compared with the plain loss."""
 
 
 def score(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> Tensor:
-    """Return the losses of a batch, from a call of the model whose head returns them."""
-    found: list[Tensor] = []
-    head = head_of(causal_of(model))
+    """Return the losses of a batch, computed inside the model's head."""
+    results: list[Tensor] = []
+    head = head_of(unwrap(model))
     if head not in plugin.heads:
-        prove(plugin, model)  # another model than the run's: a reference
+        ensure_equal_loss(plugin, model)  # not the run's model, but a reference
     behind = plugin.heads[head]
 
     def forward(hidden: Tensor) -> Tensor:
-        result = losses(plugin, head, behind, hidden, batch["labels"], summed)
-        found.append(result.detach())
-        # Not a view: what is wrapped around the head marks its output.
-        share = result.new_full((1, 1, len(result)), 1 / behind.slope)
-        return share * (result - result.detach())
+        losses = compute_losses(plugin, head, behind, hidden, batch["labels"], summed)
+        results.append(losses.detach())
+        # Zero, with the losses' gradients. Not a view: wrappers of the head mark its output.
+        factor = losses.new_full((1, 1, len(losses)), 1 / behind.slope)
+        return factor * (losses - losses.detach())
 
-    with replaced(head, forward):
-        nothing = called(model, batch).flatten()
-    result = found[0] + nothing
-    return result.sum() if summed else result
+    with replaced_forward(head, forward):
+        zeros = logits_of(model, batch).flatten()
+    losses = results[0] + zeros
+    return losses.sum() if summed else losses
 
 
-def losses(
+def compute_losses(
     plugin: FusedLoss, head: Any, behind: Behind, hidden: Tensor, labels: Tensor, summed: bool
 ) -> Tensor:
-    """Return the losses of hidden states that have targets: of each, or one that is all."""
+    """Return the loss of each target, or their sum as one element."""
     if hidden.shape[:2] != labels.shape:
         raise RecipeError(f"{REFUSED}: its head does not get one hidden state for each token")
-    # Their number comes from the device: the one wait for it in a micro-batch.
+    # `nonzero` is the only wait for the device in a micro-batch.
     rows = pad(labels[:, 1:] != IGNORED, (0, 1)).flatten().nonzero().squeeze(1)
     targets = labels.flatten()[rows + 1]
-    plugin.trained, plugin.places = plugin.trained + len(rows), plugin.places + labels.numel()
-    kept = hidden.flatten(0, 1).index_select(0, rows)
+    plugin.trained, plugin.positions = plugin.trained + len(rows), plugin.positions + labels.numel()
+    trained = hidden.flatten(0, 1).index_select(0, rows)
     weight, bias = head.weight, head.bias
-    dtype = type_of(kept, weight)
+    dtype = compute_dtype(trained, weight)
     plugin.exact = dtype == torch.float32
     if plugin.package and len(rows):
         bias = bias if bias is None else bias.to(dtype)
-        given = (kept.to(dtype), weight.to(dtype), bias, targets, behind, summed)
-        return from_package(plugin.package, *given)
-    room = ROOM.get(kept.device.type, ROOM["cpu"])
-    chunk = plugin.chunk or max(1, room // (4 * len(weight)))
-    return fused_loss(Positions(kept, weight, bias, targets, behind, chunk, dtype), summed)
+        inputs = (trained.to(dtype), weight.to(dtype), bias, targets, behind, summed)
+        return call_package(plugin.package, *inputs)
+    chunk_bytes = CHUNK_BYTES.get(trained.device.type, CHUNK_BYTES["cpu"])
+    chunk = plugin.chunk or max(1, chunk_bytes // (4 * len(weight)))
+    return fused_loss(Positions(trained, weight, bias, targets, behind, chunk, dtype), summed)
 
 
 @torch.no_grad()
-def prove(plugin: FusedLoss, model: Module) -> None:
-    """Read what is behind the head, and compare the fused loss of a few tokens with the plain.
+def ensure_equal_loss(plugin: FusedLoss, model: Module) -> None:
+    """Measure the transform of the logits, and compare fused and plain loss on a few tokens.
 
-    Logits are taken where the model gives them: what is wrapped around it may round them.
+    Logits are taken from the model itself: its wrappers may round them.
     """
-    causal = causal_of(model)
+    causal = unwrap(model)
     head = head_of(causal)
     if plugin.package == "cut_cross_entropy" and head.bias is not None:
         if plugin.kernel != "auto":
-            raise RecipeError('the head has a bias, unknown to the kernel: kernel = "auto"')
-        plugin.package, plugin.chosen = "", "torch kernel (cut_cross_entropy takes no bias)"
-    batch, counted = few_tokens(causal, plugin.packed), (plugin.trained, plugin.places)
-    seen: list[Tensor] = []
-    catch = causal.register_forward_hook(
-        lambda _module, _inputs, output: seen.append(output.logits), prepend=True
+            raise RecipeError(
+                f'plugins.fused_loss: kernel = "{plugin.kernel}" does not support the bias of this '
+                'model\'s head; set kernel = "auto"'
+            )
+        plugin.package, plugin.chosen = "", "torch kernel (cut_cross_entropy has no bias)"
+    batch, counts = random_batch(causal, plugin.packed), (plugin.trained, plugin.positions)
+    outputs: list[Tensor] = []
+    hook = causal.register_forward_hook(
+        lambda _module, _inputs, output: outputs.append(output.logits), prepend=True
     )
     try:
         probes = torch.tensor(Behind.PROBES, device=batch["labels"].device).view(1, 1, -1)
-        with replaced(head, lambda hidden: probes):
-            called(model, batch)
-        plugin.heads[head] = Behind.fit(seen.pop())
-        ours = score(plugin, model, batch, summed=True)
-        called(model, batch)
-        predictions = seen.pop()[0, :-1].float()
-        theirs = cross_entropy(
-            predictions, batch["labels"][0, 1:], ignore_index=IGNORED, reduction="sum"
-        )
+        with replaced_forward(head, lambda hidden: probes):
+            logits_of(model, batch)
+        plugin.heads[head] = Behind.fit(outputs.pop())
+        fused = score(plugin, model, batch, summed=True)
+        logits_of(model, batch)
+        logits = outputs.pop()[0, :-1].float()
+        plain = cross_entropy(logits, batch["labels"][0, 1:], ignore_index=IGNORED, reduction="sum")
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise RecipeError(f"{REFUSED}: {error}") from error
     finally:
-        catch.remove()
-        for part in model.modules():
-            # FSDP2 leaves the head's weight gathered until a backward, and here is none.
-            if isinstance(part, FSDPModule):
-                part.reshard()
-    plugin.trained, plugin.places = counted
-    off = abs(float(ours / theirs) - 1)
-    if not off <= (1e-4 if plugin.exact else 2e-2):
+        hook.remove()
+        for module in model.modules():
+            # FSDP2 frees the head's gathered weight in a backward pass, which does not come.
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    plugin.trained, plugin.positions = counts
+    difference = abs(float(fused / plain) - 1)
+    if not difference <= (1e-4 if plugin.exact else 2e-2):
         raise RecipeError(
-            f"{REFUSED}: on {TOKENS} tokens it is {float(ours):.6g}, and the plain one "
-            f"{float(theirs):.6g}. What its forward does with the head is unknown here"
+            f"{REFUSED}: on {TOKENS} tokens it is {float(fused):.6g}, but the plain loss is "
+            f"{float(plain):.6g}. The model uses its head in an unsupported way"
         )
-    plugin.proved = plugin.proved or f"proved on {TOKENS} tokens ({off:.0e} off the plain loss)"
+    plugin.proved = (
+        plugin.proved or f"proved on {TOKENS} tokens ({difference:.0e} off the plain loss)"
+    )
 
 
-def type_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the type that a head computes in."""
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype that a head computes in."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def from_package(
+def call_package(
     name: str,
     hidden: Tensor,
     weight: Tensor,
@@ -140,29 +143,29 @@ def from_package(
     behind: Behind,
     summed: bool,
 ) -> Tensor:
-    """Return the losses from a kernel of others."""
-    place, function, _ = PACKAGES[name]
-    kernel: Any = getattr(importlib.import_module(place), function)
+    """Return the losses from another package's kernel."""
+    module, function, _ = PACKAGES[name]
+    kernel: Any = getattr(importlib.import_module(module), function)
     if behind.slope != 1:
         hidden, bias = hidden * behind.slope, bias if bias is None else bias * behind.slope
-    more: dict[str, Any] = {"bias": bias, "accum_dtype": torch.float32} if name == "liger" else {}
-    more |= {"softcap": behind.cap, "reduction": "sum" if summed else "none"}
-    losses: Tensor = kernel(hidden, weight, targets, **more)
+    kwargs: dict[str, Any] = {"bias": bias, "accum_dtype": torch.float32} if name == "liger" else {}
+    kwargs |= {"softcap": behind.cap, "reduction": "sum" if summed else "none"}
+    losses: Tensor = kernel(hidden, weight, targets, **kwargs)
     return losses.flatten()
 
 
-def cannot_run(kernel: str) -> str:
-    """Say why a kernel cannot run on this machine, if so."""
+def why_unavailable(kernel: str) -> str:
+    """Return why a package's kernel cannot run on this machine, or ""."""
     module, _, package = PACKAGES[kernel]
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return f"{kernel} is not installed: pip install {package}"
     return "" if torch.cuda.is_available() else f"{kernel} needs a GPU"
 
 
-def causal_of(model: Any) -> Any:
-    """Return the model itself, out of what ranks and adapters have put around it."""
-    plain = getattr(model, "module", model)
-    return getattr(plain, "get_base_model", lambda: plain)()
+def unwrap(model: Any) -> Any:
+    """Return the causal language model inside the wrappers of ranks and adapters."""
+    module = getattr(model, "module", model)
+    return getattr(module, "get_base_model", lambda: module)()
 
 
 def head_of(causal: Any) -> Any:
@@ -172,33 +175,36 @@ def head_of(causal: Any) -> Any:
         raise RecipeError(f"{REFUSED}: it has no head")
     if type(head).forward is not Linear.forward or "forward" in vars(head):
         raise RecipeError(
-            f"{REFUSED}, or keep other plugins (lora's targets, modules_to_save) from its head: "
-            f"that is a {type(head).__name__}, and the loss would read the raw weight below it"
+            f"{REFUSED}, or remove the head from lora's targets and modules_to_save: it is a "
+            f"{type(head).__name__}, and the loss would read only the weight inside"
         )
     return head
 
 
-def few_tokens(causal: Any, packed: bool) -> Batch:
-    """Return a batch of a few random tokens, some of them trained, as this run's batches are."""
+def random_batch(causal: Any, packed: bool) -> Batch:
+    """Return a few random tokens, a third of them not trained, as this run's batches are."""
     device = next(causal.parameters()).device
     vocabulary = causal.config.get_text_config().vocab_size
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocabulary, (1, TOKENS)))
     labels = ids.clone()
     labels[:, ::3] = IGNORED
-    more = documents_of(np.array([TOKENS])) if packed else {"attention_mask": torch.ones_like(ids)}
-    batch = {"input_ids": ids, "labels": labels, **more}
-    return {name: one.to(device) if isinstance(one, Tensor) else one for name, one in batch.items()}
+    rows = documents_of(np.array([TOKENS])) if packed else {"attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "labels": labels, **rows}
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
 
 
-def called(model: Module, batch: Batch) -> Tensor:
-    """Return what a model gives as logits. A cache has no use, and harms packed rows."""
+def logits_of(model: Module, batch: Batch) -> Tensor:
+    """Return a model's logits. A key-value cache has no use here, and breaks packed rows."""
     logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
     return logits
 
 
 @contextmanager
-def replaced(head: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let the head do something else; its hooks stay, and gather the weight where it is spread."""
+def replaced_forward(head: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace a head's forward; its hooks stay, which gather a sharded weight."""
     head.forward = forward
     try:
         yield

@@ -752,7 +752,7 @@ REFUSED = [
     (
         {},
         {"plugins": {"fused_loss": {"kernel": "liger"}}},
-        'kernel = "liger" takes all positions alike, and [plugins.dpo] weighs each answer',
+        'kernel = "liger" gives all positions the same weight, but [plugins.dpo] weighs',
     ),
 ]
 

@@ -28,17 +28,16 @@ from transformers import (
 
 from plugsft import RecipeError, TrainError, testing
 from plugsft.kit.model import attend_per_document, documents_of
-from plugsft.plugins.flash_attention import FlashAttention, Here, kernels
+from plugsft.plugins.flash_attention import Conditions, FlashAttention, varlen
 from plugsft.plugins.flash_attention.kernels import (
     PACKAGES,
     VARLEN,
-    arguments,
-    attend,
+    find_obstacle,
+    find_obstacle_in_model,
+    find_obstacle_in_package,
     head_widths,
-    lacking,
-    unavailable,
-    unfit,
 )
+from plugsft.plugins.flash_attention.varlen import attend, kernel_inputs
 
 HOPPER, AMPERE, TURING, BLACKWELL = (9, 0), (8, 0), (7, 5), (10, 0)
 SMALL = {
@@ -65,8 +64,8 @@ FLASH = ["fa3", "fa2", "torch"]
 NARROW = LlamaConfig(hidden_size=48, num_attention_heads=4)
 
 
-def here(gpu=HOPPER, half=True, packed=True, built=True):
-    return Here(gpu, half, packed, built)
+def conditions(gpu=HOPPER, half=True, packed=True, built=True):
+    return Conditions(gpu, half, packed, built)
 
 
 def install(folder, monkeypatch, kernel, version, code=""):
@@ -85,18 +84,18 @@ def install(folder, monkeypatch, kernel, version, code=""):
 @pytest.mark.parametrize(
     ("kernel", "place", "reason"),
     [
-        ("fa3", here(gpu=None), "no NVIDIA GPU"),
-        ("torch", here(gpu=None), "no NVIDIA GPU"),
-        ("fa3", here(AMPERE), r"made for Hopper \(9.0\), not for 8.0"),
-        ("fa3", here(BLACKWELL), r"made for Hopper \(9.0\), not for 10.0"),
-        ("fa2", here(TURING), "needs compute capability 8.0, not 7.5"),
-        ("torch", here(TURING), "needs compute capability 8.0, not 7.5"),
-        ("fa2", here(half=False), "takes bfloat16, not float32"),
-        ("torch", here(half=False), "takes bfloat16, not float32"),
-        ("torch", here(packed=False), "takes packed rows only"),
-        ("torch", here(built=False), "this torch was built without it"),
-        ("fa3", here(), "flash-attn-3 is not installed"),
-        ("fa2", here(packed=False), "flash-attn is not installed"),
+        ("fa3", conditions(gpu=None), "no NVIDIA GPU"),
+        ("torch", conditions(gpu=None), "no NVIDIA GPU"),
+        ("fa3", conditions(AMPERE), r"made for Hopper \(9.0\), not for 8.0"),
+        ("fa3", conditions(BLACKWELL), r"made for Hopper \(9.0\), not for 10.0"),
+        ("fa2", conditions(TURING), "needs compute capability 8.0, not 7.5"),
+        ("torch", conditions(TURING), "needs compute capability 8.0, not 7.5"),
+        ("fa2", conditions(half=False), "takes bfloat16, not float32"),
+        ("torch", conditions(half=False), "takes bfloat16, not float32"),
+        ("torch", conditions(packed=False), "takes packed rows only"),
+        ("torch", conditions(built=False), "this torch was built without it"),
+        ("fa3", conditions(), "flash-attn-3 is not installed"),
+        ("fa2", conditions(packed=False), "flash-attn is not installed"),
     ],
 )
 def test_what_cannot_run_here_is_refused_with_the_cure(kernel, place, reason):
@@ -104,20 +103,20 @@ def test_what_cannot_run_here_is_refused_with_the_cure(kernel, place, reason):
     with pytest.raises(
         RecipeError, match=f'kernel = "{kernel}" cannot run: {reason}; .'
     ) as stopped:
-        plugin.insist(unavailable(kernel, place))
+        plugin.ensure_no(find_obstacle(kernel, place))
     assert len(stopped.value.problems) == 1
 
 
 @pytest.mark.parametrize(
     ("kernel", "place"),
     [
-        ("torch", here(AMPERE)),
-        ("torch", here(BLACKWELL)),
-        ("sdpa", here(None, False, False, False)),
+        ("torch", conditions(AMPERE)),
+        ("torch", conditions(BLACKWELL)),
+        ("sdpa", conditions(None, False, False, False)),
     ],
 )
 def test_what_can_run_is_not(kernel, place):
-    assert unavailable(kernel, place) is None
+    assert find_obstacle(kernel, place) is None
 
 
 @pytest.mark.parametrize(
@@ -128,13 +127,13 @@ def test_the_version_of_a_package_counts(tmp_path, monkeypatch, kernel, old, new
         folder = tmp_path / version
         folder.mkdir()
         install(folder, monkeypatch, kernel, version)
-        why = unavailable(kernel, here())
+        why = find_obstacle(kernel, conditions())
         assert why is None if version == new else f"{old} is older than" in why[0]
 
 
 def test_a_package_that_was_built_for_another_torch_is_no_package(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "fa2", "2.8.3", "raise ImportError('undefined symbol: _ZN3c10')")
-    reason, cure = lacking(*PACKAGES["fa2"])
+    reason, cure = find_obstacle_in_package(*PACKAGES["fa2"])
     assert "flash-attn 2.8.3 cannot be imported (undefined symbol: _ZN3c10)" in reason
     assert 'kernel = "auto"' in cure
 
@@ -156,7 +155,7 @@ def test_a_package_that_was_built_for_another_torch_is_no_package(tmp_path, monk
 )  # fmt: skip
 def test_what_a_model_asks_of_its_attention(config, reasons):
     for kernel in ("fa3", "fa2", "torch", "sdpa"):
-        why = unfit(kernel, config, packed=True)
+        why = find_obstacle_in_model(kernel, config, packed=True)
         assert reasons.get(kernel, "") in (why or ("",))[0] and (why is None) == (
             kernel not in reasons
         )
@@ -172,25 +171,25 @@ def test_widths_of_heads():
     ("place", "config", "chosen", "said"),
     [
         (
-            here(),
+            conditions(),
             MODELS["llama"],
             "torch",
             "not fa3: flash-attn-3 is not installed; not fa2: flash",
         ),
         (
-            here(None),
+            conditions(None),
             MODELS["llama"],
             "sdpa",
             "SDPA, document by document; not fa3, fa2, torch: no",
         ),
-        (here(None, packed=False), MODELS["llama"], "sdpa", "SDPA; not"),
-        (here(None, packed=False), GEMMA2, "", "left to transformers; not"),
-        (here(), GEMMA2, "sdpa", "not torch: it has no soft cap"),
+        (conditions(None, packed=False), MODELS["llama"], "sdpa", "SDPA; not"),
+        (conditions(None, packed=False), GEMMA2, "", "left to transformers; not"),
+        (conditions(), GEMMA2, "sdpa", "not torch: it has no soft cap"),
     ],
 )
 def test_auto_takes_the_best_that_can_run_and_says_why_none_before(place, config, chosen, said):
     plugin = FlashAttention()
-    plugin.here = place
+    plugin.conditions = place
     assert plugin.choose(config) == chosen
     assert said in plugin.verdict()
 
@@ -198,13 +197,13 @@ def test_auto_takes_the_best_that_can_run_and_says_why_none_before(place, config
 def test_auto_takes_what_is_installed(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "fa2", "2.8.3")
     plugin = FlashAttention()
-    plugin.here = here()
+    plugin.conditions = conditions()
     assert plugin.choose(MODELS["llama"]) == "fa2"
     assert plugin.verdict() == "flash-attn 2.8.3; not fa3: flash-attn-3 is not installed"
     # It takes padded rows, but not 32 bits.
-    plugin.here = here(packed=False)
+    plugin.conditions = conditions(packed=False)
     assert plugin.choose(MODELS["llama"]) == "fa2"
-    plugin.here = here(half=False)
+    plugin.conditions = conditions(half=False)
     assert plugin.choose(MODELS["llama"]) == "sdpa"
 
 
@@ -280,12 +279,12 @@ def assert_same(model, other, seen=None):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_torchs_kernel_is_called_for_what_attention_per_document_computes(monkeypatch, name):
-    monkeypatch.setattr(kernels, "varlen_attn", stand_in)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     assert_same(make(MODELS[name], VARLEN), make(MODELS[name], attend_per_document()))
 
 
 def test_a_shared_prompt_reaches_torchs_kernel(monkeypatch):
-    monkeypatch.setattr(kernels, "varlen_attn", stand_in)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     seen = np.zeros_like(LENGTHS)
     seen[[1, 3]] = LENGTHS[[0, 2]] // 2
     for name in MODELS:
@@ -294,14 +293,14 @@ def test_a_shared_prompt_reaches_torchs_kernel(monkeypatch):
 
 
 def test_packages_that_cannot_share_a_prompt_are_passed_over():
-    shared = Here((9, 0), True, True, True, shared=True)
+    shared = Conditions((9, 0), True, True, True, shared=True)
     for kernel in ("fa3", "fa2"):
-        assert unavailable(kernel, shared)[0] == "cannot share a prompt (plugins.dpo)"
-    assert unavailable("torch", shared) is None
+        assert find_obstacle(kernel, shared)[0] == "cannot share a prompt (plugins.dpo)"
+    assert find_obstacle("torch", shared) is None
 
 
 def test_one_plain_row_is_one_document_and_padded_rows_are_refused(monkeypatch):
-    monkeypatch.setattr(kernels, "varlen_attn", stand_in)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     model, other = make(MODELS["qwen3"], VARLEN), make(MODELS["qwen3"], "eager")
     ids = torch.arange(9)[None]
     logits = [one(input_ids=ids, use_cache=False).logits for one in (model, other)]
@@ -318,9 +317,11 @@ def test_torchs_kernel_leaves_nothing_out_in_silence(given):
 
 def test_mixed_precision_reaches_the_kernel_in_16_bits():
     heads = torch.zeros(1, 2, 3, 8)
-    assert arguments(heads, heads, heads, None, None, None, None)["query"].dtype == torch.float32
+    assert (
+        kernel_inputs(heads, heads, heads, None, None, None, None)["query"].dtype == torch.float32
+    )
     with torch.autocast("cpu", torch.bfloat16):
-        given = arguments(heads, heads, heads, None, None, None, None)
+        given = kernel_inputs(heads, heads, heads, None, None, None, None)
     assert {given[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16}
 
 
@@ -365,7 +366,7 @@ def test_transformers_gives_flash_attn_the_documents_window_and_cap(monkeypatch,
 
 def test_no_layer_waits_for_the_device(monkeypatch):
     """In `plain` the stand-ins do: they read the bounds. So they are given none to read."""
-    monkeypatch.setattr(kernels, "varlen_attn", lambda **given: given["query"])
+    monkeypatch.setattr(varlen, "varlen_attn", lambda **given: given["query"])
     monkeypatch.setitem(flash_stand_in.__globals__, "plain", lambda q, *_: q)
     counts = {}
     for layers in (2, 5):

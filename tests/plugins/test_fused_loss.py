@@ -219,7 +219,7 @@ def test_a_frozen_head_gets_no_gradient_at_all(name):
 )
 def test_adapters_on_the_head_are_refused(options):
     model = lora(make(MODELS["llama"]), **options)
-    with pytest.raises(RecipeError, match="the loss would read the raw weight below it"):
+    with pytest.raises(RecipeError, match="the loss would read only the weight inside"):
         fused(model)
 
 
@@ -397,7 +397,7 @@ def test_a_loss_that_is_another_is_refused():
     model.lm_head.register_forward_hook(
         lambda _module, inputs, output: output * 2 if output.shape[-1] == VOCAB else output
     )
-    with pytest.raises(RecipeError, match="and the plain one"):
+    with pytest.raises(RecipeError, match="but the plain loss is"):
         fused(model)
 
 
@@ -499,7 +499,7 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
 LIGER = """
 import triton_interpreter, torch
 from functools import partial
-from plugsft.plugins.fused_loss.loss import Behind, Positions, from_package, fused_loss
+from plugsft.plugins.fused_loss.loss import Behind, Positions, call_package, fused_loss
 
 torch.manual_seed(0)
 hidden, weight, bias = torch.randn(9, 16), torch.randn(61, 16), torch.randn(61)
@@ -507,7 +507,7 @@ targets = torch.randint(61, (9,))
 for behind in (Behind(), Behind(0.5, 3.0)):
     found = []
     ours = lambda *given: fused_loss(Positions(*given[:-1], 4, torch.float32), given[-1])
-    for kernel in (partial(from_package, "liger"), ours):
+    for kernel in (partial(call_package, "liger"), ours):
         given = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
         loss = kernel(*given, targets, behind, True)
         loss.backward()

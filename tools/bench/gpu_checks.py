@@ -28,11 +28,11 @@ from plugsft.batches.packed_rows import attend as attend_documents
 from plugsft.kit.model import documents_of, pack
 from plugsft.kit.tokens import Tokens
 from plugsft.plugins.async_collate import AsyncCollate
-from plugsft.plugins.flash_attention import Here
-from plugsft.plugins.flash_attention import kernels as flash_attention
-from plugsft.plugins.flash_attention.kernels import least_gpu, unavailable
+from plugsft.plugins.flash_attention import Conditions
+from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability
+from plugsft.plugins.flash_attention.varlen import attend as attend_varlen
 from plugsft.plugins.fused_loss import FusedLoss
-from plugsft.plugins.fused_loss.loss import Behind, losses
+from plugsft.plugins.fused_loss.loss import Behind, compute_losses
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.lora import Lora
 from plugsft.ranks.load_batches import BatchLoader
@@ -123,9 +123,11 @@ def attention() -> Iterator[Check]:
     built = torch.backends.cuda.is_flash_attention_available()
     for kernel, attend in ATTENTIONS.items():
         for kind, dtype in TYPES.items():
-            here = Here(least_gpu(), half=kind == "bfloat16", packed=True, built=built)
-            if why := unavailable(kernel, here):
-                yield Check(f"attention {kernel}, {kind}", reason=why[0])
+            conditions = Conditions(
+                lowest_capability(), half=kind == "bfloat16", packed=True, built=built
+            )
+            if obstacle := find_obstacle(kernel, conditions):
+                yield Check(f"attention {kernel}, {kind}", reason=obstacle.reason)
                 continue
             for window in (None, WINDOW):
                 name = f"attention {kernel}, {'no window' if window is None else 'window'}"
@@ -170,7 +172,7 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> T
     """torch's kernel, as the plugin calls it."""
     module: Any = None
     given = {**bounds(), "scaling": WIDTH**-0.5, "sliding_window": window}
-    return flash_attention.attend(module, query, key, value, None, **given)[0]
+    return attend_varlen(module, query, key, value, None, **given)[0]
 
 
 def by_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -233,11 +235,11 @@ def loss() -> Iterator[Check]:
                     behind: Behind = behind,
                 ) -> Tensor:
                     head = SimpleNamespace(weight=weight, bias=None)
-                    made: Tensor = losses(plugin, head, behind, hidden, labels, summed=True)
+                    made: Tensor = compute_losses(plugin, head, behind, hidden, labels, summed=True)
                     return made.sum()
 
                 def plain(hidden: Tensor, weight: Tensor, behind: Behind = behind) -> Tensor:
-                    logits = behind.of(hidden[0, :-1] @ weight.T)
+                    logits = behind.apply(hidden[0, :-1] @ weight.T)
                     return cross_entropy(
                         logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum"
                     )

@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 
 from plugsft import RecipeError
 from plugsft.kit.model import Behind
-from plugsft.plugins.flash_attention import Here
-from plugsft.plugins.flash_attention.kernels import least_gpu, unavailable
-from plugsft.plugins.fused_loss.loss import losses
+from plugsft.plugins.flash_attention import Conditions
+from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability
+from plugsft.plugins.fused_loss.loss import compute_losses
 
 ROW, DOCUMENTS = (16_384, (500, 4_096, 16_384)) if GPU else (64, (16, 64))
 HEADS, KV_HEADS, WIDTH = (32, 8, 128) if GPU else (4, 2, 32)
@@ -48,14 +48,14 @@ def attention(length: int) -> Iterator[dict[str, Any]]:
     # The kernels of the checks read these.
     gpu_checks.LENGTHS, gpu_checks.WIDTH = lengths, WIDTH
     built = torch.backends.cuda.is_flash_attention_available()
-    here = Here(least_gpu(), half=True, packed=True, built=built)
+    conditions = Conditions(lowest_capability(), half=True, packed=True, built=built)
     shapes = [(1, heads, total, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
     pull = torch.randn(1, total, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     steps: dict[str, Step] = {}
     for kernel, attend in ATTENTIONS.items():
-        if why := unavailable(kernel, here):
-            yield {"of": name, "kernel": kernel, "reason": why[0]}
+        if obstacle := find_obstacle(kernel, conditions):
+            yield {"of": name, "kernel": kernel, "reason": obstacle.reason}
         else:
             steps[kernel] = partial(forth_and_back, partial(attend, window=None), inputs, pull)
     yield from timed(name, steps)
@@ -75,7 +75,7 @@ def loss(trained: bool) -> Iterator[dict[str, Any]]:
 
     def fused(hidden: Tensor, weight: Tensor = weight, *, plugin: Any) -> Tensor:
         head = SimpleNamespace(weight=weight, bias=None)
-        made: Tensor = losses(plugin, head, Behind(), hidden, labels, summed=True)
+        made: Tensor = compute_losses(plugin, head, Behind(), hidden, labels, summed=True)
         return made.sum()
 
     pull = torch.ones((), device=DEVICE)

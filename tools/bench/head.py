@@ -30,7 +30,7 @@ from trl.kernels import ChunkedLogProbFunction
 
 from plugsft.kit.model import Behind
 from plugsft.plugins.fused_loss import FusedLoss
-from plugsft.plugins.fused_loss.loss import losses
+from plugsft.plugins.fused_loss.loss import compute_losses
 
 IGNORED = -100
 GIB = 2**30
@@ -222,7 +222,7 @@ def fused() -> Loss:
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head.weight = weight
-        return losses(plugin, head, Behind(), hidden, labels, summed=True).sum()
+        return compute_losses(plugin, head, Behind(), hidden, labels, summed=True).sum()
 
     return loss
 

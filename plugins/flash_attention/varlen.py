@@ -1,0 +1,79 @@
+"""Attention within the documents of a packed row, by torch's own kernel."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.attention.varlen import varlen_attn
+
+from plugsft import RecipeError
+from plugsft.kit.model import lone_document
+
+
+def attend(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    keys: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each document of a row, in one launch and without waiting for the device.
+
+    transformers makes no mask, since it does not know this attention's name.
+    """
+    if dropout or softcap is not None or s_aux is not None:
+        raise RecipeError(
+            'plugins.flash_attention: kernel = "torch" has no dropout, no soft cap and no sinks, '
+            'and the model\'s attention has; set kernel = "sdpa"'
+        )
+    inputs = kernel_inputs(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    if keys is not None:
+        # A shared prompt is copied before each document that attends to it.
+        inputs |= {name: inputs[name].index_select(0, keys) for name in ("key", "value")}
+        inputs |= {"cu_seq_k": cu_seq_lens_k, "max_k": max_length_k}
+    output: Any = varlen_attn(**inputs)
+    return output[None], None
+
+
+def kernel_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor | None,
+    longest: int | None,
+    scaling: float | None,
+    window: int | None,
+) -> dict[str, Any]:
+    """Return the arguments of torch's kernel for a row in the layout of transformers."""
+    if bounds is None or longest is None:
+        (longest,) = lone_document(query, key)
+        bounds = torch.arange(2, dtype=torch.int32, device=query.device) * longest
+    dtype = query.dtype
+    if dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
+        # Norms of queries and keys return float32 if their weights are float32.
+        dtype = torch.get_autocast_dtype(query.device.type)
+    flat = [heads.transpose(1, 2).flatten(0, 1).to(dtype) for heads in (query, key, value)]
+    return {
+        **dict(zip(("query", "key", "value"), flat, strict=True)),
+        "cu_seq_q": bounds,
+        "cu_seq_k": bounds,
+        "max_q": longest,
+        "max_k": longest,
+        "scale": scaling,
+        # Left: a window counts the token itself. Right: 0, so attention is causal.
+        "window_size": (-1 if window is None else window - 1, 0),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
