@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plugsft.output import report
-from plugsft.plugins.dpo import MEASURES
+from plugsft.plugins.dpo.losses import METRICS
 
 EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"
 LENGTHS = {"edges": [0, 16, 32, 64], "counts": [3, 100, 194], "min": 12, "median": 44, "max": 61}
@@ -201,7 +201,7 @@ def test_what_is_measured_of_pairs_is_told_and_drawn_together() -> None:
     shared = dict(
         re.findall(r'(\w+): \["(\w+)"', page.split("const TOGETHER = {")[1].split("};")[0])
     )
-    assert {shared.get(name, name) for name in (*MEASURES, "nll")} <= {*titled}
+    assert {shared.get(name, name) for name in (*METRICS, "nll")} <= {*titled}
     assert shared["reward_chosen"] == shared["reward_rejected"] == "rewards"
     assert shared["logp_chosen"] == shared["logp_rejected"] == "logps"
 

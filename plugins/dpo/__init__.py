@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field
 
 from plugsft import (
     Batch,
     Data,
-    DataError,
     Feed,
     Ints,
     Place,
@@ -25,13 +22,14 @@ from plugsft import (
     plugin,
     state,
 )
-from plugsft.kit.tokens import Tokenizer, Tokens, render_pairs
 
 from .options import ensure_options_work
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
+    from plugsft.kit.tokens import Tokenizer, Tokens
 
 
 @plugin(learns=["loss", "beta", "label_smoothing", "nll", "reference"], tokens=[])
@@ -79,6 +77,8 @@ class Dpo:
     @hookimpl
     def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
         """Render each row as two texts with the same prompt."""
+        from .pairs import render_pairs
+
         return render_pairs(rows, tokenizer, data)
 
     @hookimpl(wrapper=True)
@@ -95,16 +95,11 @@ class Dpo:
         self, model: Any, tokens: Tokens, prelude: Prelude
     ) -> Generator[None, Tokens, Tokens]:
         """Divide the loss by the number of pairs, share prompts, and load the reference."""
+        from .pairs import count_pairs, ensure_same_losses
         from .scorer import Scorer
-        from .shared_prompts import ensure_same_losses
 
         plain = yield
-        if plain.facts["pairs"] < len(plain):
-            raise DataError(
-                "plugins.dpo: some examples are not pairs: they were prepared without [plugins.dpo]"
-            )
-        tokens = copy.copy(plain.share_prompts() if self.share_prompt else plain)
-        tokens.denominators = np.ones(len(tokens), np.int64)
+        tokens = count_pairs(plain, self.share_prompt)
         if self.share_prompt and not self.sharing:
             self.sharing = ensure_same_losses(model, plain, tokens, prelude)
         if self.scorer is None:

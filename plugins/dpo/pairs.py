@@ -1,15 +1,29 @@
-"""Test that a shared prompt does not change the losses of a pair."""
+"""Pairs of answers as texts and tokens, and their shared prompts. Imports no torch."""
 
+import copy
 from typing import Any
 
 import numpy as np
 
-from plugsft import Prelude, RecipeError
-from plugsft.kit.tokens import Tokens
+from plugsft import DataError, Prelude, RecipeError
+from plugsft.kit.tokens import Tokens, render_pairs
+
+__all__ = ["count_pairs", "ensure_same_losses", "render_pairs"]
 
 TESTED_PAIRS = 2
 TOLERANCE = {True: 1e-4, False: 5e-2}
 """Allowed relative difference of losses, in float32 (True) or not."""
+
+
+def count_pairs(tokens: Tokens, share_prompt: bool) -> Tokens:
+    """Return tokens whose loss is divided by the number of pairs, not of targets."""
+    if tokens.facts["pairs"] < len(tokens):
+        raise DataError(
+            "plugins.dpo: some examples are not pairs: they were prepared without [plugins.dpo]"
+        )
+    pairs = copy.copy(tokens.share_prompts() if share_prompt else tokens)
+    pairs.denominators = np.ones(len(pairs), np.int64)
+    return pairs
 
 
 def ensure_same_losses(model: Any, plain: Tokens, shared: Tokens, prelude: Prelude) -> str:
