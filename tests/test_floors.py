@@ -46,9 +46,9 @@ EXPORTED = {
         hookimpl look once plugin progress say state
     """,
     "plugsft.kit.model": """
-        Behind Positions Shapes attend_per_document decoder_layers documents_of
-        ensure_apart ensure_twin_apart fused_loss lone_document model_inputs pack
-        peak_flops shapes_of takes_documents weights_digest
+        LogitTransform Positions Shapes attend_per_document decoder_layers documents_of
+        fused_loss model_inputs pack peak_flops prove_on_model prove_on_small_copy
+        refuse_own_attention shapes_of single_document weights_digest
     """,
     "plugsft.kit.tokens": """
         Tokenizer Tokens encode opened render_pairs render_rows tokenizing

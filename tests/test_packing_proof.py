@@ -32,12 +32,12 @@ from plugsft.model.document_probe import (
     OWN_CODE,
     ROUTED,
     cached_probe,
-    ensure_apart,
-    ensure_twin_apart,
     find_problem,
     probe_copy,
+    prove_on_model,
+    prove_on_small_copy,
 )
-from plugsft.model.small_copy import NEVER, Longest, build_small_copy, limits
+from plugsft.model.small_copy import NO_LIMIT_REACHED, Longest, build_small_copy, limits
 
 LONGEST = Longest(10**9, 10**9)
 CONV = ["conv", "full_attention", "conv", "conv"]
@@ -110,7 +110,7 @@ def test_a_limit_counts_where_a_row_of_the_run_reaches_it():
     }
     assert limits(config, Longest(2048, 8192)) == {"floor_scale": 8192}
     assert limits(config, Longest(8191, 8191)) == {}
-    assert not find_problem(twin_of(config, NEVER))
+    assert not find_problem(twin_of(config, NO_LIMIT_REACHED))
     rope = Phi3Config(rope_parameters=LONGROPE)
     assert limits(rope, Longest(4096, 9000)) == {"original_max_position_embeddings": 4096}
     assert limits(rope, Longest(4095, 9000)) == {}
@@ -128,10 +128,10 @@ class Outside:
 
 def test_the_cure_names_the_limit(home):
     with pytest.raises(RecipeError) as refused:
-        ensure_twin_apart(Outside(Llama4TextConfig()), 9000, 9000)
+        prove_on_small_copy(Outside(Llama4TextConfig()), 9000, 9000)
     assert "attention_chunk_size = 8,192 and floor_scale = 8,192" in str(refused.value)
     assert "set capacity below 8,192" in str(refused.value)
-    said = ensure_twin_apart(Outside(MistralConfig()), 9000, 9000)
+    said = prove_on_small_copy(Outside(MistralConfig()), 9000, 9000)
     assert "proved on a small copy in float32, beyond its sliding_window" in said
     assert "moves no neighbour" in said
 
@@ -145,20 +145,20 @@ def test_a_limit_that_nothing_can_prove_is_refused(home):
     model = AutoModelForCausalLM.from_config(MODELS["llama"])
     model.config = config
     with pytest.raises(RecipeError, match=r"sliding_window = 64 cannot be proved .* below 64"):
-        ensure_twin_apart(model, 64, 64)
-    assert "not proved on a small copy" in ensure_twin_apart(model, 63, 63)
+        prove_on_small_copy(model, 64, 64)
+    assert "not proved on a small copy" in prove_on_small_copy(model, 63, 63)
 
 
 def test_a_start_pays_once_for_a_configuration(home):
     model = Outside(LlamaConfig())
-    assert cached_probe(model, NEVER)["leak"] == 0
+    assert cached_probe(model, NO_LIMIT_REACHED)["leak"] == 0
     [entry] = (home.parent / "twins").iterdir()
     built = (entry / "facts.json").stat()
     # No limit is reached by this run either: it is the same twin.
     assert cached_probe(model, Longest(200, 200))["leak"] == 0
     again = (entry / "facts.json").stat()
     assert (built.st_ino, built.st_mtime_ns) == (again.st_ino, again.st_mtime_ns)
-    cached_probe(Outside(LlamaConfig(hidden_act="relu")), NEVER)
+    cached_probe(Outside(LlamaConfig(hidden_act="relu")), NO_LIMIT_REACHED)
     assert len([*(home.parent / "twins").iterdir()]) == 2
 
 
@@ -192,14 +192,14 @@ def test_a_fresh_model_of_small_weights_that_leaks_is_refused(name, dtype):
         LEAKING[name], attn_implementation=ATTENTION, dtype=dtype
     )
     with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
-        ensure_apart(model, dtype == torch.float32)
+        prove_on_model(model, dtype == torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_probe_passes_what_keeps_documents_apart(name, dtype):
     model = make(MODELS[name], dtype=dtype).train()
-    said = ensure_apart(model, dtype == torch.float32)
+    said = prove_on_model(model, dtype == torch.float32)
     assert "documents proved apart" in said
     assert "moves no neighbour" in said or name == "llama4", "only experts round"
     assert model.training
@@ -221,7 +221,7 @@ def test_the_probe_stops_attention_that_looks_across(monkeypatch, leak):
     model = make(MODELS["llama"])
     patched(monkeypatch, model, leaky)
     with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
-        ensure_apart(model, True)
+        prove_on_model(model, True)
 
 
 @pytest.mark.parametrize("share", [1e-1, 1e-3, 1e-5])
@@ -233,7 +233,7 @@ def test_the_smallest_leak_is_found(monkeypatch, share):
     model = make(MODELS["llama"])
     patched(monkeypatch, model, leaky)
     with pytest.raises(RecipeError, match="moves the logits of others by"):
-        ensure_apart(model, True)
+        prove_on_model(model, True)
 
 
 def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
@@ -249,7 +249,7 @@ def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
 
     monkeypatch.setattr(model.model, "embed_tokens", Counted())
     with pytest.raises(RecipeError, match="its positions do not restart"):
-        ensure_apart(model, True)
+        prove_on_model(model, True)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
@@ -257,7 +257,7 @@ def test_the_probe_stops_where_it_can_prove_nothing(value):
     model = make(MODELS["llama"])
     model.model.norm.weight.data.fill_(value)
     with pytest.raises(RecipeError, match="nothing can be proved"):
-        ensure_apart(model, True)
+        prove_on_model(model, True)
 
 
 @only_full

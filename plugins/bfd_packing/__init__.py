@@ -93,12 +93,12 @@ class BfdPacking:
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Compute attention per document, unless the recipe chose a kernel that does."""
-        from plugsft.kit.model import attend_per_document, ensure_twin_apart, takes_documents
+        from plugsft.kit.model import attend_per_document, prove_on_small_copy, refuse_own_attention
 
         load.kwargs.setdefault("attn_implementation", attend_per_document())
-        with takes_documents():
+        with refuse_own_attention():
             model = yield
-        self.small_probe = ensure_twin_apart(model, self.max_document, self.max_tokens)
+        self.small_probe = prove_on_small_copy(model, self.max_document, self.max_tokens)
         self.break_even = break_even_length(model)
         return model
 
@@ -107,12 +107,12 @@ class BfdPacking:
         self, model: Any, tokens: Tokens, prelude: Prelude
     ) -> Generator[None, Tokens, Tokens]:
         """Prove that documents do not attend to each other; cut overlong examples."""
-        from plugsft.kit.model import ensure_apart
+        from plugsft.kit.model import prove_on_model
 
         from .overlong import cut_overlong
 
         tokens = yield
-        self.probe = self.probe or f"{ensure_apart(model, prelude.exact)}, {self.small_probe}"
+        self.probe = self.probe or f"{prove_on_model(model, prelude.exact)}, {self.small_probe}"
         fitting, cuts = cut_overlong(tokens, self.max_tokens, self.overlong)
         self.cuts.append(cuts)
         return fitting

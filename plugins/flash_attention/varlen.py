@@ -8,7 +8,7 @@ from torch.nn import Module
 from torch.nn.attention.varlen import varlen_attn
 
 from plugsft import RecipeError
-from plugsft.kit.model import lone_document
+from plugsft.kit.model import single_document
 
 
 def attend(
@@ -59,7 +59,7 @@ def kernel_inputs(
 ) -> dict[str, Any]:
     """Return the arguments of torch's kernel for a row in the layout of transformers."""
     if bounds is None or longest is None:
-        (longest,) = lone_document(query, key)
+        (longest,) = single_document(query, key)
         bounds = torch.arange(2, dtype=torch.int32, device=query.device) * longest
     dtype = query.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):

@@ -16,7 +16,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import cross_entropy, pad
 
 from plugsft import Batch, RecipeError
-from plugsft.kit.model import Behind, Positions, documents_of, fused_loss, model_inputs
+from plugsft.kit.model import LogitTransform, Positions, documents_of, fused_loss, model_inputs
 
 if TYPE_CHECKING:
     from . import FusedLoss
@@ -41,13 +41,13 @@ def score(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> Tenso
     head = head_of(unwrap(model))
     if head not in plugin.heads:
         ensure_equal_loss(plugin, model)  # not the run's model, but a reference
-    behind = plugin.heads[head]
+    transform = plugin.heads[head]
 
     def forward(hidden: Tensor) -> Tensor:
-        losses = compute_losses(plugin, head, behind, hidden, batch["labels"], summed)
+        losses = compute_losses(plugin, head, transform, hidden, batch["labels"], summed)
         results.append(losses.detach())
         # Zero, with the losses' gradients. Not a view: wrappers of the head mark its output.
-        factor = losses.new_full((1, 1, len(losses)), 1 / behind.slope)
+        factor = losses.new_full((1, 1, len(losses)), 1 / transform.slope)
         return factor * (losses - losses.detach())
 
     with replaced_forward(head, forward):
@@ -57,7 +57,12 @@ def score(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> Tenso
 
 
 def compute_losses(
-    plugin: FusedLoss, head: Any, behind: Behind, hidden: Tensor, labels: Tensor, summed: bool
+    plugin: FusedLoss,
+    head: Any,
+    transform: LogitTransform,
+    hidden: Tensor,
+    labels: Tensor,
+    summed: bool,
 ) -> Tensor:
     """Return the loss of each target, or their sum as one element."""
     if hidden.shape[:2] != labels.shape:
@@ -72,11 +77,11 @@ def compute_losses(
     plugin.exact = dtype == torch.float32
     if plugin.package and len(rows):
         bias = bias if bias is None else bias.to(dtype)
-        inputs = (trained.to(dtype), weight.to(dtype), bias, targets, behind, summed)
+        inputs = (trained.to(dtype), weight.to(dtype), bias, targets, transform, summed)
         return call_package(plugin.package, *inputs)
     chunk_bytes = CHUNK_BYTES.get(trained.device.type, CHUNK_BYTES["cpu"])
     chunk = plugin.chunk or max(1, chunk_bytes // (4 * len(weight)))
-    return fused_loss(Positions(trained, weight, bias, targets, behind, chunk, dtype), summed)
+    return fused_loss(Positions(trained, weight, bias, targets, transform, chunk, dtype), summed)
 
 
 @torch.no_grad()
@@ -100,10 +105,10 @@ def ensure_equal_loss(plugin: FusedLoss, model: Module) -> None:
         lambda _module, _inputs, output: outputs.append(output.logits), prepend=True
     )
     try:
-        probes = torch.tensor(Behind.PROBES, device=batch["labels"].device).view(1, 1, -1)
+        probes = torch.tensor(LogitTransform.PROBES, device=batch["labels"].device).view(1, 1, -1)
         with replaced_forward(head, lambda hidden: probes):
             logits_of(model, batch)
-        plugin.heads[head] = Behind.fit(outputs.pop())
+        plugin.heads[head] = LogitTransform.fit(outputs.pop())
         fused = score(plugin, model, batch, summed=True)
         logits_of(model, batch)
         logits = outputs.pop()[0, :-1].float()
@@ -140,16 +145,16 @@ def call_package(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    behind: Behind,
+    transform: LogitTransform,
     summed: bool,
 ) -> Tensor:
     """Return the losses from another package's kernel."""
     module, function, _ = PACKAGES[name]
     kernel: Any = getattr(importlib.import_module(module), function)
-    if behind.slope != 1:
-        hidden, bias = hidden * behind.slope, bias if bias is None else bias * behind.slope
+    if transform.slope != 1:
+        hidden, bias = hidden * transform.slope, bias if bias is None else bias * transform.slope
     kwargs: dict[str, Any] = {"bias": bias, "accum_dtype": torch.float32} if name == "liger" else {}
-    kwargs |= {"softcap": behind.cap, "reduction": "sum" if summed else "none"}
+    kwargs |= {"softcap": transform.cap, "reduction": "sum" if summed else "none"}
     losses: Tensor = kernel(hidden, weight, targets, **kwargs)
     return losses.flatten()
 

@@ -120,7 +120,7 @@ def attend(
                 "apply; remove [plugins.bfd_packing]"
             )
     if documents is None:
-        documents = lone_document(query, key)
+        documents = single_document(query, key)
     limits = Limits(sliding_window, chunk_size(module))
     # torch.split has one backward for all documents; slices would add up full-size gradients.
     queries, keys, values = (
@@ -177,7 +177,7 @@ def _prepend_prompts(documents: Sequence[Tensor], seen: tuple[int, ...]) -> list
     ]
 
 
-def lone_document(query: Tensor, key: Tensor) -> tuple[int, ...]:
+def single_document(query: Tensor, key: Tensor) -> tuple[int, ...]:
     """Return the length of a row without boundaries, which must be one document."""
     if len(query) > 1 or query.shape[2] != key.shape[2]:
         raise TrainError(

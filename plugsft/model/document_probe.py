@@ -1,7 +1,7 @@
-"""Proof that a document in a packed row has the same logits as alone.
+"""Prove that a document in a packed row has the same logits as alone.
 
-Two probes: short documents on the run's own model, kernel and dtype; and documents that exceed
-every attention limit, on a small float32 copy of the model.
+There are two probes: short documents with the run's model, kernel and dtype; and documents beyond
+every attention limit, with a small float32 copy of the model.
 """
 
 import json
@@ -24,7 +24,7 @@ from ..base.checksums import cache_folder, digest
 from ..base.errors import DiskError, PlugsftError, RecipeError
 from ..base.types import Ints
 from ..batches.packed_rows import ATTENTION, attend_per_document, documents_of
-from .small_copy import NEVER, Longest, build_small_copy, limits
+from .small_copy import NO_LIMIT_REACHED, Longest, build_small_copy, limits
 
 VERSION = 2
 """Raise it when the probe of the small copy changes: cached results are then not used."""
@@ -56,7 +56,7 @@ def unwrap(model: Any) -> Any:
 
 
 @contextmanager
-def takes_documents() -> Iterator[None]:
+def refuse_own_attention() -> Iterator[None]:
     """Refuse a model that does not support attention per document."""
     try:
         yield
@@ -67,24 +67,24 @@ def takes_documents() -> Iterator[None]:
         raise RecipeError(f"{REFUSED}: {OWN_CODE}; {CURE}") from error
 
 
-def ensure_twin_apart(model: Any, document: int, row: int) -> str:
+def prove_on_small_copy(model: Any, document: int, row: int) -> str:
     """Prove on a small copy that packed documents are separate; return the result in words.
 
     `document` and `row` are the longest in tokens; larger attention limits do not matter.
     """
     causal, longest = unwrap(model), Longest(document, row)
     reached = limits(causal.config, longest)
-    found = cached_probe(causal, longest)
-    if found["unbuilt"] and reached:
+    facts = cached_probe(causal, longest)
+    if facts["unbuilt"] and reached:
         raise RecipeError(
             f"{REFUSED} of {row:,} tokens: {_named(reached)} cannot be proved to count per "
-            f"document, because no small copy of the model can be built ({found['unbuilt']}); "
+            f"document, because no small copy of the model can be built ({facts['unbuilt']}); "
             f"set capacity below {min(reached.values()):,}, or {CURE}"
         )
-    if found["unbuilt"]:
-        return f"not proved on a small copy, which cannot be built ({found['unbuilt']})"
-    problem = find_problem(found)
-    if problem and reached and not find_problem(cached_probe(causal, NEVER)):
+    if facts["unbuilt"]:
+        return f"not proved on a small copy, which cannot be built ({facts['unbuilt']})"
+    problem = find_problem(facts)
+    if problem and reached and not find_problem(cached_probe(causal, NO_LIMIT_REACHED)):
         raise RecipeError(
             f"{REFUSED} of {row:,} tokens: {_named(reached)} does not count per "
             f"document ({problem}); set capacity below {min(reached.values()):,}, or {CURE}"
@@ -92,24 +92,24 @@ def ensure_twin_apart(model: Any, document: int, row: int) -> str:
     if problem:
         raise RecipeError(f"{REFUSED}: {problem}; {CURE}")
     beyond = f", beyond its {' and '.join(sorted(reached))}" if reached else ""
-    return f"proved on a small copy in float32{beyond} (a change moves {_moves(found['leak'])})"
+    return f"proved on a small copy in float32{beyond} (a change moves {_moves(facts['leak'])})"
 
 
-def find_problem(found: dict[str, Any]) -> str:
+def find_problem(facts: dict[str, Any]) -> str:
     """Return the problem that the facts of a probe show, or ""."""
-    if found["fails"]:
-        return str(found["fails"])
-    if not found["leak"] <= (ROUTED if found["routed"] else 0):
+    if facts["fails"]:
+        return str(facts["fails"])
+    if not facts["leak"] <= (ROUTED if facts["routed"] else 0):
         return (
-            f"changing one document moves the logits of others by {found['leak']:.1e} of its own "
+            f"changing one document moves the logits of others by {facts['leak']:.1e} of its own "
             "change, so a layer leaks across documents (a convolution, linear attention, a state "
             "space, attention in its own code)"
         )
     least, most = ROUNDING
-    if not found["strange"] <= min(max(least, found["rounding"]), most):
+    if not facts["strange"] <= min(max(least, facts["rounding"]), most):
         return (
             "a document's logits in a packed row differ from those alone by "
-            f"{found['strange']:.1e} of their size, so positions or a limit of attention do not "
+            f"{facts['strange']:.1e} of their size, so positions or a limit of attention do not "
             "count per document"
         )
     return ""
@@ -133,10 +133,10 @@ def cached_probe(causal: Any, longest: Longest) -> dict[str, Any]:
 
     try:
         folder = once(cache_folder() / "twins" / digest(key), build)
-        found: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf8"))
+        facts: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf8"))
     except (DiskError, OSError, ValueError):
         return probe_copy(model_class, causal.config, longest)
-    return found
+    return facts
 
 
 def model_class_of(causal: Any) -> type[Any]:
@@ -146,17 +146,17 @@ def model_class_of(causal: Any) -> type[Any]:
 
 def probe_copy(model_class: type[Any], config: Any, longest: Longest) -> dict[str, Any]:
     """Build a small copy and probe it."""
-    found: dict[str, Any] = {"unbuilt": "", "fails": "", "leak": 0.0, "strange": 0.0}
+    facts: dict[str, Any] = {"unbuilt": "", "fails": "", "leak": 0.0, "strange": 0.0}
     for gain in GAINS:
         try:
             small = build_small_copy(model_class, config, longest, gain)
         except ValueError as error:
-            return found | {"routed": False, "unbuilt": str(error)}
+            return facts | {"routed": False, "unbuilt": str(error)}
         with torch.device("cpu"), torch.no_grad():
-            found |= {"routed": is_routed(small)} | _compare_logits(small)
-        if found["fails"] or found["rounding"] <= ROUNDING[1]:
+            facts |= {"routed": is_routed(small)} | _compare_logits(small)
+        if facts["fails"] or facts["rounding"] <= ROUNDING[1]:
             break
-    return found
+    return facts
 
 
 def _compare_logits(small: PreTrainedModel) -> dict[str, Any]:
@@ -175,16 +175,16 @@ def _compare_logits(small: PreTrainedModel) -> dict[str, Any]:
     if small.config.get_text_config()._attn_implementation != ATTENTION:
         return {"fails": OWN_CODE}
     try:
-        base, change = _change_first(small, texts, vocabulary, torch.device("cpu"))
+        packed, change = _change_first(small, texts, vocabulary, torch.device("cpu"))
     except PlugsftError as error:
         return {"fails": str(error).partition(";")[0]}
     except Exception as error:  # from the model's own code
         first = str(error).strip().partition("\n")[0]
         return {"fails": f"its code fails on several documents ({type(error).__name__}: {first})"}
-    own = float(change[: LONG[0]].max())
+    own_change = float(change[: LONG[0]].max())
     return {
-        "leak": float(change[LONG[0] :].max()) / own if own > 0 else float("inf"),
-        "strange": float((alone - base).abs().max()) / size,
+        "leak": float(change[LONG[0] :].max()) / own_change if own_change > 0 else float("inf"),
+        "strange": float((alone - packed).abs().max()) / size,
         "rounding": 20 * float(noise.abs().max()) / size,
     }
 
@@ -205,11 +205,10 @@ def is_routed(model: Module) -> bool:
 
 
 @torch.no_grad()
-def ensure_apart(model: Module, exact: bool) -> str:
-    """Prove on the run's model that changing a packed document leaves other documents' logits.
+def prove_on_model(model: Module, exact: bool) -> str:
+    """Prove on the run's model that packed documents are separate; return the result in words.
 
-    All ranks call it together. `exact` tells that the model computes in float32. Returns the
-    result in words.
+    All ranks call it together. `exact`: the model computes in float32.
     """
     training, device = model.training, next(model.parameters()).device
     vocabulary = unwrap(model).config.get_text_config().vocab_size
@@ -217,32 +216,32 @@ def ensure_apart(model: Module, exact: bool) -> str:
     texts = [rng.integers(0, vocabulary, length) for length in SHORT]
     model.eval()
     try:
-        base, change = _change_first(model, texts, vocabulary, device)
-        again = (_logits(model, texts, device) - base).abs()
-        alone = (_logits(model, texts[-1:], device) - base[-SHORT[-1] :]).abs()
+        packed, change = _change_first(model, texts, vocabulary, device)
+        again = (_logits(model, texts, device) - packed).abs()
+        alone = (_logits(model, texts[-1:], device) - packed[-SHORT[-1] :]).abs()
     except (TypeError, ValueError, NotImplementedError) as error:
         raise RecipeError(f"{REFUSED}: its code fails on them ({error}); {CURE}") from error
     finally:
         model.train(training)
-    own = float(change[: SHORT[0]].max())
-    if not own > 0:
+    own_change = float(change[: SHORT[0]].max())
+    if not own_change > 0:
         raise RecipeError(
             f"{REFUSED}: its logits do not depend on its tokens, or are NaN, so nothing can be "
             f"proved; {CURE}"
         )
-    leak, strange = float(change[SHORT[0] :].max()) / own, float(alone.max()) / own
+    leak, difference = (float(part.max()) / own_change for part in (change[SHORT[0] :], alone))
     # Some kernels are not deterministic in the last bits.
-    allowed = 2 * float(again.max()) / own + (ROUNDED[exact] if is_routed(model) else 0)
+    allowed = 2 * float(again.max()) / own_change + (ROUNDED[exact] if is_routed(model) else 0)
     if not leak <= allowed:
         raise RecipeError(
             f"{REFUSED}: changing one document moves the logits of others by {leak:.1e} of its "
             "own change. Its layers carry a state from token to token (linear attention, a state "
             f"space, a convolution), or its attention ignores document boundaries; {CURE}"
         )
-    if not strange <= ALONE[exact]:
+    if not difference <= ALONE[exact]:
         raise RecipeError(
             f"{REFUSED}: a document's logits after others differ from those alone (by "
-            f"{strange:.1e} of the effect of other tokens): its positions do not restart; {CURE}"
+            f"{difference:.1e} of the effect of other tokens): its positions do not restart; {CURE}"
         )
     return f"documents proved apart (a change moves {_moves(leak)})"
 
@@ -259,9 +258,9 @@ def _change_first(
     model: Module, texts: list[Ints], vocabulary: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return a packed row's logits, and their change when the first document changes."""
-    base = _logits(model, texts, device)
-    other = (texts[0] + 1) % vocabulary
-    return base, (_logits(model, [other, *texts[1:]], device) - base).abs()
+    packed = _logits(model, texts, device)
+    changed = (texts[0] + 1) % vocabulary
+    return packed, (_logits(model, [changed, *texts[1:]], device) - packed).abs()
 
 
 def _logits(model: Module, texts: list[Ints], device: torch.device) -> Tensor:

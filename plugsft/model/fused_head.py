@@ -13,7 +13,7 @@ NONE = (False, False, False)
 
 
 @dataclass(frozen=True)
-class Behind:
+class LogitTransform:
     """A model's transform of its head's output: x -> cap * tanh(slope * x / cap)."""
 
     slope: float = 1.0
@@ -28,17 +28,17 @@ class Behind:
         return ", ".join(filter(None, [slope, cap]))
 
     @classmethod
-    def fit(cls, transformed: Tensor) -> "Behind":
+    def fit(cls, transformed: Tensor) -> "LogitTransform":
         """Return the transform that turned PROBES into these values."""
         probes = torch.tensor(cls.PROBES, dtype=torch.float64)
         if transformed.numel() == len(cls.PROBES):
             values = transformed.flatten().double().cpu()
             slope, last = float(values[1] / probes[1]), float(values[-1])
             capped = not abs(last / probes[-1] - slope) < 1e-3 * slope
-            behind = cls(_undo_rounding(slope), _undo_rounding(last) if capped else None)
-            expected = behind.apply(probes)
-            if behind.slope > 0 and torch.allclose(expected, values, rtol=1e-5, atol=1e-9):
-                return behind
+            transform = cls(_undo_rounding(slope), _undo_rounding(last) if capped else None)
+            expected = transform.apply(probes)
+            if transform.slope > 0 and torch.allclose(expected, values, rtol=1e-5, atol=1e-9):
+                return transform
         raise ValueError("unsupported transform of its logits (supported: a scale, a tanh cap)")
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Positions(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     targets: Tensor
-    behind: Behind
+    transform: LogitTransform
     chunk: int
     """Positions per chunk."""
     dtype: torch.dtype
@@ -119,7 +119,7 @@ def compute_in_chunks(
     A chunk has the whole vocabulary, so each position's loss and gradient are rounded once.
     The head's gradient is accumulated in float32. `scale` weighs each position's gradient.
     """
-    hidden, weight, bias, targets, behind, chunk, dtype = positions
+    hidden, weight, bias, targets, transform, chunk, dtype = positions
     source, table = hidden.to(dtype), weight.to(dtype)
     full = partial(torch.zeros, dtype=torch.float32, device=hidden.device)
     of_hidden = torch.empty_like(source) if wanted[0] else None
@@ -136,7 +136,7 @@ def compute_in_chunks(
             tile = multiply(rows, table.t(), buffer[: len(rows)])
             if bias is not None:
                 tile += bias
-            losses[span] = cross_entropy_(tile, targets[span], behind, any(wanted))
+            losses[span] = cross_entropy_(tile, targets[span], transform, any(wanted))
             if scale is not None:
                 tile *= scale[span, None]
             narrow = tile.to(table.dtype) if any(wanted) else tile
@@ -150,16 +150,18 @@ def compute_in_chunks(
     return losses, [of_hidden, of_weight, of_bias]
 
 
-def cross_entropy_(tile: Tensor, targets: Tensor, behind: Behind, differentiate: bool) -> Tensor:
+def cross_entropy_(
+    tile: Tensor, targets: Tensor, transform: LogitTransform, differentiate: bool
+) -> Tensor:
     """Return -log p of each target; turn the head's output in `tile` into its gradient."""
     columns = targets[:, None]
     tanh_slope = None
-    if behind.slope != 1:
-        tile *= behind.slope
-    if behind.cap is not None:
-        tile.div_(behind.cap).tanh_()
+    if transform.slope != 1:
+        tile *= transform.slope
+    if transform.cap is not None:
+        tile.div_(transform.cap).tanh_()
         tanh_slope = tile.square().neg_().add_(1) if differentiate else None
-        tile *= behind.cap
+        tile *= transform.cap
     tile -= tile.amax(1, keepdim=True)
     picked = tile.gather(1, columns)
     sums = tile.exp_().sum(1, keepdim=True)
@@ -168,8 +170,8 @@ def cross_entropy_(tile: Tensor, targets: Tensor, behind: Behind, differentiate:
         tile.scatter_add_(1, columns, tile.new_full(columns.shape, -1.0))
         if tanh_slope is not None:
             tile *= tanh_slope
-        if behind.slope != 1:
-            tile *= behind.slope
+        if transform.slope != 1:
+            tile *= transform.slope
     return (sums.log() - picked).squeeze(1)
 
 

@@ -15,27 +15,27 @@ from transformers import PretrainedConfig, PreTrainedModel
 LIMIT = 6
 """Tokens of a scaled-down attention limit."""
 VOCABULARY = 128
-HEADS, GROUPS = 4, 2
-EXPERTS = 8
+NUM_HEADS, NUM_KV_HEADS = 4, 2
+NUM_EXPERTS = 8
 WIDTH = 64
-WEIGHTS = 200e6
+MAX_PARAMETERS = 200e6
 """Most parameters of a small copy."""
-OF_LIMITS = re.compile(
+LIMIT_NAMES = re.compile(
     r"window|chunk_size|^floor_scale$|log_scaling_n_floor|index_topk|local_attention$|original_max"
 )
-NO_LIMITS = re.compile(r"layer|pattern|feed_forward|lm_head|mamba")
+NOT_LIMITS = re.compile(r"layer|pattern|feed_forward|lm_head|mamba")
 """Names that only look like attention limits."""
-OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-OF_PERIODS = re.compile(r"period|interval|offset|every|pattern$|_step$|k_dense|dense_layers|start")
-OF_HEADS = re.compile(r"^(num_attention_heads|n_heads?|num_heads|\w*num_attention_heads)$")
-OF_GROUPS = re.compile(r"^(\w*num_key_value_heads|num_kv_heads)$")
-OF_EXPERTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
-OF_CHOICE = re.compile(r"^(num_experts_per_tok\w*|moe_topk|moe_k|top_k_experts)$")
-OF_WIDTHS = re.compile(
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+PERIODS = re.compile(r"period|interval|offset|every|pattern$|_step$|k_dense|dense_layers|start")
+HEAD_COUNTS = re.compile(r"^(num_attention_heads|n_heads?|num_heads|\w*num_attention_heads)$")
+KV_HEAD_COUNTS = re.compile(r"^(\w*num_key_value_heads|num_kv_heads)$")
+EXPERT_COUNTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
+CHOSEN_EXPERTS = re.compile(r"^(num_experts_per_tok\w*|moe_topk|moe_k|top_k_experts)$")
+WIDTH_NAMES = re.compile(
     r"^(hidden_size|n_embd|d_model|emb_dim|embedding_dim|\w*intermediate_size\w*|ffn_hidden_size|\w*ffn_dim|n_inner|"
     r"[qo]_lora_rank|hidden_size_per_layer_input|expert_ffn_hidden_size)$"
 )
-OF_VOCABULARY = re.compile(r"^\w*vocab_size\w*$")
+VOCABULARY_NAMES = re.compile(r"^\w*vocab_size\w*$")
 
 
 class Longest(NamedTuple):
@@ -45,7 +45,7 @@ class Longest(NamedTuple):
     row: int
 
 
-NEVER = Longest(0, 0)
+NO_LIMIT_REACHED = Longest(0, 0)
 """Too short to reach any limit."""
 
 
@@ -56,11 +56,11 @@ def limits(config: PretrainedConfig, longest: Longest) -> dict[str, int]:
         for name, value in vars(inner).items():
             nested = value if name == "rope_parameters" and isinstance(value, dict) else {}
             for key, number in {name: value, **nested}.items():
-                if not isinstance(number, int) or NO_LIMITS.search(key):
+                if not isinstance(number, int) or NOT_LIMITS.search(key):
                     continue
                 # Models that scale queries by position may count from the start of the row.
                 most = longest.row if "floor" in key else longest.document
-                if OF_LIMITS.search(key) and 1 < number <= most:
+                if LIMIT_NAMES.search(key) and 1 < number <= most:
                     reached[key] = number
     return reached
 
@@ -79,19 +79,19 @@ def build_small_copy(
         try:
             for inner in _nested_configs(small):
                 _shrink(inner, reached, layers, widths)
-            return _built(model_class, small, gain)
+            return _create(model_class, small, gain)
         except Exception as error:  # the model's own code fails on these shapes
             reason = reason or error
     raise ValueError(f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}")
 
 
 @torch.no_grad()
-def _built(model_class: type[Any], config: PretrainedConfig, gain: float) -> PreTrainedModel:
+def _create(model_class: type[Any], config: PretrainedConfig, gain: float) -> PreTrainedModel:
     """Build a model with random weights and call it once; keeps the run's random state."""
     config._attn_implementation = "eager"
     with torch.device("meta"):
         size = sum(tensor.numel() for tensor in model_class(copy.deepcopy(config)).parameters())
-    if size > WEIGHTS:
+    if size > MAX_PARAMETERS:
         raise ValueError(f"it would still have {size:,} parameters")
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -129,11 +129,11 @@ def _shrink(config: PretrainedConfig, reached: dict[str, int], layers: bool, wid
         for name in {*reached} & {*ropes}:
             ropes[name] = LIMIT
     for name, value in numbers.items():
-        if OF_VOCABULARY.match(name):
+        if VOCABULARY_NAMES.match(name):
             setattr(config, name, min(value, VOCABULARY))
-        elif OF_EXPERTS.match(name):
-            setattr(config, name, min(value, EXPERTS))
-        elif OF_CHOICE.match(name):
+        elif EXPERT_COUNTS.match(name):
+            setattr(config, name, min(value, NUM_EXPERTS))
+        elif CHOSEN_EXPERTS.match(name):
             setattr(config, name, min(value, 2))
     if layers:
         _drop_layers(config, numbers)
@@ -151,7 +151,7 @@ def _shrink(config: PretrainedConfig, reached: dict[str, int], layers: bool, wid
 
 def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
     """Keep the first layers that include each kind of layer."""
-    name = next((key for key in OF_LAYERS if key in numbers), None)
+    name = next((key for key in LAYER_COUNTS if key in numbers), None)
     if name is None or vars(config).get("num_kv_shared_layers"):
         return
     count = numbers[name]
@@ -164,7 +164,7 @@ def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
     # A list of distinct values numbers the layers and does not name their kinds.
     numbered = any(len({*map(str, values)}) == count for values in lists.values())
     least = 4 if numbered else max(kinds.index(kind) + 1 for kind in kinds)
-    periods = [value + 1 for key, value in numbers.items() if OF_PERIODS.search(key)]
+    periods = [value + 1 for key, value in numbers.items() if PERIODS.search(key)]
     keep = min(count, max([2, least, *periods]))
     setattr(config, name, keep)
     for key, values in lists.items():
@@ -173,23 +173,23 @@ def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
 
 def _narrow(config: PretrainedConfig, numbers: dict[str, int]) -> None:
     """Reduce the number of heads and all widths."""
-    heads = next((value for name, value in numbers.items() if OF_HEADS.match(name)), 0)
+    heads = next((value for name, value in numbers.items() if HEAD_COUNTS.match(name)), 0)
     hidden = next(
         (numbers[name] for name in ("hidden_size", "n_embd", "d_model") if name in numbers), 0
     )
     split = bool(heads and hidden and hidden % heads == 0)
     own = vars(config).get("head_dim")
     free = own and own * heads != hidden
-    width = WIDTH if free or not split else HEADS * (hidden // heads)
+    width = WIDTH if free or not split else NUM_HEADS * (hidden // heads)
     for name, value in vars(config).items():
-        if OF_WIDTHS.match(name) and isinstance(value, list):
+        if WIDTH_NAMES.match(name) and isinstance(value, list):
             setattr(config, name, [min(size, WIDTH) for size in value])
     for name, value in numbers.items():
-        if OF_HEADS.match(name):
-            setattr(config, name, HEADS)
-        elif OF_GROUPS.match(name):
-            setattr(config, name, HEADS if value == heads else GROUPS)
-        elif OF_WIDTHS.match(name):
+        if HEAD_COUNTS.match(name):
+            setattr(config, name, NUM_HEADS)
+        elif KV_HEAD_COUNTS.match(name):
+            setattr(config, name, NUM_HEADS if value == heads else NUM_KV_HEADS)
+        elif WIDTH_NAMES.match(name):
             setattr(
                 config,
                 name,

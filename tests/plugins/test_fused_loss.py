@@ -33,7 +33,7 @@ from transformers import (
 from plugsft import RecipeError, look, testing
 from plugsft.kit.model import attend_per_document, documents_of
 from plugsft.model.defaults import ModelDefaults
-from plugsft.model.fused_head import Behind, Positions, fused_loss
+from plugsft.model.fused_head import LogitTransform, Positions, fused_loss
 from plugsft.plugins.fused_loss import FusedLoss
 from plugsft.plugins.fused_loss.loss import IGNORED, head_of
 from plugsft.registry.active import check, resolve
@@ -60,7 +60,7 @@ MODELS = {
     "llama, tied": LlamaConfig(**TIED),
     "qwen3": Qwen3Config(**HEADS),
     "gemma3": Gemma3TextConfig(**HEADS, layer_types=None),
-    # Logits of these are far from straight behind the head.
+    # Logits of these are far from a straight line.
     "gemma2": Gemma2Config(**HEADS, final_logit_softcapping=1.7, attn_logit_softcapping=50.0),
     "granite": GraniteConfig(**SMALL, logits_scaling=0.3),
     "cohere2": Cohere2Config(**TIED, logit_scale=3.0),
@@ -184,12 +184,13 @@ def test_with_nothing_to_learn_and_with_one_token(trained):
 def test_what_is_behind_the_head_is_read_from_the_model():
     models = {name: make(config) for name, config in MODELS.items()}
     found = {name: [*fused(model).heads.values()] for name, model in models.items()}
-    found = {name: behind for name, [behind] in found.items()}
-    assert found["gemma2"] == Behind(cap=1.7)
-    assert found["cohere2"] == Behind(slope=3.0)
+    found = {name: transform for name, [transform] in found.items()}
+    assert found["gemma2"] == LogitTransform(cap=1.7)
+    assert found["cohere2"] == LogitTransform(slope=3.0)
     assert found["granite"].slope == pytest.approx(1 / 0.3, rel=1e-6)
-    assert found["llama"] == found["gemma3"] == found["phi, with a bias"] == Behind()
-    assert Behind.fit(Behind(0.25, 30.0).apply(torch.tensor(Behind.PROBES))) == Behind(0.25, 30.0)
+    assert found["llama"] == found["gemma3"] == found["phi, with a bias"] == LogitTransform()
+    capped = LogitTransform(0.25, 30.0)
+    assert LogitTransform.fit(capped.apply(torch.tensor(LogitTransform.PROBES))) == capped
 
 
 def lora(model, **options):
@@ -298,7 +299,7 @@ def test_the_heads_gradient_is_summed_up_in_float32():
     weight = torch.randn(20, 8).bfloat16().requires_grad_()
     exact = weight.detach().double().requires_grad_()
     fused_loss(
-        Positions(hidden, weight, None, targets, Behind(), 1, torch.bfloat16), summed=True
+        Positions(hidden, weight, None, targets, LogitTransform(), 1, torch.bfloat16), summed=True
     ).backward()
     logits = hidden.double() @ exact.T
     torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
@@ -499,17 +500,17 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
 LIGER = """
 import triton_interpreter, torch
 from functools import partial
-from plugsft.plugins.fused_loss.loss import Behind, Positions, call_package, fused_loss
+from plugsft.plugins.fused_loss.loss import LogitTransform, Positions, call_package, fused_loss
 
 torch.manual_seed(0)
 hidden, weight, bias = torch.randn(9, 16), torch.randn(61, 16), torch.randn(61)
 targets = torch.randint(61, (9,))
-for behind in (Behind(), Behind(0.5, 3.0)):
+for transform in (LogitTransform(), LogitTransform(0.5, 3.0)):
     found = []
     ours = lambda *given: fused_loss(Positions(*given[:-1], 4, torch.float32), given[-1])
     for kernel in (partial(call_package, "liger"), ours):
         given = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
-        loss = kernel(*given, targets, behind, True)
+        loss = kernel(*given, targets, transform, True)
         loss.backward()
         found.append([loss, *(one.grad for one in given)])
     for one, other in zip(*found):

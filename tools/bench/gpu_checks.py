@@ -32,7 +32,7 @@ from plugsft.plugins.flash_attention import Conditions
 from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability
 from plugsft.plugins.flash_attention.varlen import attend as attend_varlen
 from plugsft.plugins.fused_loss import FusedLoss
-from plugsft.plugins.fused_loss.loss import Behind, compute_losses
+from plugsft.plugins.fused_loss.loss import LogitTransform, compute_losses
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.lora import Lora
 from plugsft.ranks.load_batches import BatchLoader
@@ -222,8 +222,8 @@ def loss() -> Iterator[Check]:
             yield Check(f"fused_loss {kernel}", reason=str(refused))
             continue
         for kind, dtype in TYPES.items():
-            for behind in (Behind(), Behind(0.5, 2.0)):
-                name = f"fused_loss {kernel}, {str(behind) or 'nothing behind the head'}"
+            for transform in (LogitTransform(), LogitTransform(0.5, 2.0)):
+                name = f"fused_loss {kernel}, {str(transform) or 'no transform'}"
                 hidden = torch.randn(1, POSITIONS, HIDDEN, device=DEVICE).to(dtype)
                 weight = (torch.randn(VOCAB, HIDDEN, device=DEVICE) * 2 * HIDDEN**-0.5).to(dtype)
                 plugin = fused_loss(kernel)
@@ -232,14 +232,18 @@ def loss() -> Iterator[Check]:
                     hidden: Tensor,
                     weight: Tensor,
                     plugin: Any = plugin,
-                    behind: Behind = behind,
+                    transform: LogitTransform = transform,
                 ) -> Tensor:
                     head = SimpleNamespace(weight=weight, bias=None)
-                    made: Tensor = compute_losses(plugin, head, behind, hidden, labels, summed=True)
+                    made: Tensor = compute_losses(
+                        plugin, head, transform, hidden, labels, summed=True
+                    )
                     return made.sum()
 
-                def plain(hidden: Tensor, weight: Tensor, behind: Behind = behind) -> Tensor:
-                    logits = behind.apply(hidden[0, :-1] @ weight.T)
+                def plain(
+                    hidden: Tensor, weight: Tensor, transform: LogitTransform = transform
+                ) -> Tensor:
+                    logits = transform.apply(hidden[0, :-1] @ weight.T)
                     return cross_entropy(
                         logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum"
                     )

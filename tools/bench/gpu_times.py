@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from plugsft import RecipeError
-from plugsft.kit.model import Behind
+from plugsft.kit.model import LogitTransform
 from plugsft.plugins.flash_attention import Conditions
 from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability
 from plugsft.plugins.fused_loss.loss import compute_losses
@@ -75,7 +75,7 @@ def loss(trained: bool) -> Iterator[dict[str, Any]]:
 
     def fused(hidden: Tensor, weight: Tensor = weight, *, plugin: Any) -> Tensor:
         head = SimpleNamespace(weight=weight, bias=None)
-        made: Tensor = compute_losses(plugin, head, Behind(), hidden, labels, summed=True)
+        made: Tensor = compute_losses(plugin, head, LogitTransform(), hidden, labels, summed=True)
         return made.sum()
 
     pull = torch.ones((), device=DEVICE)

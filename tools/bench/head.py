@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trl.kernels import ChunkedLogProbFunction
 
-from plugsft.kit.model import Behind
+from plugsft.kit.model import LogitTransform
 from plugsft.plugins.fused_loss import FusedLoss
 from plugsft.plugins.fused_loss.loss import compute_losses
 
@@ -222,7 +222,7 @@ def fused() -> Loss:
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head.weight = weight
-        return compute_losses(plugin, head, Behind(), hidden, labels, summed=True).sum()
+        return compute_losses(plugin, head, LogitTransform(), hidden, labels, summed=True).sum()
 
     return loss
 

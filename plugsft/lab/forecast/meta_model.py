@@ -18,7 +18,7 @@ from ...base.errors import PlugsftError, RecipeError
 from ...base.types import Batch
 from ...batches.labels import IGNORED, model_inputs
 from ...model.defaults import ModelDefaults
-from ...model.fused_head import Behind, Positions, fused_loss
+from ...model.fused_head import LogitTransform, Positions, fused_loss
 from ...model.load import Load, decoder_layers, make_load
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
@@ -173,7 +173,9 @@ class MetaModel:
             trained = hidden.flatten(0, 1).index_select(0, rows)
             autocast = torch.is_autocast_enabled("cpu")
             dtype = torch.bfloat16 if autocast else head.weight.dtype
-            targets = Positions(trained, head.weight, head.bias, rows, Behind(), chunk, dtype)
+            targets = Positions(
+                trained, head.weight, head.bias, rows, LogitTransform(), chunk, dtype
+            )
             losses.append(fused_loss(targets, True))
             return losses[0][None, None]
 
