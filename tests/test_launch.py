@@ -25,7 +25,7 @@ from conftest import (
 from plugin_packages import activate, install
 
 from plugsft.base.atomic import HOST_ID, damage, is_alive
-from plugsft.output.folder import is_held
+from plugsft.output.folder import is_locked
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
 EVAL = {"every": 2, "split": "train[:5]"}
@@ -230,7 +230,7 @@ def test_ranks_end_in_order_when_their_launcher_is_killed(tiny, tmp_path, name):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, "nobody else would end them"
-    assert not is_held(run)
+    assert not is_locked(run)
     record = json.loads((run / "run.json").read_text())
     assert record["status"] == "stopped" and "the end of its launcher" in record["reason"]
     [saved] = (run / "checkpoints").glob("step-*")

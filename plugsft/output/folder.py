@@ -1,11 +1,10 @@
-"""The places that a recipe names: what it reads, and the folder that it writes."""
+"""Checks of the files that a recipe reads, and of the output folder that it writes."""
 
 import fcntl
 import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +19,37 @@ from ..recipe.tables import TRL, Recipe
 from .report import read_metrics, read_record
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
-"""What a run writes, besides checkpoints/ and model/."""
+"""Files of a run, besides checkpoints/ and model/."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
-"""By these a name is known to be a file's, not one on the hub."""
+"""Endings of files; no name on the hub has them."""
 PAGES = ('name="generator" content="plugsft"', "The page asks nothing of any network")
-"""Signs of a page that plugsft wrote; the second in those of earlier versions."""
+"""Signs of a page that plugsft wrote; earlier versions wrote the second."""
 LOCK = ".lock"
 ADAPTER = "adapter_config.json"
-"""By this peft and transformers know a folder of adapters, which are for a model elsewhere."""
+"""The file that marks a folder of adapters, for peft and transformers."""
 
 
 def ensure_inputs(recipe: Recipe, path: Path) -> None:
-    """Refuse a recipe (the file `path`) that reads from places where nothing can be read."""
-    if found := wrong_inputs(recipe, path):
-        raise RecipeError([*found.values()])
+    """Refuse a recipe (the file `path`) with paths that it cannot read."""
+    if problems := wrong_inputs(recipe, path):
+        raise RecipeError([*problems.values()])
 
 
 def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
-    """Return what is wrong with the files and folders that a recipe reads, by their names."""
-    results = [(recipe.folder / name).resolve() for name in ("checkpoints", "model", *FILES)]
+    """Return the problems of the files and folders that a recipe reads, by their names."""
+    output = recipe.folder.resolve()
+    results = [output / name for name in ("checkpoints", "model", *FILES)]
     wrong = {}
     for key, name in _inputs(recipe):
         place = Path(name)
-        apart = {recipe.folder.resolve(), place.resolve()}
-        nested = any(one.is_relative_to(other) for one, other in permutations(apart, 2))
-        if any(place.resolve().is_relative_to(result) for result in results):
+        source = place.resolve()
+        nested = source.is_relative_to(output) or output.is_relative_to(source)
+        if any(source.is_relative_to(result.resolve()) for result in results):
             wrong[name] = (
                 f"{key}: {name} is a result in this recipe's own output, which a new run removes; "
                 "give another output"
             )
-        elif key == "model.path" and place.is_dir() and (nested or len(apart) == 1):
+        elif key == "model.path" and place.is_dir() and nested:
             wrong[name] = (
                 f"{key}: {name} and output = {recipe.output} are one folder, or one is inside the "
                 "other; a run would write among the model's files: give another output"
@@ -59,30 +59,30 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
                 wrong[name] = f"{key}: {name} is a run's folder; its model is {place / 'model'}"
         elif key == "model.path" and is_model(place) and not (place / "config.json").is_file():
             wrong[name] = (
-                f"{key}: {name} holds adapters, and no whole model; make one of them and the model "
-                f"they are for: plugsft export {shlex.quote(name)} --merge"
+                f"{key}: {name} holds adapters, and no whole model; merge them into their base "
+                f"model: plugsft export {shlex.quote(name)} --merge"
             )
         elif not place.exists() and _is_path(key, name, recipe):
-            wrong[name] = f"{key}: {name}: no such file or folder{_instead(place, path)}"
+            wrong[name] = f"{key}: {name}: no such file or folder{_hint(place, path)}"
             if key == "model.path" and name.count("/") == 1 and name[0] not in "./":
                 wrong[name] += '; for the one on the hub, set model.revision = "main"'
-            if key == "model.path" and (maker := _maker(place, path)):
+            if key == "model.path" and (maker := _recipe_that_makes(place, path)):
                 wrong[name] += f"; it is made by: plugsft {maker}"
     return wrong
 
 
 def is_model(folder: Path) -> bool:
-    """Tell whether a folder holds a model, whole or as adapters of another."""
+    """Tell whether a folder holds a model or adapters."""
     return any((folder / name).is_file() for name in ("config.json", ADAPTER))
 
 
-def base_of(folder: Path) -> tuple[str, str | None]:
-    """Return the model that adapters are for, and its revision."""
+def base_model(folder: Path) -> tuple[str, str | None]:
+    """Return the base model of a folder of adapters, and its revision."""
     try:
         config = read_json_object(folder / ADAPTER)
         base, revision = str(config["base_model_name_or_path"]), config.get("revision")
     except (ValueError, LookupError) as error:
-        raise PlugsftError(f"{folder / ADAPTER}: names no model that it is for") from error
+        raise PlugsftError(f"{folder / ADAPTER}: names no base model") from error
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise PlugsftError(
             f"{folder}: the model that its adapters are for is gone: {base}; move it back, or name "
@@ -91,13 +91,13 @@ def base_of(folder: Path) -> tuple[str, str | None]:
     return base, revision
 
 
-def near(place: Path) -> str:
-    """Return "; did you mean 'x'?" for the name nearest to the first one that is missing."""
-    while not place.parent.exists():
-        place = place.parent
-    others = place.parent.glob("*")
-    known = [one.name for one in others if one.suffix in ENDINGS or one.is_dir()]
-    return did_you_mean(place.name, known)
+def suggest_name(path: Path) -> str:
+    """Return "; did you mean 'x'?" for the first missing part of a path."""
+    while not path.parent.exists():
+        path = path.parent
+    siblings = path.parent.glob("*")
+    names = [other.name for other in siblings if other.suffix in ENDINGS or other.is_dir()]
+    return did_you_mean(path.name, names)
 
 
 def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -107,12 +107,12 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
         "model.tokenizer": model.tokenizer,
         "model.chat_template": None if model.chat_template == TRL else model.chat_template,
         "data.tokens": data.tokens,
-        # The rows of tokens that were prepared elsewhere need not be here.
+        # Tokens that were prepared on another machine do not need their source.
         "data.source": None if data.tokens else data.source,
         "eval.source": recipe.eval and recipe.eval.source,
         **{
-            f"data.sources.{n}.source": one.source
-            for n, one in enumerate(() if data.tokens else data.sources or ())
+            f"data.sources.{n}.source": source.source
+            for n, source in enumerate(() if data.tokens else data.sources or ())
         },
         **{
             f"plugins.{plugin}.{option}": value
@@ -125,7 +125,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _is_path(key: str, name: str, recipe: Recipe) -> bool:
-    """Tell whether a name means a file or folder: one on the hub has one slash at most."""
+    """Tell whether a name is a path; a name on the hub has at most one slash."""
     if name.startswith((".", "/")) or name.count("/") > 1 or name.endswith(ENDINGS):
         return True
     if key == "model.path":
@@ -133,17 +133,18 @@ def _is_path(key: str, name: str, recipe: Recipe) -> bool:
     return key == "model.chat_template"
 
 
-def _instead(place: Path, recipe: Path) -> str:
-    """Say what may be meant, and where a relative path was looked for."""
+def _hint(place: Path, recipe: Path) -> str:
+    """Suggest a path that exists, and name the folder where a relative path begins."""
     home = recipe.absolute().parent
     if place.is_absolute() or home == Path.cwd():
-        return near(place)
-    hint = f"; did you mean '{home / place}'?" if (home / place).exists() else near(place)
+        return suggest_name(place)
+    exists = (home / place).exists()
+    hint = f"; did you mean '{home / place}'?" if exists else suggest_name(place)
     return f" in {Path.cwd()}, where relative paths begin{hint}"
 
 
-def _maker(place: Path, recipe: Path) -> Path | None:
-    """Return the recipe, of those beside this one, whose run leaves a model at a place."""
+def _recipe_that_makes(place: Path, recipe: Path) -> Path | None:
+    """Return a recipe in the same folder whose run writes its model to a path."""
     for other in sorted(recipe.parent.glob("*.toml")):
         with suppress(OSError, ValueError):
             output = parse_toml(read_text(other)).get("output")
@@ -153,14 +154,14 @@ def _maker(place: Path, recipe: Path) -> Path | None:
 
 
 @contextmanager
-def alone(recipe: Recipe) -> Iterator[None]:
-    """Hold the output folder: a second run that writes into it would spoil both."""
+def lock_output(recipe: Recipe) -> Iterator[None]:
+    """Lock the output folder: no second run may write into it."""
     with writing(recipe.folder):
         recipe.folder.mkdir(parents=True, exist_ok=True)
         lock = (recipe.folder / LOCK).open("a")
     with lock:
         try:
-            # The system lets go of it when we end, however we end.
+            # The system releases the lock when the process ends, for any reason.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RecipeError(
@@ -168,63 +169,59 @@ def alone(recipe: Recipe) -> Iterator[None]:
                 "another folder (output=...)"
             ) from None
         except OSError:
-            say(f"warning: {recipe.output} is on a file system without locks; keep other runs out")
+            say(f"warning: {recipe.output} is on a file system without locks; start no second run")
         try:
             yield
         finally:
             if os.listdir(recipe.folder) == [LOCK]:
-                # The recipe was refused: nothing stays behind.
+                # The recipe was refused: remove the empty folder.
                 (recipe.folder / LOCK).unlink()
                 recipe.folder.rmdir()
 
 
-def is_held(folder: Path) -> bool:
-    """Tell whether a run writes into an output folder right now."""
+def is_locked(folder: Path) -> bool:
+    """Tell whether a run is writing into an output folder."""
     try:
         with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False  # no run has held it, or the file system has no locks
+        return False  # no run has locked it, or the file system has no locks
     return False
 
 
 def ensure_ours(folder: Path) -> None:
-    """Refuse an output where something else stands in the places of a run's results."""
-    steps = folder / "checkpoints"
-    others = foreign_files(folder / "model", sized=True)
-    others += [steps] if steps.is_file() else []
-    # A damaged checkpoint is ours, too: --resume goes on from the one before.
-    others += [file for path in sorted(steps.glob("step-*")) for file in strange_files(path)]
-    others += [folder / name for name in FILES if not is_result(folder / name)]
-    if others:
-        more = f" and {len(others) - 5:,} more" if others[5:] else ""
+    """Refuse an output in which a run would replace files that plugsft did not write."""
+    checkpoints = folder / "checkpoints"
+    foreign = foreign_files(folder / "model", sized=True)
+    foreign += [checkpoints] if checkpoints.is_file() else []
+    for path in sorted(checkpoints.glob("step-*")):
+        # Folders with other names are the user's own copies, which no run changes.
+        if parse_step(path) is not None:
+            foreign += foreign_files(path)
+    foreign += [folder / name for name in FILES if not is_result(folder / name)]
+    if foreign:
+        more = f" and {len(foreign) - 5:,} more" if foreign[5:] else ""
         raise RecipeError(
-            f"output: {', '.join(map(str, others[:5]))}{more} {'were' if others[1:] else 'was'} "
+            f"output: {', '.join(map(str, foreign[:5]))}{more} {'were' if foreign[1:] else 'was'} "
             "not written by plugsft, or changed since, and a run would replace it; move it away, "
             "or give another folder (output=...)"
         )
 
 
-def strange_files(path: Path) -> list[Path]:
-    """Return the files in the place of a checkpoint that are not of one."""
-    # Any other name is a user's own copy, which no run touches.
-    return foreign_files(path) if parse_step(path) is not None else []
-
-
 def is_result(path: Path) -> bool:
-    """Tell whether a run may replace a file: it is not there, or a run wrote it."""
+    """Tell whether a run may replace a file: it does not exist, or a run wrote it."""
     if not path.exists():
         return True
-    begin = beginning(path)
+    begin = read_beginning(path)
     if path.name == "run.json":
         return "format" in read_run(path.parent)
     if path.name == "metrics.jsonl":
         return not begin or begin.startswith('{"step": ')
     if path.name == "report.html":
         return is_page(begin)
-    # A run writes its recipe beside its record, in a form that a person hardly writes.
+    # A run writes its recipe next to its record, in a format that nobody writes by hand.
     try:
         text = read_text(path)
         canonical = tomli_w.dumps(parse_toml(text)) == text
@@ -233,7 +230,7 @@ def is_result(path: Path) -> bool:
     return canonical and "format" in read_run(path.parent)
 
 
-def beginning(path: Path) -> str:
+def read_beginning(path: Path) -> str:
     """Return the first characters of a file."""
     try:
         with path.open("rb") as file:
@@ -243,22 +240,22 @@ def beginning(path: Path) -> str:
 
 
 def is_page(text: str) -> bool:
-    """Tell whether a page's beginning says that plugsft wrote it."""
+    """Tell from a page's beginning whether plugsft wrote it."""
     return any(sign in text for sign in PAGES)
 
 
 def ensure_page(path: Path, option: str) -> None:
-    """Refuse to write a page in place of a file that plugsft did not write."""
+    """Refuse to replace a file that plugsft did not write by a page."""
     if not path.parent.is_dir():
         raise PlugsftError(f"{option}: {path.parent}: no such folder")
-    if path.exists() and not is_page(beginning(path)):
+    if path.exists() and not is_page(read_beginning(path)):
         raise PlugsftError(
             f"{option}: {path} exists and was not written by plugsft; give another name"
         )
 
 
-def leftovers(folder: Path) -> str:
-    """Say what an earlier run left that a new one would remove, and the cure."""
+def describe_results(folder: Path) -> str:
+    """Describe the results of an earlier run that a new one would remove, with the cure."""
     last = newest_checkpoint(folder / "checkpoints")
     steps = len([line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
     other = "start again with --overwrite, or choose another folder (output=...)"
@@ -276,15 +273,17 @@ def leftovers(folder: Path) -> str:
 
 
 def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
-    """Tell whether a recipe's run came to its end, with this checkpoint."""
+    """Tell whether a recipe's run has finished, with this checkpoint."""
     folder, run = recipe.folder, read_run(recipe.folder)
-    had = {one["name"]: one["options"] for one in run.get("plugins", [])}
+    options = {plugin["name"]: plugin["options"] for plugin in run.get("plugins", [])}
     if run.get("status") != "finished" or not is_published(folder / "model"):
         return False
     if parse_step(checkpoint) != run["steps"]["total"]:
         return False
     if differing := sorted(
-        name for name in {*had, *recipe.plugins} if had.get(name) != recipe.plugins.get(name)
+        name
+        for name in {*options, *recipe.plugins}
+        if options.get(name) != recipe.plugins.get(name)
     ):
         raise RecipeError(
             f"--resume: the run in {folder} is finished, and had other options of "
@@ -295,7 +294,7 @@ def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return a run's run.json; nothing, where there is none."""
+    """Return a run's run.json; an empty dict if it has none."""
     try:
         return read_record(folder)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Draw a run's record as one page that needs nothing but a browser."""
+"""A run's record as one HTML page that needs no network."""
 
 import html
 import json
@@ -26,7 +26,7 @@ MAX_POINTS, MAX_CURVES, MAX_ITEMS, MAX_TEXT = 13_000, 60, 30, 600
 
 
 def write(folder: Path) -> Path:
-    """Write the folder's report.html from its run.json and metrics.jsonl."""
+    """Write a run's report.html from its run.json and metrics.jsonl."""
     try:
         run = read_record(folder)
     except (FileNotFoundError, TypeError, ValueError) as error:
@@ -79,7 +79,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl; half a line, as a killed run leaves, does not count."""
+    """Read metrics.jsonl, without the partial line of a killed run."""
     lines = []
     for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(TypeError, ValueError):
@@ -91,18 +91,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def render(run: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
     """Return a run's page."""
     series = series_of(metrics)
-    parts = {key: _numeric(part_of(run, key)) for key in ("steps", "data", "eval")}
-    numbers = {**drawn(series), "parts": parts}
+    parts = {key: _numeric(table_of(run, key)) for key in ("steps", "data", "eval")}
+    numbers = {**curves_of(series), "parts": parts}
     return fill(_show(run.get("name", "run")), _head(run, series), _sections(run), numbers)
 
 
-def drawn(series: dict[str, Points]) -> dict[str, Any]:
-    """Return the points that a page draws, and of noisy curves a smooth one too."""
-    kept = dict(islice(series.items(), MAX_CURVES))
-    noisy = {k: v for k, v in kept.items() if len(v) >= 60 and not k.startswith(STEADY)}
-    limit = min(1200, MAX_POINTS // max(1, len(kept)))
+def curves_of(series: dict[str, Points]) -> dict[str, Any]:
+    """Return the points of a page's curves, and smoothed points of noisy ones."""
+    shown = dict(islice(series.items(), MAX_CURVES))
+    noisy = {k: v for k, v in shown.items() if len(v) >= 60 and not k.startswith(STEADY)}
+    limit = min(1200, MAX_POINTS // max(1, len(shown)))
     return {
-        "curves": {key: _curve(points, limit) for key, points in kept.items()},
+        "curves": {key: _curve(points, limit) for key, points in shown.items()},
         "smooth": {key: _curve(_smooth(points), limit // 4) for key, points in noisy.items()},
         "whole": {key: len(points) for key, points in series.items()},
     }
@@ -132,31 +132,31 @@ def number(value: object) -> float | None:
     return value if abs(value) < 1e300 else None
 
 
-def part_of(whole: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a table of a record; an empty one where there is none."""
-    part = whole.get(key)
-    return part if isinstance(part, dict) else {}
+def table_of(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return a table of a record, or an empty one."""
+    table = record.get(key)
+    return table if isinstance(table, dict) else {}
 
 
-def _numeric(part: dict[str, Any]) -> dict[str, Any]:
-    flat = (part | part_of(part, "lengths")).items()
+def _numeric(table: dict[str, Any]) -> dict[str, Any]:
+    flat = (table | table_of(table, "lengths")).items()
     return {k: [*map(number, v)] if isinstance(v, list) else number(v) for k, v in flat}
 
 
 def series_of(metrics: list[dict[str, Any]]) -> dict[str, Points]:
-    """Return each quantity's values by steps, the losses first."""
+    """Return the points of each metric, the losses first."""
     series: dict[str, Points] = {}
     for line in metrics:
         if (step := number(line.get("step"))) is None:
             continue
         for key, value in line.items():
             points = series.setdefault(key, [])
-            # A resumed run does some steps again; the model has learned from the later ones only.
+            # A resumed run repeats steps after its checkpoint: the later values count.
             while points and points[-1][0] >= step:
                 points.pop()
             points.append((step, number(value)))
     known = (key for key in series if key not in NOT_CURVES and finite(series[key]))
-    # Where there are too many curves, the last ones are left out, and never a loss.
+    # Of too many curves, the last ones are left out: never a loss.
     return {key: series[key] for key in sorted(known, key=lambda key: not key.endswith("loss"))}
 
 
@@ -166,32 +166,32 @@ def finite(points: Points) -> list[tuple[float, float]]:
 
 
 def _smooth(points: Points) -> Points:
-    """Average each value with its neighbours on both sides, so that the line does not lag."""
+    """Return moving averages over neighbours on both sides, so that the line does not lag."""
     values = [value for _, value in finite(points)]
     size, reach = len(values), len(values) // 60
     for _ in range(2):
         sums = list(accumulate(values, initial=0.0))
         spans = ((max(0, at - reach), min(size, at + reach + 1)) for at in range(size))
         values = [(sums[end] - sums[start]) / (end - start) for start, end in spans]
-    found = iter(values)
-    return [(step, value if value is None else next(found)) for step, value in points]
+    averages = iter(values)
+    return [(step, value if value is None else next(averages)) for step, value in points]
 
 
 def _curve(points: Points, limit: int) -> dict[str, list[Any]]:
-    """Keep both ends, and of each bucket the lowest, the highest and one missing value."""
+    """Thin out points: keep both ends, and each bucket's extremes and one missing value."""
     if len(points) > limit:
-        kept, size = {0, len(points) - 1}, -(-3 * len(points) // (limit - 2))
+        indices, size = {0, len(points) - 1}, -(-3 * len(points) // (limit - 2))
         for start in range(0, len(points), size):
             bucket = list(enumerate(points[start : start + size], start))
-            found = [(value, at) for at, (_, value) in bucket if value is not None]
-            kept.update(at for _, at in (found and (min(found), max(found))))
-            kept.update([at for at, (_, value) in bucket if value is None][:1])
-        points = [points[at] for at in sorted(kept)]
+            values = [(value, index) for index, (_, value) in bucket if value is not None]
+            indices.update(index for _, index in (values and (min(values), max(values))))
+            indices.update([index for index, (_, value) in bucket if value is None][:1])
+        points = [points[index] for index in sorted(indices)]
     return {"x": [step for step, _ in points], "y": [v and float(f"{v:.6g}") for _, v in points]}
 
 
 def _show(value: Any) -> str:
-    """Return a value as a person would write it, escaped for HTML."""
+    """Format a value for people, escaped for HTML."""
     match value:
         case None | "" | []:
             return "none"
@@ -211,14 +211,14 @@ def _show(value: Any) -> str:
     return html.escape(str(value)[:MAX_TEXT] + "…" * (len(str(value)) > MAX_TEXT))
 
 
-def _facts(part: dict[str, Any], spaced: bool = True) -> str:
+def _facts(table: dict[str, Any], spaced: bool = True) -> str:
     rows = ""
-    for key, value in islice(part.items(), 4 * MAX_ITEMS):
-        said = [_show(item) for item in value] if isinstance(value, list) else [_show(value)]
+    for key, value in islice(table.items(), 4 * MAX_ITEMS):
+        texts = [_show(item) for item in value] if isinstance(value, list) else [_show(value)]
         if isinstance(value, dict) and any(isinstance(item, dict) for item in value.values()):
-            said = [f"{_show(name)}: {_show(item)}" for name, item in value.items()]
-        more = [f"and {len(said) - MAX_ITEMS} more"] * (len(said) > MAX_ITEMS)
-        items = "".join(f"<dd>{item}</dd>" for item in [*said[:MAX_ITEMS], *more] or ["none"])
+            texts = [f"{_show(name)}: {_show(item)}" for name, item in value.items()]
+        more = [f"and {len(texts) - MAX_ITEMS} more"] * (len(texts) > MAX_ITEMS)
+        items = "".join(f"<dd>{item}</dd>" for item in [*texts[:MAX_ITEMS], *more] or ["none"])
         label = _show(key.replace("_", " ").replace(" gib", ", GiB") if spaced else key)
         rows += f"<div><dt>{label}</dt>{items}</div>\n"
     return f"<dl>\n{rows}</dl>"
@@ -235,54 +235,54 @@ def _head(run: dict[str, Any], series: dict[str, Points]) -> str:
 
 
 def _result(run: dict[str, Any], series: dict[str, Points]) -> str:
-    steps, loss = part_of(run, "steps"), number(part_of(run, "final").get("loss"))
+    steps, loss = table_of(run, "steps"), number(table_of(run, "final").get("loss"))
     names = ("loss", "eval_loss", "eval_accuracy")
     losses, evals, right = (finite(series.get(key, [])) for key in names)
-    said = "No finite loss was recorded" if loss is None else f"Final loss {_show(loss)}"
+    text = "No finite loss was recorded" if loss is None else f"Final loss {_show(loss)}"
     if losses and (loss is None or run.get("status") != "finished"):
-        said = f"Loss {_show(losses[-1][1])} at step {_show(losses[-1][0])}"
-    said += f"; evaluation loss {_show(evals[-1][1])}" if evals else ""
-    said += f", accuracy {_show(right[-1][1])}" if evals and right else ""
+        text = f"Loss {_show(losses[-1][1])} at step {_show(losses[-1][0])}"
+    text += f"; evaluation loss {_show(evals[-1][1])}" if evals else ""
+    text += f", accuracy {_show(right[-1][1])}" if evals and right else ""
     if "done" in steps:
-        said += f"; {_show(steps['done'])} of {_show(steps.get('total'))} steps"
+        text += f"; {_show(steps['done'])} of {_show(steps.get('total'))} steps"
     if seconds := number(run.get("seconds")):
         size, unit = (3600, "h") if seconds > 5400 else (60, "min") if seconds > 90 else (1, "s")
-        said += f" in {seconds / size:.3g} {unit}"
-    rate = part_of(run, "throughput").get("tokens_per_second")
-    return f"{said}, at {_show(rate)} tokens per second." if rate else f"{said}."
+        text += f" in {seconds / size:.3g} {unit}"
+    rate = table_of(run, "throughput").get("tokens_per_second")
+    return f"{text}, at {_show(rate)} tokens per second." if rate else f"{text}."
 
 
 def _profile(profile: dict[str, Any]) -> str:
-    """Draw where the time of a step went, and say what a profiler found."""
-    shares = [(name, number(share) or 0) for name, share in part_of(profile, "shares").items()]
+    """Draw the shares of a step's time, and the findings of a profiler."""
+    shares = [(name, number(share) or 0) for name, share in table_of(profile, "shares").items()]
     bars = "".join(
         f'<div class="part"><dt>{_show(name)}</dt><dd>{share:.0%}</dd><dd class="bar">'
         f'<i style="width: {min(1, share):.1%}"></i></dd></div>\n'
-        for name, share in sorted(shares, key=lambda one: -one[1])
+        for name, share in sorted(shares, key=lambda share: -share[1])
         if share >= 0.005
     )
-    found = "".join(f"<p>{_show(line)}</p>" for line in profile.get("findings") or ())
-    found = found and f'<div class="note">{found}</div>'
-    return f'<h2>Where the time went</h2>\n{found}<dl class="shares">{bars}</dl>\n' if bars else ""
+    findings = "".join(f"<p>{_show(line)}</p>" for line in profile.get("findings") or ())
+    note = findings and f'<div class="note">{findings}</div>'
+    return f'<h2>Where the time went</h2>\n{note}<dl class="shares">{bars}</dl>\n' if bars else ""
 
 
 def _sections(run: dict[str, Any]) -> str:
-    page, plugins = _profile(part_of(run, "profile")), dict[str, Any]()
+    page, plugins = _profile(table_of(run, "profile")), dict[str, Any]()
     for key, title in (("data", "Training data"), ("eval", "Evaluation data")):
-        if data := {k: v for k, v in part_of(run, key).items() if k != "key_parts"}:
+        if data := {k: v for k, v in table_of(run, key).items() if k != "key_parts"}:
             pair = f'<div id="{key}"></div>{_facts(data)}'
             page += f'<h2>{title}</h2>\n<div class="pair">{pair}</div>\n'
     for item in run.get("plugins") or ():
-        options = [f"{k} = {json.dumps(v)}" for k, v in part_of(item, "options").items()]
+        options = [f"{k} = {json.dumps(v)}" for k, v in table_of(item, "options").items()]
         origin = " ".join(filter(None, [item.get("origin"), item.get("version")]))
-        said = [item.get("verdict") or "no verdict", origin, ", ".join(options)]
-        plugins[str(item.get("name"))] = said if options else said[:2]
+        texts = [item.get("verdict") or "no verdict", origin, ", ".join(options)]
+        plugins[str(item.get("name"))] = texts if options else texts[:2]
     if plugins:
         page += f'<h2>Plugins</h2>\n<div class="plugins">{_facts(plugins, spaced=False)}</div>\n'
-    known = {k: v for k, v in run.items() if k not in NOT_FACTS and v is not None}
-    parts = {key: value for key, value in known.items() if isinstance(value, dict)}
-    parts["run"] = {key: value for key, value in known.items() if key not in parts}
+    facts = {k: v for k, v in run.items() if k not in NOT_FACTS and v is not None}
+    tables = {key: value for key, value in facts.items() if isinstance(value, dict)}
+    tables["run"] = {key: value for key, value in facts.items() if key not in tables}
     page += '<h2>Setup</h2>\n<div class="facts">'
-    for key in (name for name in parts if parts[name]):
-        page += f"<div><h3>{_show(key)}</h3>{_facts(parts[key], key != 'versions')}</div>\n"
+    for key in (name for name in tables if tables[name]):
+        page += f"<div><h3>{_show(key)}</h3>{_facts(tables[key], key != 'versions')}</div>\n"
     return f"{page}</div>"

@@ -22,7 +22,7 @@ from ...output.disk_space import (
     reclaimable_bytes,
     required_bytes,
 )
-from ...output.folder import ensure_ours, leftovers, wrong_inputs
+from ...output.folder import describe_results, ensure_ours, wrong_inputs
 from ...recipe.tables import LOSSY, Recipe, Train
 from ...registry import active as registry
 from ...registry.active import Active
@@ -150,7 +150,7 @@ def _output(findings: Findings, recipe: Recipe) -> None:
     if not os.access(existing, os.W_OK):
         raise RecipeError(f"output: {existing} cannot be written to; name another folder")
     ensure_ours(recipe.folder)
-    if left := leftovers(recipe.folder):
+    if left := describe_results(recipe.folder):
         findings.warn("output", f"{recipe.output} holds {left}")
     else:
         findings.ok("output", recipe.output)

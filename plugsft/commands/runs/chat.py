@@ -23,7 +23,7 @@ from ...base.errors import PlugsftError
 from ...base.load_errors import TRUST, trust_hint
 from ...data.load_tokenizer import pad_id, stop_ids
 from ...model.config import ensure_safetensors, max_context
-from ...output.folder import ADAPTER, base_of
+from ...output.folder import ADAPTER, base_model
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -67,7 +67,7 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     options: dict[str, Any] = {"dtype": "auto", TRUST: trusted}
     if (folder / ADAPTER).is_file():
         # Of the model that adapters are for, which transformers does not look for itself.
-        options["revision"] = base_of(folder)[1] or "main"
+        options["revision"] = base_model(folder)[1] or "main"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)

@@ -10,8 +10,8 @@ from typing import Any
 from ...base.errors import PlugsftError
 from ...base.limits import parse_json, read_text
 from ...data.cache_key import differences
-from ...output.folder import is_held, near
-from ...output.report import Points, finite, number, part_of, read_metrics, series_of
+from ...output.folder import is_locked, suggest_name
+from ...output.report import Points, finite, number, read_metrics, series_of, table_of
 from ...recipe.parse import flatten, read
 from ...registry.discover import BUNDLED
 
@@ -43,13 +43,13 @@ class Run:
     @property
     def steps(self) -> int:
         """How many steps its metrics tell of, or else its record."""
-        done = part_of(self.facts, "steps").get("done") or 0
+        done = table_of(self.facts, "steps").get("done") or 0
         return int(self.series["loss"][-1][0]) if "loss" in self.series else int(done)
 
     @property
     def state(self) -> str:
         """How it stands, how far it came, and when it began."""
-        total = number(part_of(self.facts, "steps").get("total"))
+        total = number(table_of(self.facts, "steps").get("total"))
         started = str(self.facts.get("started", "no date")).replace("T", " ")
         of = f" of {total:,}" if total is not None else ""
         return f"{self.facts['status']}, {self.steps:,}{of} steps, started {started}"
@@ -82,7 +82,7 @@ class Section:
 def read_run(name: str, folder: Path) -> Run:
     """Read a run's folder; report damaged files other than run.json, and leave them out."""
     if not folder.is_dir():
-        why = "is a file" if folder.exists() else f"no such folder{near(folder)}"
+        why = "is a file" if folder.exists() else f"no such folder{suggest_name(folder)}"
         raise PlugsftError(f"{folder}: {why}; name a run's output folder")
     try:
         facts = parse_json(read_text(folder / "run.json"))
@@ -98,7 +98,7 @@ def read_run(name: str, folder: Path) -> Run:
         raise PlugsftError(
             f"{folder / 'run.json'}: was not written by plugsft; name a run's output folder"
         )
-    if facts["status"] == "running" and not is_held(folder):
+    if facts["status"] == "running" and not is_locked(folder):
         facts["status"] = "killed"
     path, metrics = folder / "metrics.jsonl", read_metrics(folder / "metrics.jsonl")
     run, there = Run(name, folder, facts, None, series_of(metrics), []), 0
@@ -135,12 +135,12 @@ def _sections(a: Run, b: Run) -> Iterator[Section]:
     names = sorted({one["name"] for run in (a, b) for one in run.facts.get("plugins", [])})
     yield Section("plugins", _rows(_plugins(a, names), _plugins(b, names)))
     for title in ("versions", "machine", "model"):
-        one, other = (flatten(part_of(run.facts, title)) for run in (a, b))
+        one, other = (flatten(table_of(run.facts, title)) for run in (a, b))
         yield Section(title, _rows(one, other))
     one, other = ({"weights and compute": run.facts.get("precision")} for run in (a, b))
     yield Section("precision", _rows(one, other))
     for title in ("data", "eval"):
-        yield _data(title, part_of(a.facts, title), part_of(b.facts, title))
+        yield _data(title, table_of(a.facts, title), table_of(b.facts, title))
     yield Section("results", list(_results(a, b)), _losses(a, b))
 
 
@@ -186,7 +186,7 @@ def _data(title: str, a: dict[str, Any], b: dict[str, Any]) -> Section:
     """Compare data sets: the parts of their keys, and what became of their rows."""
     counts = [_measured(name, a.get(name), b.get(name)) for name in COUNTED]
     rows = [row for row in counts if row.a != row.b] + _rows(_words(a), _words(b))
-    keys, lines = [part_of(one, "key_parts") for one in (a, b)], list[str]()
+    keys, lines = [table_of(one, "key_parts") for one in (a, b)], list[str]()
     if all(keys):
         lines = [f"tokens of B: {line}" for line in dict.fromkeys(differences(*keys))]
     elif a and b and a.get("key") != b.get("key"):
@@ -196,11 +196,11 @@ def _data(title: str, a: dict[str, Any], b: dict[str, Any]) -> Section:
 
 def _words(data: dict[str, Any]) -> dict[str, Any]:
     """Return what the record says of data beside the counts."""
-    bad, cut = part_of(data, "bad_rows").items(), part_of(data, "truncated")
-    lengths = {f"length, {n}": part_of(data, "lengths").get(n) for n in ("median", "p95", "max")}
+    bad, cut = table_of(data, "bad_rows").items(), table_of(data, "truncated")
+    lengths = {f"length, {n}": table_of(data, "lengths").get(n) for n in ("median", "p95", "max")}
     return {
         **{f"bad rows, {reason}": one["count"] for reason, one in bad},
-        **{f"encoded by {name}": count for name, count in part_of(data, "engines").items()},
+        **{f"encoded by {name}": count for name, count in table_of(data, "engines").items()},
         **{name: _figure(number(length)) for name, length in lengths.items()},
         "mask": data.get("mask"),
         "sources": ", ".join(str(one["name"]) for one in data.get("sources", [])) or None,
@@ -220,7 +220,7 @@ def _results(a: Run, b: Run) -> Iterator[Row]:
         if common is not None and max(one) != max(other):
             yield _measured(f"{name} at step {common:,}", one[common], other[common])
     for name, (part, key) in SPENT.items():
-        yield _measured(name, *(part_of(run.facts, part).get(key) for run in (a, b)))
+        yield _measured(name, *(table_of(run.facts, part).get(key) for run in (a, b)))
     yield _measured("seconds", a.facts.get("seconds"), b.facts.get("seconds"))
 
 

@@ -20,7 +20,7 @@ from ...base.errors import CheckpointError, PlugsftError
 from ...base.load_errors import trust_hint
 from ...data.load_tokenizer import end_generation
 from ...model.config import ensure_safetensors
-from ...output.folder import ADAPTER, base_of
+from ...output.folder import ADAPTER, base_model
 from ...ranks.launch import silence_libraries
 from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, model_folder
@@ -82,7 +82,7 @@ def copy_to(folder: Path, target: Path) -> str:
             origin = folder / path.relative_to(building)
             if path.is_file() and file_digest(path) != file_digest(origin):
                 raise CheckpointError(f"{path.name}: was not copied as it is; try again")
-    base = f", for {base_of(folder)[0]}" if (folder / ADAPTER).is_file() else ""
+    base = f", for {base_model(folder)[0]}" if (folder / ADAPTER).is_file() else ""
     return f"model, copied and verified{base}"
 
 
@@ -118,7 +118,7 @@ def adapted(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
     """Load a model with adapters in float32; return the type of its own weights, too."""
     base, revision = "", None
     if (folder / ADAPTER).is_file():
-        base, revision = base_of(folder)
+        base, revision = base_model(folder)
     if not base:
         raise PlugsftError(f"{folder}: is a whole model, with no adapters; leave out --merge")
     try:
@@ -156,7 +156,7 @@ def tokenizer_of(folder: Path, trusted: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except Exception:  # transformers raises whatever its readers raise
-        base, revision = base_of(folder)
+        base, revision = base_model(folder)
         return AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=trusted)
 
 

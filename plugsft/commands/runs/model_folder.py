@@ -6,7 +6,7 @@ from pathlib import Path
 from ...base.atomic import damage
 from ...base.errors import CheckpointError, PlugsftError
 from ...base.step_folders import newest_checkpoint
-from ...output.folder import is_model, near
+from ...output.folder import is_model, suggest_name
 from ...output.report import read_record
 
 
@@ -16,7 +16,7 @@ def model_folder(output: Path) -> Path:
         if is_model(folder):
             return folder
     if not output.exists():
-        raise PlugsftError(f"{output}: no such folder{near(output)}")
+        raise PlugsftError(f"{output}: no such folder{suggest_name(output)}")
     if output.is_file():
         raise PlugsftError(f"{output}: is a file; give the output folder of a run")
     try:

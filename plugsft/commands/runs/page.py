@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...output.report import Points, drawn, fill, part_of
+from ...output.report import Points, curves_of, fill, table_of
 from .compare import Row, Run, Section
 
 
@@ -26,9 +26,9 @@ def _numbers(a: Run, b: Run) -> dict[str, Any]:
             series[f"{key} {run.name}"] = run.series[key]
             place = key.removeprefix("eval_")
             together[f"{place} {run.name}"] = (place, run.name, run is b)
-    epochs = [part_of(run.facts, "steps").get("per_epoch") for run in (a, b)]
+    epochs = [table_of(run.facts, "steps").get("per_epoch") for run in (a, b)]
     steps = {"per_epoch": epochs[0]} if epochs[0] == epochs[1] else {}
-    return {**drawn(series), "together": together, "parts": {"steps": steps}}
+    return {**curves_of(series), "together": together, "parts": {"steps": steps}}
 
 
 def _head(title: str, a: Run, b: Run, results: Section) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 from ...base.console import out
 from ...base.errors import RecipeError
 from ...base.step_folders import newest_checkpoint
-from ...output.folder import is_held
+from ...output.folder import is_locked
 from ...output.report import read_metrics, read_record
 
 
@@ -36,7 +36,7 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
         # The record is written when a run begins and ends; in between, the metrics tell.
         lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
         steps, final = (steps and steps | {"done": len(lines)}), lines[-1] if lines else final
-        if not is_held(folder):
+        if not is_locked(folder):
             go_on = "--resume" if newest_checkpoint(folder / "checkpoints") else "--overwrite"
             recipe = shlex.quote(str(folder / "recipe.toml"))
             status, reason = "killed", f"go on with plugsft {recipe} {go_on}"

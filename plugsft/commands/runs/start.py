@@ -13,7 +13,13 @@ from ...base.machine import Machine
 from ...base.step_folders import list_checkpoints
 from ...output.checkpoint import STATE, ensure_same_run
 from ...output.disk_space import ensure_room
-from ...output.folder import alone, ensure_ours, is_finished, leftovers, read_run
+from ...output.folder import (
+    describe_results,
+    ensure_ours,
+    is_finished,
+    lock_output,
+    read_run,
+)
 from ...output.report import read_metrics
 from ...ranks.agree import ending_together
 from ...ranks.launcher import watch_launcher
@@ -52,7 +58,7 @@ def output_folder(
     Yields None if the run has finished already.
     """
     watch_launcher()
-    with alone(recipe) if machine.is_main else nullcontext():
+    with lock_output(recipe) if machine.is_main else nullcontext():
         ensure_ours(recipe.folder)
         if machine.is_main:
             sweep(recipe.folder, RESULTS)
@@ -76,12 +82,14 @@ def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Seq
             return None
         latest = begun(recipe)
     own = path is not None and path.resolve().is_relative_to(folder.resolve())
-    if not (resume.overwrite or resume.auto or latest or own) and (left := leftovers(folder)):
+    if not (resume.overwrite or resume.auto or latest or own) and (
+        left := describe_results(folder)
+    ):
         raise RecipeError(f"output: {recipe.output} holds {left}")
     ensure_room(recipe, active, resume.overwrite)
     checkpoints = find_checkpoints(recipe, active, latest, path)
     if latest and is_finished(recipe, checkpoints[0]):
-        say(f"nothing to resume: {recipe.output} holds {leftovers(folder)}")
+        say(f"nothing to resume: {recipe.output} holds {describe_results(folder)}")
         return None
     return checkpoints
 
@@ -133,7 +141,7 @@ def finished_alone(recipe: Recipe) -> str:
     folder = recipe.folder
     if list_checkpoints(folder / "checkpoints") or read_run(folder).get("status") != "finished":
         return ""
-    left = leftovers(folder)
+    left = describe_results(folder)
     with suppress(OSError, ValueError):
         if left and read_text(folder / "recipe.toml") == resolved(recipe):
             return left
