@@ -90,7 +90,9 @@ def test_slices_leave_no_seam(run, monkeypatch):
 def test_a_line_that_is_not_utf_8_is_told_apart(run, tmp_path):
     path = write_jsonl(tmp_path / "latin.jsonl", [GOOD, 3, GOOD])
     path.write_bytes(path.read_bytes() + '{"text": "café"}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"2 bad: no JSON .*: 1 \(row 1\); not UTF-8: 1 \(row 3\)"):
+    with pytest.raises(
+        DataError, match=r"2 bad: not a JSON object: 1 \(row 1\); not UTF-8: 1 \(row 3\)"
+    ):
         run(None, source=str(path))
 
 
@@ -145,7 +147,7 @@ def test_a_data_set_without_a_trained_token_stops(run, rows):
 
 
 def test_an_empty_slice_stops(run):
-    with pytest.raises(DataError, match="holds no rows; set another split"):
+    with pytest.raises(DataError, match="has no rows; set another split"):
         run([GOOD], split="train[:0]")
 
 

@@ -244,7 +244,7 @@ def test_check_and_inspect_name_them(tiny, tmp_path, capsys):
         said = " ".join(capsys.readouterr().out.split())
         assert "1 (row 5): two turns of the user in a row" in said
         assert "9 (rows 0, 1, 2, 3, 4, ...): 'score' says how good a row is" in said
-        assert "not read: label, score, url" in said or "not read label, score, url" in said
+        assert "unused columns: label, score, url" in said or "unused label, score, url" in said
 
 
 @pytest.mark.parametrize("name", ["Label", "IMAGES", "Input_IDs"])

@@ -11,41 +11,41 @@ from tokenizers import Encoding
 from ..base.types import Rendered
 from ..tokens.tokenizer import Tokenizer
 
-FAR = 64
-"""Characters per token of the limit; a shorter text is encoded whole."""
-FIRST = 16
+LONG = 64
+"""Characters per token of the limit; shorter texts are encoded whole."""
+FIRST_TRY = 16
 """Characters per token of the limit in the first beginning that is tried."""
 GROWTH = 4
-"""Factor from one beginning to the next."""
+"""Factor between the lengths of two tries."""
 
 
 def shorten(rendered: Rendered, tokenizer: Tokenizer, limit: int) -> Rendered:
     """Cut very long texts where a beginning gives the same first `limit` tokens, and one more."""
-    far = [n for n, text in enumerate(rendered.texts) if len(text) > FAR * (limit + FAR)]
+    long = [n for n, text in enumerate(rendered.texts) if len(text) > LONG * (limit + LONG)]
     # A regular expression in the normalizer may delete from the beginning to the end of a text.
-    if not far or "Regex" in repr(tokenizer.backend_tokenizer.normalizer):
+    if not long or "Regex" in repr(tokenizer.backend_tokenizer.normalizer):
         return rendered
-    texts, spans, pieces = list(rendered.texts), list(rendered.spans), Counter(rendered.rows)
-    for number in far:
+    texts, spans, counts = list(rendered.texts), list(rendered.spans), Counter(rendered.rows)
+    for number in long:
         # Two answers of a pair are compared from their first trained tokens on.
-        starts = [start for start, _ in spans[number]] if pieces[rendered.rows[number]] > 1 else []
-        size = _enough(texts[number], tokenizer, limit, max(starts, default=0))
+        starts = [start for start, _ in spans[number]] if counts[rendered.rows[number]] > 1 else []
+        size = _sufficient_size(texts[number], tokenizer, limit, max(starts, default=0))
         texts[number] = texts[number][:size]
         spans[number] = [(a, min(b, size)) for a, b in spans[number] if a < size]
     return replace(rendered, texts=texts, spans=spans)
 
 
-def _enough(text: str, tokenizer: Tokenizer, limit: int, start: int) -> int:
+def _sufficient_size(text: str, tokenizer: Tokenizer, limit: int, start: int) -> int:
     """Return the length of a sufficient beginning, or of the whole text."""
-    size = FIRST * (limit + FAR)
+    size = FIRST_TRY * (limit + LONG)
     while GROWTH * size < len(text):
-        if start < size and _settled(text[: 2 * size], size, tokenizer, limit):
+        if start < size and _is_stable(text[: 2 * size], size, tokenizer, limit):
             return size
         size *= GROWTH
     return len(text)
 
 
-def _settled(text: str, size: int, tokenizer: Tokenizer, limit: int) -> bool:
+def _is_stable(text: str, size: int, tokenizer: Tokenizer, limit: int) -> bool:
     """Tell whether text after the first `size` characters cannot change the first tokens.
 
     There must be a border that no token crosses after the first `limit` + 1 tokens. Between the
@@ -56,7 +56,7 @@ def _settled(text: str, size: int, tokenizer: Tokenizer, limit: int) -> bool:
     backend = tokenizer.backend_tokenizer
     encoded = backend.encode(text[:size], add_special_tokens=False)
     middle = size // 2
-    border = _border(encoded, tokenizer, limit + 1, middle)
+    border = _find_border(encoded, tokenizer, limit + 1, middle)
     if border is None:
         return False
     end = encoded.offsets[border - 1][1]
@@ -67,7 +67,7 @@ def _settled(text: str, size: int, tokenizer: Tokenizer, limit: int) -> bool:
     return all(encoded.ids[:border] == other.ids[:border] for other in longer)
 
 
-def _border(encoded: Encoding, tokenizer: Tokenizer, first: int, middle: int) -> int | None:
+def _find_border(encoded: Encoding, tokenizer: Tokenizer, first: int, middle: int) -> int | None:
     """Return the first token, from `first` on, that cannot be joined to the one before."""
     words, tokens, offsets = encoded.word_ids, encoded.tokens, encoded.offsets
     for place in range(first, len(tokens)):

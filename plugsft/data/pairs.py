@@ -80,7 +80,7 @@ def split_pair(row: Row) -> list[Row]:
         size = min(common_prefix(*answers), len(answers[0]) - 1, len(answers[1]) - 1)
         prompt = answers[0][:size]
         if not prompt:
-            raise BadRow("there is no prompt, and chosen and rejected do not begin alike")
+            raise BadRow("no prompt, and chosen and rejected have no common beginning")
         # As in TRL: most tokenizers write the space before a word and the word as one token.
         prompt = prompt[:-1] if prompt[-1] == " " else prompt
         answers = [answer[len(prompt) :] for answer in answers]

@@ -144,8 +144,11 @@ BAD = [
     ({"chosen": "x", "rejected": [GOOD]}, "not both texts, or both lists of turns"),
     ({"chosen": 1, "rejected": 2}, "not both texts, or both lists of turns"),
     ({"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are the same"),
-    ({"chosen": "abc", "rejected": "xyz"}, "no prompt, and chosen and rejected do not begin alike"),
-    ({"prompt": "x", "chosen": [POOR, ASK], "rejected": [ASK]}, "do not begin alike"),
+    (
+        {"chosen": "abc", "rejected": "xyz"},
+        "no prompt, and chosen and rejected have no",
+    ),
+    ({"prompt": "x", "chosen": [POOR, ASK], "rejected": [ASK]}, "have no common beginning"),
     ({"system": "s", "prompt": "x", "chosen": "y", "rejected": "z"}, "'system' is for chats"),
 ]
 
