@@ -21,9 +21,9 @@ class DpoReference:
     """Compute the reference's log-probabilities once, before step 1, and store them.
 
     With [plugins.arrow_cache] every run finds them, otherwise only runs with the same output. All
-    ranks compute pairs sorted by length, without gradients, packed if the run packs. They are
-    computed again for other tokens, weights, dtypes or attention kernels; pairs that another data
-    set has too are copied from there. A killed run continues after its last stored block.
+    ranks compute pairs sorted by length, without gradients, packed if the run packs. Other tokens,
+    weights, dtypes or attention kernels need a new pass; it copies pairs that an earlier pass of
+    the same reference has computed. A killed run continues after its last stored block.
     """
 
     capacity: Annotated[int, Field(ge=2)] | None = None

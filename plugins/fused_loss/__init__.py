@@ -41,7 +41,7 @@ class FusedLoss:
     heads: WeakKeyDictionary[Any, Any] = state(WeakKeyDictionary())
     """Head -> transform of its logits; the first head is that of the run's model."""
     exact: bool = state(True)
-    """Whether the head computes in float32, seen inside the head, where autocast is known."""
+    """Whether the head computes in float32; set inside its forward, where autocast is known."""
     proved: str = state("")
     """Result of the comparison with the plain loss."""
     trained: int = state(0)
