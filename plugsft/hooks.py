@@ -128,7 +128,7 @@ def state(default: Any = None) -> Any:
 
 
 class Prelude(Protocol):
-    """The run before step 1, as `annotate` sees it."""
+    """The model, the ranks and the cache before step 1, for `annotate`."""
 
     rank: int
     ranks: int
@@ -208,10 +208,10 @@ class Hooks(Protocol):
 
     @stage
     def batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
-        """Lay out an epoch's examples as global batches: [step][rank][micro-step] -> examples.
+        """Lay out an epoch's examples as global batches: [step][rank][micro-batch] -> examples.
 
         `order` is the epoch's shuffled order, `lengths` the tokens of each example. Every rank
-        gets the same number of micro-steps; an empty array is one without examples.
+        gets the same number of micro-batches; some may be empty arrays.
         """
 
     @stage

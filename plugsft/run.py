@@ -1,4 +1,4 @@
-"""Opens a run: everything that the loop needs, in order."""
+"""Open a run: prepare everything that the loop needs, in order."""
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -142,7 +142,7 @@ class OpenRun:
 
 
 def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:
-    """Make the recipe's new model once; return its folder, loaded like any other model's."""
+    """Save the recipe's new model once; return its folder, which is loaded like any model."""
     scratch = recipe.model.scratch
     if scratch is None:
         return Path()
@@ -201,7 +201,8 @@ def describe_model(run: OpenRun) -> dict[str, Any]:
     """Return the model's source, type, sizes and number types for the record."""
     plain: Any = run.state.plain
     sizes = [
-        (getattr(one, "ds_numel", one.numel()), one.requires_grad) for one in plain.parameters()
+        (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
+        for parameter in plain.parameters()
     ]
     return {
         "source": run.recipe.model.path or "scratch",

@@ -40,7 +40,7 @@ PACKAGES = ("plugsft", "torch", "transformers", "accelerate", "datasets", "token
 
 
 class Record:
-    """The record of a run, written by the main process as it goes."""
+    """The record of a run; the main process writes it during the run."""
 
     def __init__(self, recipe: Recipe, machine: Machine, active: Active) -> None:
         self.folder, self._recipe, self._active = recipe.folder, recipe, active
@@ -76,14 +76,14 @@ class Record:
         self.run.update(status=status, reason=_reason(error))
         try:
             self._close()
-        except Exception as another:
+        except Exception as closing_error:
             if error is None:
-                self.run.update(status="failed", reason=_reason(another))
+                self.run.update(status="failed", reason=_reason(closing_error))
                 raise
-            # The first error matters more than one while closing the record.
-            error.add_note(f"and as the record was closed: {_reason(another)}")
+            # The first error matters more than this one.
+            error.add_note(f"and as the record was closed: {_reason(closing_error)}")
         finally:
-            self._draw()
+            self._write_report()
 
     def open(self, steps: dict[str, Any], done: int) -> None:
         """Begin in place of an earlier run's results, or resume after step `done`.
@@ -93,7 +93,7 @@ class Record:
         self.run["steps"] = {"done": done, **steps}
         if not self.writes:
             return
-        # First: a plugin that refuses leaves the folder unchanged.
+        # First, so that a plugin's error leaves the folder unchanged.
         self._active.hooks.record(run=self.run)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.write()  # marks the other files as a run's
@@ -132,11 +132,11 @@ class Record:
                 f"{_show(metrics)}  "
                 f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
                 f"{metrics['tokens_per_second']:,.0f} tokens/s  {metrics['memory_gib']:.1f} GiB  "
-                f"left {self._left(total - step)}"
+                f"left {self._time_left(total - step)}"
             )
 
     def _close(self) -> None:
-        """Write how the run ended, tell the plugins, and collect their verdicts."""
+        """Write the run's end and means, notify the plugins, and collect their verdicts."""
         if self._metrics is not None:
             self._metrics.close()
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
@@ -158,7 +158,7 @@ class Record:
                 )
             )
 
-    def _draw(self) -> None:
+    def _write_report(self) -> None:
         """Write run.json and the report; an error here must not hide how the run ended."""
         if not self.writes or self._metrics is None:
             return
@@ -169,12 +169,12 @@ class Record:
             say(f"warning: no report: {error}")
 
     def write(self) -> None:
-        """Write run.json as it stands."""
+        """Write run.json with its current content."""
         if self.writes:
             write_text(self.folder / "run.json", json.dumps(self.run, indent=1) + "\n")
 
     def plugins(self) -> list[dict[str, Any]]:
-        """Return the active plugins with what they say they did."""
+        """Return the active plugins with their options and verdicts."""
         verdicts = self._active.verdicts()
         return [
             {
@@ -186,7 +186,7 @@ class Record:
             for name, plugin in self._active.plugins.items()
         ]
 
-    def _left(self, steps: int) -> str:
+    def _time_left(self, steps: int) -> str:
         recent = [seconds for seconds, *_ in self._rows[-50:]]
         minutes, seconds = divmod(round(steps * sum(recent) / len(recent)), 60)
         hours, minutes = divmod(minutes, 60)

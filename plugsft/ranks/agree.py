@@ -49,7 +49,7 @@ def host_group() -> dist.ProcessGroup | None:
 
 @contextmanager
 def agreed(accelerator: Accelerator, operation: str) -> Iterator[None]:
-    """Run a body without collectives on every rank; if it fails on one, raise on all.
+    """Run a block without collectives on every rank; if it fails on one, raise on all.
 
     The failed rank raises its own error, all others a PeerError with its number and reason.
     """
@@ -70,7 +70,7 @@ def agreed(accelerator: Accelerator, operation: str) -> Iterator[None]:
         reports = _gathered((operation, None if error is None else reason_of(error)))
     finally:
         late.cancel()
-        # Also if the others have ended, and the gathering failed.
+        # Even if the gathering failed because the others have ended.
         if error is not None:
             raise error
     for rank, (_, reason) in enumerate(reports):
@@ -137,7 +137,7 @@ def _is_lost(error: Exception) -> bool:
 
 
 def _equal(text: str, failed: bool) -> bool:
-    """Tell whether all ranks hold the same text and none has failed, in one all-reduce."""
+    """Tell whether all ranks have the same text and none has failed, in one all-reduce."""
     number = xxhash.xxh3_64_intdigest(text.encode()) >> 2  # fits in 64 bits, negated too
     largest = torch.tensor([number, -number, int(failed)])
     dist.all_reduce(largest, dist.ReduceOp.MAX, host_group())

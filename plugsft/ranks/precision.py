@@ -1,4 +1,4 @@
-"""Number types of a run: makes recipe and launcher agree.
+"""The number types of a run, from the recipe and the launcher.
 
 With `model.dtype = "bfloat16"` weights are stored in float32 and computed with in bfloat16: by
 autocast in one process and under DDP, by FSDP2's and DeepSpeed's own copies of the weights.
@@ -60,7 +60,7 @@ def autocast_experts() -> None:
     """Let autocast cast the grouped products of experts, which torch leaves in float32."""
     make: Any = torch.library.Library  # untyped upstream
     library = make("aten", "IMPL")
-    LIBRARIES.append(library)  # what it registers goes with it
+    LIBRARIES.append(library)  # it unregisters its kernels when it is freed
 
     def grouped(left: Tensor, right: Tensor, *others: Any, **more: Any) -> Tensor:
         kind = left.device.type
@@ -92,10 +92,10 @@ def reduce_in_float32(accelerator: Accelerator) -> None:
 def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
     """Refuse a DeepSpeed file with other number types than the recipe."""
     for name, wanted in (("fp16", False), ("bf16", mixed_precision == "bf16")):
-        given = config.get(name, {}).get("enabled", "auto")
-        if given != "auto" and bool(given) != wanted:
+        value = config.get(name, {}).get("enabled", "auto")
+        if value != "auto" and bool(value) != wanted:
             raise LaunchError(
-                f"the DeepSpeed file sets {name}.enabled = {str(given).lower()}, and the recipe's "
+                f"the DeepSpeed file sets {name}.enabled = {str(value).lower()}, and the recipe's "
                 f"model.dtype with the launcher's mixed_precision wants {str(wanted).lower()}; "
                 'leave it out, or set it to "auto"'
             )
@@ -105,10 +105,10 @@ def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
         "communication_data_type": config.get("communication_data_type"),
         **{f"bf16.{name}": half.get(name) for name in half if name.startswith("bf16_")},
     }
-    for name, given in sums.items():
-        if given not in (None, False, "fp32"):
+    for name, value in sums.items():
+        if value not in (None, False, "fp32"):
             raise LaunchError(
-                f"the DeepSpeed file sets {name} = {str(given).lower()}, but plugsft accumulates "
+                f"the DeepSpeed file sets {name} = {str(value).lower()}, but plugsft accumulates "
                 "gradients and updates weights in float32; leave it out"
             )
 

@@ -44,16 +44,16 @@ class RunPrelude:
 
     @torch.no_grad()
     def losses(self, model: Module, tokens: Tokens, examples: Ints) -> Tensor:
-        """Return -log p of the targets of some examples, in one micro-batch as the run makes it.
+        """Return -log p of the targets of examples, computed as one micro-batch of the run.
 
-        Under ZeRO-3 and FSDP2 all ranks must call it together, if need be without examples.
+        Under ZeRO-3 and FSDP2 all ranks must call it together, even without examples.
         """
         batch = self._loader.load_batch(tokens, examples)
         return self._hooks.score(model=model, batch=batch, summed=False)
 
     @contextmanager
     def agreed(self, operation: str) -> Iterator[None]:
-        """Run a body without collectives on all ranks; if it fails on one, all raise."""
+        """Run a block without collectives on all ranks; if it fails on one, all raise."""
         try:
             with agreed(self._accelerator, operation):
                 yield
@@ -62,13 +62,13 @@ class RunPrelude:
             raise
 
     def added(self, values: Tensor) -> Tensor:
-        """Return the sums over all ranks."""
+        """All-reduce values: return their sums over all ranks."""
         local = values.to(self._accelerator.device)
         summed: Tensor = self._accelerator.reduce(local, reduction="sum")
         return summed
 
     def frozen(self, path: str = "", revision: str | None = None) -> Module:
-        """Load a frozen model with the run's settings: its own model again, or another."""
+        """Load a frozen model with the run's settings: the run's model again, or another."""
         kwargs = dict(self.load.kwargs)
         if self._accelerator.mixed_precision == "bf16":
             kwargs["dtype"] = torch.bfloat16  # it is not trained
@@ -87,43 +87,43 @@ class RunPrelude:
         """
         if not self._accelerator.is_main_process:
             return self._build_with_main(build)
-        lost: list[Exception] = []
+        failures: list[Exception] = []
 
         def begin(folder: Path) -> None:
-            if lost:
-                raise lost[0]
+            if failures:
+                raise failures[0]
             from_main((BUILD, None))
             self._left_by_all = False
             try:
                 build(folder)
             except Exception as error:
                 if self.ranks > 1 and not self._left_by_all:
-                    lost.append(error)  # the other ranks are still in `build`, so no retry
+                    failures.append(error)  # the other ranks are still in `build`, so no retry
                 raise
 
         try:
             value = self._hooks.cache(key=key, build=begin, read=read)
         except Exception as error:
-            if not lost:
+            if not failures:
                 from_main((FAILED, reason_of(error)))
             raise
-        if lost:
-            raise lost[0]
+        if failures:
+            raise failures[0]
         return from_main((CACHED, value))[1]
 
     def _build_with_main(self, build: Callable[[Path | None], None]) -> Any:
         """Join each build of the main process; return its value."""
-        own: Exception | None = None
+        own_error: Exception | None = None
         while True:
-            word, value = from_main((FAILED, None))
-            if word == CACHED:
+            message, value = from_main((FAILED, None))
+            if message == CACHED:
                 return value
-            if word == FAILED:
-                raise own or PeerError(f"rank 0 failed: {value}")
+            if message == FAILED:
+                raise own_error or PeerError(f"rank 0 failed: {value}")
             self._left_by_all = False
             try:
                 build(None)
             except Exception as error:
                 if not self._left_by_all:
                     raise
-                own = None if isinstance(error, PeerError) else error
+                own_error = None if isinstance(error, PeerError) else error
