@@ -69,9 +69,9 @@ def test_an_answer_without_a_word_is_told(run, tmp_path):
 
 
 def test_a_batch_answers_as_single_questions_do(speaker):
-    alone = [speaker.answer([speaker.opened(question)])[0] for question in ANSWERS]
+    alone = [speaker.answer([speaker.ask(question)])[0] for question in ANSWERS]
     assert alone == list(ANSWERS.values())
-    assert speaker.answer([speaker.opened(question) for question in ANSWERS]) == alone
+    assert speaker.answer([speaker.ask(question) for question in ANSWERS]) == alone
 
 
 def test_answers_stop_where_the_template_ends_a_turn(run, speaker):
@@ -84,7 +84,7 @@ def test_answers_stop_where_the_template_ends_a_turn(run, speaker):
     try:
         other = talk.Speaker(speaker.model, tokenizer, 64, 0.0)
         assert other.stops == [tokenizer.pad_token_id, end]
-        assert other.answer([other.opened("Who?")]) == ["Me."]
+        assert other.answer([other.ask("Who?")]) == ["Me."]
         tokenizer.chat_template = None
         assert stop_ids(speaker.model, tokenizer) == [tokenizer.pad_token_id]
     finally:
@@ -97,20 +97,20 @@ def test_without_a_template_the_text_goes_on(run, speaker):
     tokenizer.chat_template = None
     plain = talk.Speaker(speaker.model, tokenizer, 64, 0.0)
     text = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-    assert plain.answer([plain.opened(text)]) == ["Me."]
+    assert plain.answer([plain.ask(text)]) == ["Me."]
 
 
 def test_max_tokens_and_temperature_are_heard(run, speaker):
     short = talk.Speaker(speaker.model, speaker.tokenizer, 1, 0.0)
-    assert short.answer([short.opened("What is red?")])[0] in ("B", "Bl", "Blo", "Blood")
+    assert short.answer([short.ask("What is red?")])[0] in ("B", "Bl", "Blo", "Blood")
     hot = talk.Speaker(speaker.model, speaker.tokenizer, 16, 50.0)
-    assert len({hot.answer([hot.opened("Who?")])[0] for _ in range(4)}) > 1
+    assert len({hot.answer([hot.ask("Who?")])[0] for _ in range(4)}) > 1
 
 
 def test_the_answer_stays_within_the_context(speaker):
     endless = talk.Speaker(speaker.model, speaker.tokenizer, 64, 0.0)
     endless.stops = []
-    question = endless.opened("Who? " * 25)
+    question = endless.ask("Who? " * 25)
     room = 128 - endless.encode([question])["input_ids"].shape[1]
     assert 0 < room < 64
     steps = []
@@ -126,23 +126,23 @@ def test_first_and_last_tokens_are_added_where_no_template_writes_them(run, spea
         single="<|pad|> $A", special_tokens=[("<|pad|>", 0)]
     )
     other = talk.Speaker(speaker.model, tokenizer, 64, 0.0)
-    assert other.encode([other.opened("Who?")])["input_ids"][0, 0] != 0
+    assert other.encode([other.ask("Who?")])["input_ids"][0, 0] != 0
     tokenizer.chat_template = None
-    assert other.encode([other.opened("Who?")])["input_ids"][0, 0] == 0
+    assert other.encode([other.ask("Who?")])["input_ids"][0, 0] == 0
 
 
 def test_the_talk_is_remembered_until_the_context_is_full(speaker):
     turns = []
     for number in range(12):
-        turns += [*speaker.opened("Who?"), {"role": "assistant", "content": f"Me {number}."}]
-    turns += speaker.opened("What is red?")
+        turns += [*speaker.ask("Who?"), {"role": "assistant", "content": f"Me {number}."}]
+    turns += speaker.ask("What is red?")
     assert speaker.shorten(turns[-3:]) == turns[-3:]
     kept = speaker.shorten(turns)
     assert kept == turns[-len(kept) :] and 1 < len(kept) < len(turns)
     assert speaker.encode([kept])["input_ids"].shape[1] <= 96
     speaker.answer([kept])
-    with pytest.raises(PlugsftError, match="the model reads 128 at most"):
-        speaker.answer([speaker.opened("red " * 200)])
+    with pytest.raises(PlugsftError, match="the model.s context is 128"):
+        speaker.answer([speaker.ask("red " * 200)])
 
 
 def test_piped_lines_are_answered_until_they_end(run):
@@ -208,7 +208,7 @@ def test_ctrl_c_ends_a_talk_with_a_line_of_its_own(run):
         ([], "no such folder; did you mean 'run'"),
         (["rum/"], "holds no model"),
         (["rum"], "is a file"),
-        (["rum/run.json"], "at step 3 of 9 and has left no model yet.*recipe.toml$"),
+        (["rum/run.json"], "at step 3 of 9 and has no model yet.*recipe.toml$"),
         (
             ["rum/run.json", "rum/checkpoints/step-000003/manifest.json"],
             "--resume; plugsft export .* --to FOLDER",

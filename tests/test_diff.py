@@ -80,9 +80,9 @@ def test_results_are_compared_where_both_were(runs):
     change = 100 * (other[-1]["loss"] / one[-1]["loss"] - 1)
     assert float(results["loss"][2].rstrip("%")) == pytest.approx(change, abs=0.5)
     assert len(results["eval loss"]) == 3
-    assert {"tokens per second", "memory at most, GiB"} <= results.keys()
+    assert {"tokens per second", "peak memory, GiB"} <= results.keys()
     parting = [str(run[0]["loss"]) for run in (one, other)]
-    assert f"losses part at step 1: {' and '.join(parting)}" in parts["results"]
+    assert f"losses diverge at step 1: {' and '.join(parting)}" in parts["results"]
 
 
 def test_equal_runs_are_said_to_be_equal(runs):
@@ -91,7 +91,7 @@ def test_equal_runs_are_said_to_be_equal(runs):
     assert parts.keys() == {"results", "same"}
     same = "recipe, plugins, versions, machine, model, precision, data, eval"
     assert done.stdout.endswith(f"\nthe same: {same}\n")
-    assert "losses are the same in all 4 steps that both did" in parts["results"]
+    assert "losses are the same in all 4 common steps" in parts["results"]
     assert cells(parts["results"])["loss"][0] == cells(parts["results"])["loss"][1]
 
 
@@ -121,7 +121,7 @@ def test_a_plugin_has_other_options_another_version_and_another_verdict(runs):
         ("half", "half/run.json: is damaged: Unterminated"),
         ("list", "list/run.json: was not written by plugsft"),
         ("shapes", "a run.json was not written by plugsft"),
-        ("again", "is the same run again; name another run's output folder"),
+        ("again", "is the same run; name another run's output folder"),
     ],
 )
 def test_what_is_no_run_is_refused_in_a_line(runs, harm, said):
@@ -154,14 +154,14 @@ def test_what_a_killed_run_left_is_compared_and_the_rest_named(runs):
     assert "killed, 2 of 6 steps" in heads[1]
     notes = "\n".join(heads[2:])
     assert "recipe.toml: is not TOML" in notes and "recipes are not compared" in notes
-    assert "metrics.jsonl: 2 lines cannot be read; left out" in notes
+    assert "metrics.jsonl: 2 lines cannot be read; skipped" in notes
     assert "B: killed; results are those of its last step" in notes
     assert "recipe" not in parts
     assert cells(parts["results"])["steps"] == ["4", "2", "-50%"]
     assert cells(parts["results"])["tokens per second"][1] == "-"
     metrics.unlink()
     heads, parts = told(run_plugsft("diff", runs / "other", runs / "one"))
-    assert any("holds no metrics; there are no curves" in line for line in heads)
+    assert any("holds no metrics, so it has no curves" in line for line in heads)
 
 
 def test_a_record_without_the_key_says_so(runs):
@@ -170,7 +170,7 @@ def test_a_record_without_the_key_says_so(runs):
         del facts["data"]["key_parts"]
         (runs / name / "run.json").write_text(json.dumps(facts))
     _, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
-    assert "tokens of B: prepared otherwise; the record does not say how" in parts["data"]
+    assert "tokens of B: prepared differently; the record does not say how" in parts["data"]
     assert "tokens of B: other data, or another split of it" in parts["eval"]
 
 
@@ -200,7 +200,7 @@ def test_the_page_has_both_runs_curves_in_one_picture(runs):
     assert done.stdout.endswith(f"page: {runs / 'page.html'}\n"), done.stderr
     page = Page(runs / "page.html")
     assert "one and other" in page.text
-    assert "loss at step 4" in page.text and "losses part at step 1" in page.text
+    assert "loss at step 4" in page.text and "losses diverge at step 1" in page.text
     assert "train.learning_rate 0.003 0.001" in page.text
     assert "The same: versions, machine" in page.text
     numbers = page.numbers
@@ -214,7 +214,7 @@ def test_the_page_has_both_runs_curves_in_one_picture(runs):
     assert numbers["parts"] == {"steps": {}}
     run_plugsft("diff", runs / "one", runs / "twin", "--html", runs / "page.html")
     assert Page(runs / "page.html").numbers["parts"] == {"steps": {"per_epoch": 3}}
-    assert "Nothing. The same: recipe, plugins" in Page(runs / "page.html").text
+    assert "None. The same: recipe, plugins" in Page(runs / "page.html").text
 
 
 def test_the_page_runs_nothing_of_a_runs(runs):

@@ -115,7 +115,7 @@ def test_a_merge_that_is_wrong_leaves_nothing(run):
         )
         torch.nn.init.normal_(plain.get_output_embeddings().lora_B["default"].weight)
         adapted.save_pretrained(run.parent / "tied")
-        with pytest.raises(PlugsftError, match=r"merging has moved the logits by .* and 1e-04 is"):
+        with pytest.raises(PlugsftError, match=r"merging has changed the logits by .* 1e-04 is"):
             export(run.parent / "tied", True, None)
     assert not (run.parent / "tied/merged").exists()
 
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_leaves_nothing(run, small_disk):
         (["{run}/run.json", "--merge"], "is a file"),
         (["{run}", "--to", "{run}/checkpoints"], "exists already"),
         (["{run}", "--to", "{run}/model/inside"], "inside the model's own folder"),
-        (["{whole}", "--merge"], "is a whole model, with no adapters; leave out --merge"),
+        (["{whole}", "--merge"], "is a whole model, without adapters; remove --merge"),
         (["{run}/scratch", "--to", "{none}"], "holds no model"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_run_without_a_model_or_checkpoint_says_how_it_gets_one(run, tmp_path)
     shutil.rmtree(run / "checkpoints")
     done = run_plugsft("export", run, "--to", tmp_path / "copy")
     assert done.returncode == 2
-    assert "has left no model yet" in done.stderr and "go on with: plugsft" in done.stderr
+    assert "has no model yet" in done.stderr and "continue with: plugsft" in done.stderr
 
 
 def test_a_model_that_is_damaged_is_not_handed_on(run, tmp_path):

@@ -151,7 +151,7 @@ def test_a_run_that_was_killed_is_not_called_running(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps(facts))
     show_run(tmp_path)
     shown = capsys.readouterr().out
-    assert f"killed: go on with plugsft {tmp_path}/recipe.toml --overwrite" in shown
+    assert f"killed: continue with plugsft {tmp_path}/recipe.toml --overwrite" in shown
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"status": 1}'])

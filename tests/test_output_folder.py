@@ -293,5 +293,5 @@ def test_show_tells_a_running_run_from_a_killed_one(tiny, tmp_path):
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     shown = dict(line.split(maxsplit=1) for line in run_plugsft("show", run).stdout.splitlines())
-    assert shown["status"] == f"killed: go on with plugsft {run}/recipe.toml --resume"
+    assert shown["status"] == f"killed: continue with plugsft {run}/recipe.toml --resume"
     assert shown["steps"].startswith(f"{len(read_metrics(run))} of 4,000")

@@ -28,12 +28,12 @@ from ...output.folder import ADAPTER, base_model
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
 
-AT_ONCE = 32
+BATCH = 32
 """Questions answered in one batch."""
-ROOM = 0.25
-"""Share of the context that the oldest turns leave free for the answer."""
+FREE = 0.25
+"""Share of the context that stays free for the answer."""
 
-NOTHING = "(the model ended its answer before the first word)"
+EMPTY = "(the model ended its answer before the first word)"
 
 Turns = list[dict[str, str]]
 
@@ -41,17 +41,17 @@ Turns = list[dict[str, str]]
 def chat(
     folder: Path, ask: Sequence[str], max_tokens: int, temperature: float, trusted: bool = False
 ) -> None:
-    """Answer the questions given, or what is typed until Ctrl-D."""
+    """Answer the questions of --ask, or those typed until Ctrl-D."""
     if not all(question.strip() for question in ask):
         raise PlugsftError("--ask: an empty question has no answer")
     ensure_safetensors(str(folder))
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
     speaker = Speaker(*load(folder, trusted), max_tokens, temperature)
-    for start in range(0, len(ask), AT_ONCE):
-        talks = [speaker.opened(question) for question in ask[start : start + AT_ONCE]]
-        for answer in speaker.answer(talks):
-            say(answer or NOTHING)
+    for start in range(0, len(ask), BATCH):
+        chats = [speaker.ask(question) for question in ask[start : start + BATCH]]
+        for answer in speaker.answer(chats):
+            say(answer or EMPTY)
     if not ask:
         try:
             converse(speaker)
@@ -60,13 +60,13 @@ def chat(
 
 
 def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, onto a GPU if there is one.
+    """Load a model, onto a GPU if available, and its tokenizer.
 
     The model's Python code runs only if the user trusts it.
     """
     options: dict[str, Any] = {"dtype": "auto", TRUST: trusted}
     if (folder / ADAPTER).is_file():
-        # Of the model that adapters are for, which transformers does not look for itself.
+        # The revision of the adapters' base model, which transformers does not read.
         options["revision"] = base_model(folder)[1] or "main"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
@@ -96,43 +96,43 @@ class Speaker:
         self.stops = stop_ids(self.model, self.tokenizer)
         self.context = max_context(self.model.config)
 
-    def opened(self, question: str) -> Turns:
-        """Open a talk with a question."""
+    def ask(self, question: str) -> Turns:
+        """Return a chat with one question."""
         return [{"role": "user", "content": question}]
 
-    def encode(self, talks: Sequence[Turns]) -> Any:
-        """Return what the model reads: talks in its chat template, or the last text as it is."""
+    def encode(self, chats: Sequence[Turns]) -> Any:
+        """Encode chats with the chat template; without one, their last turns."""
         templated = bool(self.tokenizer.chat_template)
         texts = [
-            self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             if templated
-            else talk[-1]["content"]
-            for talk in talks
+            else chat[-1]["content"]
+            for chat in chats
         ]
         return self.tokenizer(
             texts,
-            # A template writes them itself.
+            # A template writes the special tokens.
             add_special_tokens=not templated,
             padding=True,
             padding_side="left",
             return_tensors="pt",
         )
 
-    def shorten(self, talk: Turns) -> Turns:
-        """Forget the oldest turns of a talk that leaves the answer no room."""
-        limit = (self.context or sys.maxsize) * (1 - ROOM)
-        while len(talk) > 2 and self.encode([talk])["input_ids"].shape[1] > limit:
-            talk = talk[2:]
-        return talk
+    def shorten(self, chat: Turns) -> Turns:
+        """Drop the oldest turns of a chat that leaves no room for the answer."""
+        limit = (self.context or sys.maxsize) * (1 - FREE)
+        while len(chat) > 2 and self.encode([chat])["input_ids"].shape[1] > limit:
+            chat = chat[2:]
+        return chat
 
-    def answer(self, talks: Sequence[Turns], streamer: TextStreamer | None = None) -> list[str]:
-        """Answer several talks at once."""
-        encoded = self.encode(talks)
+    def answer(self, chats: Sequence[Turns], streamer: TextStreamer | None = None) -> list[str]:
+        """Answer several chats in one batch."""
+        encoded = self.encode(chats)
         ids = encoded["input_ids"]
         room = (self.context or sys.maxsize) - ids.shape[1]
         if room < 1:
             raise PlugsftError(
-                f"a question of {ids.shape[1]:,} tokens: the model reads {self.context:,} at most"
+                f"a question of {ids.shape[1]:,} tokens; the model's context is {self.context:,}"
             )
         sampling: dict[str, Any] = {"do_sample": False}
         if self.temperature:
@@ -145,45 +145,45 @@ class Speaker:
             **sampling,
         )
         generate: Any = self.model.generate
-        made = generate(
+        generated = generate(
             input_ids=ids.to(self.model.device),
             attention_mask=encoded["attention_mask"].to(self.model.device),
             generation_config=config,
             streamer=streamer,
         )
-        return [self._text(row[ids.shape[1] :].tolist()) for row in made]
+        return [self._text(row[ids.shape[1] :].tolist()) for row in generated]
 
     def _text(self, ids: list[int]) -> str:
-        ends = [place for place, token in enumerate(ids) if token in self.stops]
+        ends = [index for index, token in enumerate(ids) if token in self.stops]
         text = self.tokenizer.decode(ids[: ends[0]] if ends else ids, skip_special_tokens=True)
         return str(text).strip()
 
 
 def converse(speaker: Speaker) -> None:
-    """Answer line after line; each answer knows what came before."""
-    watched = sys.stdin.isatty() and is_terminal()
-    if watched:
+    """Answer line after line; each answer takes the earlier turns into account."""
+    interactive = sys.stdin.isatty() and is_terminal()
+    if interactive:
         say("Ctrl-D or 'exit' ends.")
-    talk: Turns = []
+    turns: Turns = []
     while True:
         try:
-            line = input("> " if watched else "").strip()
+            line = input("> " if interactive else "").strip()
         except EOFError:
             break
         if line in ("exit", "quit"):
             return
         if not line:
             continue
-        talk = speaker.shorten(talk + speaker.opened(line))
+        turns = speaker.shorten(turns + speaker.ask(line))
         streamer = TextStreamer(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
-            [answer] = speaker.answer([talk], streamer if watched else None)
+            [answer] = speaker.answer([turns], streamer if interactive else None)
         except PlugsftError as error:
             say(str(error))
-            talk = talk[:-1]
+            turns = turns[:-1]
             continue
-        if not watched:
+        if not interactive:
             say(answer)
-        talk.append({"role": "assistant", "content": answer})
-    if watched:
+        turns.append({"role": "assistant", "content": answer})
+    if interactive:
         say("")

@@ -1,4 +1,4 @@
-"""Two runs side by side: what they were told, with what they ran, and what came of them."""
+"""Compare two runs: recipes, versions, machines, data and results."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,16 +15,16 @@ from ...output.report import Points, finite, number, read_metrics, series_of, ta
 from ...recipe.parse import flatten, read
 from ...registry.discover import BUNDLED
 
-LEARNED = ("loss", "accuracy", "margin")
-"""What is measured in training and is a result; all that is measured in evaluation is one."""
-COUNTED = ("rows", "examples", "tokens", "trained_tokens", "pairs")
-SPENT = {
+RESULTS = ("loss", "accuracy", "margin")
+"""Training metrics that are results; every evaluation metric is one."""
+COUNTS = ("rows", "examples", "tokens", "trained_tokens", "pairs")
+COSTS = {
     "tokens per second": ("throughput", "tokens_per_second"),
     "trained tokens per second": ("throughput", "trained_tokens_per_second"),
     "seconds a step, median": ("throughput", "step_seconds_median"),
     "tokens that are not padding": ("feeding", "fill"),
     "time waited for data": ("feeding", "waited"),
-    "memory at most, GiB": ("memory", "peak_gib"),
+    "peak memory, GiB": ("memory", "peak_gib"),
 }
 
 
@@ -38,26 +38,26 @@ class Run:
     recipe: dict[str, Any] | None
     series: dict[str, Points]
     notes: list[str]
-    """What is wrong with it, a line each."""
+    """Problems of its files, a line each."""
 
     @property
     def steps(self) -> int:
-        """How many steps its metrics tell of, or else its record."""
+        """The steps in its metrics, or else in its record."""
         done = table_of(self.facts, "steps").get("done") or 0
         return int(self.series["loss"][-1][0]) if "loss" in self.series else int(done)
 
     @property
     def state(self) -> str:
-        """How it stands, how far it came, and when it began."""
+        """Its status, steps and start, in words."""
         total = number(table_of(self.facts, "steps").get("total"))
         started = str(self.facts.get("started", "no date")).replace("T", " ")
-        of = f" of {total:,}" if total is not None else ""
-        return f"{self.facts['status']}, {self.steps:,}{of} steps, started {started}"
+        of_total = f" of {total:,}" if total is not None else ""
+        return f"{self.facts['status']}, {self.steps:,}{of_total} steps, started {started}"
 
 
 @dataclass
 class Row:
-    """A thing as it is in the one run and in the other, and how much more the other has."""
+    """A value of each run, and the relative change from A to B."""
 
     name: str
     a: str
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass
 class Section:
-    """What differs in one regard."""
+    """The differences in one part of the runs."""
 
     title: str
     rows: list[Row]
@@ -88,11 +88,11 @@ def read_run(name: str, folder: Path) -> Run:
         facts = parse_json(read_text(folder / "run.json"))
     except OSError as error:
         raise PlugsftError(
-            f"{folder}: is no run's output: it has no readable run.json; name one that has"
+            f"{folder}: is no run's output: it has no readable run.json; name a run's output folder"
         ) from error
     except (ValueError, RecursionError) as error:
         raise PlugsftError(
-            f"{folder / 'run.json'}: is damaged: {error}; copy it, or run its recipe, again"
+            f"{folder / 'run.json'}: is damaged: {error}; copy it again, or run its recipe again"
         ) from error
     if not isinstance(facts, dict) or "status" not in facts:
         raise PlugsftError(
@@ -101,18 +101,18 @@ def read_run(name: str, folder: Path) -> Run:
     if facts["status"] == "running" and not is_locked(folder):
         facts["status"] = "killed"
     path, metrics = folder / "metrics.jsonl", read_metrics(folder / "metrics.jsonl")
-    run, there = Run(name, folder, facts, None, series_of(metrics), []), 0
+    run, count = Run(name, folder, facts, None, series_of(metrics), []), 0
     try:
         run.recipe = read(folder / "recipe.toml")
     except PlugsftError as error:
         run.notes.append(f"{name}: {error}; recipes are not compared")
     with suppress(OSError):
-        there = sum(bool(line.strip()) for line in path.read_bytes().split(b"\n"))
-    if lost := there - len(metrics):
-        said = f"{lost:,} lines" if lost > 1 else "a line"
-        run.notes.append(f"{name}: {path}: {said} cannot be read; left out")
+        count = sum(bool(line.strip()) for line in path.read_bytes().split(b"\n"))
+    if unreadable := count - len(metrics):
+        lines = f"{unreadable:,} lines" if unreadable > 1 else "a line"
+        run.notes.append(f"{name}: {path}: {lines} cannot be read; skipped")
     if not run.series:
-        run.notes.append(f"{name}: {path}: holds no metrics; there are no curves")
+        run.notes.append(f"{name}: {path}: holds no metrics, so it has no curves")
     if facts["status"] != "finished":
         why = f" ({' '.join(str(facts['reason']).split())})" if facts.get("reason") else ""
         run.notes.append(f"{name}: {facts['status']}{why}; results are those of its last step")
@@ -120,7 +120,7 @@ def read_run(name: str, folder: Path) -> Run:
 
 
 def compare(a: Run, b: Run) -> list[Section]:
-    """Return what differs, regard by regard; results stand there whether they do or not."""
+    """Return the differences, and the results even if they are the same."""
     try:
         return list(_sections(a, b))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -132,13 +132,13 @@ def compare(a: Run, b: Run) -> list[Section]:
 def _sections(a: Run, b: Run) -> Iterator[Section]:
     if a.recipe is not None and b.recipe is not None:
         yield Section("recipe", _rows(_keys(a.recipe), _keys(b.recipe), "not set"))
-    names = sorted({one["name"] for run in (a, b) for one in run.facts.get("plugins", [])})
+    names = sorted({entry["name"] for run in (a, b) for entry in run.facts.get("plugins", [])})
     yield Section("plugins", _rows(_plugins(a, names), _plugins(b, names)))
     for title in ("versions", "machine", "model"):
-        one, other = (flatten(table_of(run.facts, title)) for run in (a, b))
-        yield Section(title, _rows(one, other))
-    one, other = ({"weights and compute": run.facts.get("precision")} for run in (a, b))
-    yield Section("precision", _rows(one, other))
+        facts_a, facts_b = (flatten(table_of(run.facts, title)) for run in (a, b))
+        yield Section(title, _rows(facts_a, facts_b))
+    facts_a, facts_b = ({"weights and compute": run.facts.get("precision")} for run in (a, b))
+    yield Section("precision", _rows(facts_a, facts_b))
     for title in ("data", "eval"):
         yield _data(title, table_of(a.facts, title), table_of(b.facts, title))
     yield Section("results", list(_results(a, b)), _losses(a, b))
@@ -147,7 +147,7 @@ def _sections(a: Run, b: Run) -> Iterator[Section]:
 def _rows(a: Mapping[str, Any], b: Mapping[str, Any], missing: str = "-") -> list[Row]:
     """Return a row for each name whose values differ."""
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
-    return [Row(name, *(_text(one.get(name, missing)) for one in (a, b))) for name in names]
+    return [Row(name, _text(a.get(name, missing)), _text(b.get(name, missing))) for name in names]
 
 
 def _text(value: Any) -> str:
@@ -158,80 +158,82 @@ def _text(value: Any) -> str:
 
 
 def _keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's keys as they are written to override them; plugins are told apart."""
+    """Return a recipe's keys as overrides write them; plugins have a section of their own."""
 
     def tables(value: Any) -> Any:
-        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
-            value = {str(place): one for place, one in enumerate(value)}
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}
         if isinstance(value, dict):
-            return {key: tables(one) for key, one in value.items() if one != {}}
+            return {key: tables(item) for key, item in value.items() if item != {}}
         return value
 
     return flatten(tables({k: v for k, v in recipe.items() if k not in ("output", "plugins")}))
 
 
 def _plugins(run: Run, names: list[str]) -> dict[str, Any]:
-    """Return which plugins a run had, their options, and what they said they did."""
-    told: dict[str, Any] = dict.fromkeys(names, "off")
-    for one in run.facts.get("plugins", []):
-        name = one["name"]
-        told |= {**flatten({name: one["options"]}), name: "on"}
-        told[f"{name}: verdict"] = one.get("verdict")
-        if one.get("origin") != BUNDLED:
-            told[f"{name}: from"] = one.get("origin")
-    return told
+    """Return the plugins of a run, with their options, verdicts and origins."""
+    values: dict[str, Any] = dict.fromkeys(names, "off")
+    for entry in run.facts.get("plugins", []):
+        name = entry["name"]
+        values |= {**flatten({name: entry["options"]}), name: "on"}
+        values[f"{name}: verdict"] = entry.get("verdict")
+        if entry.get("origin") != BUNDLED:
+            values[f"{name}: from"] = entry.get("origin")
+    return values
 
 
 def _data(title: str, a: dict[str, Any], b: dict[str, Any]) -> Section:
-    """Compare data sets: the parts of their keys, and what became of their rows."""
-    counts = [_measured(name, a.get(name), b.get(name)) for name in COUNTED]
-    rows = [row for row in counts if row.a != row.b] + _rows(_words(a), _words(b))
-    keys, lines = [table_of(one, "key_parts") for one in (a, b)], list[str]()
+    """Compare data sets: the parts of their keys, and the counts of their rows."""
+    counts = [_numbers(name, a.get(name), b.get(name)) for name in COUNTS]
+    rows = [row for row in counts if row.a != row.b] + _rows(_details(a), _details(b))
+    keys, lines = [table_of(data, "key_parts") for data in (a, b)], list[str]()
     if all(keys):
         lines = [f"tokens of B: {line}" for line in dict.fromkeys(differences(*keys))]
     elif a and b and a.get("key") != b.get("key"):
-        lines = ["tokens of B: prepared otherwise; the record does not say how"]
+        lines = ["tokens of B: prepared differently; the record does not say how"]
     return Section(title, rows, lines)
 
 
-def _words(data: dict[str, Any]) -> dict[str, Any]:
-    """Return what the record says of data beside the counts."""
+def _details(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts about data other than the counts."""
     bad, cut = table_of(data, "bad_rows").items(), table_of(data, "truncated")
     lengths = {f"length, {n}": table_of(data, "lengths").get(n) for n in ("median", "p95", "max")}
     return {
-        **{f"bad rows, {reason}": one["count"] for reason, one in bad},
+        **{f"bad rows, {reason}": rows["count"] for reason, rows in bad},
         **{f"encoded by {name}": count for name, count in table_of(data, "engines").items()},
         **{name: _figure(number(length)) for name, length in lengths.items()},
         "mask": data.get("mask"),
-        "sources": ", ".join(str(one["name"]) for one in data.get("sources", [])) or None,
+        "sources": ", ".join(str(source["name"]) for source in data.get("sources", [])) or None,
         "truncated": cut.get("count"),
     }
 
 
 def _results(a: Run, b: Run) -> Iterator[Row]:
-    """Yield what came of the runs, in training, in evaluation, and of the machine."""
-    yield _measured("steps", a.steps, b.steps)
+    """Yield the results and the costs of the runs."""
+    yield _numbers("steps", a.steps, b.steps)
     for name in dict.fromkeys([*a.series, *b.series]):
-        if name not in LEARNED and not name.startswith("eval_"):
+        if name not in RESULTS and not name.startswith("eval_"):
             continue
-        one, other = (dict(finite(run.series.get(name, []))) for run in (a, b))
-        yield _measured(name, *(points[max(points)] if points else None for points in (one, other)))
-        common = max(one.keys() & other.keys(), default=None)
-        if common is not None and max(one) != max(other):
-            yield _measured(f"{name} at step {common:,}", one[common], other[common])
-    for name, (part, key) in SPENT.items():
-        yield _measured(name, *(table_of(run.facts, part).get(key) for run in (a, b)))
-    yield _measured("seconds", a.facts.get("seconds"), b.facts.get("seconds"))
+        points_a, points_b = (dict(finite(run.series.get(name, []))) for run in (a, b))
+        yield _numbers(
+            name, *(points[max(points)] if points else None for points in (points_a, points_b))
+        )
+        common = max(points_a.keys() & points_b.keys(), default=None)
+        if common is not None and max(points_a) != max(points_b):
+            yield _numbers(f"{name} at step {common:,}", points_a[common], points_b[common])
+    for name, (part, key) in COSTS.items():
+        yield _numbers(name, *(table_of(run.facts, part).get(key) for run in (a, b)))
+    yield _numbers("seconds", a.facts.get("seconds"), b.facts.get("seconds"))
 
 
-def _measured(name: str, a: object, b: object) -> Row:
-    """Return a row of two numbers, and by how much the second is more than the first."""
-    one, other, change = number(a), number(b), ""
-    # From below zero to above it, a share says nothing.
-    if one and other is not None and one != other and one * other >= 0:
-        share = 100 * (other - one) / abs(one)
-        change = f"{share:+,.0f}%" if abs(share) >= 10 else f"{share:+.2g}%"
-    return Row(name.replace("_", " "), _figure(one), _figure(other), change)
+def _numbers(name: str, a: object, b: object) -> Row:
+    """Return a row of two numbers, and the relative change."""
+    first, second, change = number(a), number(b), ""
+    # A relative change across zero has no meaning.
+    if first and second is not None and first != second and first * second >= 0:
+        percent = 100 * (second - first) / abs(first)
+        change = f"{percent:+,.0f}%" if abs(percent) >= 10 else f"{percent:+.2g}%"
+    return Row(name.replace("_", " "), _figure(first), _figure(second), change)
 
 
 def _figure(value: float | None) -> str:
@@ -241,10 +243,11 @@ def _figure(value: float | None) -> str:
 
 
 def _losses(a: Run, b: Run) -> list[str]:
-    """Say whether the runs had the same losses, or where they part."""
-    one, other = (dict(run.series.get("loss", [])) for run in (a, b))
-    common = sorted(one.keys() & other.keys())
+    """Say whether the losses are the same, or at which step they diverge."""
+    losses_a, losses_b = (dict(run.series.get("loss", [])) for run in (a, b))
+    common = sorted(losses_a.keys() & losses_b.keys())
     for step in common:
-        if one[step] != other[step]:
-            return [f"losses part at step {step:,}: {_text(one[step])} and {_text(other[step])}"]
-    return [f"losses are the same in all {len(common):,} steps that both did"] if common else []
+        if losses_a[step] != losses_b[step]:
+            values = f"{_text(losses_a[step])} and {_text(losses_b[step])}"
+            return [f"losses diverge at step {step:,}: {values}"]
+    return [f"losses are the same in all {len(common):,} common steps"] if common else []

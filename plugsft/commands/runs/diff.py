@@ -1,4 +1,4 @@
-"""`plugsft diff`: what differs between two runs, and what came of it."""
+"""`plugsft diff`: print the differences of two runs, and their results."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from .compare import Row, Section, compare, read_run
 from .page import write_page
 
 NARROW, WIDE = 12, 36
-"""Characters that a column has at least and at most; a longer value has a line of its own."""
+"""Least and most characters of a column; a longer value has a line of its own."""
 
 
 def diff(first: Path, second: Path, html: Path | None) -> None:
-    """Print what differs between two runs, and write it as a page where asked."""
+    """Print the differences of two runs; write them as a page if asked to."""
     a, b = read_run("A", first), read_run("B", second)
     if first.samefile(second):
-        raise PlugsftError(f"{second}: is the same run again; name another run's output folder")
+        raise PlugsftError(f"{second}: is the same run; name another run's output folder")
     if html is not None:
         ensure_page(html, "--html")
     sections = compare(a, b)
@@ -37,15 +37,15 @@ def diff(first: Path, second: Path, html: Path | None) -> None:
 
 
 def _print(section: Section) -> None:
-    """Print two values beside each other, or, where they are long, below each other."""
+    """Print two values in a line, or long ones below each other."""
     short = [row for row in section.rows if max(len(row.a), len(row.b)) <= WIDE]
     name = max(len(row.name) for row in [*section.rows, Row(section.title, "", "")])
-    wide = max([NARROW, *(len(text) for row in short for text in (row.a, row.b))])
-    head = f"{section.title:<{name}}  {'A':<{wide}}  B" if short else section.title
+    width = max([NARROW, *(len(text) for row in short for text in (row.a, row.b))])
+    head = f"{section.title:<{name}}  {'A':<{width}}  B" if short else section.title
     out.print(Text(f"\n{head}", "bold"))
     for row in section.rows:
         if row in short:
-            line = f"{row.name:<{name}}  {row.a:<{wide}}  {row.b:<{wide}}  {row.change}".rstrip()
+            line = f"{row.name:<{name}}  {row.a:<{width}}  {row.b:<{width}}  {row.change}".rstrip()
         else:
             line = f"{row.name:<{name}}  A: {row.a}\n{'':<{name}}  B: {row.b}"
         out.print(Text(line))

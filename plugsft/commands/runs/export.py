@@ -1,4 +1,4 @@
-"""`plugsft export`: hand on what a run has trained: a copy that is verified, or a merged model."""
+"""`plugsft export`: copy a trained model and verify the copy, or merge its adapters."""
 
 import importlib
 import shutil
@@ -26,9 +26,9 @@ from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, model_folder
 
 TOKENS = 32
-"""Tokens on which the merged model is compared with the model with adapters."""
+"""Tokens on which merged model and adapters are compared."""
 TOLERANCE = 1e-4
-"""How far logits may move in float32, as a share of the largest."""
+"""Largest difference of logits in float32, relative to the largest logit."""
 
 
 def export(
@@ -38,7 +38,7 @@ def export(
     without: Sequence[str] = (),
     trusted: bool = False,
 ) -> None:
-    """Copy a run's model, or merge its adapters into a whole one, into a new folder.
+    """Copy a run's model, or merge its adapters, into a new folder.
 
     The model's Python code runs only if the user trusts it: the run may be someone else's.
     """
@@ -46,34 +46,34 @@ def export(
         folder = source_of(output)
         if target.resolve().is_relative_to(folder.resolve()) and not merge:
             raise PlugsftError(f"--to: {target} is inside the model's own folder; name another")
-        said = merge_into(folder, target, trusted) if merge else copy_to(folder, target)
+        result = merge_into(folder, target, trusted) if merge else copy_to(folder, target)
     else:
         checkpoint = checkpoint_of(output)
-        assert checkpoint is not None, "ensure_exportable has looked"
-        said = f"model of {checkpoint.name}"
+        assert checkpoint is not None, "ensure_exportable found one"
+        result = f"model of {checkpoint.name}"
         if merge:
-            with TemporaryDirectory(dir=target.parent, prefix=".export-") as place:
-                restore(checkpoint, Path(place, "model"), without, trusted)
-                said += f", {merge_into(Path(place, 'model'), target, trusted)}"
+            with TemporaryDirectory(dir=target.parent, prefix=".export-") as temporary:
+                restore(checkpoint, Path(temporary, "model"), without, trusted)
+                result += f", {merge_into(Path(temporary, 'model'), target, trusted)}"
         else:
             restore(checkpoint, target, without, trusted)
-    say(f"{said}: {target}")
+    say(f"{result}: {target}")
 
 
 def source_of(output: Path) -> Path:
-    """Return the whole and unharmed folder of a run's model."""
+    """Return the folder of a run's model; refuse a damaged one."""
     folder = model_folder(output)
     ensure_safetensors(str(folder))
     if is_published(folder) and (wrong := damage(folder)) is not None:
         raise CheckpointError(
-            f"{folder}: is damaged: {wrong}; remove it, and run its recipe with --resume, which "
+            f"{folder}: is damaged: {wrong}; remove it and resume the run (--resume), which "
             "writes it again from the last checkpoint"
         )
     return folder
 
 
 def copy_to(folder: Path, target: Path) -> str:
-    """Copy a model, and compare every byte; say what was copied."""
+    """Copy a model and compare every byte; return a description."""
     with publish(target) as building:
         shutil.copytree(
             folder, building, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, ".*")
@@ -81,46 +81,46 @@ def copy_to(folder: Path, target: Path) -> str:
         for path in building.rglob("*"):
             origin = folder / path.relative_to(building)
             if path.is_file() and file_digest(path) != file_digest(origin):
-                raise CheckpointError(f"{path.name}: was not copied as it is; try again")
+                raise CheckpointError(f"{path.name}: the copy differs from the original; try again")
     base = f", for {base_model(folder)[0]}" if (folder / ADAPTER).is_file() else ""
     return f"model, copied and verified{base}"
 
 
 def merge_into(folder: Path, target: Path, trusted: bool) -> str:
-    """Merge adapters into the weights they are for, with proof; say how exact it is."""
+    """Merge adapters into their base model and verify it; return a description."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     silence_libraries()
-    model, dtype = adapted(folder, trusted)
-    wanted = logits(model)
+    model, dtype = load_adapters(folder, trusted)
+    expected = compute_logits(model)
     with model.disable_adapter():
-        moved = apart(logits(model), wanted)
+        effect = relative_difference(compute_logits(model), expected)
     model = model.merge_and_unload()
-    off = ensure_close(logits(model), wanted, "merging")
+    error = ensure_close(compute_logits(model), expected, "merging")
     tokenizer = tokenizer_of(folder, trusted)
     end_generation(model, tokenizer)
     with publish(target) as building:
         cast(model, dtype).save_pretrained(building)
         tokenizer.save_pretrained(building)
-        # What was written is what was merged, rounded to the type of the weights.
-        wanted = logits(cast(model, torch.float32))
+        # The written model is the merged one, rounded to the type of the weights.
+        expected = compute_logits(cast(model, torch.float32))
         del model
         written: Any = AutoModelForCausalLM.from_pretrained(
             building, dtype=torch.float32, trust_remote_code=trusted
         )
-        ensure_close(logits(written), wanted, "writing")
+        ensure_close(compute_logits(written), expected, "writing")
     return (
-        f"merged model in {str(dtype).removeprefix('torch.')} (its logits are {off:.0e} off those "
-        f"of the adapters, which move them by {moved:.0e})"
+        f"merged model in {str(dtype).removeprefix('torch.')} (its logits are {error:.0e} off; "
+        f"the adapters change them by {effect:.0e})"
     )
 
 
-def adapted(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
-    """Load a model with adapters in float32; return the type of its own weights, too."""
+def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
+    """Load a model with adapters in float32; return it and the type of its weights."""
     base, revision = "", None
     if (folder / ADAPTER).is_file():
         base, revision = base_model(folder)
     if not base:
-        raise PlugsftError(f"{folder}: is a whole model, with no adapters; leave out --merge")
+        raise PlugsftError(f"{folder}: is a whole model without adapters; remove --merge")
     try:
         peft: Any = importlib.import_module("peft")
     except ImportError as error:
@@ -136,7 +136,7 @@ def adapted(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
     except Exception as error:  # peft and transformers raise whatever their readers raise
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
-            f"{folder}: its adapters cannot be loaded onto {base}, which they are for: "
+            f"{folder}: the adapters cannot be loaded onto their base model {base}: "
             f"{type(error).__name__}: {first}{trust_hint(error)}"
         ) from error
     if not hasattr(model, "merge_and_unload"):
@@ -145,14 +145,14 @@ def adapted(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
-    """Turn a model's weights into another type, and leave what it computes with as it is."""
+    """Convert the parameters of a model; buffers stay as they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def tokenizer_of(folder: Path, trusted: bool) -> Any:
-    """Load the tokenizer that lies with adapters, or that of the model they are for."""
+    """Load the tokenizer of the adapters' folder, or that of their base model."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except Exception:  # transformers raises whatever its readers raise
@@ -161,25 +161,25 @@ def tokenizer_of(folder: Path, trusted: bool) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any) -> Tensor:
-    """Return what a model makes of a few tokens."""
+def compute_logits(model: Any) -> Tensor:
+    """Return a model's logits on a few tokens."""
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    found: Tensor = model.eval()(input_ids=ids, use_cache=False).logits
-    return found.float()
+    logits: Tensor = model.eval()(input_ids=ids, use_cache=False).logits
+    return logits.float()
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    """Return how far logits are apart, as a share of the largest."""
-    return float((one - other).abs().max() / other.abs().max())
+def relative_difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest logit."""
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def ensure_close(made: Tensor, wanted: Tensor, doing: str) -> float:
-    """Refuse a model whose logits have moved."""
-    off = apart(made, wanted)
-    if not off <= TOLERANCE:
+def ensure_close(logits: Tensor, expected: Tensor, act: str) -> float:
+    """Refuse a model whose logits have changed."""
+    error = relative_difference(logits, expected)
+    if not error <= TOLERANCE:
         raise PlugsftError(
-            f"{doing} has moved the logits by {off:.1e} of the largest, and {TOLERANCE:.0e} is "
+            f"{act} has changed the logits by {error:.1e} of the largest, and {TOLERANCE:.0e} is "
             "allowed; nothing is written. Use the adapters as they are"
         )
-    return off
+    return error

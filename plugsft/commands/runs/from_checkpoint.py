@@ -1,4 +1,4 @@
-"""A model from a checkpoint: that of a run that was stopped, or of one of its earlier steps."""
+"""Make a model from a checkpoint, of a stopped run or of an earlier step."""
 
 import json
 from collections.abc import Sequence
@@ -28,18 +28,21 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
     """
     silence_libraries()
     output = path.parent.parent
-    ours = [f"output={json.dumps(str(output))}", f"model.trust_remote_code={str(trusted).lower()}"]
-    recipe, active = load(output / "recipe.toml", ours, without)
+    overrides = [
+        f"output={json.dumps(str(output))}",
+        f"model.trust_remote_code={str(trusted).lower()}",
+    ]
+    recipe, active = load(output / "recipe.toml", overrides, without)
     hooks = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
     with active.name_failing_plugin():
         check(active, recipe, look())
-        made = recipe.model.scratch is not None
-        scratch = only(output / "scratch", "model-*") if made else Path()
-        names_own = made and not recipe.model.tokenizer
-        words = only(output / "scratch", "tokenizer-*") if names_own else Path()
-        tokenizer = load_tokenizer(recipe.model, words)
+        from_scratch = recipe.model.scratch is not None
+        scratch = find_folder(output / "scratch", "model-*") if from_scratch else Path()
+        trained_tokenizer = from_scratch and not recipe.model.tokenizer
+        folder = find_folder(output / "scratch", "tokenizer-*") if trained_tokenizer else Path()
+        tokenizer = load_tokenizer(recipe.model, folder)
         model: Any = hooks.optimize_model(load=make_load(recipe.model, scratch))
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     with torch.no_grad(), ShardReader(path) as reader:
         ensure_same_parameters(reader, trained, reader.names_of(WEIGHTS))
         fill_weights(reader, trained, exact=False)
@@ -49,12 +52,12 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
         tokenizer.save_pretrained(building)
 
 
-def only(folder: Path, pattern: str) -> Path:
-    """Return the one folder of a pattern."""
-    found = sorted(folder.glob(pattern))
-    if len(found) != 1:
+def find_folder(folder: Path, pattern: str) -> Path:
+    """Return the only folder that matches a pattern."""
+    matches = sorted(folder.glob(pattern))
+    if len(matches) != 1:
         raise PlugsftError(
-            f"{folder}: should hold one {pattern}, and holds {len(found)}; go on with the run "
-            "(--resume), which knows which one is its own"
+            f"{folder}: should hold one {pattern}, and holds {len(matches)}; resume the run "
+            "(--resume), which knows its own"
         )
-    return found[0]
+    return matches[0]

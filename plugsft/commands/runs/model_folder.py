@@ -1,4 +1,4 @@
-"""The model in a run's output folder, or its newest checkpoint; says why there is none."""
+"""Find the model in a run's output folder, or its newest checkpoint; explain a missing one."""
 
 import shlex
 from pathlib import Path
@@ -11,27 +11,27 @@ from ...output.report import read_record
 
 
 def model_folder(output: Path) -> Path:
-    """Return the folder of a run's model, or of any Hugging Face model; say why there is none."""
+    """Return the folder of a run's model, or of any Hugging Face model; explain a missing one."""
     for folder in (output / "model", output):
         if is_model(folder):
             return folder
     if not output.exists():
         raise PlugsftError(f"{output}: no such folder{suggest_name(output)}")
     if output.is_file():
-        raise PlugsftError(f"{output}: is a file; give the output folder of a run")
+        raise PlugsftError(f"{output}: is a file; name the output folder of a run")
     try:
         run = read_record(output)
         done, total = run["steps"]["done"], run["steps"]["total"]
     except (OSError, ValueError, LookupError, TypeError):
         raise PlugsftError(
-            f"{output}: holds no model; give the output folder of a finished run, or a Hugging "
+            f"{output}: holds no model; name the output folder of a finished run, or a Hugging "
             "Face folder with a config.json"
         ) from None
     resume = " --resume" if newest_checkpoint(output / "checkpoints") else ""
     raise PlugsftError(
-        f"{output}: its run is at step {done} of {total} and has left no model yet; wait for its "
-        f"end, or go on with: plugsft {shlex.quote(str(output / 'recipe.toml'))}{resume}"
-        + (f"; plugsft export {output} --to FOLDER makes one of its checkpoint" if resume else "")
+        f"{output}: its run is at step {done} of {total} and has no model yet; wait for its end, "
+        f"or continue with: plugsft {shlex.quote(str(output / 'recipe.toml'))}{resume}"
+        + (f"; plugsft export {output} --to FOLDER makes one from its checkpoint" if resume else "")
     )
 
 
@@ -52,10 +52,10 @@ def ensure_exportable(output: Path, merge: bool, to: Path | None) -> Path:
     if target.exists():
         raise PlugsftError(f"{target}: exists already; move it away, or name another with --to")
     if not has_model(output) and checkpoint_of(output) is None:
-        model_folder(output)  # it says what is wrong
+        model_folder(output)  # raises the error
     return target
 
 
 def has_model(output: Path) -> bool:
-    """Tell whether a folder is a model's, or holds one as a finished run's does."""
+    """Tell whether a folder is a model's, or the output folder of a finished run."""
     return any(is_model(folder) for folder in (output / "model", output))

@@ -1,4 +1,4 @@
-"""The page of `plugsft diff`: what differs, and the curves of both runs over each other."""
+"""The page of `plugsft diff`: the differences, and the curves of both runs in one chart."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,22 +10,22 @@ from .compare import Row, Run, Section
 
 
 def write_page(path: Path, a: Run, b: Run, sections: Sequence[Section]) -> None:
-    """Write what differs between two runs as one page that needs nothing but a browser."""
-    *told, results = sections
+    """Write the differences of two runs as one page that needs only a browser."""
+    *compared, results = sections
     title = " and ".join(escape(run.folder.absolute().name) for run in (a, b))
-    page = fill(title, _head(title, a, b, results), _tables(told), _numbers(a, b))
+    page = fill(title, _head(title, a, b, results), _tables(compared), _numbers(a, b))
     path.write_text(page, "utf-8", errors="replace")
 
 
 def _numbers(a: Run, b: Run) -> dict[str, Any]:
-    """Return both runs' curves; a picture has the two of a quantity, in colours of their own."""
+    """Return both runs' curves; a chart has both curves of a metric."""
     series: dict[str, Points] = {}
     together: dict[str, tuple[str, str, bool]] = {}
     for key in dict.fromkeys([*a.series, *b.series]):
-        for run in (one for one in (a, b) if key in one.series):
+        for run in (run for run in (a, b) if key in run.series):
             series[f"{key} {run.name}"] = run.series[key]
-            place = key.removeprefix("eval_")
-            together[f"{place} {run.name}"] = (place, run.name, run is b)
+            chart = key.removeprefix("eval_")
+            together[f"{chart} {run.name}"] = (chart, run.name, run is b)
     epochs = [table_of(run.facts, "steps").get("per_epoch") for run in (a, b)]
     steps = {"per_epoch": epochs[0]} if epochs[0] == epochs[1] else {}
     return {**curves_of(series), "together": together, "parts": {"steps": steps}}
@@ -44,11 +44,12 @@ def _head(title: str, a: Run, b: Run, results: Section) -> str:
 {_table(results)}"""
 
 
-def _tables(told: Sequence[Section]) -> str:
-    same = ", ".join(one.title for one in told if one.same)
-    tables = "\n".join(_table(one, one.title) for one in told if not one.same)
-    said = f'<p class="small">The same: {escape(same)}.</p>' if same else ""
-    return f"<h2>What differs</h2>\n{tables or '<p>Nothing.</p>'}\n{said}"
+def _tables(sections: Sequence[Section]) -> str:
+    same = ", ".join(section.title for section in sections if section.same)
+    different = [section for section in sections if not section.same]
+    tables = "\n".join(_table(section, section.title) for section in different)
+    note = f'<p class="small">The same: {escape(same)}.</p>' if same else ""
+    return f"<h2>Differences</h2>\n{tables or '<p>None.</p>'}\n{note}"
 
 
 def _table(section: Section, title: str = "") -> str:

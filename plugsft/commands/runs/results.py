@@ -1,4 +1,4 @@
-"""The results of a run, in some lines."""
+"""Print the results of a run in a few lines."""
 
 import shlex
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ...output.report import read_metrics, read_record
 
 
 def show_run(folder: Path) -> None:
-    """Print what came of a run."""
+    """Print the results of a run."""
     try:
         run = read_record(folder)
         summary = _summary(run, folder)
@@ -33,13 +33,13 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
     steps, final, speed = (run.get(part) or {} for part in ("steps", "final", "throughput"))
     status, reason = run["status"], run.get("reason")
     if status == "running":
-        # The record is written when a run begins and ends; in between, the metrics tell.
+        # The record is written at the start and the end; between them, the metrics are newer.
         lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
         steps, final = (steps and steps | {"done": len(lines)}), lines[-1] if lines else final
         if not is_locked(folder):
-            go_on = "--resume" if newest_checkpoint(folder / "checkpoints") else "--overwrite"
+            option = "--resume" if newest_checkpoint(folder / "checkpoints") else "--overwrite"
             recipe = shlex.quote(str(folder / "recipe.toml"))
-            status, reason = "killed", f"go on with plugsft {recipe} {go_on}"
+            status, reason = "killed", f"continue with plugsft {recipe} {option}"
     yield "status", status + (f": {reason}" if reason else "")
     yield "started", run["started"]
     if steps:
@@ -53,7 +53,7 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
     if speed:
         yield "speed", f"{speed['tokens_per_second']:,.0f} tokens/s"
     if "memory" in run:
-        yield "memory", f"{run['memory']['peak_gib']:.1f} GiB at most"
+        yield "memory", f"{run['memory']['peak_gib']:.1f} GiB peak"
     machine = run["machine"]
     yield (
         "machine",
@@ -80,6 +80,6 @@ def _data(facts: dict[str, Any]) -> str:
     share = facts["trained_tokens"] / facts["tokens"]
     bad = sum(entry["count"] for entry in facts["bad_rows"].values())
     return (
-        f"{names}: {facts['examples']:,} examples, {facts['tokens']:,} tokens, {share:.0%} trained "
-        f"on, {bad:,} bad rows, {facts['truncated']['count']:,} truncated"
+        f"{names}: {facts['examples']:,} examples, {facts['tokens']:,} tokens, {share:.0%} "
+        f"trained, {bad:,} bad rows, {facts['truncated']['count']:,} truncated"
     )

@@ -1,4 +1,4 @@
-"""The output folder of a run before training: taken, checked, with a checkpoint to resume from."""
+"""Lock and check the output folder of a run; find the checkpoints to resume from."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -33,7 +33,7 @@ RESULTS = ("model.*", "checkpoints.*", "run.json.*", "recipe.toml.*", "metrics.j
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run starts: afresh, or from a checkpoint."""
+    """Where a run starts: at step 1, or at a checkpoint."""
 
     latest: bool = False
     auto: bool = False
@@ -44,7 +44,7 @@ class Resume:
 
     def __post_init__(self) -> None:
         if (self.latest or self.path or self.auto) and self.overwrite:
-            raise RecipeError("--resume keeps what --overwrite removes; give one of them")
+            raise RecipeError("--resume needs what --overwrite removes; choose one of them")
         if self.auto and self.path:
             raise RecipeError("--resume auto takes the latest checkpoint; leave out --resume-from")
 
@@ -53,7 +53,7 @@ class Resume:
 def output_folder(
     recipe: Recipe, active: Active, machine: Machine, resume: Resume
 ) -> Iterator[Sequence[Path] | None]:
-    """Take the output folder for one run; yield the checkpoints to resume from.
+    """Lock the output folder for one run; yield the checkpoints to resume from.
 
     Yields None if the run has finished already.
     """
@@ -77,15 +77,15 @@ def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Seq
     folder, path = recipe.folder, resume.path
     latest = resume.latest
     if resume.auto:
-        if left := finished_alone(recipe):
-            say(f"nothing to resume: {recipe.output} holds {left}")
+        if results := finished_without_checkpoints(recipe):
+            say(f"nothing to resume: {recipe.output} holds {results}")
             return None
-        latest = begun(recipe)
+        latest = has_checkpoint(recipe)
     own = path is not None and path.resolve().is_relative_to(folder.resolve())
     if not (resume.overwrite or resume.auto or latest or own) and (
-        left := describe_results(folder)
+        results := describe_results(folder)
     ):
-        raise RecipeError(f"output: {recipe.output} holds {left}")
+        raise RecipeError(f"output: {recipe.output} holds {results}")
     ensure_room(recipe, active, resume.overwrite)
     checkpoints = find_checkpoints(recipe, active, latest, path)
     if latest and is_finished(recipe, checkpoints[0]):
@@ -118,7 +118,7 @@ def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | 
     return checkpoints
 
 
-def begun(recipe: Recipe) -> bool:
+def has_checkpoint(recipe: Recipe) -> bool:
     """Tell whether there is a checkpoint; raise if it was removed."""
     folder = recipe.folder
     if list_checkpoints(folder / "checkpoints"):
@@ -129,22 +129,22 @@ def begun(recipe: Recipe) -> bool:
     if done > recipe.checkpoint.interval(total) > 0:
         raise CheckpointError(
             f"--resume auto: the run in {folder} reached step {done:,}, and its checkpoints are "
-            "gone; bring them back, or start again with --overwrite in place of --resume auto"
+            "missing; restore them, or start again with --overwrite in place of --resume auto"
         )
     if done:
         say(f"no checkpoint yet: a run ended after step {done:,}; starting again from step 1")
     return False
 
 
-def finished_alone(recipe: Recipe) -> str:
+def finished_without_checkpoints(recipe: Recipe) -> str:
     """Describe a finished run without checkpoints; an empty text if there is none."""
     folder = recipe.folder
     if list_checkpoints(folder / "checkpoints") or read_run(folder).get("status") != "finished":
         return ""
-    left = describe_results(folder)
+    results = describe_results(folder)
     with suppress(OSError, ValueError):
-        if left and read_text(folder / "recipe.toml") == resolved(recipe):
-            return left
-    if left:
-        raise RecipeError(f"--resume auto: {recipe.output} holds another recipe's run: {left}")
+        if results and read_text(folder / "recipe.toml") == resolved(recipe):
+            return results
+    if results:
+        raise RecipeError(f"--resume auto: {recipe.output} holds another recipe's run: {results}")
     return ""
