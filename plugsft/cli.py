@@ -41,13 +41,13 @@ app = typer.Typer(
 )
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Refusals of the operating system, whose own message is enough."""
+"""Errors of the operating system whose own message is enough."""
 
 cache_app = typer.Typer(no_args_is_help=True, help="List, explain and clean cached data.")
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         say(f"plugsft {__version__}")
         raise typer.Exit
 
@@ -56,10 +56,12 @@ def _say_version(asked: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """Fine-tune language models: SFT in one readable loop, every optimisation a plugin."""
+    """Fine-tune language models: one readable loop, every optimisation a plugin."""
 
 
 for _command in (
@@ -85,15 +87,14 @@ app.add_typer(cache_app, name="cache")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; mistakes end with one line each and exit code 2."""
+    """Run a command; print each error in one line, and exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         app(with_auto(with_command(words)), prog_name="plugsft")
     except PlugsftError as error:
         _leave(error)
     except OSError as error:
-        # For a full disk or a missing permission the system's message is enough. An error with
-        # notes comes from a plugin or names rows, and needs its traceback.
+        # An error with notes comes from a plugin or names rows, and needs its traceback.
         if error.errno not in REFUSED or hasattr(error, "__notes__"):
             raise
         refused = PlugsftError(f"{error.filename or 'disk'}: {error.strerror}")
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def with_command(words: list[str]) -> list[str]:
-    """Put `train` before a recipe that stands in a command's place."""
+    """Insert `train` if the first word is a recipe instead of a command."""
     commands = [
         command.name or command.callback.__name__.replace("_", "-")
         for command in app.registered_commands
@@ -117,12 +118,12 @@ def with_command(words: list[str]) -> list[str]:
         return ["train", *words] if any(word.endswith(".toml") for word in words) else words
     hint = did_you_mean(first, commands) or f"; commands: {', '.join(commands)}"
     if Path(first).is_dir():
-        hint = f" but a folder; try: plugsft show {shlex.quote(first)}"
+        hint = f", but a folder; try: plugsft show {shlex.quote(first)}"
     raise RecipeError(f"'{first}' is neither a command nor a recipe{hint}")
 
 
 def with_auto(words: list[str]) -> list[str]:
-    """Write `--resume auto` as one word: an option is a flag or takes a value, never both."""
+    """Replace `--resume auto` by a flag of its own: typer's flags take no value."""
     if words[:1] != ["train"]:
         return words
     joined: list[str] = []
@@ -138,11 +139,11 @@ def _leave(error: PlugsftError) -> None:
     if os.environ.get("PLUGSFT_DEBUG") == "1":
         traceback.print_exception(error)
     if os.environ.get("RANK", "0") != "0":
-        # Only the main process speaks. Most mistakes are everyone's, and it ends us all; if we
-        # are still here after a while, this one was ours alone.
+        # Most errors occur on every rank; the main process prints them, and its end ends this
+        # process, too. Still running after a while: the error is this rank's alone.
         time.sleep(5)
         if isinstance(error, Stopped):
-            sys.exit(error.exit_code)  # all ranks have this error, and the main process printed it
+            sys.exit(error.exit_code)  # on every rank, and printed by the main process
     for line in (*str(error).splitlines(), *getattr(error, "__notes__", ())):
         print_error(f"error: {line}")
     sys.exit(error.exit_code)

@@ -579,8 +579,8 @@ def test_the_tools_measure_with_the_same(monkeypatch, tmp_path):
     shared = importlib.import_module("shared")
     took = shared.in_rounds(3, short=lambda: None, long=lambda: time.sleep(0.02))
     assert [len(one) for one in took.values()] == [3, 3] and min(took["long"]) > 0.02
-    assert shared.beside([1.0] * 3, [2.0] * 3) == "2.00 x (2.00 to 2.00) as fast, faster"
-    shared.keep({"seconds": took}, tmp_path / "kept.json")
+    assert shared.compare_speed([1.0] * 3, [2.0] * 3) == "2.00 x (2.00 to 2.00) as fast, faster"
+    shared.write_report({"seconds": took}, tmp_path / "kept.json")
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert kept["seconds"] == took and kept["machine"]["cores"] and kept["versions"]["trl"]
     assert kept["machine"]["cpu"] and kept["date"] and len(kept["machine"]["system"]) > 4

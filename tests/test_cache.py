@@ -182,12 +182,12 @@ def test_ls_lists_what_is_there(recipe, home, tmp_path):
     assert re.fullmatch(rf"{two.name} +24 +775 .*  {harm}", first), "the last used comes first"
     made = r"\d{4}-\d\d-\d\d \d\d:\d\d"
     assert re.fullmatch(
-        rf"{one.name} +24 +{facts['tokens']:,} +[\d.]+ KiB  {made}  19\d\d-.* +sizes fit +"
+        rf"{one.name} +24 +{facts['tokens']:,} +[\d.]+ KiB  {made}  19\d\d-.* +sizes match +"
         + re.escape(str(tmp_path / "data.jsonl")),
         second,
     )
     assert last.startswith(f"{home}: 2 entries, ")
-    assert last.endswith("; 1 being built, or left half-built")
+    assert last.endswith("; 1 unfinished")
 
 
 def test_explain_names_what_differs(recipe, home, tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_verify_reads_every_byte(recipe, home):
     assert is_whole(two), "a look at the sizes does not tell"
     for words in ([], ["--remove"]):
         done = cache("verify", *words)
-        cure = "removed: the" if words else "give --remove, and the"
+        cure = "removed: the" if words else "add --remove: the"
         said = f"1 of 2 entries damaged; {cure} next run that needs it builds it again"
         assert done.returncode == 2 and said in done.stderr
         assert f"{two.name}  damaged: {shard.name} is not what was written" in done.stdout
@@ -415,8 +415,8 @@ def test_gc_removes_what_was_not_used_for_long(recipe, home):
     lines = done.stdout.splitlines()
     assert f"removed  {entries[3].name} " in lines[0] and "not used for 2.5 days" in lines[0]
     assert f"removed  {entries[2].name} " in lines[1] and "over --max-size" in lines[1]
-    assert lines[2].startswith(f"{home}: 2 removed, ") and "; 2 entries left, " in lines[2]
-    assert dry.stdout == done.stdout.replace("removed", "would go")
+    assert lines[2].startswith(f"{home}: removed 2, ") and "; 2 entries left, " in lines[2]
+    assert dry.stdout == done.stdout.replace("removed", "would remove")
     assert "; 2 entries left" in cache("gc").stdout
 
 
@@ -424,10 +424,10 @@ def test_gc_leaves_what_a_run_uses(recipe, home):
     made, active = opened(recipe(), [])
     tokens = prepare.prepare(made, active).tokens
     done = cache("gc", "--max-size", "0B")
-    assert "a run uses it" in done.stdout and tokens.folder.is_dir()
-    assert "0 removed" in done.stdout and "; 1 entry left" in done.stdout
+    assert "in use" in done.stdout and tokens.folder.is_dir()
+    assert "removed 0," in done.stdout and "; 1 entry left" in done.stdout
     del tokens
-    assert "1 removed" in cache("gc", "--max-size", "0B").stdout and not [*home.iterdir()]
+    assert "removed 1," in cache("gc", "--max-size", "0B").stdout and not [*home.iterdir()]
 
 
 BUILDER = """
@@ -464,10 +464,10 @@ def test_gc_removes_what_no_living_process_holds(home):
         running[0].kill()
         began = time.monotonic()
         dry = cache("gc", "--dry-run").stdout
-        assert f"would go  {dead.name}  4.9 KiB  left half-built" in dry
-        assert f"would go  {half.name}  11 B  left half-built" in dry and alive.name not in dry
+        assert f"would remove  {dead.name}  4.9 KiB  unfinished" in dry
+        assert f"would remove  {half.name}  11 B  unfinished" in dry and alive.name not in dry
         done = cache("gc")
-        assert done.returncode == 0 and done.stdout == dry.replace("would go", "removed")
+        assert done.returncode == 0 and done.stdout == dry.replace("would remove", "removed")
         assert time.monotonic() - began < PATIENCE / 2, "a beat tells that the other lives"
         assert sorted(path.name for path in home.iterdir()) == [
             f".{alive.name}.claim-000001",

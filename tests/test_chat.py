@@ -141,7 +141,7 @@ def test_the_talk_is_remembered_until_the_context_is_full(speaker):
     assert kept == turns[-len(kept) :] and 1 < len(kept) < len(turns)
     assert speaker.encode([kept])["input_ids"].shape[1] <= 96
     speaker.answer([kept])
-    with pytest.raises(PlugsftError, match="the model.s context is 128"):
+    with pytest.raises(PlugsftError, match="model's context is 128"):
         speaker.answer([speaker.ask("red " * 200)])
 
 

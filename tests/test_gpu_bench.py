@@ -62,7 +62,7 @@ def test_a_loss_that_differs_is_told(bench):
 
 
 def test_only_what_was_foreseen_is_no_failure(bench):
-    told = bench("gpu").told
+    told = bench("gpu").explain_failure
     assert told("torch.OutOfMemoryError: CUDA out of memory.") == {"reason": "out of memory"}
     assert told("  error: no GPU\n", refused=True) == {"reason": "error: no GPU", "refused": True}
     with pytest.raises(SystemExit, match="a run failed:\nKeyError"):

@@ -21,9 +21,9 @@ from ..base.errors import DataError, PlugsftError
 from ..tokens.store import Tokens
 
 NAME = re.compile("[0-9a-f]{16}")
-"""Of an entry: the digest of its key."""
-UNDER_WAY = re.compile(r"\.(.+)\.(?:claim|parts)-\d+")
-"""What stands beside an entry that is being built, or was when its builder died."""
+"""The name of an entry: the digest of its key."""
+UNFINISHED = re.compile(r"\.(.+)\.(?:claim|parts)-\d+")
+"""Files that the builder of an entry leaves if it dies."""
 
 
 @dataclass
@@ -33,76 +33,80 @@ class Entry:
     folder: Path
     facts: dict[str, Any]
     size: int
-    made: float
+    created: float
     used: float
-    harm: str | None
+    damage: str | None
 
     @property
     def sources(self) -> str:
-        """The names of what it was made from."""
-        names = ", ".join(str(one.get("name", "?")) for one in self.facts.get("sources", []))
+        """The names of its sources."""
+        names = ", ".join(str(source.get("name", "?")) for source in self.facts.get("sources", []))
         return f"{self.facts['kind']} of {names}" if "kind" in self.facts else names
 
 
 def ls(folder: Path | None) -> None:
     """Print a line for each entry, the last used first."""
     home = tokens_folder(folder)
-    found = list(entries(home))
-    rows = [["key", "rows", "tokens", "size", "made", "last used", "state", "from"]]
+    listed = list(entries(home))
+    rows = [["key", "rows", "tokens", "size", "created", "last used", "state", "sources"]]
     rows += [
         [
-            one.folder.name,
-            f"{one.facts.get('rows', 0):,}",
-            f"{one.facts.get('tokens', 0):,}",
-            format_size(one.size),
-            time_of(one.made),
-            time_of(one.used),
-            f"damaged: {one.harm}" if one.harm else "sizes fit",
-            one.sources,
+            entry.folder.name,
+            f"{entry.facts.get('rows', 0):,}",
+            f"{entry.facts.get('tokens', 0):,}",
+            format_size(entry.size),
+            time_of(entry.created),
+            time_of(entry.used),
+            f"damaged: {entry.damage}" if entry.damage else "sizes match",
+            entry.sources,
         ]
-        for one in found
+        for entry in listed
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows if found else []):
+    for number, row in enumerate(rows if listed else []):
         cells = [
-            text.rjust(wide) if 0 < place < 4 else text.ljust(wide)
-            for place, (text, wide) in enumerate(zip(row, widths, strict=True))
+            text.rjust(width) if 0 < column < 4 else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         out.print(Text("  ".join(cells).rstrip(), "" if number else "bold"))
-    under_way = len(_under_way(home))
-    note = f"; {under_way} being built, or left half-built" if under_way else ""
-    say(f"{home}: {_count(found)}, {format_size(sum(one.size for one in found))}{note}")
+    unfinished = len(_being_built(home))
+    note = f"; {unfinished} unfinished" if unfinished else ""
+    say(f"{home}: {_count(listed)}, {format_size(sum(entry.size for entry in listed))}{note}")
 
 
 def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_run: bool) -> None:
-    """Remove what has not been used for long, and what dead builders left."""
+    """Remove entries that are unused for long, and unfinished builds of dead processes."""
     home = tokens_folder(folder)
     limit = parse_size(max_size) if max_size is not None else None
-    kept, gone, freed = list(entries(home)), 0, 0
-    left = sum(one.size for one in kept)
-    now, verb = time.time(), "would go" if dry_run else "removed"
-    for last in reversed(tuple(kept)):
-        too_old = keep_days is not None and now - last.used > keep_days * 86_400
-        if not too_old and (limit is None or left <= limit):
+    remaining, removed, freed = list(entries(home)), 0, 0
+    total = sum(entry.size for entry in remaining)
+    now, verb = time.time(), "would remove" if dry_run else "removed"
+    for entry in reversed(tuple(remaining)):
+        name, size = entry.folder.name, format_size(entry.size)
+        too_old = keep_days is not None and now - entry.used > keep_days * 86_400
+        if not too_old and (limit is None or total <= limit):
             break
-        if _used(last.folder) != last.used or _is_open(last.folder):
-            say(f"stays    {last.folder.name}  {format_size(last.size)}  a run uses it")
+        if _used(entry.folder) != entry.used or _is_open(entry.folder):
+            say(f"in use   {name}  {size}")
             continue
-        kept.remove(last)
-        left -= last.size
+        remaining.remove(entry)
+        total -= entry.size
         reason = f"not used for {keep_days:g} days" if too_old else "over --max-size"
         if not dry_run:
-            discard(last.folder, sized=False)
-        say(f"{verb}  {last.folder.name}  {format_size(last.size)}  {reason}, from {last.sources}")
-        gone, freed = gone + 1, freed + last.size
-    for name, size in _clear(home, dry_run):
-        say(f"{verb}  {name}  {format_size(size)}  left half-built")
-        gone, freed = gone + 1, freed + size
-    say(f"{home}: {gone:,} {verb}, {format_size(freed)}; {_count(kept)} left, {format_size(left)}")
+            discard(entry.folder, sized=False)
+        say(f"{verb}  {name}  {size}  {reason}, from {entry.sources}")
+        removed, freed = removed + 1, freed + entry.size
+    for name, length in _remove_unfinished(home, dry_run):
+        say(f"{verb}  {name}  {format_size(length)}  unfinished")
+        removed, freed = removed + 1, freed + length
+    say(
+        f"{home}: {verb} {removed:,}, {format_size(freed)}; {_count(remaining)} left, "
+        f"{format_size(total)}"
+    )
 
 
 def _is_open(entry: Path) -> bool:
-    """Tell whether a process uses an entry: it then holds a lock."""
+    """Tell whether a process uses an entry, and so locks it."""
     with suppress(OSError), (entry / MANIFEST).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,90 +116,90 @@ def _is_open(entry: Path) -> bool:
 
 
 def verify(folder: Path | None, remove: bool) -> None:
-    """Read every byte of every entry, and compare with its checksum."""
+    """Compare every byte of every entry with its checksum."""
     home = tokens_folder(folder)
-    found = sorted(entries(home), key=lambda one: one.folder)
+    verified = sorted(entries(home), key=lambda entry: entry.folder)
     damaged = 0
-    for one in found:
-        harm = damage(one.folder)
-        say(f"{one.folder.name}  {f'damaged: {harm}' if harm else 'whole'}")
-        damaged += harm is not None
-        if harm and remove:
-            discard(one.folder, sized=False)
+    for entry in verified:
+        problem = damage(entry.folder)
+        say(f"{entry.folder.name}  {f'damaged: {problem}' if problem else 'whole'}")
+        damaged += problem is not None
+        if problem and remove:
+            discard(entry.folder, sized=False)
     if damaged:
         raise PlugsftError(
-            f"{home}: {damaged} of {_count(found)} damaged; "
-            + ("removed: the" if remove else "give --remove, and the")
+            f"{home}: {damaged} of {_count(verified)} damaged; "
+            + ("removed: the" if remove else "add --remove: the")
             + " next run that needs it builds it again"
         )
-    say(f"{home}: {_count(found)}, all whole")
+    say(f"{home}: {_count(verified)}, all whole")
 
 
 def entries(home: Path) -> Iterator[Entry]:
-    """Yield what a folder holds of prepared data, the last used first."""
-    found = [path for path in home.glob("*") if NAME.fullmatch(path.name) and is_published(path)]
-    for path in sorted(found, key=_used, reverse=True):
-        used, harm, facts = _used(path), damage(path, quick=True), {}
+    """Yield the entries of a folder, the last used first."""
+    paths = [path for path in home.glob("*") if NAME.fullmatch(path.name) and is_published(path)]
+    for path in sorted(paths, key=_used, reverse=True):
+        used, problem, facts = _used(path), damage(path, quick=True), {}
         try:
             facts = facts_of(path)
-            made = (path / "facts.json").stat().st_mtime
+            created = (path / "facts.json").stat().st_mtime
         except (DataError, OSError, ValueError) as error:
-            harm, made = harm or str(error), used
+            problem, created = problem or str(error), used
         if is_published(path):
-            yield Entry(path, facts, _size(path), made, used, harm)
+            yield Entry(path, facts, _size(path), created, used, problem)
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """Return what an entry says of itself: tokens, once they open, or what a plugin keeps."""
+    """Return the facts that an entry of tokens, or of a plugin, records."""
     if (path / "index.arrow").exists():
         return Tokens(path).facts
     facts: dict[str, Any] = json.loads((path / "facts.json").read_text())
     return facts
 
 
-def _clear(home: Path, dry_run: bool) -> Iterator[tuple[str, int]]:
-    """Remove what no living process holds; yield its names and sizes."""
+def _remove_unfinished(home: Path, dry_run: bool) -> Iterator[tuple[str, int]]:
+    """Remove unfinished builds of dead processes; yield their names and sizes."""
     watch: Watch = {}
     for name in _abandoned(home, watch):
         folder = home / name
-        doomed = build_folders(folder)
+        paths = build_folders(folder)
         if folder.exists() and not is_published(folder):
-            doomed.append(folder)
-        size = sum(map(_size, doomed))
+            paths.append(folder)
+        size = sum(map(_size, paths))
         if not dry_run:
-            # As its next builder would: who comes now waits for us.
-            with claim(folder, watch) as mine:
-                if mine is None or (folder in doomed and is_published(folder)):
+            # Claim it, so that a new builder waits.
+            with claim(folder, watch) as claimed:
+                if claimed is None or (folder in paths and is_published(folder)):
                     continue
-                for path in doomed:
+                for path in paths:
                     remove(path)
-        if doomed:
+        if paths:
             yield name, size
     if not dry_run:
         sweep(home)
 
 
 def _abandoned(home: Path, watch: Watch) -> list[str]:
-    """Return the names of what was being built by processes that show no sign of life."""
+    """Return the names of unfinished builds whose processes give no heartbeat."""
     unfinished = {path.name for path in home.glob("*") if NAME.fullmatch(path.name)}
     unfinished = {name for name in unfinished if not is_published(home / name)}
-    names, first = _under_way(home) | unfinished, dict[Path, Any]()
+    names, first_beats = _being_built(home) | unfinished, dict[Path, Any]()
     alive: set[str] = set()
     while undecided := {name for name in names - alive if is_claimed(home / name, watch)}:
         for path, (beat, _) in watch.items():
-            if first.setdefault(path, beat) != beat:
+            if first_beats.setdefault(path, beat) != beat:
                 alive |= {name for name in undecided if path.name.startswith(f".{name}.")}
         time.sleep(0.1)
     return sorted(names - alive)
 
 
-def _under_way(home: Path) -> set[str]:
-    matches = (UNDER_WAY.fullmatch(path.name) for path in home.glob(".*"))
+def _being_built(home: Path) -> set[str]:
+    matches = (UNFINISHED.fullmatch(path.name) for path in home.glob(".*"))
     return {match[1] for match in matches if match}
 
 
 def tokens_folder(folder: Path | None) -> Path:
-    """Return where a cache folder, by default the user's, keeps prepared data."""
+    """Return the folder of prepared data in a cache folder; default: the user's."""
     return (folder or cache_folder()) / "tokens"
 
 
@@ -204,16 +208,16 @@ def _size(folder: Path) -> int:
 
 
 def _used(folder: Path) -> float:
-    """Return when an entry was last used; 0 if it has gone."""
+    """Return when an entry was last used; 0 if it was removed."""
     with suppress(OSError):
         return (folder / MANIFEST).stat().st_mtime
     return 0.0
 
 
 def time_of(seconds: float) -> str:
-    """Return a time of the clock, to the minute."""
+    """Format a time to the minute."""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
-def _count(found: Sequence[Entry]) -> str:
-    return f"{len(found):,} {'entry' if len(found) == 1 else 'entries'}"
+def _count(listed: Sequence[Entry]) -> str:
+    return f"{len(listed):,} {'entry' if len(listed) == 1 else 'entries'}"

@@ -1,4 +1,4 @@
-"""Tell whether the cache holds a recipe's data, and what differs from the nearest entries."""
+"""Tell whether a recipe's data is cached, and how the nearest entries differ."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,41 +25,41 @@ def explain_key(recipe: Recipe, active: Active, path: Path, folder: Path | None)
     """Tell whether a recipe's data is cached; if not, how the nearest entries differ."""
     ensure_inputs(recipe, path)
     if recipe.data.tokens:
-        raise PlugsftError(f"data.tokens: {recipe.data.tokens} is taken, whatever the cache holds")
+        raise PlugsftError(f"data.tokens: {recipe.data.tokens} is used as it is, without the cache")
     active.attach(DataDefaults(recipe.folder))
     option = recipe.plugins.get("arrow_cache", {}).get("folder")
-    places = {
+    homes = {
         "cache": tokens_folder(folder or (Path(option) if option else None)),
         "output": recipe.folder / "tokens",
     }
-    with TemporaryDirectory() as elsewhere:
-        # A model from scratch has a tokenizer trained: not in the output of a run to come.
-        data = open_data(recipe.model_copy(update={"output": elsewhere}), active)
-    _explain("data", key_of(data.work, data.sources, active), places)
+    with TemporaryDirectory() as temporary:
+        # The tokenizer of a model from scratch is trained here, not in the run's output.
+        data = open_data(recipe.model_copy(update={"output": temporary}), active)
+    _explain("data", key_of(data.work, data.sources, active), homes)
     if recipe.eval is not None:
         data.work.sources = [eval_source(recipe)]
-        opened = [open_source(one) for one in data.work.sources]
-        _explain("eval", key_of(data.work, opened, active), places)
+        opened = [open_source(source) for source in data.work.sources]
+        _explain("eval", key_of(data.work, opened, active), homes)
 
 
-def _explain(what: str, key: dict[str, Any], places: dict[str, Path]) -> None:
+def _explain(data: str, key: dict[str, Any], homes: dict[str, Path]) -> None:
     name = digest(key)
-    say(f"{what}: {name}")
-    there = False
-    for place, home in places.items():
-        harm = damage(home / name, quick=True) if (home / name).exists() else "it is not there"
-        there |= harm is None
-        say(f"  {place:<8} {'miss' if harm else 'hit'}: {home / name}{f': {harm}' if harm else ''}")
-    others = [
-        one
-        for home in places.values()
-        for one in entries(home)
-        if "key_parts" in one.facts and "kind" not in one.facts
-    ]
+    say(f"{data}: {name}")
+    hit = False
+    for label, home in homes.items():
+        folder = home / name
+        problem = damage(folder, quick=True) if folder.exists() else "not found"
+        hit |= problem is None
+        say(f"  {label:<8} {f'miss: {folder}: {problem}' if problem else f'hit: {folder}'}")
+    if hit:
+        return
     compared = [
-        (list(dict.fromkeys(differences(one.facts["key_parts"], key))), one) for one in others
+        (list(dict.fromkeys(differences(entry.facts["key_parts"], key))), entry)
+        for home in homes.values()
+        for entry in entries(home)
+        if "key_parts" in entry.facts and "kind" not in entry.facts
     ]
-    for lines, one in sorted(compared, key=lambda pair: len(pair[0]))[: 0 if there else NEAREST]:
-        say(f"  nearest  {one.folder} ({one.sources}), last used {time_of(one.used)}")
+    for lines, entry in sorted(compared, key=lambda pair: len(pair[0]))[:NEAREST]:
+        say(f"  nearest  {entry.folder} ({entry.sources}), last used {time_of(entry.used)}")
         for line in lines:
             say(f"           {line}")

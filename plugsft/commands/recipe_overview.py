@@ -14,20 +14,20 @@ from ..registry.contracts import SPECS
 from ..registry.discover import CORE, find
 
 CORE_NOTICES = ("log",)
-"""The notices that the core hears. It answers every stage, and to say so takes no torch."""
+"""The notices that the core implements; it answers every stage. Listed here to avoid torch."""
 
 
 def list_plugins() -> None:
-    """Print every plugin there is, importing none."""
-    found = find()
-    if not found:
-        say("no plugins; `plugsft new-plugin NAME` writes the skeleton of one")
+    """Print every installed plugin, importing none."""
+    plugins = find()
+    if not plugins:
+        say("no plugins; `plugsft new-plugin NAME` writes a skeleton")
         return
-    wide = max(map(len, found))
-    origins = max(len(plugin.origin) for plugin in found.values())
-    for plugin in found.values():
-        rest = f"  {plugin.origin:<{origins}}  {plugin.summary}"
-        out.print(Text.assemble((f"{plugin.name:<{wide}}", "bold"), rest.rstrip()))
+    width = max(map(len, plugins))
+    origin_width = max(len(plugin.origin) for plugin in plugins.values())
+    for plugin in plugins.values():
+        rest = f"  {plugin.origin:<{origin_width}}  {plugin.summary}"
+        out.print(Text.assemble((f"{plugin.name:<{width}}", "bold"), rest.rstrip()))
 
 
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:
@@ -40,13 +40,13 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
     """Print who answers and who wraps each hook, then each plugin's options and verdict."""
     recipe, active = registry.load(path, overrides, without)
     active.attach()
-    wide = max(map(len, SPECS))
+    width = max(map(len, SPECS))
     for hook, is_stage, answers, wrappers in active.describe():
         names = [*answers, CORE] if is_stage or hook in CORE_NOTICES else answers
         text = (", else " if is_stage else ", ").join(names) or "nobody"
         wrapped = f", wrapped by {', then '.join(wrappers)}" if wrappers else ""
         kind = "stage " if is_stage else "notice"
-        out.print(Text.assemble((f"{hook:<{wide}}", "bold"), f"  {kind}  {text}{wrapped}"))
+        out.print(Text.assemble((f"{hook:<{width}}", "bold"), f"  {kind}  {text}{wrapped}"))
     verdicts = _last_verdicts(recipe.folder)
     for name, plugin in active.plugins.items():
         options = registry.options_of(plugin)
@@ -60,7 +60,7 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
 
 
 def _last_verdicts(folder: Path) -> dict[str, str]:
-    """Return what the plugins said in the last run that went into this folder."""
+    """Return the plugins' verdicts in the last run of this output folder."""
     try:
         run = read_record(folder)
         return {plugin["name"]: f"{plugin['verdict']} (last run)" for plugin in run["plugins"]}

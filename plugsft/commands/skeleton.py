@@ -13,16 +13,16 @@ FILES = Path(__file__).with_name("skeleton_files")
 
 
 def write_skeleton(name: str, folder: Path) -> None:
-    """Write a package with a working plugin and its passing test, and say how to go on."""
+    """Write a package with a working plugin and its test; print the next commands."""
     if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise PluginError(
-            f"'{name}': a plugin's name is lower case letters, digits and underscores between "
-            "them, begins with a letter, and is no word of Python's own: for instance long_batches"
+            f"'{name}': a plugin's name has lower case letters, digits and single underscores, "
+            "begins with a letter, and is no Python keyword: for example long_batches"
         )
-    found = find()
-    if is_core(name) or name in found:
-        whose = found[name].origin if name in found else "the core itself"
-        raise PluginError(f"'{name}': the name is taken ({whose}); choose another")
+    plugins = find()
+    if is_core(name) or name in plugins:
+        owner = plugins[name].origin if name in plugins else "the core"
+        raise PluginError(f"'{name}': the name is taken ({owner}); choose another")
     target = folder / f"plugsft-{name.replace('_', '-')}"
     words = {
         "my_plugin": name,
@@ -35,12 +35,11 @@ def write_skeleton(name: str, folder: Path) -> None:
             text = file.read_text(encoding="utf8")
             (target / _rename(file.name, words)).write_text(_rename(text, words), encoding="utf8")
     except FileExistsError as error:
-        raise PluginError(f"{error.filename} exists already; remove it, or give --folder") from None
+        raise PluginError(f"{error.filename} exists already; remove it, or set --folder") from None
     except OSError as error:
-        raise PluginError(f"{error.filename or target}: {error.strerror}; give --folder") from error
-    say(f"written: {target}. Go on with:")
-    go_there = f"cd {shlex.quote(str(target))}"
-    for command in (go_there, "pip install -e '.[dev]'", "pytest"):
+        raise PluginError(f"{error.filename or target}: {error.strerror}; set --folder") from error
+    say(f"written: {target}. Next:")
+    for command in (f"cd {shlex.quote(str(target))}", "pip install -e '.[dev]'", "pytest"):
         say(f"  {command}")
 
 

@@ -90,7 +90,7 @@ def test_a_second_run_finds_it_whatever_its_batches_packing_and_ranks(recipe, tm
     assert two.returncode == 0 and "23 pairs known" in said(two)
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-5, abs=1e-6)
     listed = ran("cache", "ls").stdout
-    assert "reference of " in listed and "sizes fit" in listed
+    assert "reference of " in listed and "sizes match" in listed
     assert "all whole" in ran("cache", "verify").stdout
 
 

@@ -54,20 +54,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--python", default=sys.executable)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         table = commands(Path(folder))
-        unknown = {*asked.only} - {*table}
+        unknown = {*options.only} - {*table}
         if unknown:
             parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(table)}")
-        seconds(asked.python, table["prepare, in cache"][1])
+        seconds(options.python, table["prepare, in cache"][1])
         print(f"{'command':<28}  {'median':>7}  {'bar':>5}  all rounds")
         for name, (bar, words) in table.items():
-            if asked.only and name not in asked.only:
+            if options.only and name not in options.only:
                 continue
-            took = [seconds(asked.python, words) for _ in range(asked.rounds)]
-            every = " ".join(f"{one:.2f}" for one in took)
-            print(f"{name:<28}  {statistics.median(took):>5.2f} s  {bar:>5}  {every}", flush=True)
+            times = [seconds(options.python, words) for _ in range(options.rounds)]
+            rounds = " ".join(f"{time:.2f}" for time in times)
+            print(f"{name:<28}  {statistics.median(times):>5.2f} s  {bar:>5}  {rounds}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Data that is prepared already: from a cache hit to the first batch, beside preparing it.
+"""Prepared data: from a cache hit to the first batch, compared with preparing it.
 
     .venv/bin/python tools/bench/cache.py [--rows 10000,1000000] [--rounds 5] [--json FILE]
 
-Each measurement is a process of its own whose imports are done before the clock starts; it reads
-the recipe, finds the tokens by their key, plans the first epoch and collates the first batch.
+Each measurement is a fresh process; imports happen before the clock starts. It reads the recipe, finds the tokens by their key, plans the first epoch and collates the first batch.
 Prints medians with their spread; cold is the same with the entry missing.
 """
 
@@ -36,18 +35,18 @@ def main() -> None:
         folder = Path(temporary)
         shared.train_tokenizer(folder, write_rows(folder / "words.jsonl", 500), 2048)
         for rows in map(int, options.rows.split(",")):
-            one = measure(folder, rows, options.rounds)
-            sizes.append(one)
-            warm, cold = statistics.median(one["warm"]), one["cold"]
+            figures = measure(folder, rows, options.rounds)
+            sizes.append(figures)
+            warm, cold = statistics.median(figures["warm"]), figures["cold"]
             print(
-                f"{rows:>10,} rows: hit to first batch {shared.spread(one['warm'])} s, "
+                f"{rows:>10,} rows: hit to first batch {shared.spread(figures['warm'])} s, "
                 f"cold {cold:.1f} s: {cold / warm:,.0f} x"
             )
-    shared.keep({"sizes": sizes}, options.json)
+    shared.write_report({"sizes": sizes}, options.json)
 
 
 def measure(folder: Path, rows: int, rounds: int) -> dict:
-    """Prepare once, then find what was prepared."""
+    """Prepare once, then measure hits."""
     recipe = shared.write_recipe(
         folder / f"{rows}.toml",
         folder / "run",
@@ -62,8 +61,8 @@ def measure(folder: Path, rows: int, rounds: int) -> dict:
     # The source must have settled: a file that has just been written is read again.
     time.sleep(2.5)
     words = (__file__, "--one", recipe)
-    once = partial(shared.alone, *words, PLUGSFT_CACHE=cache)
-    return {"rows": rows, "cold": once(), **shared.in_turn(rounds, {"warm": once})}
+    once = partial(shared.run_python, *words, PLUGSFT_CACHE=cache)
+    return {"rows": rows, "cold": once(), **shared.collect_rounds(rounds, {"warm": once})}
 
 
 def write_rows(path: Path, rows: int) -> Path:

@@ -95,7 +95,7 @@ def step{n}(model, batch):
 
 
 def main(rows: int, path: Path) -> None:
-    """Write so many chats."""
+    """Write `rows` chats."""
     dice = np.random.Generator(np.random.Philox(7))
     with path.open("w", encoding="utf8") as file:
         for _ in range(rows):
@@ -114,11 +114,11 @@ def chat(dice: np.random.Generator) -> list[dict[str, str]]:
 
 
 def text(dice: np.random.Generator, size: float) -> str:
-    """Return lines of words, one in five in another script, with code now and then."""
+    """Return lines of words, a fifth of them in another script, some with code."""
     count = int(np.clip(dice.lognormal(size, 0.9), 1, 4_000))
     pool = SCRIPTS[int(dice.integers(len(SCRIPTS)))] if dice.random() < 0.2 else LATIN
     words = [pool[n] for n in dice.integers(len(pool), size=count)]
-    # Words that no tokenizer has seen whole, and numbers.
+    # Words unknown to any tokenizer, and numbers.
     for place in dice.integers(count, size=count // 15):
         words[place] = np.base_repr(int(dice.integers(1 << 40)), 36).lower()[: 2 + place % 7]
     for place in dice.integers(count, size=count // 12):

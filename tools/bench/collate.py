@@ -1,4 +1,4 @@
-"""From mapped Arrow to the tensors of packed rows, on one core: plugsft beside datasets and TRL.
+"""From mapped Arrow to the tensors of packed rows, on one core: plugsft against datasets and TRL.
 
     .venv/bin/python tools/bench/collate.py [--documents 20000] [--shards 50] [--capacity 16384]
         [--rounds 5] [--json FILE]
@@ -30,7 +30,7 @@ from plugsft.kit.tokens import Tokens
 from plugsft.plugins.bfd_packing.best_fit import best_fit
 
 Made = Callable[[int], Batch]
-"""The number of a row -> its tensors."""
+"""Row number -> its tensors."""
 
 
 def main() -> None:
@@ -57,9 +57,9 @@ def main() -> None:
         speed = tokens / statistics.median(took) / 1e6
         print(
             f"{name:>8} {shared.spread(took)} s {speed:8.1f} million tokens/s; "
-            f"beside TRL's fastest {shared.beside(took, best)}"
+            f"against TRL's fastest {shared.compare_speed(took, best)}"
         )
-    shared.keep(report, options.json)
+    shared.write_report(report, options.json)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ensure_equal(made: dict[str, Batch]) -> None:
-    """Make sure that all made the same tensors."""
+    """Assert that all contenders make the same tensors."""
     for name, batch in made.items():
         for key in ("input_ids", "labels", "position_ids", "cu_seq_lens_q"):
             assert torch.equal(batch[key], made["plugsft"][key]), f"{name}: other {key}"
@@ -131,7 +131,7 @@ def regrouped(column: pa.ListArray, order: Ints, sizes: list[int]) -> pa.ListArr
 
 
 def offsets_of(sizes: list[int]) -> pa.Array:
-    """Return where lists of such sizes begin and end."""
+    """Return the offsets of lists of these sizes."""
     return pa.array(np.append(0, np.cumsum(sizes)), pa.int32())
 
 

@@ -1,4 +1,4 @@
-"""What the frame itself costs: start-up times, and hooks against a training step.
+"""The cost of the framework: start-up times, and hook calls relative to a training step.
 
     .venv/bin/python tools/bench/core.py
 
@@ -21,7 +21,7 @@ ROUNDS = 15
 
 
 class Nothing:
-    """Answers that do nothing, so that only the calls themselves cost."""
+    """Hook implementations that do nothing, to measure the calls alone."""
 
     @hookimpl
     def step(self, model, batch, total, score):

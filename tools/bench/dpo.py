@@ -1,4 +1,4 @@
-"""DPO: time of a step, work per epoch, and the reference pass, beside TRL's trainer.
+"""DPO: time of a step, work per epoch, and the reference pass, against TRL's trainer.
 
     .venv/bin/python tools/bench/dpo.py [--pairs 64] [--rounds 3] [--lora] [--threads 2]
         [--shape small] [--capacity 2048] [--only shared+kept,trl,...] [--json FILE]
@@ -59,14 +59,16 @@ def main() -> None:
         work = Work(Path(folder), options)
         only = [name for name in options.only.split(",") if name]
         chosen = {name: run for name, run in work.contenders().items() if name in (only or [name])}
-        found = shared.in_turn(options.rounds, chosen)
+        found = shared.collect_rounds(options.rounds, chosen)
         rounds = [dict(zip(found, one, strict=True)) for one in zip(*found.values(), strict=True)]
-    shared.keep({"lora": options.lora, "pairs": options.pairs, "rounds": rounds}, options.json)
+    shared.write_report(
+        {"lora": options.lora, "pairs": options.pairs, "rounds": rounds}, options.json
+    )
     report(rounds)
 
 
 def report(rounds: list[dict[str, Any]]) -> None:
-    """Print a line for each contender, beside TRL's best."""
+    """Print a line for each contender, against TRL's best."""
 
     def middle(name: str, what: str) -> float:
         return statistics.median(one[name][what] for one in rounds)
@@ -76,11 +78,11 @@ def report(rounds: list[dict[str, Any]]) -> None:
     most = max((middle(name, "places") for name in theirs), default=float("nan"))
     for name in rounds[0]:
         steps = [one[name]["step"] * 1e3 for one in rounds]
-        beside = shared.beside(steps, [one[best or name]["step"] * 1e3 for one in rounds])
+        relative = shared.compare_speed(steps, [one[best or name]["step"] * 1e3 for one in rounds])
         passes = [one[name]["pass"] for one in rounds]
         print(
             f"{name:>14}: {shared.spread(steps, ',.0f')} ms a step, "
-            f"beside TRL's best {beside}; "
+            f"against TRL's best {relative}; "
             f"{middle(name, 'places'):,.0f} places, 1/{most / middle(name, 'places'):.2f} of TRL's"
             + (f"; pass {shared.spread(passes, '.2f')} s" if passes[0] else "")
             + f"; {shared.spread([one[name]['whole'] for one in rounds], '.1f')} s in all"
@@ -172,7 +174,7 @@ class Work:
         }
         quiet = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
         began = time.perf_counter()
-        made = shared.alone(__file__, "--one", json.dumps(given), **self.environment | quiet)
+        made = shared.run_python(__file__, "--one", json.dumps(given), **self.environment | quiet)
         return made | {"whole": time.perf_counter() - began}
 
 

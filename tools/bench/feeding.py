@@ -9,7 +9,7 @@ all read the same model and the same tokens. What is compared is the training lo
 of the epoch, none of them padding, over its seconds.
 
 For async, a plugin slows collating down, to a part of what a step computes: it sleeps, or with
---busy works on a core, of which training then gets one less. Steps of both runs have the same
+--busy keeps a core busy, so training has one less. Steps of both runs have the same
 windows, and are compared each with its like.
 """
 
@@ -53,7 +53,7 @@ class Slow:
     seconds: float
     """Of each token."""
     busy: bool
-    """Whether a core works all the while, of which training has one less."""
+    """Whether another process keeps a core busy, so training has one less."""
 
     @hookimpl(wrapper=True)
     def annotate(self):
@@ -97,7 +97,7 @@ def main() -> None:
         )
         for name in options.only.split(","):
             report[name] = {"packing": packing, "async": ahead}[name](work, options)
-    shared.keep(report, options.json)
+    shared.write_report(report, options.json)
 
 
 class Work:
@@ -148,7 +148,7 @@ class Work:
         """Train an epoch with TRL."""
         given = {"folder": str(self.folder), "tokens": str(self.tokens), "settings": settings}
         quiet = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-        return shared.alone(__file__, "--one", json.dumps(given), **self.environment | quiet)
+        return shared.run_python(__file__, "--one", json.dumps(given), **self.environment | quiet)
 
 
 def install(folder: Path) -> None:
@@ -218,7 +218,7 @@ def packing(work: Work, options: argparse.Namespace) -> dict:
         "trl padding free": lambda: work.trl(trl_free),
         "trl padded": lambda: work.trl(trl_padded),
     }
-    made = shared.in_turn(options.rounds, contenders)
+    made = shared.collect_rounds(options.rounds, contenders)
     for name, runs in made.items():
         assert all(run["tokens"] == work.lengths.sum() for run in runs), f"{name}: other tokens"
     speeds = {name: [run["speed"] for run in runs] for name, runs in made.items()}
@@ -227,10 +227,10 @@ def packing(work: Work, options: argparse.Namespace) -> dict:
     best = min((name for name in made if name.startswith("trl p")), key=lambda n: sum(costs[n]))
     for name, speed in speeds.items():
         print(
-            f"{name:>17}: {shared.spread(speed, ',.0f')} tokens/s, beside TRL's fastest "
-            f"{shared.beside(costs[name], costs[best])}; {notes[name]}"
+            f"{name:>17}: {shared.spread(speed, ',.0f')} tokens/s, against TRL's fastest "
+            f"{shared.compare_speed(costs[name], costs[best])}; {notes[name]}"
         )
-    print(f"packed beside padded: {shared.beside(costs['packed'], costs['padded'])}")
+    print(f"packed against padded: {shared.compare_speed(costs['packed'], costs['padded'])}")
     return {"speeds": speeds, "notes": notes}
 
 
@@ -308,8 +308,8 @@ def leak(trainer: Any) -> float:
 
 
 def ahead(work: Work, options: argparse.Namespace) -> dict:
-    """Train with windows built in turn and ahead: where that is dear, and where it is cheap."""
-    # All have the plugin, which may take a core; where it is cheap, it adds no time.
+    """Train with batches built serially and ahead, with slow and with fast collating."""
+    # Every run has the plugin, which may take a core; fast collating adds no time.
     cheap = {
         "bfd_packing": {"capacity": options.capacity},
         "slow": {"seconds": 0.0, "busy": options.busy},
@@ -328,7 +328,7 @@ def ahead(work: Work, options: argparse.Namespace) -> dict:
     def lines(plugins: dict[str, dict]) -> list[dict]:
         return work.train(**plugins)["lines"]
 
-    runs = shared.in_turn(
+    runs = shared.collect_rounds(
         options.rounds, {name: partial(lines, one) for name, one in kinds.items()}
     )
     whole = {name: [*map(seconds, some)] for name, some in runs.items()}
@@ -336,14 +336,14 @@ def ahead(work: Work, options: argparse.Namespace) -> dict:
     waits = [share_waited(lines[1:]) for lines in runs["dear ahead"]]
     faster = shared.times_as_fast(whole["dear ahead"], whole["dear"])
     print(
-        f"collating takes {share_waited(by_step(runs['dear'])):.1%} of the time in turn; ahead, "
+        f"collating takes {share_waited(by_step(runs['dear'])):.1%} of the time serially; ahead, "
         f"{shared.spread(waits, '.2%')} after the first step, and the run is "
         f"{faster.phrase}"
     )
     extra = shared.times_as_fast(whole["cheap ahead"], whole["cheap"])
     middle = seconds(by_step(runs["cheap ahead"])) / seconds(by_step(runs["cheap"])) - 1
     print(
-        f"where it takes {share_waited(by_step(runs['cheap'])):.2%} of the time, a thread beside "
+        f"where it takes {share_waited(by_step(runs['cheap'])):.2%} of the time, a thread next to "
         f"costs {middle:.2%} (each step's median of {options.rounds} rounds; round by round "
         f"{extra.phrase})"
     )

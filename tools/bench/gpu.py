@@ -1,4 +1,4 @@
-"""Training on one GPU: kernels checked against float32, then plugin by plugin beside TRL.
+"""Training on one GPU: kernels checked against float32, then plugin by plugin against TRL.
 
     .venv/bin/python tools/bench/gpu.py --case 0.6b-lora [--rounds 3] [--seconds 540] [--steps 6]
         [--capacity 4096] [--only NAME,...] [--work FOLDER] [--json FILE]
@@ -13,8 +13,8 @@ for length, batch and type; trl-best, with packing, flash attention and (for who
 layers where they are installed; plain, with no plugin but lora; and those that begin with "+", each
 with one plugin more than the one before it.
 
-Speed is that of real tokens, after the first steps; that of the middle step stands beside it, since
-a program that is compiled late shows in one step alone. MFU is what the model needs of the 989
+Speed is that of real tokens, after the first steps; the median step's is printed too, since
+a late compilation shows in a single step. MFU is what the model needs of the 989
 TFLOP/s of the GPU: see flops_per_token. After the first round, losses of first steps are compared.
 With --work, the model and its tokens stay in that folder for the next call.
 
@@ -79,7 +79,7 @@ def main() -> None:
         name, _, given = options.child.partition(":")
         print(json.dumps(CHILDREN[name](json.loads(given))))
         return
-    # Told to end, it ends what it started, too.
+    # On SIGTERM, end the child processes, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     end = time.monotonic() + options.seconds
     report: dict[str, Any] = {"machine": child("machine"), "case": options.case}
@@ -100,13 +100,13 @@ def main() -> None:
             folder = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             measure(Bench(folder, options, end), options, report)
             failed = report["failed"]
-    shared.keep(report, options.json)
+    shared.write_report(report, options.json)
     if failed:
         raise SystemExit("\n".join(["", "FAILED:", *failed]))
 
 
 def prefer(options: argparse.Namespace) -> list[dict]:
-    """Learn preferences, and return what was measured."""
+    """Train on preferences; return the figures."""
     shape = "small" if options.shapes == "cpu" else PREFERENCES[options.case]
     words = [Path(__file__).with_name("dpo.py"), "--lora", "--shape", shape]
     words += ["--rounds", options.rounds, "--pairs", 16 * options.steps]
@@ -119,8 +119,8 @@ def prefer(options: argparse.Namespace) -> list[dict]:
 
 
 def child(name: str, given: object = None) -> Any:
-    """Do a part in a process of its own, whose memory on the GPU goes with it."""
-    return shared.alone(__file__, "--child", f"{name}:{json.dumps(given or {})}", **QUIET)
+    """Run a part in a fresh process, which frees its GPU memory when it ends."""
+    return shared.run_python(__file__, "--child", f"{name}:{json.dumps(given or {})}", **QUIET)
 
 
 QUIET = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
@@ -257,7 +257,7 @@ class Bench:
             process.kill()
             process.wait()
         if len(lines) < self.steps:
-            return told(log.read_text(), refused=process.returncode == 2)
+            return explain_failure(log.read_text(), refused=process.returncode == 2)
         facts = json.loads((run / "run.json").read_text())
         verdicts = {one["name"]: one["verdict"] for one in facts["plugins"]}
         measured = lines[WARM : self.steps]
@@ -305,7 +305,7 @@ class Bench:
         except subprocess.TimeoutExpired:
             return {"reason": "time is up"}
         if done.returncode:
-            return told(done.stderr)
+            return explain_failure(done.stderr)
         made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return made
 
@@ -317,7 +317,7 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def told(said: str, refused: bool = False) -> dict[str, Any]:
+def explain_failure(said: str, refused: bool = False) -> dict[str, Any]:
     """Say why there is nothing to measure; end where nobody expected that."""
     lines = [line for line in said.splitlines() if line.strip()]
     if refused:
@@ -333,7 +333,7 @@ def speed_of(lines: list[dict]) -> float:
 
 
 def measure(bench: Bench, options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Let the contenders run in turn, and say what came of it."""
+    """Run the contenders one after the other; print the results."""
     case, names = bench.case, contenders(bench.case)
     names = [name for name in names if not options.only or name in options.only.split(",")]
     if unknown := {*(options.only or "").split(",")} - {*names, ""}:

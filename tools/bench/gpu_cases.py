@@ -59,7 +59,7 @@ class Shape:
     def multiplied(self) -> int:
         """Return how many weights each token is multiplied with: all matrices, the head among them.
 
-        A table of embeddings is looked up; where it is the head as well, it counts as that.
+        Embeddings are looked up, not multiplied; tied ones count as the head.
         """
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * self.hidden * (heads + 3 * self.mlp) + self.hidden * self.vocab
@@ -96,7 +96,7 @@ CASES = {
 
 
 def flops_per_token(shape: Shape, lengths: Ints, lora: bool) -> float:
-    """Return the operations that a token of documents of such lengths needs, forward and backward.
+    """Return the operations per token of documents of these lengths, forward and backward.
 
     A weight takes two forward (multiply and add), two for the gradient of what goes in, and two
     for its own, which a frozen one has not: 6, or 4 with LoRA, whose adapters are not counted. In

@@ -1,4 +1,4 @@
-"""Every kernel beside float32: the checks that gpu.py runs before it measures anything.
+"""Check every kernel against float32, before gpu.py measures anything.
 
 Inputs have the kernel's type, and the reference computes with the same numbers in float32. An error
 is the largest difference, as a share of the largest number of the reference. What cannot run on
@@ -61,7 +61,7 @@ SMALL = LlamaConfig(
 )
 
 Numbers = Sequence[Tensor]
-"""A result, and the gradients of what it was made from."""
+"""A result, and the gradients of its inputs."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +157,15 @@ def attend_by_the_book(query: Tensor, key: Tensor, value: Tensor, window: int | 
 
 
 def bounds() -> dict[str, Any]:
-    """Return where documents stand, as kernels are told."""
+    """Return the bounds of documents, as kernels take them."""
     return dict(bounds_of(tuple(LENGTHS.tolist())))
 
 
 @cache
 def bounds_of(lengths: tuple[int, ...]) -> dict[str, Any]:
     """Return the same; once, since kernels are timed."""
-    told = documents_of(np.array(lengths))
-    return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in told.items()}
+    arguments = documents_of(np.array(lengths))
+    return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in arguments.items()}
 
 
 def by_torch(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -186,8 +186,8 @@ def by_package(name: str) -> Callable[..., Tensor]:
     """A package's kernel, as transformers calls it."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        told = bounds()
-        told.pop("documents")
+        arguments = bounds()
+        arguments.pop("documents")
         made: Tensor = _flash_attention_forward(
             *(one.transpose(1, 2) for one in (query, key, value)),
             attention_mask=None,
@@ -196,7 +196,7 @@ def by_package(name: str) -> Callable[..., Tensor]:
             softmax_scale=WIDTH**-0.5,
             sliding_window=window,
             attn_implementation=name,
-            **told,
+            **arguments,
         )
         return made
 
@@ -296,7 +296,7 @@ def of_module(module: Any, x: Tensor, pull: Tensor) -> Numbers:
     trained = [one for one in module.parameters() if one.requires_grad]
     x = x.clone().requires_grad_()
     made = module(x)
-    # A copy: Liger's norm writes its own gradient over what it is given.
+    # A copy: Liger's norm overwrites its input with the gradient.
     return made.detach(), *torch.autograd.grad(made, [x, *trained], pull.clone())
 
 
@@ -326,7 +326,7 @@ def liger() -> Iterator[Check]:
 
 
 def lora() -> Iterator[Check]:
-    """A layer with an adapter: the plugin's layer beside the formula."""
+    """A layer with an adapter: the plugin's layer against the formula."""
     for kind, dtype in TYPES.items():
         layer = loaded(Lora(), small_model(dtype)).get_submodule(
             "base_model.model.model.layers.0.mlp.down_proj"
@@ -352,7 +352,7 @@ def lora() -> Iterator[Check]:
 
 
 def feeding() -> Iterator[Check]:
-    """Packed rows beside the examples they are made of; and rows built and copied ahead."""
+    """Packed rows against their single examples; and rows built and copied ahead."""
     steps, size = 20, 40
     with tempfile.TemporaryDirectory() as made:
         lengths = shared.draw_lengths(steps * size, 4.0, 1.0, 1, 512)
@@ -370,7 +370,7 @@ def feeding() -> Iterator[Check]:
         unpinned = sum(not batch["input_ids"].is_pinned() for batch in batches)
         yield Check("rows in pinned memory, those that are not", unpinned, 0)
     else:
-        yield Check("rows in pinned memory, and their copy beside training", reason="no GPU")
+        yield Check("rows in pinned memory, copied during training", reason="no GPU")
 
 
 def by_hand(tokens: Tokens, examples: Any) -> dict[str, Tensor]:
@@ -401,12 +401,12 @@ def ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
     for one, batch in zip(
         loader.load(window, tokens, range(1, len(rows) + 1)), batches, strict=True
     ):
-        busy @ busy  # the copy of the next row goes on beside this
+        busy @ busy  # the next row is copied meanwhile
         [made] = one.micro_batches
         off += sum(
             int((made[name].cpu() != batch[name]).sum())
             for name in batch
             if isinstance(batch[name], Tensor)
         )
-    where = "copied to the GPU beside training" if GPU else "built in a thread"
+    where = "copied to the GPU during training" if GPU else "built in a thread"
     return Check(f"rows {where}, numbers that differ", off, 0)

@@ -62,7 +62,7 @@ def attention(length: int) -> Iterator[dict[str, Any]]:
 
 
 def loss(trained: bool) -> Iterator[dict[str, Any]]:
-    """Time the loss, beside the plain one: the whole of the logits at once, in one product."""
+    """Time the loss against the plain one, which computes all logits in one product."""
     name = f"loss of {POSITIONS:,} positions, head {'trained' if trained else 'frozen'}"
     hidden = torch.randn(1, POSITIONS + 1, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(VOCAB, HIDDEN, device=DEVICE, dtype=torch.bfloat16) * 0.05

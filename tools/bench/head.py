@@ -1,4 +1,4 @@
-"""The loss head beside others: peak memory and time of fused_loss, the plain head and TRL's.
+"""The loss head: peak memory and time of fused_loss, the plain head and TRL's.
 
     .venv/bin/python tools/bench/head.py [--positions 4096] [--vocab 151936] [--hidden 896]
         [--trained 0.6] [--rounds 5] [--dtype float32] [--frozen] [--threads 1]
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Let the contenders run in turn, and say what came of it."""
+    """Run the contenders one after the other; print the results."""
     print(
         f"{options.positions:,} positions, {options.trained:.0%} trained, vocabulary "
         f"{options.vocab:,}, width {options.hidden:,}, {options.dtype}, head "
@@ -78,7 +78,7 @@ def report(options: argparse.Namespace) -> None:
     }
     contenders = {name: partial(asked, process) for name, process in started.items()}
     found = {name: ask() for name, ask in contenders.items()}  # they warm up, and are compared
-    said = shared.in_turn(options.rounds, contenders)
+    said = shared.collect_rounds(options.rounds, contenders)
     for process in started.values():
         process.stdin.close()
         process.wait()
@@ -93,24 +93,24 @@ def report(options: argparse.Namespace) -> None:
     for name in names:
         off = f", off by {differences[name]:.1e}" if name in differences else ""
         print(
-            f"{name:>12} {shared.spread(seconds[name], '.2f')} s, beside plain "
-            f"{shared.beside(seconds[name], seconds['plain'])} ({work[name]:.2f} of "
+            f"{name:>12} {shared.spread(seconds[name], '.2f')} s, against plain "
+            f"{shared.compare_speed(seconds[name], seconds['plain'])} ({work[name]:.2f} of "
             f"processor time, {work[name] / work['plain']:.2f} of plain); "
             f"{peaks[name] / GIB:.2f} GiB, {peaks[name] / peaks['plain']:.1%} of plain{off}"
         )
     for name in names[1:-1]:
         print(
-            f"fused beside {name}: {shared.beside(seconds['fused'], seconds[name])} "
+            f"fused against {name}: {shared.compare_speed(seconds['fused'], seconds[name])} "
             f"({work['fused'] / work[name]:.2f} of its processor time)"
         )
-    shared.keep(
+    shared.write_report(
         {"seconds": seconds, "worked": worked, "peaks": peaks, "differences": differences},
         options.json,
     )
 
 
 def asked(process: subprocess.Popen) -> dict[str, Any]:
-    """Let a contender run once; return what it says."""
+    """Run a contender once; return its figures."""
     process.stdin.write("go\n")
     process.stdin.flush()
     return json.loads(process.stdout.readline())
@@ -133,7 +133,7 @@ def serve(options: argparse.Namespace) -> None:
     gradients = sum(one.nbytes for one in (hidden, weight) if one.requires_grad)
     for _ in sys.stdin:
         hidden.grad = weight.grad = None
-        Path("/proc/self/clear_refs").write_text("5")  # the most that was held is counted anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         base = memory("VmRSS")
         started, worked = time.perf_counter(), time.process_time()
         loss = loss_of(hidden, weight, labels) / total

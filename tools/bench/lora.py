@@ -2,9 +2,9 @@
 
     tools/bench/lora.py [--rounds 20] [--dtype bfloat16] [--processor] [--json FILE]
 
-All in one process and in turn, with the same weights, adapters and documents; the losses of the
-first step are compared before anything is timed. TRL has what is best for it on a CPU (sdpa, no
-gradient checkpointing, the faster of its two losses), and its own preparation is not timed.
+All in one process, one after the other, with the same weights, adapters and documents. The losses
+of the first step are compared before anything is timed. TRL runs with its best settings on a
+CPU (sdpa, no gradient checkpointing, the faster of its losses); its preparation is not timed.
 --processor takes the processor's time on one thread, for a machine that others use too.
 """
 
@@ -89,13 +89,15 @@ def main() -> None:
             return clock() - started
 
         contenders = {name: partial(timed, step) for name, step in steps.items()}
-        seconds = shared.in_turn(options.rounds, contenders)
+        seconds = shared.collect_rounds(options.rounds, contenders)
     for name, taken in seconds.items():
         print(f"{name:>24}: {shared.spread([one * 1e3 for one in taken], '.0f')} ms")
     best = min((name for name in steps if name.startswith("TRL")), key=lambda n: sum(seconds[n]))
     for other in (best, "plugsft, peft's layers"):
-        print(f"plugsft beside {other}: {shared.beside(seconds['plugsft'], seconds[other])}")
-    shared.keep({"losses": losses, "seconds": seconds}, options.json)
+        print(
+            f"plugsft against {other}: {shared.compare_speed(seconds['plugsft'], seconds[other])}"
+        )
+    shared.write_report({"losses": losses, "seconds": seconds}, options.json)
 
 
 def save_model(folder: Path, vocab: int, dtype: torch.dtype) -> None:
@@ -109,13 +111,13 @@ def save_model(folder: Path, vocab: int, dtype: torch.dtype) -> None:
 
 
 class Rows:
-    """One row of anything."""
+    """A source with one empty row."""
 
     def __len__(self) -> int:
         return 1
 
     def read(self, start: int, stop: int) -> list[Any]:
-        """Return it."""
+        """Return the row."""
         return [{}]
 
     def part(self, start: int, stop: int) -> "Rows":

@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/bench/memory.py [--sizes 0.25,1,2] [--engine auto] [--json FILE]
 
-Prints, for each size in GiB, the most that any worker held beyond what it held once its imports
-were done (private and shared pages alike), and the rate. It should not grow with the source.
+Prints, for each size in GiB, the peak memory of a worker (private and shared pages) above that of
+its imports, and the rate. The peak should not grow with the source.
 """
 
 import shutil
@@ -19,7 +19,7 @@ import shared
 
 CHATS, TRAINED_ON = 20_000, 6_000
 IMPORTS = "import plugsft.data.slices, plugsft.plugins.multiprocess_tokenize.worker, psutil;"
-HELD = IMPORTS + "print(psutil.Process().memory_info().rss)"
+IMPORTED = IMPORTS + "print(psutil.Process().memory_info().rss)"
 
 
 def main() -> None:
@@ -28,29 +28,30 @@ def main() -> None:
     parser.add_argument("--sizes", default="0.25,1,2")
     parser.add_argument("--engine", default="auto")
     options = parser.parse_args()
-    held = shared.alone("-c", HELD)
-    report = {"imports": held, "sizes": []}
+    imports = shared.run_python("-c", IMPORTED)
+    report = {"imports": imports, "sizes": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        some = folder / "some.jsonl"
-        chats.main(CHATS, some)
+        sample = folder / "sample.jsonl"
+        chats.main(CHATS, sample)
         chats.main(TRAINED_ON, folder / "short.jsonl")
         shared.train_tokenizer(folder, folder / "short.jsonl", 32_000)
         for size in map(float, options.sizes.split(",")):
-            one = measure(folder, some, int(size * 2**30), options.engine) | {"gib": size}
-            report["sizes"].append(one)
+            figures = measure(folder, sample, int(size * 2**30), options.engine) | {"gib": size}
+            report["sizes"].append(figures)
             print(
-                f"{size:5.2f} GiB: {one['workers']} workers, the largest held "
-                f"{(one['peak'] - held) / 1e6:,.0f} MB above the {held / 1e6:,.0f} MB of its "
-                f"imports; {one['seconds']:.1f} s, {size * 2**30 / 1e6 / one['seconds']:,.0f} MB/s"
+                f"{size:5.2f} GiB: {figures['workers']} workers, the largest took "
+                f"{(figures['peak'] - imports) / 1e6:,.0f} MB above the {imports / 1e6:,.0f} MB of "
+                f"its imports; {figures['seconds']:.1f} s, "
+                f"{size * 2**30 / 1e6 / figures['seconds']:,.0f} MB/s"
             )
-    shared.keep(report, options.json)
+    shared.write_report(report, options.json)
 
 
-def measure(folder: Path, some: Path, size: int, engine: str) -> dict:
-    """Prepare a source of so many bytes; watch the workers."""
+def measure(folder: Path, sample: Path, size: int, engine: str) -> dict:
+    """Prepare a source of `size` bytes; measure the workers."""
     source, run = folder / "source.jsonl", folder / "run"
-    text = some.read_bytes()
+    text = sample.read_bytes()
     with source.open("wb") as file:
         while file.tell() < size:
             file.write(text)

@@ -1,4 +1,4 @@
-"""Planning packed rows from lengths: best fit beside TRL's, and work dealt evenly to ranks.
+"""Planning packed rows from lengths: best fit against TRL's, and work balanced over ranks.
 
     .venv/bin/python tools/bench/packing.py [--sizes 100000,1000000,10000000] [--documents 100000]
         [--windows 100] [--ranks 64] [--rounds 5] [--json FILE]
@@ -37,18 +37,20 @@ def main() -> None:
     """Measure, and print one line for each question."""
     parser = shared.command_line(__doc__)
     parser.add_argument("--sizes", default="100000,1000000,10000000")
-    parser.add_argument("--documents", type=int, default=100_000, help="beside TRL")
+    parser.add_argument(
+        "--documents", type=int, default=100_000, help="documents for the comparison with TRL"
+    )
     parser.add_argument("--windows", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     report = {
         "plan": planning([int(size) for size in options.sizes.split(",")], options.rounds),
-        "trl": beside_trl(options.documents, options.rounds),
+        "trl": compare_with_trl(options.documents, options.rounds),
         "groups": against_groups(options.documents),
         "balance": [balance(options, capacity) for capacity in (CAPACITY, 2 * CAPACITY)],
     }
-    shared.keep(report, options.json)
+    shared.write_report(report, options.json)
 
 
 def draw(count: int) -> Ints:
@@ -79,7 +81,7 @@ def planning(sizes: list[int], rounds: int) -> dict:
     return {"seconds": seconds, "bins": bins}
 
 
-def beside_trl(documents: int, rounds: int) -> dict:
+def compare_with_trl(documents: int, rounds: int) -> dict:
     """Pack real tokens with both."""
     disable_progress_bars()
     lengths = draw(documents)
@@ -110,8 +112,8 @@ def beside_trl(documents: int, rounds: int) -> dict:
         f"no packing can have fewer than {least:,}"
     )
     for name, took in seconds.items():
-        beside = shared.beside(took, seconds["trl"])
-        print(f"{name:>12} {shared.spread(took)} s; beside TRL {beside}")
+        relative = shared.compare_speed(took, seconds["trl"])
+        print(f"{name:>12} {shared.spread(took)} s; against TRL {relative}")
     return {"rows": {"plugsft": ours, "trl": theirs, "least": least}, "seconds": seconds}
 
 

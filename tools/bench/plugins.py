@@ -1,11 +1,11 @@
-"""What each bundled plugin brings on a CPU: the table in README.md, by `plugsft bench`.
+"""Measure each bundled plugin on a CPU with `plugsft bench`: the table in README.md.
 
     .venv/bin/python tools/bench/plugins.py [--rounds 5] [--steps 10] [--warmup 4] [--rows 2000]
         [--tiny] [--json tools/bench/results/plugins.json] [--readme README.md]
 
-A decoder of some ten million weights, new, learns chats of many lengths. Plugins that cannot be
-used together are measured in benches of their own; those that need a GPU, and those of preferences,
-in none. Writes the figures, and the table between its marks in README.md.
+A new decoder of about ten million weights trains on chats of many lengths. Plugins that conflict
+have separate benches; plugins that need a GPU or preferences are not measured. Writes the figures,
+and the table between its marks in README.md.
 """
 
 import json
@@ -38,13 +38,13 @@ TOGETHER = (
     "gradient_checkpointing",
 )
 APART = ("length_group", "lora", "profiler")
-"""Not beside packing, or not where all others should learn the same."""
+"""Plugins that conflict with packing, or affect results."""
 COMPILED = ("bfd_packing", "compile")
-"""Compiling takes minutes, too long beside all others; it gains where sizes stay the same."""
+"""Compiling takes minutes, too long with all others; it gains if shapes stay the same."""
 
 
 def main() -> None:
-    """Measure all, write the figures, and put the table in its place."""
+    """Measure all plugins; write the figures and the table."""
     parser = shared.command_line(__doc__)
     parser.set_defaults(json=ROOT / "tools/bench/results/plugins.json")
     parser.add_argument("--rounds", type=int, default=5)
@@ -56,11 +56,11 @@ def main() -> None:
     options = parser.parse_args()
     counts = {name: getattr(options, name) for name in ("rounds", "steps", "warmup")}
     words = [f"--{name}={count}" for name, count in counts.items()]
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         chats.main(options.rows, folder / "chats.jsonl")
         scratch = TINY if options.tiny else SCRATCH
-        # Without packing the recipe's micro-batch counts: one that is full enough.
+        # Without packing, the recipe's micro-batch must be large enough.
         instead = [f"--instead=bfd_packing:{key}={value}" for key, value in PADDED.items()]
         together = bench(folder, scratch, TOGETHER, {}, [*words, *instead])
         train = {key.removeprefix("train."): value for key, value in PADDED.items()}
@@ -68,7 +68,7 @@ def main() -> None:
         kept = ["--keep=bfd_packing", "--prepare-rounds=0"]
         compiled = bench(folder, scratch, COMPILED, {}, [*words, *kept])
     report = {"benches": [together, apart, compiled]}
-    shared.keep(report, options.json)
+    shared.write_report(report, options.json)
     readme = options.readme.read_text(encoding="utf8")
     before, _, rest = readme.partition(BEGIN)
     after = rest.partition(END)[2]
@@ -78,7 +78,7 @@ def main() -> None:
 def bench(
     folder: Path, scratch: dict, plugins: tuple[str, ...], train: dict, words: list[str]
 ) -> dict[str, Any]:
-    """Run `plugsft bench` on a recipe with these plugins; return what it found."""
+    """Run `plugsft bench` on a recipe with these plugins; return its report."""
     tables = {
         "output": "run",
         "device": "cpu",
@@ -94,17 +94,17 @@ def bench(
 
 
 def table(report: dict[str, Any]) -> str:
-    """Write what each plugin brings, and where and how that was measured."""
-    benches = [Bench(one) for one in report["benches"]]
-    head, *rows = [row for one in benches for row in plugin_table(one)]
+    """Return the table of all plugins, with a line about machine and rounds."""
+    benches = [Bench(part) for part in report["benches"]]
+    head, *rows = [row for bench_ in benches for row in plugin_table(bench_)]
     rows = [row for row in rows if row != head]
     settings = benches[0].report["settings"]
     machine = shared.machine_line(benches[0].report["machine"])
-    said = (
+    note = (
         f"{machine}, {benches[0].report['date'][:10]}: medians of {settings['rounds']} rounds, "
-        "with the least and the most."
+        "with minimum and maximum."
     )
-    return f"{format_table([head, *sorted(rows)])}\n\n{said}\n"
+    return f"{format_table([head, *sorted(rows)])}\n\n{note}\n"
 
 
 if __name__ == "__main__":

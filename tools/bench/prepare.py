@@ -3,7 +3,7 @@
     .venv/bin/python tools/bench/prepare.py [--rows 20000] [--processes 2] [--rounds 5]
         [--engines auto,transformers] [--folder DIR] [--json FILE]
 
-Every round runs each contender once, one after the other, each in a process of its own whose
+Every round runs each contender once, one after the other, each in a fresh process whose
 imports are done before the clock starts; workers' start-up counts. Before the rounds, ids and
 masks of all rows are compared with TRL's. Prints medians with their spread, the stages of the
 floor (reading, Jinja and the engine, each alone on one core), and the ratios. TRL is the
@@ -46,7 +46,7 @@ def main() -> None:
             print(f"{name} {took:.2f} s", flush=True)
             return took
 
-        rounds = shared.in_turn(
+        rounds = shared.collect_rounds(
             options.rounds, {name: partial(seconds, name) for name in contenders}
         )
         report = {
@@ -58,7 +58,7 @@ def main() -> None:
             "floor": floor,
         }
     show(report)
-    shared.keep(report, options.json)
+    shared.write_report(report, options.json)
 
 
 def arguments() -> argparse.Namespace:
@@ -107,7 +107,9 @@ def measure(name: str, options: argparse.Namespace, **more: object) -> dict:
     words = [f"--{key}={value}" for key, value in given.items()]
     with tempfile.TemporaryDirectory() as cache:
         quiet = {"TOKENIZERS_PARALLELISM": "true", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-        return shared.alone(__file__, *words, **quiet, HF_DATASETS_CACHE=cache, PLUGSFT_CACHE=cache)
+        return shared.run_python(
+            __file__, *words, **quiet, HF_DATASETS_CACHE=cache, PLUGSFT_CACHE=cache
+        )
 
 
 def run_plugsft(options: argparse.Namespace) -> dict:
@@ -213,7 +215,7 @@ def run_floor(options: argparse.Namespace) -> dict:
         result = function(*arguments)
         return time.perf_counter() - started, result
 
-    # A second of work to wake the processor, and the engine once to load what it loads lazily.
+    # A second of work to wake the processor, and one call to trigger lazy imports.
     text = (options.folder / "tokenizer/tokenizer.json").read_text()
     template = compile_template((options.folder / "tokenizer/chat_template.jinja").read_text())
     names = {"tools": None, "eos_token": "<|im_end|>"}
@@ -238,7 +240,7 @@ def run_floor(options: argparse.Namespace) -> dict:
 
 
 def show(report: dict) -> None:
-    """Print what was measured, side by side."""
+    """Print the figures."""
     size, rows, processes = report["bytes"] / 1e6, report["rows"], report["processes"]
     machine = shared.machine_line(shared.head()["machine"])
     print(f"{rows:,} chats, {size:.0f} MB, {processes} processes, {machine}")
@@ -247,7 +249,7 @@ def show(report: dict) -> None:
         middle = statistics.median(seconds)
         print(
             f"{name:<22}{shared.spread(seconds, '.2f')} s {rows / middle:12,.0f} rows/s; "
-            f"beside TRL {shared.beside(seconds, report['seconds']['trl'])}"
+            f"against TRL {shared.compare_speed(seconds, report['seconds']['trl'])}"
         )
     floor = sum(report["floor"].values())
     parts = ", ".join(f"{name} {value:.2f} s" for name, value in report["floor"].items())

@@ -1,4 +1,4 @@
-"""What the benches share: a command line, a recipe, a tokenizer, processes to measure in."""
+"""Shared by the benches: a command line, a recipe, a tokenizer, processes to measure in."""
 
 import argparse
 import json
@@ -17,12 +17,12 @@ import pyarrow as pa
 import tomli_w
 
 from plugsft.base.types import Ints, Shard
-from plugsft.lab.bench import timing as measured
+from plugsft.lab.bench import timing
 from plugsft.lab.bench.timing import head, machine_line, spread, times_as_fast
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
-# What `plugsft bench` measures with.
+# From `plugsft bench`.
 __all__ = ["head", "machine_line", "spread", "times_as_fast"]
 
 T = TypeVar("T")
@@ -31,56 +31,56 @@ VOCAB = 32_000
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
-    """Return a command line that tells the first line of a docstring and takes --json."""
+    """Return a command line with the first line of a docstring as its help, and --json."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="writes what was measured")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
     return parser
 
 
-def keep(report: Mapping[str, Any], path: Path | None) -> None:
-    """Write what was measured, with the machine and versions, if --json says where."""
+def write_report(report: Mapping[str, Any], path: Path | None) -> None:
+    """Write the figures, with machine and versions, to the file of --json."""
     if path:
-        path.write_text(measured.as_json({**head("trl"), **report}))
+        path.write_text(timing.as_json({**head("trl"), **report}))
 
 
 def tables(output: Path, source: Path, **changes: dict) -> dict[str, Any]:
-    """Return a recipe's tables, with changes to them."""
-    made = {
+    """Return a recipe's tables with changes."""
+    defaults = {
         "output": str(output),
         "model": {"scratch": {"context": MAX_LENGTH}},
         "data": {"source": str(source), "max_length": MAX_LENGTH},
         "train": {"batch_size": 8, "learning_rate": 1e-5},
     }
-    return made | {name: made.get(name, {}) | change for name, change in changes.items()}
+    return defaults | {name: defaults.get(name, {}) | change for name, change in changes.items()}
 
 
 def write_recipe(path: Path, *parts: Path, **changes: dict) -> Path:
-    """Write a recipe of such tables."""
+    """Write a recipe with these tables."""
     path.write_text(tomli_w.dumps(tables(*parts, **changes)))
     return path
 
 
 def train_tokenizer(folder: Path, source: Path, vocab: int) -> None:
-    """Make folder/tokenizer from a source, as a recipe from scratch does."""
-    with tempfile.TemporaryDirectory(dir=folder) as made:
+    """Train folder/tokenizer on a source, as a recipe from scratch does."""
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         recipe = write_recipe(
-            Path(made, "recipe.toml"),
-            Path(made, "run"),
+            Path(temporary, "recipe.toml"),
+            Path(temporary, "run"),
             source,
             model={"scratch": {"context": MAX_LENGTH, "vocab": vocab}},
             plugins={"fast_tokenizer": {}},
         )
         run(sys.executable, "-m", "plugsft", "prepare", recipe)
-        next(Path(made).glob("run/scratch/tokenizer-*")).rename(folder / "tokenizer")
+        next(Path(temporary).glob("run/scratch/tokenizer-*")).rename(folder / "tokenizer")
 
 
-def alone(*words: object, **environment: str) -> Any:
-    """Run Python in a process of its own; return what the last line that it prints says."""
+def run_python(*words: object, **environment: str) -> Any:
+    """Run Python in a fresh process; return its last line of output, parsed as JSON."""
     return json.loads(run(sys.executable, *words, **environment).splitlines()[-1])
 
 
 def run(*words: object, **environment: str) -> str:
-    """Run a command, and return what it prints; where it fails, end with what it says."""
+    """Run a command and return its output; exit with its error if it fails."""
     command = [*map(str, words)]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, check=False
@@ -90,10 +90,10 @@ def run(*words: object, **environment: str) -> str:
     return done.stdout
 
 
-def in_turn(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-    """Run each contender once a round, in an order of its own; return what each gave."""
-    made = list(measured.in_rounds(rounds, contenders))
-    return {name: [one[name] for one in made] for name in contenders}
+def collect_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+    """Run each contender once a round, in random order; return the results of each."""
+    results = list(timing.in_rounds(rounds, contenders))
+    return {name: [result[name] for result in results] for name in contenders}
 
 
 def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list[float]]:
@@ -104,12 +104,12 @@ def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list
         contender()
         return time.perf_counter() - started
 
-    return in_turn(rounds, {name: partial(timed, one) for name, one in contenders.items()})
+    return collect_rounds(rounds, {name: partial(timed, each) for name, each in contenders.items()})
 
 
-def beside(one: Sequence[float], other: Sequence[float]) -> str:
-    """Say how many times as fast one was as another, of the seconds that each took in a round."""
-    return measured.times_as_fast(one, other).phrase
+def compare_speed(seconds: Sequence[float], others: Sequence[float]) -> str:
+    """Describe the speed relative to another contender, from the seconds of each round."""
+    return timing.times_as_fast(seconds, others).phrase
 
 
 def draw_lengths(count: int, mean: float, sigma: float, least: int, most: int) -> Ints:
@@ -119,13 +119,13 @@ def draw_lengths(count: int, mean: float, sigma: float, least: int, most: int) -
 
 
 def write_tokens(folder: Path, lengths: Ints, shards: int) -> Tokens:
-    """Write prepared examples of random tokens; of each the second half is trained."""
+    """Write prepared examples of random tokens; the second half of each is trained."""
     folder.mkdir()
     dice, written = np.random.default_rng(0), []
     for number, rows in enumerate(np.array_split(np.arange(len(lengths)), shards)):
         counts = lengths[rows]
         ids = dice.integers(0, VOCAB, counts.sum(), np.int32)
-        mask = places_of(counts) >= np.repeat(counts // 2, counts)
+        mask = positions_of(counts) >= np.repeat(counts // 2, counts)
         shard = Shard(f"data-{number:05}.arrow", len(rows))
         write_shard(folder / shard.file, Examples(ids, mask, counts, np.ones_like(rows), rows))
         written.append(shard)
@@ -134,14 +134,14 @@ def write_tokens(folder: Path, lengths: Ints, shards: int) -> Tokens:
     return Tokens(folder)
 
 
-def places_of(counts: Ints) -> Ints:
-    """Return each token's place in its document."""
-    places: Ints = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return places
+def positions_of(counts: Ints) -> Ints:
+    """Return each token's position in its document."""
+    positions: Ints = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return positions
 
 
 def trl_table(tokens: Tokens) -> pa.Table:
-    """Return tokens in the form that TRL prepares: all ids, and labels of -100 in between."""
+    """Return tokens as TRL prepares them: ids, and labels with -100 for untrained tokens."""
     ids, mask = tokens.gather(np.arange(len(tokens)))
     offsets = np.append(0, np.cumsum(tokens.lengths))
     labels = np.where(mask, ids.astype(np.int64), -100)

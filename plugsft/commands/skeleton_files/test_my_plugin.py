@@ -1,9 +1,9 @@
-"""What my_plugin promises, checked in real runs on a tiny model."""
+"""Check my_plugin in real runs on a tiny model."""
 
 from plugsft import testing
 
 
-def test_it_changes_nothing_that_is_learned() -> None:
+def test_it_keeps_gradients() -> None:
     testing.keeps_gradients("my_plugin", {"longer_than": 16})
 
 
