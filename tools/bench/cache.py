@@ -2,8 +2,9 @@
 
     .venv/bin/python tools/bench/cache.py [--rows 10000,1000000] [--rounds 5] [--json FILE]
 
-Each measurement is a fresh process; imports happen before the clock starts. It reads the recipe, finds the tokens by their key, plans the first epoch and collates the first batch.
-Prints medians with their spread; cold is the same with the entry missing.
+Each measurement is a fresh process; imports happen before the clock starts. It reads the recipe,
+finds the tokens by their key, plans the first epoch and collates the first batch. Prints medians
+with their spread; cold is the same with the entry missing.
 """
 
 import argparse
