@@ -121,4 +121,4 @@ def test_preferences_are_measured_beside_trl(tmp_path):
     [found] = json.loads(result.read_text())["rounds"]
     assert found["found"]["places"] < found["shared"]["places"] < found["trl"]["places"]
     assert found["shared+kept"]["pass"] > 0 < found["trl kept"]["pass"]
-    assert all(one["step"] > 0 for one in found.values()) and "x TRL's best" in done.stdout
+    assert all(one["step"] > 0 for one in found.values()) and "against TRL's best" in done.stdout
