@@ -55,6 +55,6 @@ class AsyncCollate:
             return None
         ahead = f"{self.depth} step{'s' * (self.depth > 1)} ahead"
         return (
-            f"up to {ahead}: the batches of {self.steps:,} steps took {self.built:.2f} s to build, "
-            f"of which the loop waited {self.waited:.2f} s"
+            f"up to {ahead}: the batches of {self.steps:,} steps took {self.built:.2f} s to build; "
+            f"the loop waited {self.waited:.2f} s"
         )

@@ -62,7 +62,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         )
     if (fsdp or deepspeed) and cpu and torch.cuda.is_available():
         raise LaunchError(
-            'device = "cpu" beside GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
+            'device = "cpu" on a machine with GPUs is for DDP; hide them: CUDA_VISIBLE_DEVICES=""'
         )
     _ensure_no_accumulation()
     if fsdp and os.environ.get("FSDP_VERSION") != "2":
