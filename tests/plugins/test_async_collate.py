@@ -316,7 +316,7 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
     assert spied == "0 threads, 0 windows"
     # 12 steps, and three evaluations of two windows.
     assert re.fullmatch(
-        r"up to 2 steps ahead: the batches of 18 steps took \d+\.\d\d s to build, of which "
+        r"up to 2 steps ahead: the batches of 18 steps took \d+\.\d\d s to build; "
         r"the loop waited \d+\.\d\d s",
         verdict,
     )
