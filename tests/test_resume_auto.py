@@ -107,7 +107,7 @@ def test_what_was_lost_is_never_started_over_in_silence(finished, tmp_path):
     assert done.returncode == 0 and "going on after step 2" in done.stdout, done.stderr
     for run, says in (
         (every, "damaged"),
-        (gone, "reached step 3, and its checkpoints are gone"),
+        (gone, "reached step 3, and its checkpoints are missing"),
         (bare, "step-000003/rank-00000-000.safetensors"),
     ):
         done = ended(run)

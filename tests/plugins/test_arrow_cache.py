@@ -300,7 +300,9 @@ def test_a_killed_build_is_gone_on_from(noted, home):
     second = run_plugsft("prepare", recipe)
     assert second.returncode == 0, second.stderr
     assert f"data: continuing after {done} of 8 slices" in second.stdout
-    assert builders(note).count(str(first.pid)) == done + 1 and len(builders(note)) == 9
+    # The kill comes in the middle of a slice, or just before it begins.
+    cut_short = builders(note).count(str(first.pid)) - done
+    assert cut_short in (0, 1) and len(builders(note)) == 8 + cut_short
     (entry,) = home.iterdir()
     assert damage(entry) is None and len(Tokens(entry)) == 32
 
