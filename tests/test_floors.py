@@ -60,7 +60,7 @@ COMMANDS = _words("""
 """)
 FILE, FUNCTION = 300, 60
 # The aim is 2,500. Raised for the mends of correctness; the redesign into rooms brings it down.
-TOTAL = 7_707
+TOTAL = 7_710
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -21,6 +21,10 @@ MAX_BYTES = 1 << 28
 """Most bytes of a settings file."""
 
 
+class NestedTooDeep(ValueError):
+    """The levels of a value are more than plugsft parses."""
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON; raise ValueError if it is invalid or nested too deeply."""
     try:
@@ -30,7 +34,7 @@ def parse_json(text: str | bytes) -> Any:
         try:
             value = json.loads(text)
         except RecursionError:
-            raise ValueError(f"nested deeper than {DEPTH} levels") from None
+            raise NestedTooDeep(f"nested deeper than {DEPTH} levels") from None
         return check_depth(value, DEPTH)
 
 
@@ -39,7 +43,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         tables = tomllib.loads(text)
     except RecursionError:
-        raise ValueError(f"nested deeper than {TABLES} levels") from None
+        raise NestedTooDeep(f"nested deeper than {TABLES} levels") from None
     check_depth(tables, TABLES)
     return tables
 
@@ -50,7 +54,7 @@ def check_depth(value: Any, most: int) -> Any:
     while level := [child for container in level for child in _containers(container)]:
         depth += 1
         if depth > most:
-            raise ValueError(f"nested deeper than {most} levels")
+            raise NestedTooDeep(f"nested deeper than {most} levels")
     return value
 
 

@@ -46,6 +46,10 @@ ASK, ANSWER = {"role": "user", "content": "!ask!"}, {"role": "assistant", "conte
 Text = tuple[str, list[Span]]
 
 
+class TemplateRefusal(BadRow):
+    """A row that the chat template refuses."""
+
+
 class Chat:
     """Renders conversations with a tokenizer's chat template; finds the assistant's spans."""
 
@@ -102,7 +106,7 @@ class Chat:
             except BadRow as error:
                 errors.append(error)
         # A template may refuse one variant; any other error is more informative.
-        raise min(errors, key=lambda error: "refuses" in str(error))
+        raise min(errors, key=lambda error: isinstance(error, TemplateRefusal))
 
     def is_stable(self, chat: Conversation) -> bool:
         """Return whether the text before each answer is the prompt that generation would use.
@@ -268,7 +272,7 @@ class Chat:
         try:
             return render_chat(template, messages, variables)
         except (TemplateError, *TEMPLATE_ERRORS) as error:
-            raise BadRow(f"the chat template refuses it: {_one_line(error)}") from error
+            raise TemplateRefusal(f"the chat template refuses it: {_one_line(error)}") from error
 
     def _writes_answers(self) -> bool:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.limits import parse_json
+from ..base.limits import NestedTooDeep, parse_json
 from ..base.types import Ints, Row, Rows
 
 CHUNK = 1 << 20
@@ -100,8 +100,10 @@ def why_unreadable(rows: Rows, number: int) -> str:
             parse_json(line.decode())
         except UnicodeDecodeError:
             return "not UTF-8"
-        except ValueError as error:
-            return str(error) if "nested" in str(error) else "not a JSON object"
+        except NestedTooDeep as error:
+            return str(error)
+        except ValueError:
+            return "not a JSON object"
     return "not a JSON object"
 
 
