@@ -87,7 +87,7 @@ app.add_typer(cache_app, name="cache")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; print each error in one line, and exit with its code."""
+    """Run a command; print the user's mistakes without a traceback, and exit with their code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         app(with_auto(with_command(words)), prog_name="plugsft")
@@ -139,8 +139,8 @@ def _leave(error: PlugsftError) -> None:
     if os.environ.get("PLUGSFT_DEBUG") == "1":
         traceback.print_exception(error)
     if os.environ.get("RANK", "0") != "0":
-        # Most errors occur on every rank; the main process prints them, and its end ends this
-        # process, too. Still running after a while: the error is this rank's alone.
+        # If the main process has the same error, it prints it, and the launcher ends this process.
+        # If this process still runs after the wait, only this rank failed.
         time.sleep(5)
         if isinstance(error, Stopped):
             sys.exit(error.exit_code)  # on every rank, and printed by the main process

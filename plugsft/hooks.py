@@ -249,6 +249,8 @@ class Hooks(Protocol):
     def record(self, run: dict[str, Any]) -> None:
         """Receive run.json's content, on the main process, before the first step and at the end.
 
+        The verdicts of the end are added after this hook.
+
         `run["status"]` is "running" before the first step. `run["steps"]["done"]` is the last
         finished step, which is not 0 at the start of a resumed run.
         """

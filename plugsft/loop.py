@@ -67,8 +67,8 @@ def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
 
 
 def compute_loss(run: OpenRun, micro_batch: Batch, denominator: int) -> Tensor:
-    """Return the loss of a micro-batch: the sum over its targets, divided."""
-    hooks = run.hooks
+    """Return a micro-batch's loss: its sum over targets, divided by the global batch's targets."""
+    hooks = run.hooks  # without plugins, model/defaults.py answers
     return hooks.step(model=run.model, batch=micro_batch, total=denominator, score=hooks.score)
 
 
@@ -95,7 +95,10 @@ def clip_gradients(run: OpenRun) -> float:
 
 
 def ensure_finite(batch: GlobalBatch, loss: float, grad_norm: float) -> None:
-    """Stop before a broken gradient reaches the weights."""
+    """Refuse a loss or norm that is not finite, before it is saved.
+
+    The weights have not changed yet, but for DeepSpeed, which steps at the end of the backward.
+    """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise TrainError(
             f"step {batch.step}: loss {loss}, gradient norm {grad_norm}. Nothing of this step is "
@@ -124,7 +127,7 @@ def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> di
 
 
 def log_metrics(run: OpenRun, step: int, metrics: dict[str, Any]) -> None:
-    """Log metrics; a plugin's error there ends all ranks after the next checkpoint."""
+    """Log metrics; an error there ends all ranks after the next step, with a checkpoint."""
     if run.accelerator.is_main_process:
         with run.stop.defer_error():
             run.hooks.log(step=step, metrics=metrics)

@@ -33,7 +33,7 @@ from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory_in_loading
 from .ranks.precision import describe_dtypes, dtypes_of
 from .ranks.prelude import RunPrelude
-from .ranks.same_inputs import CURE, model_facts, recipe_facts
+from .ranks.same_inputs import SAME_INPUTS, model_facts, recipe_facts
 from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model
 from .ranks.signals import Stop
 from .ranks.train_state import train_state_of
@@ -49,6 +49,9 @@ def open(
     run = OpenRun(recipe, active, machine)
     run.checkpoints.restore(checkpoints)
     describe(run)
+    with agreed(run.accelerator, "beginning the record"):
+        steps = {"total": run.plan.steps, "per_epoch": run.plan.per_epoch}
+        run.record.open(steps, run.checkpoints.saved)
     return run
 
 
@@ -70,7 +73,7 @@ class OpenRun:
 
         self.accelerator = connect(recipe, machine)
         facts = recipe_facts(recipe) | active.facts() | data.facts()
-        ensure_alike(self.accelerator, facts, CURE)
+        ensure_alike(self.accelerator, facts, SAME_INPUTS)
         self.load = make_load(recipe.model, scratch, empty=is_sharded(self.accelerator))
         self.model, self.optimizer = self._load_model()
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
@@ -105,7 +108,7 @@ class OpenRun:
         return step == self.plan.steps or self.checkpoints.due(step)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients over ranks when the strategy requires it, or after the last."""
+        """Reduce gradients over ranks in the last backward of a step, or in each if sharded."""
         whole = self.recipe.train.keep_whole_gradients
         return gradient_sync(self.accelerator, self.model, last, whole)
 
@@ -128,7 +131,7 @@ class OpenRun:
                 ensure_saveable(model)
                 model.train()
                 facts = model_facts(model, self.load)
-            ensure_alike(accelerator, facts, CURE)
+            ensure_alike(accelerator, facts, SAME_INPUTS)
             return shard_model(accelerator, self.load, model, make_optimizer)
 
     def _plan_steps(self) -> tuple[Plan, Schedule]:
@@ -137,7 +140,7 @@ class OpenRun:
             plan = Plan(self.tokens, self.recipe, self.accelerator.num_processes, self.hooks)
             schedule = Schedule(self.recipe.train, self.optimizer, plan.steps)
             facts = plan.facts()
-        ensure_alike(self.accelerator, facts, CURE)
+        ensure_alike(self.accelerator, facts, SAME_INPUTS)
         return plan, schedule
 
 
@@ -159,7 +162,7 @@ def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:
 
 
 def describe(run: OpenRun) -> None:
-    """Print and record the model, data, plan and plugins; begin the record."""
+    """Print the model, data, plan and plugins, and put them into the record."""
     recipe, record, plan = run.recipe, run.record, run.plan
     ranks, strategy = run.accelerator.num_processes, strategy_name(run.accelerator)
     dtypes = dtypes_of(run.accelerator, run.state)
@@ -189,12 +192,10 @@ def describe(run: OpenRun) -> None:
         say(f"plugin {plugin['name']}: {plugin['verdict']}")
     saved = run.checkpoints.saved
     say(
-        f"steps: {plan.steps} of {plan.examples_in_a_step}, {plan.per_epoch} an epoch"
+        f"steps: {plan.steps} of {plan.describe_step()}, {plan.per_epoch} an epoch"
         + (f"; going on after step {saved}" if saved else "")
     )
     say(f"checkpoints: {recipe.checkpoint.describe(plan.steps)}")
-    with agreed(run.accelerator, "beginning the record"):
-        record.open({"total": plan.steps, "per_epoch": plan.per_epoch}, saved)
 
 
 def describe_model(run: OpenRun) -> dict[str, Any]:

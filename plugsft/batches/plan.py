@@ -57,10 +57,13 @@ class Plan:
         self.per_epoch = len(self._epoch(0))
         if not self.per_epoch:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
-        self.examples_in_a_step = f"{recipe.train.batch_size} examples"
-        if self.per_epoch != -(-self._examples // recipe.train.batch_size):
-            self.examples_in_a_step = f"{self._examples / self.per_epoch:,.1f} examples on average"
         self.steps = recipe.train.steps or recipe.train.epochs * self.per_epoch
+
+    def describe_step(self) -> str:
+        """Describe the size of a step: "16 examples"."""
+        if self.per_epoch == -(-self._examples // self._train.batch_size):
+            return f"{self._train.batch_size} examples"
+        return f"{self._examples / self.per_epoch:,.1f} examples on average"
 
     @classmethod
     def once_through(cls, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks) -> Self:

@@ -36,7 +36,7 @@ def train(
 
     loaded, active = load(recipe, overrides or [], without or [])
     ensure_inputs(loaded, recipe)
-    # A mistake in the recipe is reported before anything heavy is imported.
+    # Mistakes in keys, values, options and paths are reported before torch is imported.
     from .. import loop, run
     from ..base.machine import look
     from .runs.start import Resume, output_folder

@@ -45,7 +45,7 @@ measured rounding is allowed."""
 GAINS = (1.5, 0.5)
 """Weight scales of the small copy; the second is for families that amplify rounding too much."""
 REFUSED = "this model cannot be trained on packed rows"
-CURE = "remove [plugins.bfd_packing]; [plugins.length_group] lowers the padding of separate rows"
+UNPACK = "remove [plugins.bfd_packing]; [plugins.length_group] lowers the padding of separate rows"
 OWN_CODE = "it computes attention in its own code, which ignores document boundaries"
 
 
@@ -64,7 +64,7 @@ def refuse_own_attention() -> Iterator[None]:
         # Such a model looks up the name in its own table of attention functions.
         if repr(error.__cause__) != repr(KeyError(ATTENTION)):
             raise
-        raise RecipeError(f"{REFUSED}: {OWN_CODE}; {CURE}") from error
+        raise RecipeError(f"{REFUSED}: {OWN_CODE}; {UNPACK}") from error
 
 
 def prove_on_small_copy(model: Any, document: int, row: int) -> str:
@@ -79,7 +79,7 @@ def prove_on_small_copy(model: Any, document: int, row: int) -> str:
         raise RecipeError(
             f"{REFUSED} of {row:,} tokens: {_named(reached)} cannot be proved to count per "
             f"document, because no small copy of the model can be built ({facts['unbuilt']}); "
-            f"set capacity below {min(reached.values()):,}, or {CURE}"
+            f"set capacity below {min(reached.values()):,}, or {UNPACK}"
         )
     if facts["unbuilt"]:
         return f"not proved on a small copy, which cannot be built ({facts['unbuilt']})"
@@ -87,10 +87,10 @@ def prove_on_small_copy(model: Any, document: int, row: int) -> str:
     if problem and reached and not find_problem(cached_probe(causal, NO_LIMIT_REACHED)):
         raise RecipeError(
             f"{REFUSED} of {row:,} tokens: {_named(reached)} does not count per "
-            f"document ({problem}); set capacity below {min(reached.values()):,}, or {CURE}"
+            f"document ({problem}); set capacity below {min(reached.values()):,}, or {UNPACK}"
         )
     if problem:
-        raise RecipeError(f"{REFUSED}: {problem}; {CURE}")
+        raise RecipeError(f"{REFUSED}: {problem}; {UNPACK}")
     beyond = f", beyond its {' and '.join(sorted(reached))}" if reached else ""
     return f"proved on a small copy in float32{beyond} (a change moves {_moves(facts['leak'])})"
 
@@ -220,14 +220,14 @@ def prove_on_model(model: Module, exact: bool) -> str:
         again = (_logits(model, texts, device) - packed).abs()
         alone = (_logits(model, texts[-1:], device) - packed[-SHORT[-1] :]).abs()
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise RecipeError(f"{REFUSED}: its code fails on them ({error}); {CURE}") from error
+        raise RecipeError(f"{REFUSED}: its code fails on them ({error}); {UNPACK}") from error
     finally:
         model.train(training)
     own_change = float(change[: SHORT[0]].max())
     if not own_change > 0:
         raise RecipeError(
             f"{REFUSED}: its logits do not depend on its tokens, or are NaN, so nothing can be "
-            f"proved; {CURE}"
+            f"proved; {UNPACK}"
         )
     leak, difference = (float(part.max()) / own_change for part in (change[SHORT[0] :], alone))
     # Some kernels are not deterministic in the last bits.
@@ -236,12 +236,13 @@ def prove_on_model(model: Module, exact: bool) -> str:
         raise RecipeError(
             f"{REFUSED}: changing one document moves the logits of others by {leak:.1e} of its "
             "own change. Its layers carry a state from token to token (linear attention, a state "
-            f"space, a convolution), or its attention ignores document boundaries; {CURE}"
+            f"space, a convolution), or its attention ignores document boundaries; {UNPACK}"
         )
     if not difference <= ALONE[exact]:
         raise RecipeError(
             f"{REFUSED}: a document's logits after others differ from those alone (by "
-            f"{difference:.1e} of the effect of other tokens): its positions do not restart; {CURE}"
+            f"{difference:.1e} of the effect of other tokens): its positions do not restart; "
+            f"{UNPACK}"
         )
     return f"documents proved apart (a change moves {_moves(leak)})"
 

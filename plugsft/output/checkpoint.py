@@ -14,7 +14,7 @@ from ..base.errors import CheckpointError
 from ..base.limits import read_json_object
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
-from ..ranks.optimizer_state import CURE
+from ..ranks.optimizer_state import RESUME_ALIKE
 from ..ranks.shard_files import ShardReader, write_shards
 from ..ranks.train_state import TrainState
 from ..recipe.parse import anchored, default_of, flatten
@@ -166,7 +166,7 @@ def read_description(
     if then != now:
         raise CheckpointError(
             f"{path}: each of {then['ranks']} ranks had an optimizer state of its own, which "
-            f"cannot be divided among {now['ranks']} exactly: {CURE}"
+            f"cannot be divided among {now['ranks']} exactly: {RESUME_ALIKE}"
         )
     return _read_json(path / rank_file(state.rank)), True, True
 

@@ -146,6 +146,7 @@ class Record:
         if self._metrics is not None:
             self.write()  # before the plugins, which may hang or be killed
             self._active.hooks.record(run=self.run)
+        # After the hook, in which a plugin may still compute its verdict.
         before, now = self.run.get("plugins", []), self.plugins()
         for plugin in (plugin for plugin in now if plugin not in before):
             say(f"plugin {plugin['name']}: {plugin['verdict']}")

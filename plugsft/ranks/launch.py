@@ -1,4 +1,4 @@
-"""Starts the process group, and compares it with the launcher's settings."""
+"""Starts the process group, checks the launcher's settings, and synchronizes gradients."""
 
 import importlib
 import os
@@ -27,7 +27,7 @@ from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_fl
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-CURE = (
+CHECK_LAUNCHER = (
     "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
     "the visible devices"
 )
@@ -49,7 +49,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     # With GPUs, accelerate starts as many as asked, and the address may be left over.
     if started_too_few() and not torch.cuda.is_available():
         raise LaunchError(
-            f"accelerate launch was asked for several processes and started one. {CURE}"
+            f"accelerate launch was asked for several processes and started one. {CHECK_LAUNCHER}"
         )
     wait_for_ranks(machine)
     cpu = on_cpu(recipe)
@@ -58,7 +58,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     if (fsdp or deepspeed) and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
             "FSDP or DeepSpeed is asked for by the environment, but no launcher started this "
-            f"process as a rank; use accelerate launch. {CURE}"
+            f"process as a rank; use accelerate launch. {CHECK_LAUNCHER}"
         )
     if (fsdp or deepspeed) and cpu and torch.cuda.is_available():
         raise LaunchError(
@@ -87,7 +87,7 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
         raise LaunchError(
             f"the launcher asked for {machine.world_size} ranks of "
             f"{next((name for name, on in wanted.items() if on), 'DDP')}, and what came up is "
-            f"{accelerator.num_processes} of {kind.value}. {CURE}"
+            f"{accelerator.num_processes} of {kind.value}. {CHECK_LAUNCHER}"
         )
     _ensure_effective(accelerator, recipe)
     if machine.world_size > 1:

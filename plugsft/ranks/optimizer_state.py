@@ -32,7 +32,7 @@ STATE_DICT_KEYS = ("state", "param_groups")
 MAX_JSON_NUMBERS = 4096
 """Numbers of the largest tensor of a parameter group that is stored in the JSON."""
 PLACEMENTS = {"rows": Shard(0), "alike": Replicate()}
-CURE = "resume with the launcher and the number of ranks that wrote it"
+RESUME_ALIKE = "resume with the launcher and the number of ranks that wrote it"
 
 
 @dataclass
@@ -234,7 +234,7 @@ class Restorer:
         if not (kind == "weight" or self.same_sharding or fits):
             raise CheckpointError(
                 f"{self.reader.folder}: the optimizer's {where} has another shape than its weight "
-                f"and cannot be resharded exactly: {CURE}"
+                f"and cannot be resharded exactly: {RESUME_ALIKE}"
             )
 
 

@@ -17,7 +17,7 @@ from ..model.weight_files import find_weight_files
 from ..recipe.parse import flatten
 from ..recipe.tables import Recipe
 
-CURE = (
+SAME_INPUTS = (
     "All machines must have the same recipe, plugins, data and model; check that each path has the "
     "same files on all of them"
 )

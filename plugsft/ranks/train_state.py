@@ -17,7 +17,7 @@ from ..base.console import say
 from ..base.errors import CheckpointError
 from ..model.tensor_shards import TensorShard, shard_of
 from .optimizer_state import (
-    CURE,
+    RESUME_ALIKE,
     STATES,
     Describer,
     Restorer,
@@ -298,7 +298,7 @@ class ZeroTrainState(TrainState):
             if json.dumps(groups.setdefault(number, counts)) != json.dumps(counts):
                 raise CheckpointError(
                     f"{restorer.reader.folder}: the optimizer's state of {name} differs from that "
-                    f"of other weights, and under ZeRO-3 they share it; {CURE}"
+                    f"of other weights, and under ZeRO-3 they share it; {RESUME_ALIKE}"
                 )
             if number not in seen:
                 seen.add(number)

@@ -247,7 +247,7 @@ class Train(Table):
     learning_rate: float = Field(ge=0, allow_inf_nan=False)
     """Peak learning rate."""
     micro_batch: Count = 1
-    """Examples per micro-batch of a rank; affects memory and speed, not results."""
+    """Examples per micro-batch of a rank; affects memory and speed, results only by rounding."""
     epochs: Count = 1
     """Passes over the data."""
     steps: Count | None = None

@@ -40,7 +40,7 @@ class Resume:
     """Resume from the latest checkpoint, or start if there is none."""
     path: Path | None = None
     overwrite: bool = False
-    """Remove the results of an earlier run."""
+    """Remove the results of an earlier run, once this one has loaded (Record.open)."""
 
     def __post_init__(self) -> None:
         if (self.latest or self.path or self.auto) and self.overwrite:
