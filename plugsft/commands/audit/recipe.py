@@ -137,7 +137,11 @@ def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ra
             "train.learning_rate; lower train.warmup",
         )
     if train.batch_size > examples:
-        findings.warn("steps", f"train.batch_size = {train.batch_size} exceeds an epoch's examples")
+        findings.warn(
+            "steps",
+            f"train.batch_size = {train.batch_size} exceeds an epoch's examples, so that each step "
+            "trains on fewer; lower it, or add data",
+        )
     return steps
 
 

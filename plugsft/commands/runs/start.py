@@ -105,8 +105,8 @@ def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | 
         checkpoints = [*reversed(list_checkpoints(folder))]
         if not checkpoints:
             raise CheckpointError(
-                f"--resume: there is no checkpoint in {folder}; start again, with --overwrite in "
-                "place of --resume (checkpoint.every says how often one is written)"
+                f"--resume: there is no checkpoint in {folder}; start without --resume (with "
+                "--overwrite if the output holds results), or use --resume auto"
             )
     else:
         return []
