@@ -316,7 +316,7 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
         try:
             yield
         except ZeroDivisionError:
-            return "mended"
+            return "replaced"
     """
 
     class Core:
@@ -325,7 +325,7 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
             return 1 / 0
 
     active = resolve(company(one=wrapping(body)))[1].attach(Core())
-    assert active.hooks.tokenize(slices=[], work=None) == "mended"
+    assert active.hooks.tokenize(slices=[], work=None) == "replaced"
     active = resolve(company(two=wrapping("return (yield)")))[1].attach(Core())
     with pytest.raises(ZeroDivisionError):
         active.hooks.tokenize(slices=[], work=None)

@@ -10,8 +10,8 @@ from .meta_model import Weights
 from .trace import HEAD, LAYERS, Trace
 
 MIB = 2**20
-LIBRARIES, GROUP = 48 * MIB, 32 * MIB
-"""On a host: code, threads and tables that the first steps add; and a process group."""
+LIBRARIES, GROUP = 24 * MIB, 32 * MIB
+"""On a host: code, threads and tables that the first steps add, as measured; a process group."""
 WORKSPACE = 64 * MIB
 """Workspace of a GPU's matrix library."""
 REDUCED = 4
