@@ -347,8 +347,12 @@ def sweep_and_tune(folder):
                 swept[probe.setting] = probe.speed
                 if not probe.speed:
                     break
-    sweep = time.perf_counter() - started
-    share, of_best = took / sweep, swept[best] / max(swept.values())
+        sweep = time.perf_counter() - started
+        # The best of so many single measurements is partly luck: measure both again, in turn.
+        fastest = max(swept, key=swept.get)
+        rounds = [[tuning.probe(made, rival).speed for rival in (best, fastest)] for _ in range(3)]
+    chosen_speed, fastest_speed = (max(speeds) for speeds in zip(*rounds, strict=True))
+    share, of_best = took / sweep, chosen_speed / fastest_speed
     print(f"{len(swept)} settings swept in {sweep:.0f} s; tuned in {took:.0f} s, {share:.2f} of it")
-    print(f"chosen {best}: {of_best:.3f} of the best, {max(swept, key=swept.get)}")
+    print(f"chosen {best}: {of_best:.3f} of the sweep's fastest, {fastest}, over {rounds}")
     assert share <= 1 / 3 and of_best >= 0.95
