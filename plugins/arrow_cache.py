@@ -26,6 +26,7 @@ from plugsft import (
     hookimpl,
     once,
     plugin,
+    reason_of,
     say,
     state,
 )
@@ -135,7 +136,7 @@ class ArrowCache:
             stored_key = read(entry, False).facts["key_parts"]
             built = json.loads((entry / BUILT).read_text()) if self.refresh else {}
         except (DataError, LookupError, OSError, ValueError) as error:
-            return str(error)
+            return reason_of(error)
         if stored_key != json.loads(json.dumps(key)):
             return "it was built for another key"
         return "refresh = true" if self.refresh and built["launch"] != launch_id() else None

@@ -16,6 +16,7 @@ from .base.errors import (
     PlugsftError,
     RecipeError,
     TrainError,
+    reason_of,
 )
 from .base.machine import Machine, look
 from .base.types import (
@@ -87,6 +88,7 @@ __all__ = [
     "once",
     "plugin",
     "progress",
+    "reason_of",
     "say",
     "state",
 ]

@@ -14,7 +14,7 @@ import typer
 
 from . import __version__
 from .base.console import print_error, say
-from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
+from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean, reason_of
 from .commands import (
     bench,
     cache,
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # An error with notes comes from a plugin or names rows, and needs its traceback.
         if error.errno not in REFUSED or hasattr(error, "__notes__"):
             raise
-        refused = PlugsftError(f"{error.filename or 'disk'}: {error.strerror}")
+        refused = PlugsftError(f"{error.filename or 'disk'}: {reason_of(error)}")
         refused.__cause__ = error
         _leave(refused)
 

@@ -157,4 +157,4 @@ def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", str(tiny())])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: /secret: Permission denied\n"
+    assert capsys.readouterr().err == "error: /secret: permission denied\n"

@@ -133,7 +133,7 @@ def test_a_fault_on_one_rank_ends_both_with_its_reason(tiny, tmp_path, monkeypat
     )
     ended, seconds = ends(start_ranks(2, recipe))
     failed, other = ended[rank], ended[1 - rank]
-    said = "File too large" if place == "write" else f"boom in {place}"
+    said = "file too large" if place == "write" else f"boom in {place}"
     assert failed.returncode and other.returncode, (failed.stderr, other.stderr)
     assert seconds < SECONDS
     assert said in failed.stderr

@@ -10,7 +10,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from plugsft import DataError, Ints
+from plugsft import DataError, Ints, reason_of
 from plugsft.kit.tokens import Tokens
 
 SCHEMA = pa.schema(
@@ -39,7 +39,8 @@ class LogProbs:
                 raise ValueError("some pairs are missing")
         except (OSError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
             raise DataError(
-                f"{folder}: damaged: {error}. Remove the folder; the next run computes it again"
+                f"{folder}: damaged: {reason_of(error)}. Remove the folder; the next run "
+                "computes it again"
             ) from error
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from plugsft import say
+from plugsft import reason_of, say
 from plugsft.kit.model import peak_flops
 
 from .bottlenecks import StepProfile, find_bottlenecks
@@ -42,7 +42,7 @@ def summarize(recorder: StepRecorder, run: dict[str, Any]) -> str:
     try:
         path.write_text(json.dumps(profile, indent=1) + "\n")
     except OSError as error:
-        say(f"warning: {path}: {error.strerror}")
+        say(f"warning: {path}: {reason_of(error)}")
     visible = [f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005]
     return (
         f"{mean.sum():.3g} s a step: {', '.join(visible)}; "

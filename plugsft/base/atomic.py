@@ -18,7 +18,7 @@ import psutil
 
 from .checksums import digest, file_digest
 from .console import format_size
-from .errors import DiskError, PlugsftError
+from .errors import DiskError, PlugsftError, reason_of
 from .limits import parse_json, read_text
 from .machine import free_disk
 
@@ -123,20 +123,23 @@ def writing(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, PlugsftError) or not _concerns(error, path):
             raise
-        # shutil copies several files, and raises a list of their errors.
-        several = isinstance(error, shutil.Error)
-        reason = " ".join(str(error.args[0][0][2] if several else error).split())
-        cure = "give another folder (output=...)"
-        if _error_number(error, reason) in DISK_FULL:
-            reason = f"the disk is full ({format_size(free_disk(path))} are free): {reason}"
+        number, cure = _error_number(error), "give another folder (output=...)"
+        reason = reason_of(error) if number is None else reason_of(OSError(number, ""))
+        if number in DISK_FULL:
+            reason += f" ({format_size(free_disk(path))} are free)"
             cure = f"free some, or {cure}"
+        if number in (errno.ENOTDIR, errno.EEXIST):
+            existing = next(place for place in (path, *path.parents) if place.exists())
+            reason = f"{existing} is not a folder"
         raise DiskError(f"{path}: cannot be written: {reason}", cure) from error
 
 
-def _error_number(error: Exception, reason: str) -> int | None:
+def _error_number(error: Exception) -> int | None:
     """Return the system's error number: the exception's own, or the one in a library's text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
+    # shutil copies several files, and raises a list of their errors.
+    reason = str(error.args[0][0][2] if isinstance(error, shutil.Error) else error)
     if match := ERROR_NUMBER.search(reason):
         return int(match[1])
     # torch reports a full disk only in these words.
@@ -194,7 +197,7 @@ def damage(
             if path.stat().st_size != size or (read and file_digest(path) != checksum):
                 return f"{name} is not what was written"
     except (PlugsftError, OSError, ValueError, TypeError, AttributeError) as error:
-        return f"its manifest cannot be read ({error})"
+        return f"its manifest cannot be read ({reason_of(error)})"
     return None
 
 

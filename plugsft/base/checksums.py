@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from .errors import PlugsftError
+from .errors import PlugsftError, reason_of
 
 MIN_REMEMBERED_SIZE = 1 << 22
 """Bytes of the smallest file whose checksum is cached."""
@@ -46,7 +46,7 @@ def file_digest(path: Path) -> str:
             while chunk := file.read(1 << 22):
                 checksum.update(chunk)
     except OSError as error:
-        raise PlugsftError(f"{path}: cannot be read ({error.strerror})") from error
+        raise PlugsftError(f"{path}: cannot be read ({reason_of(error)})") from error
     return checksum.hexdigest()
 
 

@@ -13,6 +13,8 @@ PlugsftError
 A message names the place, the problem and the cure.
 """
 
+import errno
+import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -82,6 +84,18 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     cause = error.__cause__ or error.__context__
     return cause is not None and out_of_memory(cause)
+
+
+REASONS = {errno.ENOSPC: "the disk is full", errno.ENOTDIR: "a folder of its path is a file"}
+"""Error number of the operating system -> plain words, where its own are not."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's reason in one line, without error number and path."""
+    if isinstance(error, OSError) and error.errno is not None:
+        text = os.strerror(error.errno)
+        return REASONS.get(error.errno, text[0].lower() + text[1:])
+    return " ".join(str(error).split())
 
 
 class Stopped(PlugsftError):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from .errors import reason_of
 from .limits import read_json_object
 
 SETTINGS = (
@@ -24,7 +25,7 @@ def explain_load_error(path: str, error: Exception) -> str:
             if file.is_file():
                 read_json_object(file)
         except (OSError, ValueError) as broken:
-            return f"{name}: {broken}. Download the file again"
+            return f"{name}: {reason_of(broken)}. Download the file again"
     first, _, rest = str(error).strip().partition("\n")
     # "Validation error for field 'x':" has its reason on the next line.
     detail = " " + rest.strip().partition("\n")[0] if first.endswith(":") else ""

@@ -17,7 +17,7 @@ from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Watch, build_folders, claim, is_claimed
 from ..base.checksums import cache_folder
 from ..base.console import format_size, out, parse_size, say
-from ..base.errors import DataError, PlugsftError
+from ..base.errors import DataError, PlugsftError, reason_of
 from ..tokens.store import Tokens
 
 NAME = re.compile("[0-9a-f]{16}")
@@ -144,7 +144,7 @@ def entries(home: Path) -> Iterator[Entry]:
             facts = facts_of(path)
             created = (path / "facts.json").stat().st_mtime
         except (DataError, OSError, ValueError) as error:
-            problem, created = problem or str(error), used
+            problem, created = problem or reason_of(error), used
         if is_published(path):
             yield Entry(path, facts, _size(path), created, used, problem)
 

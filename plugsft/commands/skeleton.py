@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from ..base.console import say
-from ..base.errors import PluginError
+from ..base.errors import PluginError, reason_of
 from ..registry.discover import find, is_core
 
 FILES = Path(__file__).with_name("skeleton_files")
@@ -37,7 +37,9 @@ def write_skeleton(name: str, folder: Path) -> None:
     except FileExistsError as error:
         raise PluginError(f"{error.filename} exists already; remove it, or set --folder") from None
     except OSError as error:
-        raise PluginError(f"{error.filename or target}: {error.strerror}; set --folder") from error
+        raise PluginError(
+            f"{error.filename or target}: {reason_of(error)}; set --folder"
+        ) from error
     say(f"written: {target}. Next:")
     for command in (f"cd {shlex.quote(str(target))}", "pip install -e '.[dev]'", "pytest"):
         say(f"  {command}")

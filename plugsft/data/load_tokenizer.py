@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from ..base.errors import RecipeError
+from ..base.errors import RecipeError, reason_of
 from ..base.load_errors import explain_load_error
 from ..base.types import Rendered, Row, Rows
 from ..recipe.tables import TRL, Model
@@ -69,7 +69,9 @@ def _read_template(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"model.chat_template: '{name}' cannot be read ({error})") from error
+        raise RecipeError(
+            f"model.chat_template: '{name}' cannot be read ({reason_of(error)})"
+        ) from error
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

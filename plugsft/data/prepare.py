@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import say
-from ..base.errors import DataError, PlugsftError, RecipeError
+from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.types import Rendered, Row, Shard
 from ..recipe.tables import Recipe, Source
 from ..registry.active import Active
@@ -143,8 +143,8 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
         stored_key = dict(tokens.facts["key_parts"])
     except (PlugsftError, OSError, ValueError, KeyError) as error:
         raise RecipeError(
-            f"data.tokens: {folder} holds no prepared tokens ({error}); set it to a folder that "
-            "`plugsft prepare` printed"
+            f"data.tokens: {folder} holds no prepared tokens ({reason_of(error)}); set it to a "
+            "folder that `plugsft prepare` printed"
         ) from error
     key = key_of(data.work, data.sources, active)
     # All encoders give the same ids.

@@ -11,7 +11,7 @@ import huggingface_hub
 import transformers
 from safetensors import safe_open
 
-from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory
+from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory, reason_of
 from ..base.load_errors import explain_load_error
 from ..recipe.tables import Model, Recipe
 
@@ -112,7 +112,7 @@ def ensure_whole_weights(model: Model) -> None:
             with safe_open(file, framework="np"):
                 pass
         except Exception as error:  # safetensors raises its own errors and the system's
-            raise RecipeError(f"model.path: {file}: cannot be read ({error})") from error
+            raise RecipeError(f"model.path: {file}: cannot be read ({reason_of(error)})") from error
 
 
 def check_ids(recipe: Recipe, largest: int) -> None:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from ..base.atomic import Stamp, damage, discard, publish, stamp, sweep, sync, writing
 from ..base.console import say
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, reason_of
 from ..base.limits import read_json_object
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
@@ -118,7 +118,7 @@ class Checkpoints:
             try:
                 left, reason = discard(old), "its files are in use or not ours"
             except OSError as error:
-                left, reason = old, error.strerror or str(error)
+                left, reason = old, reason_of(error)
             if left:
                 say(f"warning: {left} could not be removed ({reason}); it still takes disk space")
 
@@ -181,7 +181,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); name another one") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({reason_of(error)}); name another one"
+        ) from error
 
 
 def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Path | None:

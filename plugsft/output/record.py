@@ -13,7 +13,7 @@ import torch
 
 from ..base.atomic import discard, is_published, write_text, writing
 from ..base.console import say
-from ..base.errors import PlugsftError, Stopped
+from ..base.errors import PlugsftError, Stopped, reason_of
 from ..base.machine import Machine, peak_memory
 from ..base.step_folders import list_checkpoints
 from ..hooks import hookimpl
@@ -167,7 +167,7 @@ class Record:
             self.write()
             report.write(self.folder)
         except (OSError, PlugsftError) as error:
-            say(f"warning: no report: {error}")
+            say(f"warning: no report: {reason_of(error)}")
 
     def write(self) -> None:
         """Write run.json with its current content."""

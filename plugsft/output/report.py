@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..base.atomic import replace_file
+from ..base.errors import reason_of
 from ..base.limits import TABLES, check_depth, parse_json, read_text
 
 Points = list[tuple[float, float | None]]
@@ -30,7 +31,7 @@ def write(folder: Path) -> Path:
     try:
         run = read_record(folder)
     except (FileNotFoundError, TypeError, ValueError) as error:
-        run = {"name": folder.name, "warnings": [f"run.json cannot be read: {error}"]}
+        run = {"name": folder.name, "warnings": [f"run.json cannot be read: {reason_of(error)}"]}
     page, path = render(run, read_metrics(folder / "metrics.jsonl")), folder / "report.html"
     with replace_file(path) as draft:
         draft.write_text(page, "utf-8", errors="replace")

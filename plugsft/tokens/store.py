@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from ..base.errors import DataError
+from ..base.errors import DataError, reason_of
 from ..base.types import Ints
 from .shards import INDEX, SCHEMA, checksum_of, count_true, numpy_of, offsets_of, read_facts
 
@@ -213,7 +213,7 @@ class Tokens:
             if self._in_memory or os.stat(path).st_size == size:
                 return
         except OSError as error:
-            raise self._damaged(path, str(error)) from error
+            raise self._damaged(path, reason_of(error)) from error
         raise self._damaged(path, "it was truncated or rewritten while it was in use")
 
     def _open_shard(self, shard: int) -> list[RecordBatch]:
@@ -244,7 +244,7 @@ class Tokens:
             field = ".".join(map(str, first["loc"]))
             raise self._damaged(path, f"{field}: {first['msg']}") from error
         except READ_ERRORS as error:
-            raise self._damaged(path, str(error)) from error
+            raise self._damaged(path, reason_of(error)) from error
 
     def _damaged(self, path: Path, reason: str) -> DataError:
         return DataError(

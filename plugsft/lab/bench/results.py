@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import RecipeError
+from ...base.errors import RecipeError, reason_of
 from ...base.limits import read_json_object
 from ...recipe.parse import flatten
 from .contenders import ALL, BASELINE, alone, name_without
@@ -193,7 +193,7 @@ def read_report(path: Path) -> dict[str, Any]:
         report = read_json_object(path)
         Bench(report)
     except OSError as error:
-        raise RecipeError(f"--against {path}: cannot be read ({error.strerror})") from error
+        raise RecipeError(f"--against {path}: cannot be read ({reason_of(error)})") from error
     except (ValueError, LookupError, TypeError) as error:
         raise RecipeError(
             f"--against {path}: is not a bench.json of plugsft bench ({type(error).__name__})"
