@@ -146,8 +146,8 @@ def names(said, path):
     """Whether a complaint names the changed key, or what its table lacks without it."""
     shown = [key if re.fullmatch(r"[\w-]+", key) else repr(key) for key in path]
     word = re.search(rf"(?<!\w){re.escape(shown[-1])}(?!\w)", said)
-    # A table that lost one of two keys says which two.
-    return ".".join(shown) in said or word or f"{'.'.join(shown[:-1])}: give either" in said
+    # A table that lost one of two keys says which to set.
+    return ".".join(shown) in said or word or f"{'.'.join(shown[:-1])}: set " in said
 
 
 def assert_right(path, overrides, folder):

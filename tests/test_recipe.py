@@ -18,6 +18,8 @@ from plugsft.recipe.parse import explain, fields, flatten, read, resolved, valid
 from plugsft.registry.active import load
 from plugsft.registry.discover import find, load_class
 
+WHOLE = "it should be a whole number, such as 2"
+
 
 def problems(path, *overrides):
     with pytest.raises(RecipeError) as caught:
@@ -42,8 +44,19 @@ def problems(path, *overrides):
             {"train": {"batch_sise": 4}},
             "train.batch_sise: unknown key (given 4); did you mean 'batch_size'? allowed: batch",
         ),
-        ({"train": {"batch_size": "8"}}, "train.batch_size: given '8'; it should be a valid int"),
-        ({"train": {"batch_size": True}}, "train.batch_size: given True; it should be a valid int"),
+        ({"train": {"batch_size": "8"}}, f"train.batch_size: given '8'; {WHOLE}, without quotes"),
+        ({"train": {"batch_size": True}}, f"train.batch_size: given true; {WHOLE}"),
+        ({"train": {"batch_size": "a few"}}, f"train.batch_size: given 'a few'; {WHOLE}"),
+        (
+            {"train": {"learning_rate": "1e-4"}},
+            "train.learning_rate: given '1e-4'; it should be a number, such as 0.5, without quotes",
+        ),
+        (
+            {"train": {"keep_whole_gradients": "true"}},
+            "train.keep_whole_gradients: given 'true'; it should be true or false, without quotes",
+        ),
+        ({"train": {"schedule": True}}, "train.schedule: given true; allowed: 'constant', "),
+        ({"data": {"ignore": "id"}}, "data.ignore: given 'id'; it should be a list, such as [\"na"),
         ({"train": {"batch_size": 0}}, "train.batch_size: given 0; it should be greater than or"),
         ({"train": {"epochs": 2**31}}, "train.epochs: given 2147483648; it should be less than"),
         (
@@ -62,10 +75,13 @@ def problems(path, *overrides):
         ({"train": {"schedule": ["x"]}}, "train.schedule: given ['x']; allowed: 'constant', "),
         ({"train": [1]}, "train: given [1]; it should be a table"),
         ({"plugins": 3}, "plugins: given 3; it should be a table"),
-        ({"data": {"columns": {"text": 1}}}, "data.columns.text: given 1; it should be a valid st"),
+        ({"data": {"columns": {"text": 1}}}, "data.columns.text: given 1; it should be text in "),
         ({"data": {"columns": "text"}}, "data.columns: given 'text'; it should be a table"),
-        ({"data": {"sources": [{"source": "x"}]}}, "data: give either source or [[data.sources]]"),
-        ({"model": {"path": "somewhere"}}, "model: give either path (a hub name or a folder) or"),
+        (
+            {"data": {"sources": [{"source": "x"}]}},
+            "data: source and [[data.sources]] are both set; r",
+        ),
+        ({"model": {"path": "somewhere"}}, "model: path and [model.scratch] are both set; remo"),
         ({"model": {"scratch": {"hidden": 30}}}, "model.scratch: hidden (30) must be an even mul"),
         ({"model": {"scratch": {"kv_heads": 3}}}, "model.scratch: heads (2) must be a multiple of"),
         ({"output": ""}, "output: given ''; it should be a name or a path"),
@@ -90,9 +106,33 @@ def test_a_missing_key_is_named(tiny):
     path = tiny()
     path.write_text(path.read_text().replace("batch_size = 8\n", "").replace("output", "#"))
     assert problems(path) == [
-        f"{path}: output: missing; it must be set",
-        f"{path}: train.batch_size: missing; it must be set",
+        f'{path}: output: missing; set it, for instance output = "runs/first"',
+        f"{path}: train.batch_size: missing; set it, for instance batch_size = 16",
     ]
+
+
+def test_a_missing_table_is_named_with_its_first_keys(tmp_path):
+    (tmp_path / "recipe.toml").write_text("[model]\n[[data.sources]]\nsplit = 'x'\n")
+    lines = [line.partition(": ")[2] for line in problems(tmp_path / "recipe.toml")]
+    assert lines == [
+        'output: missing; set it, for instance output = "runs/first"',
+        'model: set path to a hub name or a folder, for instance path = "Qwen/Qwen3-0.6B"; or add '
+        "[model.scratch] for a small new model",
+        'data.sources.0.source: missing; set it, for instance source = "chats.jsonl"',
+        "train: missing; add [train] with batch_size = 16, learning_rate = 1e-05 "
+        "(recipes/sft.toml is an example)",
+    ]
+    (tmp_path / "recipe.toml").write_text("output = 'x'\n[data]\n")
+    model, data, _ = [line.partition(": ")[2] for line in problems(tmp_path / "recipe.toml")]
+    assert model.startswith('model: missing; add [model] with path = "Qwen/Qwen3-0.6B" (recipes/')
+    assert data.startswith("data: set source to a file, a folder or a hub name, for instance sour")
+
+
+def test_a_data_file_is_no_recipe(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("{}")
+    (line,) = problems(tmp_path / "chats.jsonl")
+    assert line.startswith(f"{tmp_path / 'chats.jsonl'}: is data, not a recipe; copy a recipe (a ")
+    assert f'set data.source = "{tmp_path / "chats.jsonl"}" in the copy' in line
 
 
 def test_all_mistakes_of_a_file_come_at_once_the_plugins_among_them(tiny, tmp_path, monkeypatch):
@@ -128,7 +168,7 @@ def test_nested_tables_in_a_list_are_named_by_number(tiny):
     for bad, expected in [
         ("-1", "greater than 0"),
         ("inf", "less than or equal"),
-        ("'1'", "valid"),
+        ("'1'", "a number, such as 0.5, without quotes"),
     ]:
         path.write_text(path.read_text().replace("wait = 2", f"weight = {bad}"))
         (line,) = problems(path)
@@ -136,16 +176,24 @@ def test_nested_tables_in_a_list_are_named_by_number(tiny):
         path.write_text(path.read_text().replace(f"weight = {bad}", "wait = 2"))
 
 
+NEEDS_QUOTES = (
+    'is not TOML: Invalid value (at line 2, column 10); texts need quotes: output = "runs/x"'
+)
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         (b"output = ", "is not TOML: Invalid value (at end of document)"),
+        (b"\noutput = runs/x # ours\n", NEEDS_QUOTES),
+        (b"a = True\n", "is not TOML: Invalid value (at line 1, column 5); write a = true"),
+        (b"a = 'x' y\n", "is not TOML: Expected newline or end of document after a statement"),
         (b"a = 1\na = 2\n", "is not TOML: Cannot overwrite a value (at line 2, column 6)"),
         (b'output = "\xff"', "is not TOML: 'utf-8' codec can't decode"),
         (b"x = 1" + b"0" * 5000, "is not TOML: Exceeds the limit"),
         (b"x = " + b"[" * 5000, "is not TOML: "),
         (b"when = 2024-13-45", "is not TOML: "),
-        (b"", "output: missing; it must be set"),
+        (b"", "output: missing; set it, for"),
     ],
 )
 def test_broken_toml(tmp_path, content, expected):
@@ -156,9 +204,9 @@ def test_broken_toml(tmp_path, content, expected):
 
 def test_a_recipe_that_cannot_be_read(tmp_path):
     assert problems(tmp_path / "none.toml") == [
-        f"{tmp_path / 'none.toml'}: cannot be read (No such file or directory)"
+        f"{tmp_path / 'none.toml'}: cannot be read (no such file or directory)"
     ]
-    assert problems(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory)"]
+    assert problems(tmp_path) == [f"{tmp_path}: cannot be read (is a directory)"]
 
 
 def test_numbers_too_long_to_print_are_still_a_line(tiny):
@@ -199,10 +247,10 @@ def test_overrides_reach_into_lists(tmp_path):
         ("train.batch_size", "'train.batch_size': an override is written key.path=value"),
         ("=3", "'=3': an override is written key.path=value"),
         ("output.x=3", "'output.x=3': output is no table, so it has no 'x'"),
-        ("train.batch_size=four", "train.batch_size: given 'four'; it should be a valid integer"),
+        ("train.batch_size=four", f"train.batch_size: given 'four'; {WHOLE}"),
         ("train.batchsize=4", "train.batchsize: unknown key (given 4); did you mean 'batch_size'?"),
         ("train..x=4", "train.'': unknown key"),
-        ("train.seed=1\ny = 2", "train.seed: given '1\\ny = 2'; it should be a valid integer"),
+        ("train.seed=1\ny = 2", f"train.seed: given '1\\ny = 2'; {WHOLE}"),
         ("output=\udcff", "output: given '\\udcff'; it cannot be a path: "),
         ("train=3", "train: given 3; it should be a table"),
         ("plugins.nothing.x=3", "plugins.nothing: unknown plugin"),
@@ -273,7 +321,7 @@ def test_a_mixture_says_what_it_is_evaluated_on(tmp_path):
     tables["data"]["sources"] = [{"source": tables["data"].pop("source")}]
     tables["eval"] = {}
     (line,) = problems(write_recipe(tmp_path / "recipe.toml", tables))
-    assert "eval.source: missing; without data.source it must be set" in line
+    assert "eval.source: missing; without data.source, set it: source = " in line
 
 
 def places_of(table, prefix=""):
@@ -387,8 +435,8 @@ def test_each_branch_of_a_union_is_told_in_one_line():
         Packing(rows="many", share="x", names={"a": "b"})
     lines = explain(caught.value.errors(include_url=False), Packing, "r", ("plugins", "packing"))
     assert lines == [
-        "r: plugins.packing.rows: given 'many'; it should be a valid integer, or allowed: 'auto'",
-        "r: plugins.packing.share: given 'x'; it should be a valid number",
-        "r: plugins.packing.names.a: given 'b'; it should be a valid integer",
-        "r: plugins.packing.wanted: missing; it must be set",
+        f"r: plugins.packing.rows: given 'many'; {WHOLE}, or allowed: 'auto'",
+        "r: plugins.packing.share: given 'x'; it should be a number, such as 0.5",
+        "r: plugins.packing.names.a: given 'b'; it should be a whole number, such as 2",
+        "r: plugins.packing.wanted: missing; set it",
     ]

@@ -83,7 +83,7 @@ def test_options_are_the_constructor_call(company):
     del tables["plugins"]["one"]["depth"]
     assert resolve(tables)[0].plugins == {"one": {"depth": 1}}, "the record has every option"
     for given, expected in [
-        ({"depth": "7"}, "plugins.one.depth: given '7'; it should be a valid integer"),
+        ({"depth": "7"}, "plugins.one.depth: given '7'; it should be a whole number, such as 2, w"),
         ({"dept": 7}, "plugins.one.dept: unknown key (given 7); did you mean 'depth'? allowed: d"),
         (3, "plugins.one: given 3; it should be a table: [plugins.one]"),
         ({"enabled": 1}, "plugins.one.enabled: given 1; it should be true or false"),

@@ -1,5 +1,6 @@
 """Read a recipe file, apply overrides, explain its mistakes, and write it again."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,19 +11,40 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ..base.errors import RecipeError, did_you_mean
+from ..base.errors import RecipeError, did_you_mean, reason_of
 from ..base.limits import TABLES, check_depth, parse_toml, read_text
 from .tables import TRL, Recipe, absolute, short
+
+DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+WANTED = {
+    "int_type": "a whole number, such as 2",
+    "float_type": "a number, such as 0.5",
+    "bool_type": "true or false",
+    "string_type": 'text in quotes, such as "name"',
+    "list_type": 'a list, such as ["name"]',
+}
+"""pydantic's type of error -> the value that is wanted."""
+NUMBERS = {"int_type": int, "float_type": (int, float), "bool_type": bool}
+"""pydantic's type of error -> the types of value that are written without quotes."""
+EXAMPLE = "recipes/sft.toml is an example"
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file and apply `key.path=value` overrides."""
+    if Path(path).suffix in DATA_FILES:
+        raise RecipeError(
+            f"{path}: is data, not a recipe; copy a recipe (a .toml file; {EXAMPLE}), set "
+            f'data.source = "{path}" in the copy, and name the copy here'
+        )
+    text = ""
     try:
-        raw = parse_toml(read_text(Path(path)))
+        text = read_text(Path(path))
+        raw = parse_toml(text)
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror})") from error
+        raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
     except ValueError as error:  # from TOML, UTF-8, our limits, and int's limit of digits
-        raise RecipeError(f"{path}: is not TOML: {error}") from error
+        hint = _suggest_value(text, str(error))
+        raise RecipeError(f"{path}: is not TOML: {error}{hint}") from error
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key.strip():
@@ -58,7 +80,7 @@ def explain(
             known = f"allowed: {', '.join(allowed)}" if allowed else "it has no options"
             what = f"unknown key (given {short(given)}){hint} {known}"
         elif kind.startswith("missing"):
-            what = "missing; it must be set"
+            what = f"missing; {_example(key, _table_at(table, place[:-1]), str(place[-1]))}"
         elif kind == "literal_error":
             expected = context["expected"]
             hint = did_you_mean(str(given), re.findall("'(.*?)'", expected)) or ";"
@@ -67,6 +89,8 @@ def explain(
             what = str(context["error"])
         elif kind in ("model_type", "dict_type", "dataclass_type"):
             what = f"given {short(given)}; it should be a table"
+        elif kind in WANTED:
+            what = f"given {short(given)}; it should be {WANTED[kind]}{_unquote(given, kind)}"
         else:
             what = f"given {short(given)}; {error['msg'].replace('Input should', 'it should')}"
         if key in lines:  # the next branch of a union
@@ -74,6 +98,42 @@ def explain(
         else:
             lines[key] = what
     return [f"{path}: {key or 'the recipe'}: {what}" for key, what in lines.items()]
+
+
+def _example(key: str, table: type[Any] | None, name: str) -> str:
+    """Return what to write for a missing key: its example, or those of a table's keys."""
+    inner = _table_at(table, [name])
+    if inner is None:
+        examples = _examples(table)
+        return f"set it, for instance {name} = {examples[name]}" if name in examples else "set it"
+    keys = ", ".join(f"{name} = {value}" for name, value in _examples(inner).items())
+    return f"add [{key}] with {keys} ({EXAMPLE})"
+
+
+def _examples(table: type[Any] | None) -> dict[str, str]:
+    """Return the keys of a table that have an example, with their first example."""
+    infos = getattr(table, "__pydantic_fields__", {}).items()
+    return {name: json.dumps(info.examples[0]) for name, info in infos if info.examples}
+
+
+def _unquote(given: Any, kind: str) -> str:
+    """Return a hint if a number, true or false is written in quotes."""
+    if not isinstance(given, str) or kind not in NUMBERS:
+        return ""
+    return ", without quotes" if isinstance(value_of(given), NUMBERS[kind]) else ""
+
+
+def _suggest_value(text: str, error: str) -> str:
+    """Return a hint if the line of an error sets a key to text without quotes."""
+    place = re.search(r"at line (\d+)", error)
+    line = text.splitlines()[int(place[1]) - 1 :][:1] if place else []
+    match = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z~./$][^#\"']*)", "".join(line))
+    if match is None or not isinstance(value_of(match[2].strip()), str):
+        return ""
+    key, value = match[1], match[2].strip()
+    if value.lower() in ("true", "false"):
+        return f"; write {key} = {value.lower()}"
+    return f'; texts need quotes: {key} = "{value}"'
 
 
 def _keys(loc: Sequence[int | str], table: type[Any] | None) -> Sequence[int | str]:

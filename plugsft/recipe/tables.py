@@ -17,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from ..base.errors import reason_of
+
 Schedule = Literal[
     "constant",
     "constant_with_warmup",
@@ -53,8 +55,9 @@ def _expand(place: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         pass  # a hub name, or a folder that does not exist yet
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"given {short(place)}; it cannot be a path: {reason}") from error
+        raise ValueError(
+            f"given {short(place)}; it cannot be a path: {reason_of(error)}"
+        ) from error
     return expanded
 
 
@@ -137,7 +140,7 @@ class Scratch(Table):
 class Model(Table):
     """Which model to train."""
 
-    path: Place | None = None
+    path: Place | None = Field(None, examples=["Qwen/Qwen3-0.6B"])
     """A hub name or a folder."""
     scratch: Scratch | None = None
     """A new small model, instead of `path`."""
@@ -158,8 +161,13 @@ class Model(Table):
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:
-        if (self.path is None) == (self.scratch is None):
-            raise ValueError("give either path (a hub name or a folder) or [model.scratch]")
+        if self.path is None and self.scratch is None:
+            raise ValueError(
+                'set path to a hub name or a folder, for instance path = "Qwen/Qwen3-0.6B"; or add '
+                "[model.scratch] for a small new model"
+            )
+        if self.path is not None and self.scratch is not None:
+            raise ValueError("path and [model.scratch] are both set; remove one")
         return self
 
     @model_validator(mode="after")
@@ -174,7 +182,7 @@ class Model(Table):
 class Source(Table):
     """One source of a mixture."""
 
-    source: Place
+    source: Place = Field(examples=["chats.jsonl"])
     """A hub name, a folder, or a jsonl, json, parquet or arrow file."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
@@ -185,7 +193,7 @@ class Source(Table):
 class Data(Table):
     """The data to train on."""
 
-    source: Place | None = None
+    source: Place | None = Field(None, examples=["chats.jsonl"])
     """A hub name, a folder, or a jsonl, json, parquet or arrow file."""
     split: str = "train"
     """Split of a hub name or folder; slices as in datasets: "train[:1000]", "train[-5%:]"."""
@@ -212,9 +220,11 @@ class Data(Table):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.source and self.sources:
-            raise ValueError("give either source or [[data.sources]]")
+            raise ValueError("source and [[data.sources]] are both set; remove one")
         if not (self.source or self.sources or self.tokens):
-            raise ValueError("give source, [[data.sources]], or tokens")
+            raise ValueError(
+                'set source to a file, a folder or a hub name, for instance source = "chats.jsonl"'
+            )
         if self.sources and self.split != "train":
             raise ValueError("split belongs into each of [[data.sources]]")
         if both := sorted({*self.ignore} & {*self.columns.values()}):
@@ -242,9 +252,9 @@ class Eval(Table):
 class Train(Table):
     """How to train."""
 
-    batch_size: Count
+    batch_size: Count = Field(examples=[16])
     """Examples per optimizer step (the global batch), over all ranks."""
-    learning_rate: float = Field(ge=0, allow_inf_nan=False)
+    learning_rate: float = Field(ge=0, allow_inf_nan=False, examples=[1e-5])
     """Peak learning rate."""
     micro_batch: Count = 1
     """Examples per micro-batch of a rank; affects memory and speed, results only by rounding."""
@@ -306,7 +316,7 @@ class Checkpoint(Table):
 class Recipe(Table):
     """A whole run."""
 
-    output: Place
+    output: Place = Field(examples=["runs/first"])
     """Folder for everything that the run writes."""
     device: Literal["auto", "cpu"] = "auto"
     """Where to train: auto uses GPUs if there are any, cpu never does."""
@@ -321,7 +331,9 @@ class Recipe(Table):
     @model_validator(mode="after")
     def _evaluates_on_something(self) -> Self:
         if self.eval and not self.eval.source and not self.data.source:
-            raise ValueError("eval.source: missing; without data.source it must be set")
+            raise ValueError(
+                'eval.source: missing; without data.source, set it: source = "eval.jsonl"'
+            )
         if self.data.tokens and self.model.scratch and not self.model.tokenizer:
             raise ValueError(
                 "data.tokens: [model.scratch] would train another tokenizer; name the one of "
@@ -349,9 +361,9 @@ class Recipe(Table):
 
 
 def short(value: Any) -> str:
-    """Return a value's repr, cut to 60 characters."""
+    """Return a value as a recipe spells it, cut to 60 characters."""
     try:
-        text = repr(value)
+        text = repr(value).lower() if isinstance(value, bool) else repr(value)
     except ValueError:
         return "a number of more digits than Python writes"
     return text if len(text) <= 60 else text[:57] + "..."

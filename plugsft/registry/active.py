@@ -21,7 +21,7 @@ from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine
 from ..hooks import PLUGIN, Contract, Hooks
 from ..recipe import parse as reading
-from ..recipe.tables import COLUMNS, Recipe
+from ..recipe.tables import COLUMNS, Recipe, short
 from .contracts import (
     SPECS,
     hook_mark,
@@ -251,11 +251,13 @@ def _create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str
         hint = did_you_mean(name, found) or ";"
         raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
     if not isinstance(options, dict):
-        raise RecipeError(f"{where}: given {options!r}; it should be a table: [plugins.{name}]")
+        raise RecipeError(
+            f"{where}: given {short(options)}; it should be a table: [plugins.{name}]"
+        )
     options = dict(options)
     enabled = options.pop("enabled", True)
     if not isinstance(enabled, bool):
-        raise RecipeError(f"{where}.enabled: given {enabled!r}; it should be true or false")
+        raise RecipeError(f"{where}.enabled: given {short(enabled)}; it should be true or false")
     if not enabled:
         return None
     try:
