@@ -1,12 +1,14 @@
-"""Short commands answer soon: they import no torch. Times are only printed."""
+"""Short commands and refusals answer soon: they import no torch. Times are only printed."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_jsonl
 
+from plugsft.base.atomic import publish
 from plugsft.registry.discover import find
 
 QUICKSTART, TULU = "recipes/quickstart.toml", "recipes/tulu_sft_lora.toml"
@@ -21,13 +23,18 @@ def imported(*words):
 
 
 def run_python(*words):
+    done, packages = run_with_imports(*words)
+    return done.returncode, packages
+
+
+def run_with_imports(*words):
     command = [sys.executable, "-X", "importtime", *words]
     before = os.times()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     after = os.times()
     print(f"\n{sum(after[2:4]) - sum(before[2:4]):.2f} s of the processor")
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-    return done.returncode, {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    return done, {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,62 @@ def run_python(*words):
 def test_a_short_answer_imports_nothing_heavy(words, code, tmp_path):
     done, packages = imported(*(word.format(run=tmp_path / "run") for word in words))
     assert done == code and packages & HEAVY == set()
+
+
+def files_of_a_new_user(folder):
+    """Make files about which a run is refused, and folders that hold results."""
+    write_jsonl(folder / "columns.jsonl", [{"question": "a", "answer": "b"}])
+    write_jsonl(folder / "pairs.jsonl", [{"chosen": "a", "rejected": "b"}])
+    (folder / "empty.jsonl").touch()
+    (folder / "foreign/model").mkdir(parents=True)
+    (folder / "foreign/model/notes.txt").write_text("mine")
+    (folder / "short").mkdir()
+    (folder / "short/config.json").write_text(json.dumps({"max_position_embeddings": 100}))
+    with publish(folder / "finished/model") as model:
+        (model / "config.json").write_text("{}")
+    with publish(folder / "other/checkpoints/step-000002") as checkpoint:
+        state = {"format": 2, "step": 2, "recipe": {"train.seed": 7}, "plugins": {}}
+        (checkpoint / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["output={place}/finished"], "/finished holds a finished run: start again with"),
+        (["output={place}/foreign"], "notes.txt was not written by plugsft"),
+        (["output={place}/other"], "holds checkpoints up to step-000002"),
+        (["output={place}/other", "--resume"], "belongs to another recipe"),
+        (["--resume"], "there is no checkpoint in"),
+        (["--resume-from={place}/short"], "is no checkpoint"),
+        (["--resume", "--overwrite"], "choose one of them"),
+        (["train.schedule=constant"], "the schedule 'constant' has no warm-up"),
+        (["train.schedule=warmup_stable_decay"], "num_decay_steps"),
+        (["data.max_length=257"], "the model's context is 256 tokens"),
+        (["model={{path = '{place}/short'}}"], "the model's context is 100 tokens"),
+        (["data.source={place}/nowhere.jsonl"], "no such file"),
+        (["data.source={place}/empty.jsonl"], "the file is empty"),
+        (["data.source={place}/columns.jsonl"], "no format has these columns: answer, question"),
+        (["data.source={place}/pairs.jsonl"], "add [plugins.dpo]"),
+        (["eval.source={place}/columns.jsonl"], "no format has these columns: answer, question"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_a_mistake_is_refused_before_anything_heavy_is_imported(words, says, tmp_path):
+    files_of_a_new_user(tmp_path)
+    words = [f"output={tmp_path}/run", *(word.format(place=tmp_path) for word in words)]
+    done, packages = run_with_imports("-m", "plugsft", QUICKSTART, *words)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(errors) == 1 and says in errors[0], errors
+    assert packages & HEAVY == set() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_refuses_a_finished_run_before_anything_heavy(rank, tmp_path, monkeypatch):
+    files_of_a_new_user(tmp_path)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, packages = imported(QUICKSTART, f"output={tmp_path / 'finished'}")
+    assert code == 2 and packages & HEAVY == set()
 
 
 def test_preparing_and_checking_a_model_from_scratch_imports_no_torch(tmp_path):

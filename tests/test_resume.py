@@ -26,7 +26,8 @@ from plugsft.base.atomic import MANIFEST, publish, stamp
 from plugsft.base.machine import look
 from plugsft.model.load import Load
 from plugsft.model.tensor_shards import shard_of
-from plugsft.output.checkpoint import Checkpoints, keys_affecting_results
+from plugsft.output.checkpoint import Checkpoints
+from plugsft.output.same_run import keys_affecting_results
 from plugsft.ranks.launch import connect
 from plugsft.ranks.shard_files import write_shards
 from plugsft.ranks.sharding import shard_model

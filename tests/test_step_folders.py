@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from plugsft.base.atomic import MANIFEST, damage, publish, stamp
 from plugsft.base.step_folders import list_checkpoints, newest_checkpoint, parse_step, step_folder
-from plugsft.output.checkpoint import STATE
+from plugsft.output.same_run import STATE
 
 # What users, other tools and file managers make of our names.
 COPIES = ["best", "000002.backup", "000002 (copy)", "", "000003-good", "٣٤", "1_000", "+3", " 3"]

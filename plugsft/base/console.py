@@ -1,7 +1,6 @@
 """Console output: one line per event, progress bars on a terminal, nothing on other ranks."""
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +9,6 @@ from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from .errors import PlugsftError
-
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
 
 # Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
 out = Console(
@@ -50,14 +44,6 @@ def format_size(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1024
     return f"{count:,.1f} TiB"
-
-
-def parse_size(text: str, option: str = "--max-size") -> int:
-    """Return the bytes of "20GiB", "1.5 TB" or "1000000"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if match is None or match[2] not in UNITS:
-        raise PlugsftError(f"{option}: given '{text}'; write it as 20GiB, 500MB, or in bytes")
-    return round(float(match[1]) * UNITS[match[2]])
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from rich.text import Text
 from ..base.atomic import MANIFEST, damage, discard, is_published, remove, sweep
 from ..base.build_once import Watch, build_folders, claim, is_claimed
 from ..base.checksums import cache_folder
-from ..base.console import format_size, out, parse_size, say
+from ..base.console import format_size, out, say
 from ..base.errors import DataError, PlugsftError, reason_of
+from ..base.sizes import parse_size
 from ..tokens.store import Tokens
 
 NAME = re.compile("[0-9a-f]{16}")

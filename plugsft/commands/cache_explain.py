@@ -10,7 +10,7 @@ from ..base.console import say
 from ..base.errors import PlugsftError
 from ..data.cache_key import differences, key_of
 from ..data.defaults import DataDefaults
-from ..data.prepare import eval_source, open_data
+from ..data.prepare import open_data
 from ..data.sources import open_source
 from ..output.folder import ensure_inputs
 from ..recipe.tables import Recipe
@@ -37,7 +37,7 @@ def explain_key(recipe: Recipe, active: Active, path: Path, folder: Path | None)
         data = open_data(recipe.model_copy(update={"output": temporary}), active)
     _explain("data", key_of(data.work, data.sources, active), homes)
     if recipe.eval is not None:
-        data.work.sources = [eval_source(recipe)]
+        data.work.sources = [recipe.eval_source()]
         opened = [open_source(source) for source in data.work.sources]
         _explain("eval", key_of(data.work, opened, active), homes)
 

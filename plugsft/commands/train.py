@@ -31,17 +31,22 @@ def train(
     ] = False,
 ) -> None:
     """Train. The same as `plugsft RECIPE`."""
-    from ..output.folder import ensure_inputs
-    from ..registry.active import load
-
-    loaded, active = load(recipe, overrides or [], without or [])
-    ensure_inputs(loaded, recipe)
-    # Mistakes in keys, values, options and paths are reported before torch is imported.
-    from .. import loop, run
     from ..base.machine import look
+    from ..registry.active import load
+    from .runs.inputs import check_inputs
     from .runs.start import Resume, output_folder
 
+    loaded, active = load(recipe, overrides or [], without or [])
+    check_inputs(loaded, active, recipe)
     start, machine = Resume(resume, resume_auto, resume_from, overwrite), look()
     with output_folder(loaded, active, machine, start) as checkpoints:
-        if checkpoints is not None:
+        if checkpoints is None:
+            return
+        # What is wrong with recipe, inputs or output is reported before torch is imported.
+        from .. import loop, run
+        from ..output.disk_space import ensure_room
+        from ..ranks.agree import ending_together
+
+        ensure_room(loaded, active, overwrite)
+        with ending_together(loaded.output):
             loop.train(run.open(loaded, active, machine, checkpoints))

@@ -13,7 +13,7 @@ from ..base.checksums import digest
 from ..base.console import say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.types import Rendered, Row, Shard
-from ..recipe.tables import Recipe, Source
+from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
@@ -77,7 +77,7 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
         tokens = _prepare_tokens(data.work, data.sources, active)
     held_out = None
     if recipe.eval is not None:
-        data.work.sources = [eval_source(recipe)]
+        data.work.sources = [recipe.eval_source()]
         held_out = _prepare_tokens(data.work, [open_source(data.work.sources[0])], active)
     return Prepared(data.tokenizer, data.tokenizer_folder, tokens, held_out)
 
@@ -93,12 +93,6 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
     plugins = token_plugins(active)
     work = ShardWriter(recipe.data, names, lighten(tokenizer), Path(), plugins, _hooks=active.hooks)
     return OpenData(work, sources, tokenizer, folder)
-
-
-def eval_source(recipe: Recipe) -> Source:
-    """Return the source of a recipe's evaluation data."""
-    assert recipe.eval is not None
-    return Source(source=recipe.eval.source or str(recipe.data.source), split=recipe.eval.split)
 
 
 def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Active) -> Path:

@@ -19,11 +19,9 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
     """Render rows of a format of formats.py; None for rows of another format."""
     if data.columns:
         rows = [renamed(row, data.columns) for row in rows]
-    kind = format_of(rows)
+    kind = readable_format(rows)
     if kind is None:
         return None
-    if kind == "preference":
-        raise DataError(_refuse_preferences(rows))
     result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
     render_row, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
     for number, row in enumerate(rows):
@@ -45,6 +43,14 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
                 result.warnings.setdefault(warning, []).append(number)
     result.mask = describe()
     return result
+
+
+def readable_format(rows: list[Row]) -> str | None:
+    """Return the format of rows; None if no format has their columns. Refuse preferences."""
+    kind = format_of(rows)
+    if kind == "preference":
+        raise DataError(_refuse_preferences(rows))
+    return kind
 
 
 def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:

@@ -136,19 +136,24 @@ def render(
         rows = [without(row, data.ignore) for row in rows]
     rendered = hooks.render(rows=rows, tokenizer=tokenizer, data=data)
     if rendered is None:
-        columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
-        if data.columns:
-            renamed = ", ".join(f'{ours} = "{yours}"' for ours, yours in data.columns.items())
-            columns += f" (with [data.columns] {renamed})"
-        if any("input_ids" in row for row in rows):
-            columns += ". Rows of tokens (input_ids) cannot be trained on yet"
-        raise DataError(
-            f"{source}: no format has these columns: {columns}. Known are messages; "
-            "prompt and completion; instruction and output; conversations; text. Name yours in "
-            '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
-        )
+        raise DataError(describe_unknown_columns(rows, data, source))
     judge_columns(rows, rendered, data)
     return rendered
+
+
+def describe_unknown_columns(rows: list[Row], data: Data, source: str) -> str:
+    """Describe the columns of rows that no format reads."""
+    columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
+    if data.columns:
+        renamed = ", ".join(f'{ours} = "{yours}"' for ours, yours in data.columns.items())
+        columns += f" (with [data.columns] {renamed})"
+    if any("input_ids" in row for row in rows):
+        columns += ". Rows of tokens (input_ids) cannot be trained on yet"
+    return (
+        f"{source}: no format has these columns: {columns}. Known are messages; "
+        "prompt and completion; instruction and output; conversations; text. Name yours in "
+        '[data.columns], for instance messages = "dialogue", or add a plugin that renders them'
+    )
 
 
 def describe_bad_rows(bad: dict[str, list[int]], where: str) -> str:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 # By their own names: what stands in them imports torch, when it is asked for.
 import huggingface_hub
 import transformers
-from safetensors import safe_open
 
-from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory, reason_of
+from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory
 from ..base.load_errors import explain_load_error
 from ..recipe.tables import Model, Recipe
+from .context import ensure_context
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,12 +47,7 @@ def check_context(recipe: Recipe) -> None:
         ensure_safetensors(str(recipe.model.path), recipe.model.revision)
         context = max_context(config)
         ensure_one_rope(config, recipe)
-    if context is not None and recipe.data.max_length > context:
-        raise RecipeError(
-            f"data.max_length: given {recipe.data.max_length}, but the model's context is "
-            f"{context} tokens; set data.max_length = {context}"
-            + (", or raise model.scratch.context" if scratch else "")
-        )
+    ensure_context(recipe, context)
 
 
 def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
@@ -97,22 +92,6 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
         "when it is read; plugsft reads safetensors. If you trust who made it, convert it with: "
         f'python -c {shlex.quote(command)} and set model.path = "{target}"'
     )
-
-
-def ensure_whole_weights(model: Model) -> None:
-    """Refuse a folder without weights or with a truncated file; only reads headers."""
-    folder = Path(model.path or "")
-    if not model.path or not folder.is_dir():
-        return
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise RecipeError(f"model.path: '{folder}' holds no weights (*.safetensors)")
-    for file in files:
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except Exception as error:  # safetensors raises its own errors and the system's
-            raise RecipeError(f"model.path: {file}: cannot be read ({reason_of(error)})") from error
 
 
 def check_ids(recipe: Recipe, largest: int) -> None:

@@ -11,32 +11,15 @@ from accelerate import Accelerator
 from ..base.atomic import Stamp, damage, discard, publish, stamp, sweep, sync, writing
 from ..base.console import say
 from ..base.errors import CheckpointError, reason_of
-from ..base.limits import read_json_object
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_state import RESUME_ALIKE
 from ..ranks.shard_files import ShardReader, write_shards
 from ..ranks.train_state import TrainState
-from ..recipe.parse import anchored, default_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.store import Tokens
-
-FORMAT = 2
-"""Version of a checkpoint's files; version 1 had no values of parameter groups."""
-STATE = "state.json"
-# Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
-# their options that affect results themselves.
-MAY_DIFFER = (
-    "output",
-    "device",
-    "train.micro_batch",
-    "train.keep_whole_gradients",
-    "train.log_every",
-    "checkpoint.",
-    "eval.",
-    "plugins.",
-)
+from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, read_json
 
 
 class Checkpoints:
@@ -168,22 +151,13 @@ def read_description(
             f"{path}: each of {then['ranks']} ranks had an optimizer state of its own, which "
             f"cannot be divided among {now['ranks']} exactly: {RESUME_ALIKE}"
         )
-    return _read_json(path / rank_file(state.rank)), True, True
+    return read_json(path / rank_file(state.rank)), True, True
 
 
 def _write_json(path: Path, facts: dict[str, Any]) -> Stamp:
     path.write_text(json.dumps(facts, indent=1), encoding="utf8")
     sync(path)
     return stamp(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json_object(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({reason_of(error)}); name another one"
-        ) from error
 
 
 def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Path | None:
@@ -199,70 +173,3 @@ def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Pa
         more = f", as is each of the {len(checkpoints) - 1} newer ones" if checkpoints[1:] else ""
         raise CheckpointError(f"{checkpoints[-1]}: the checkpoint is damaged: {errors[0]}{more}")
     return None
-
-
-def keys_affecting_results(recipe: Recipe, active: Active) -> dict[str, Any]:
-    """Return the keys that affect results, of the recipe and of its plugins."""
-    keys = {
-        key: value
-        for key, value in flatten(anchored(recipe)).items()
-        # Data are compared by the checksum of their tokens: files may be moved, but not changed.
-        if key != "plugins" and not key.startswith((*MAY_DIFFER, "data.source", "data.split"))
-    }
-    return keys | active.options_affecting_results()
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's state.json; refuse a newer format."""
-    facts = _read_json(path / STATE)
-    number = facts.setdefault("format", 1)
-    wanted = {"step": int, "recipe": dict, "plugins": dict, "format": int}
-    wrong = [name for name, kind in wanted.items() if type(facts.get(name)) is not kind]
-    if wrong:
-        raise CheckpointError(f"{path / STATE}: was not written by plugsft: its {wrong[0]}")
-    if number > FORMAT:
-        raise CheckpointError(
-            f"{path}: was written by a newer plugsft (format {number}; this one reads up to "
-            f"{FORMAT}); update it: pip install -U plugsft"
-        )
-    return facts
-
-
-def ensure_same_run(
-    path: Path, recipe: Recipe, active: Active, data: str | None = None
-) -> dict[str, Any]:
-    """Refuse a checkpoint of another recipe or, if their checksum is given, of other data."""
-    facts = read_state(path)
-    now = keys_affecting_results(recipe, active)
-    # Keys that are newer than the checkpoint had their default values.
-    then = {key: default_of(key) for key in now if default_of(key) is not None} | facts["recipe"]
-    differing = [
-        f"{key} was {_show(then.get(key))} and is {_show(now.get(key))}"
-        for key in sorted({*then, *now})
-        if then.get(key) != now.get(key)
-    ]
-    # In format 1 this is the key of a cache entry, which differs between versions of plugsft.
-    comparable = data is not None and facts["format"] > 1
-    if comparable and data != facts.get("data"):
-        differing.append("the data, its options or the tokenizer have changed")
-    if differing:
-        model = recipe.folder / "model"
-        more = ""
-        if (model / "config.json").is_file():
-            more = f', with model.path = "{model}" to train its model on'
-        raise CheckpointError(
-            f"{path} belongs to another recipe: {'; '.join(differing)}. "
-            f"Undo the changes, or start again in another output folder (output=...){more}"
-        )
-    if data and not comparable:
-        say(
-            f"warning: {path.name} was written by an older plugsft; its data cannot be compared "
-            "with this run's"
-        )
-    if data and facts["plugins"] != recipe.plugins:
-        say("warning: the plugins or their options differ from those of the checkpoint")
-    return facts
-
-
-def _show(value: Any) -> str:
-    return "not set" if value is None else repr(value)

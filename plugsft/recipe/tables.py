@@ -341,6 +341,11 @@ class Recipe(Table):
             )
         return self
 
+    def eval_source(self) -> Source:
+        """Return the source of the evaluation data."""
+        assert self.eval is not None
+        return Source(source=self.eval.source or str(self.data.source), split=self.eval.split)
+
     def packed_capacity(self) -> int:
         """Return the most tokens of a packed micro-batch."""
         longest = self.data.max_length * (1 + self.has("dpo"))

@@ -5,15 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
 from ...base.console import format_size
-from ...base.errors import RecipeError
+from ...base.errors import RecipeError, reason_of
 from ...base.machine import free_disk, look
 from ...base.types import Ints
 from ...batches.defaults import BatchDefaults
 from ...data.cache_key import TOKEN_HOOKS
 from ...data.defaults import DataDefaults
-from ...model.config import check_context, ensure_whole_weights
+from ...model.config import check_context
 from ...model.schedule import check_schedule
 from ...output.disk_space import (
     TOKEN_BYTES,
@@ -23,7 +24,7 @@ from ...output.disk_space import (
     required_bytes,
 )
 from ...output.folder import describe_results, ensure_ours, wrong_inputs
-from ...recipe.tables import LOSSY, Recipe, Train
+from ...recipe.tables import LOSSY, Model, Recipe, Train
 from ...registry import active as registry
 from ...registry.active import Active
 from ...registry.contracts import hook_mark
@@ -55,7 +56,7 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
     if recipe.model.path not in wrong:
         with findings.about("model"):
             check_context(recipe)
-            ensure_whole_weights(recipe.model)
+            _ensure_whole_weights(recipe.model)
             findings.ok("model", _describe(recipe))
     if recipe.model.weights == "bfloat16":
         findings.warn("model", LOSSY)
@@ -77,6 +78,22 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         _disk(findings, recipe, active, tokens, steps)
     if findings.problems:
         raise RecipeError(findings.problems)
+
+
+def _ensure_whole_weights(model: Model) -> None:
+    """Refuse a folder without weights or with a truncated file; only reads headers."""
+    folder = Path(model.path or "")
+    if not model.path or not folder.is_dir():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RecipeError(f"model.path: '{folder}' holds no weights (*.safetensors)")
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except Exception as error:  # safetensors raises its own errors and the system's
+            raise RecipeError(f"model.path: {file}: cannot be read ({reason_of(error)})") from error
 
 
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:

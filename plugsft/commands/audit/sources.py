@@ -8,7 +8,7 @@ import numpy as np
 from ...base.errors import DataError
 from ...base.types import Ints
 from ...batches.plan import shuffle
-from ...data.prepare import eval_source, open_data, open_named_tokens, summarize
+from ...data.prepare import open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
 from ...data.slices import CURE_BAD, CURE_LONG, ShardWriter, describe_rows, describe_warnings
 from ...data.sources import OpenSource, ensure_columns, open_source
@@ -50,7 +50,7 @@ def check_data(
                     tokens += lengths[number].sum()
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
-                held_out = eval_source(recipe)
+                held_out = recipe.eval_source()
                 if held_out in [each.model_copy(update={"weight": 1.0}) for each in sources]:
                     findings.warn("eval", "the rows are the same as the training rows")
                 elif (rows := _open(findings, "eval", held_out)) is not None and work:

@@ -1,4 +1,4 @@
-"""Lock and check the output folder of a run; find the checkpoints to resume from."""
+"""Lock and check the output folder of a run; find the checkpoints to resume from. No torch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -11,8 +11,6 @@ from ...base.errors import CheckpointError, RecipeError
 from ...base.limits import read_text
 from ...base.machine import Machine
 from ...base.step_folders import list_checkpoints
-from ...output.checkpoint import STATE, ensure_same_run
-from ...output.disk_space import ensure_room
 from ...output.folder import (
     describe_results,
     ensure_ours,
@@ -21,7 +19,7 @@ from ...output.folder import (
     read_run,
 )
 from ...output.report import read_metrics
-from ...ranks.agree import ending_together
+from ...output.same_run import STATE, ensure_same_run
 from ...ranks.launcher import watch_launcher
 from ...recipe.parse import resolved
 from ...recipe.tables import Recipe
@@ -66,7 +64,7 @@ def output_folder(
         if checkpoints is None:
             yield None
             return
-        with active.name_failing_plugin(), ending_together(recipe.output):
+        with active.name_failing_plugin():
             yield checkpoints
     say(f"model: {recipe.folder / 'model'}")
     say(f"report: {recipe.folder / 'report.html'}")
@@ -86,7 +84,6 @@ def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Seq
         results := describe_results(folder)
     ):
         raise RecipeError(f"output: {recipe.output} holds {results}")
-    ensure_room(recipe, active, resume.overwrite)
     checkpoints = find_checkpoints(recipe, active, latest, path)
     if latest and is_finished(recipe, checkpoints[0]):
         say(f"nothing to resume: {recipe.output} holds {describe_results(folder)}")

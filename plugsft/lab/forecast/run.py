@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from ...base.console import out, parse_size, progress, say
+from ...base.console import out, progress, say
 from ...base.errors import PlugsftError, did_you_mean
+from ...base.sizes import parse_size
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
 from ...recipe.parse import anchored

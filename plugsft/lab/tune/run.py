@@ -10,9 +10,10 @@ from typing import Any
 
 from rich.text import Text
 
-from ...base.console import format_size, out, parse_size, say
+from ...base.console import format_size, out, say
 from ...base.errors import PlugsftError, RecipeError
 from ...base.machine import look
+from ...base.sizes import parse_size
 from ...ranks.precision import on_cpu
 from ...recipe.parse import flatten, read
 from ...recipe.tables import Recipe

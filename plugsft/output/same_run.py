@@ -1,0 +1,104 @@
+"""Whether a checkpoint belongs to a recipe: the keys that affect results, compared. No torch."""
+
+from pathlib import Path
+from typing import Any
+
+from ..base.console import say
+from ..base.errors import CheckpointError, reason_of
+from ..base.limits import read_json_object
+from ..recipe.parse import anchored, default_of, flatten
+from ..recipe.tables import Recipe
+from ..registry.active import Active
+
+FORMAT = 2
+"""Version of a checkpoint's files; version 1 had no values of parameter groups."""
+STATE = "state.json"
+# Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
+# their options that affect results themselves.
+MAY_DIFFER = (
+    "output",
+    "device",
+    "train.micro_batch",
+    "train.keep_whole_gradients",
+    "train.log_every",
+    "checkpoint.",
+    "eval.",
+    "plugins.",
+)
+
+
+def keys_affecting_results(recipe: Recipe, active: Active) -> dict[str, Any]:
+    """Return the keys that affect results, of the recipe and of its plugins."""
+    keys = {
+        key: value
+        for key, value in flatten(anchored(recipe)).items()
+        # Data are compared by the checksum of their tokens: files may be moved, but not changed.
+        if key != "plugins" and not key.startswith((*MAY_DIFFER, "data.source", "data.split"))
+    }
+    return keys | active.options_affecting_results()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's state.json; refuse a newer format."""
+    facts = read_json(path / STATE)
+    number = facts.setdefault("format", 1)
+    wanted = {"step": int, "recipe": dict, "plugins": dict, "format": int}
+    wrong = [name for name, kind in wanted.items() if type(facts.get(name)) is not kind]
+    if wrong:
+        raise CheckpointError(f"{path / STATE}: was not written by plugsft: its {wrong[0]}")
+    if number > FORMAT:
+        raise CheckpointError(
+            f"{path}: was written by a newer plugsft (format {number}; this one reads up to "
+            f"{FORMAT}); update it: pip install -U plugsft"
+        )
+    return facts
+
+
+def ensure_same_run(
+    path: Path, recipe: Recipe, active: Active, data: str | None = None
+) -> dict[str, Any]:
+    """Refuse a checkpoint of another recipe or, if their checksum is given, of other data."""
+    facts = read_state(path)
+    now = keys_affecting_results(recipe, active)
+    # Keys that are newer than the checkpoint had their default values.
+    then = {key: default_of(key) for key in now if default_of(key) is not None} | facts["recipe"]
+    differing = [
+        f"{key} was {_show(then.get(key))} and is {_show(now.get(key))}"
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key)
+    ]
+    # In format 1 this is the key of a cache entry, which differs between versions of plugsft.
+    comparable = data is not None and facts["format"] > 1
+    if comparable and data != facts.get("data"):
+        differing.append("the data, its options or the tokenizer have changed")
+    if differing:
+        model = recipe.folder / "model"
+        more = ""
+        if (model / "config.json").is_file():
+            more = f', with model.path = "{model}" to train its model on'
+        raise CheckpointError(
+            f"{path} belongs to another recipe: {'; '.join(differing)}. "
+            f"Undo the changes, or start again in another output folder (output=...){more}"
+        )
+    if data and not comparable:
+        say(
+            f"warning: {path.name} was written by an older plugsft; its data cannot be compared "
+            "with this run's"
+        )
+    if data and facts["plugins"] != recipe.plugins:
+        say("warning: the plugins or their options differ from those of the checkpoint")
+    return facts
+
+
+def _show(value: Any) -> str:
+    return "not set" if value is None else repr(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a checkpoint."""
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({reason_of(error)}); name another one"
+        ) from error
