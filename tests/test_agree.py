@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 from accelerate import Accelerator
-from conftest import FORKS, chats, start_ranks, tiny_tables, write_jsonl, write_recipe
+from conftest import chats, start_ranks, tiny_tables, write_jsonl, write_recipe
+from forks import FORKS
 
 from plugsft.base.errors import DiskError, LaunchError, TrainError
 from plugsft.ranks.agree import agreed, ensure_alike

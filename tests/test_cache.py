@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 import pytest
 import xxhash
 from conftest import (
-    FORKS,
     FULL,
     ROOT,
     chats,
@@ -27,6 +26,7 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
+from forks import FORKS
 from plugin_packages import LOUD, activate, install
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -4,7 +4,7 @@ import resource
 import time
 
 import pytest
-from conftest import FORKS
+from forks import FORKS
 from jinja2 import TemplateError
 
 from plugsft.data import jinja_limits

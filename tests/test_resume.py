@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import optimizers
 import pytest
 import torch
-from conftest import FORKS, tiny_tables, write_recipe
+from conftest import tiny_tables, write_recipe
+from forks import FORKS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor

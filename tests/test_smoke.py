@@ -1,10 +1,12 @@
 """A tiny run, from the command line to the model."""
 
+import gc
 import re
 import subprocess
 import sys
 
-from conftest import FORKS, ROOT, read_metrics, run_plugsft, start_fork_server
+from conftest import ROOT, read_metrics, run_plugsft
+from forks import FORKS, start_fork_server
 
 
 def test_a_tiny_run_trains_and_leaves_everything_behind(tiny, tmp_path):
@@ -29,7 +31,7 @@ def test_a_run_imports_no_package_that_it_does_not_use(tiny):
 
 
 def _end_if_preloaded():
-    sys.exit(0 if "preloaded" in sys.modules else 1)
+    sys.exit(0 if "preloaded" in sys.modules and gc.get_freeze_count() > 100_000 else 1)
 
 
 def test_forks_have_imported_everything():

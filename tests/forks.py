@@ -1,0 +1,99 @@
+"""Forks of a process that has imported everything: programs, without the seconds of an import.
+
+This module imports no tests: each fork imports it to find what it runs.
+"""
+
+import multiprocessing
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+
+from plugsft import cli
+from plugsft.base import console
+from plugsft.lab.bench import run as bench_runner
+from plugsft.lab.trials import runner as trial_runner
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["preloaded"])
+FORK_TRIALS = "PLUGSFT_TESTS_FORK_TRIALS"
+
+
+def start_fork_server() -> None:
+    """Start it, if it does not run yet, where it can import tests/preloaded.py."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [before])]
+    )
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+class Running:
+    """A `plugsft` process, started."""
+
+    def __init__(self, arguments: tuple[object, ...], env: dict[str, str], cwd: Path) -> None:
+        self._files = Path(tempfile.mkdtemp())
+        self._out, self._err = (self._files / name for name in ("out", "err"))
+        words = list(map(str, arguments))
+        inside = (words, {**os.environ, **env}, str(cwd), str(self._out), str(self._err))
+        start_fork_server()
+        self.process = FORKS.Process(target=run_program, args=inside)
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait(self, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
+        """Wait for its end; return what it said."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            raise TimeoutError(self._out.read_text() + self._err.read_text())
+        texts = [path.read_text() if path.exists() else "" for path in (self._out, self._err)]
+        shutil.rmtree(self._files)
+        return subprocess.CompletedProcess([], self.process.exitcode, *texts)
+
+
+def run_program(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for number, name in ((1, out), (2, err)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    console.out.quiet = env.get("RANK", "0") != "0"
+    if FORK_TRIALS in env:
+        trial_runner.run_process = bench_runner.run_process = run_fork
+    cli.main(words)
+
+
+def run_fork(words: list[str], said: Path, **environment: str) -> tuple[int, float]:
+    """Do as plugsft.lab.trials.runner.run_process, in a fork instead of a fresh process."""
+    python, option, module, *arguments = words
+    assert (python, option) == (sys.executable, "-m"), words
+    started = time.perf_counter()
+    inside = (module, arguments, {**os.environ, **environment}, os.getcwd(), str(said))
+    process = FORKS.Process(target=run_module, args=inside)
+    process.start()
+    process.join()
+    return process.exitcode, time.perf_counter() - started
+
+
+def run_module(module: str, arguments: list[str], env: dict[str, str], cwd: str, said: str) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
