@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 
 from plugsft import (
+    CacheEntry,
     DataError,
     DiskError,
     Folder,
-    Kept,
     Machine,
     RecipeError,
     cache_folder,
@@ -73,8 +73,8 @@ class ArrowCache:
 
     @hookimpl
     def cache(
-        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Kept]
-    ) -> Kept | None:
+        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., CacheEntry]
+    ) -> CacheEntry | None:
         """Open an entry, or build it; if the disk refuses, let the core store the tokens."""
         started = time.perf_counter()
         home = Path(self.folder) if self.folder else cache_folder()
@@ -113,7 +113,7 @@ class ArrowCache:
         entry: Path,
         key: dict[str, Any],
         build: Callable[[Path], None],
-        read: Callable[..., Kept],
+        read: Callable[..., CacheEntry],
     ) -> str:
         """Build an entry in one of all processes; return a description of the build."""
         seconds: list[float] = []
@@ -128,7 +128,9 @@ class ArrowCache:
         once(entry, build_and_record, say_once, lambda at: self.find_fault(at, key, read) is None)
         return f"miss: built in {seconds[0]} s" if seconds else "miss: built by another process"
 
-    def find_fault(self, entry: Path, key: dict[str, Any], read: Callable[..., Kept]) -> str | None:
+    def find_fault(
+        self, entry: Path, key: dict[str, Any], read: Callable[..., CacheEntry]
+    ) -> str | None:
         """Return why an entry cannot be used, or None; checks only the sizes of its files."""
         if fault := damage(entry, quick=True):
             return fault

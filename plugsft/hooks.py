@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from .base.types import (
         Batch,
         Build,
+        CacheEntry,
         Encoded,
         Feed,
         Ints,
-        Kept,
         Layouts,
         ModelLoad,
         Rendered,
@@ -175,8 +175,8 @@ class Hooks(Protocol):
 
     @stage
     def cache(
-        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Kept]
-    ) -> Kept:
+        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., CacheEntry]
+    ) -> CacheEntry:
         """Return `read(folder, in_memory)` of a key's cache entry; its result is usually tokens.
 
         If the entry is missing, `build(folder)` fills a new one first.

@@ -27,7 +27,7 @@ def train(run: OpenRun) -> None:
         run.record,
         stop.raise_deferred(),
         closing(run.global_batches()) as global_batches,
-        ending_together(recipe.output),
+        ending_together(recipe.output),  # innermost: the record gets the failing rank's reason
     ):
         for batch in global_batches:
             seed_step(recipe.train.seed, batch.step, batch.rank)
@@ -49,7 +49,7 @@ def train(run: OpenRun) -> None:
                 run.checkpoints.save(batch.step)
             if stopping:
                 stop.raise_stopped(run.accelerator, batch.step, recipe.output)
-        save_model(run.accelerator, run.state, run.tokenizer, recipe)
+        save_model(run.accelerator, run.train_state, run.tokenizer, recipe)
     disconnect(run.accelerator, model)
 
 
@@ -109,19 +109,19 @@ def ensure_finite(batch: GlobalBatch, loss: float, grad_norm: float) -> None:
 
 def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> dict[str, Any]:
     """Return a step's metrics: plugins', speed and batches."""
-    seconds, window = batch.seconds(), batch.window
+    seconds, plan = batch.seconds(), batch.plan
     computed, waited = sums.pop("computed_tokens"), sums.pop("wait_seconds")
     return {
-        **{name: value / window.denominator for name, value in sums.items()},
-        "epoch": round(window.step / run.plan.per_epoch, 4),
-        "trained_tokens": window.targets,
-        "tokens": window.tokens,
-        "tokens_per_second": round(window.tokens / seconds, 1),
+        **{name: value / plan.denominator for name, value in sums.items()},
+        "epoch": round(plan.step / run.plan.per_epoch, 4),
+        "trained_tokens": plan.targets,
+        "tokens": plan.tokens,
+        "tokens_per_second": round(plan.tokens / seconds, 1),
         "step_seconds": round(seconds, 5),
         "wait_seconds": round(waited / run.plan.ranks, 5),
-        "fill": round(window.tokens / computed, 4),
-        "documents": round(window.examples / window.micro_batches, 2),
-        "imbalance": round(window.imbalance, 4),
+        "fill": round(plan.tokens / computed, 4),
+        "documents": round(plan.examples / plan.micro_batches, 2),
+        "imbalance": round(plan.imbalance, 4),
         "memory_gib": round(memory_gib(), 3),
     }
 

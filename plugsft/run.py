@@ -79,24 +79,24 @@ class OpenRun:
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
         prelude = RunPrelude(self.accelerator, self.hooks, self.loader, self.load)
         self.tokens = prelude.annotate(self.model, data.tokens)
-        self.evaluation_tokens = data.held_out and prelude.annotate(self.model, data.held_out)
+        self.evaluation_tokens = data.evaluation and prelude.annotate(self.model, data.evaluation)
         self.plan, self.schedule = self._plan_steps()
-        self.state = train_state_of(self.accelerator, self.model, self.optimizer)
+        self.train_state = train_state_of(self.accelerator, self.model, self.optimizer)
         self.checkpoints = Checkpoints(
-            recipe, active, self.tokens, self.accelerator, self.state, self.plan.steps
+            recipe, active, self.tokens, self.accelerator, self.train_state, self.plan.steps
         )
 
     def global_batches(self) -> Generator[GlobalBatch, None, None]:
         """Load the global batches of all steps that are still to train."""
         steps = range(self.checkpoints.saved + 1, self.plan.steps + 1)
-        return self.loader.load(self.plan.window, self.tokens, steps)
+        return self.loader.load(self.plan.plan_step, self.tokens, steps)
 
     def evaluation_batches(self) -> Generator[GlobalBatch, None, None]:
         """Load the evaluation data once."""
         assert self.evaluation_tokens is not None
         ranks = self.accelerator.num_processes
         plan = Plan.once_through(self.evaluation_tokens, self.recipe, ranks, self.hooks)
-        return self.loader.load(plan.window, plan.tokens, range(1, plan.steps + 1))
+        return self.loader.load(plan.plan_step, plan.tokens, range(1, plan.steps + 1))
 
     def evaluation_due(self, step: int) -> bool:
         """Tell whether the model is evaluated after this step."""
@@ -165,7 +165,7 @@ def describe(run: OpenRun) -> None:
     """Print the model, data, plan and plugins, and put them into the record."""
     recipe, record, plan = run.recipe, run.record, run.plan
     ranks, strategy = run.accelerator.num_processes, strategy_name(run.accelerator)
-    dtypes = dtypes_of(run.accelerator, run.state)
+    dtypes = dtypes_of(run.accelerator, run.train_state)
     model = describe_model(run)
     record.run["machine"] |= {
         "device": str(run.accelerator.device.type),
@@ -200,7 +200,7 @@ def describe(run: OpenRun) -> None:
 
 def describe_model(run: OpenRun) -> dict[str, Any]:
     """Return the model's source, type, sizes and number types for the record."""
-    plain: Any = run.state.plain
+    plain: Any = run.train_state.plain
     sizes = [
         (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
         for parameter in plain.parameters()

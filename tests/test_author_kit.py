@@ -95,7 +95,7 @@ def wrapper(hook, after="return given", before="pass"):
             ["step 2: loss"],
         ),
     ],
-    ids=["scaled loss", "scaled gradient", "lost window", "other order", "other rate"],
+    ids=["scaled loss", "scaled gradient", "lost batch", "other order", "other rate"],
 )
 def test_what_changes_learning_does_not_keep_gradients(install, code, words):
     install(code)

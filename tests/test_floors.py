@@ -39,10 +39,10 @@ ROOMS = _words("""
 ENTRIES, ARROWS = 20, 90
 EXPORTED = {
     "plugsft": """
-        Batch Build CheckpointError Data DataError DiskError Encoded Fed Feed Folder Hooks
-        Ints Kept LaunchError Layout Layouts Machine ModelLoad OnDemand Place
+        Batch Build CheckpointError Data DataError DiskError Encoded LoadedStep Feed Folder Hooks
+        Ints CacheEntry LaunchError Layout Layouts Machine ModelLoad OnDemand Place
         PluginError PlugsftError Prelude Recipe RecipeError Rendered Row Score Shard Slice
-        Train TrainError Window Work __version__ cache_folder damage digest
+        StepPlan Train TrainError Work __version__ cache_folder damage digest
         hookimpl look once plugin progress reason_of say state
     """,
     "plugsft.kit.model": """

@@ -60,7 +60,7 @@ def curve(run: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("cpu2", marks=only_full), "fsdp2", "zero3"])
 def test_ranks_learn_what_one_process_learns(tiny, tmp_path, name):
-    """Windows of varying micro-steps, packed, with clipping at work, and tied embeddings."""
+    """Packed global batches of varying sizes, with clipping at work, and tied embeddings."""
     recipe = tiny(
         rows=chats(45),
         train=TRAIN | {"micro_batch": 1, "steps": 20},

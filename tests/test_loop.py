@@ -21,7 +21,7 @@ from conftest import (
 )
 from safetensors.torch import load_file
 
-# 43 examples in windows of 8: five whole ones and one of three, in every epoch.
+# 43 examples in global batches of 8: five whole ones and one of three, in every epoch.
 LONG = {"epochs": 4, "batch_size": 8, "steps": 20, "learning_rate": 1e-3, "max_grad_norm": 0.5}
 
 

@@ -28,7 +28,7 @@ ROWS = chats(8, seed=3)
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """Return our loss and gradients on one window, with the model and tokenizer they came from."""
+    """Return our loss and gradients on one global batch, with their model and tokenizer."""
     tables = tiny_tables(tmp_path_factory.mktemp("ours"), ROWS)
     tables["train"] |= {"batch_size": 8, "micro_batch": 3}
     recipe, active = resolve(tables)
@@ -37,11 +37,11 @@ def ours(tmp_path_factory):
     tokens = data.tokens
     folder = save_scratch_model(recipe, data)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    window = Plan(tokens, recipe, 1, hook).window(1)
+    step_plan = Plan(tokens, recipe, 1, hook).plan_step(1)
     loss = 0.0
-    for examples in window.layout[0]:
+    for examples in step_plan.layout[0]:
         batch = hook.collate(tokens=tokens, examples=examples, pad=pad_id(data.tokenizer))
-        part = hook.step(model=model, batch=batch, total=window.denominator, score=hook.score)
+        part = hook.step(model=model, batch=batch, total=step_plan.denominator, score=hook.score)
         part.backward()
         loss += float(part.detach())
     return loss, gradients(model), folder, data.tokenizer

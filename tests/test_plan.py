@@ -47,18 +47,20 @@ def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, *
     return Plan(tokens, recipe, ranks, Active({}, {}).attach(core or BatchDefaults()).hooks)
 
 
-def members(window):
-    return [int(number) for rank in window.layout for part in rank for number in part]
+def members(step_plan):
+    return [int(number) for rank in step_plan.layout for part in rank for number in part]
 
 
 @given(**SIZES, seed=st.integers(0, 2**32 - 1))
 def test_an_epoch_takes_every_example_once(count, batch, micro, ranks, seed):
     made = plan(count, batch, micro, ranks, seed)
     for epoch in range(2):
-        windows = [made.window(epoch * made.per_epoch + n + 1) for n in range(made.per_epoch)]
-        assert {window.epoch for window in windows} == {epoch}
-        assert sorted(n for window in windows for n in members(window)) == list(range(count))
-        sizes = [len(members(window)) for window in windows]
+        step_plans = [made.plan_step(epoch * made.per_epoch + n + 1) for n in range(made.per_epoch)]
+        assert {step_plan.epoch for step_plan in step_plans} == {epoch}
+        assert sorted(n for step_plan in step_plans for n in members(step_plan)) == list(
+            range(count)
+        )
+        sizes = [len(members(step_plan)) for step_plan in step_plans]
         assert sizes == [batch] * (count // batch) + [count % batch] * bool(count % batch)
 
 
@@ -66,7 +68,7 @@ def test_an_epoch_takes_every_example_once(count, batch, micro, ranks, seed):
 def test_ranks_march_together(count, batch, micro, ranks):
     made = plan(count, batch, micro, ranks)
     for step in range(1, made.per_epoch + 1):
-        layout = made.window(step).layout
+        layout = made.plan_step(step).layout
         assert len(layout) == ranks
         (steps,) = {len(rank) for rank in layout}
         assert all(len(part) <= micro for rank in layout for part in rank)
@@ -78,7 +80,7 @@ def test_ranks_march_together(count, batch, micro, ranks):
 def test_a_window_does_not_depend_on_how_it_is_laid_out(count, batch, micro, ranks, others):
     one, two = plan(count, batch, micro, ranks), plan(count, batch, *others)
     for step in range(1, one.per_epoch + 1):
-        a, b = one.window(step), two.window(step)
+        a, b = one.plan_step(step), two.plan_step(step)
         assert sorted(members(a)) == sorted(members(b))
         assert (a.denominator, a.tokens) == (b.denominator, b.tokens)
         assert a.denominator == sum(number + 1 for number in members(a))
@@ -87,12 +89,12 @@ def test_a_window_does_not_depend_on_how_it_is_laid_out(count, batch, micro, ran
 
 def test_windows_are_a_pure_function_of_seed_and_step():
     made = plan(steps=50)
-    forward = [members(made.window(step)) for step in range(1, 51)]
+    forward = [members(made.plan_step(step)) for step in range(1, 51)]
     fresh = plan()
     for step in np.random.default_rng(0).permutation(50):
-        assert members(fresh.window(int(step) + 1)) == forward[step], "seeking, back and forth"
-        assert members(plan().window(int(step) + 1)) == forward[step]
-    assert members(plan(seed=1).window(1)) != forward[0]
+        assert members(fresh.plan_step(int(step) + 1)) == forward[step], "seeking, back and forth"
+        assert members(plan().plan_step(int(step) + 1)) == forward[step]
+    assert members(plan(seed=1).plan_step(1)) != forward[0]
     assert forward[0] != forward[made.per_epoch], "each epoch has an order of its own"
 
 
@@ -100,11 +102,11 @@ def test_windows_are_a_pure_function_of_seed_and_step():
 def test_a_window_knows_its_examples_and_how_uneven_its_ranks_are(count, batch, micro, ranks):
     made = plan(count, batch, micro, ranks)
     for step in range(1, made.per_epoch + 1):
-        window = made.window(step)
-        shares = [sum(int(n) + 10 for part in rank for n in part) for rank in window.layout]
-        assert window.imbalance == pytest.approx(max(shares) / np.mean(shares))
-        assert window.examples == len(members(window))
-        assert window.micro_batches == -(-window.examples // micro)
+        step_plan = made.plan_step(step)
+        shares = [sum(int(n) + 10 for part in rank for n in part) for rank in step_plan.layout]
+        assert step_plan.imbalance == pytest.approx(max(shares) / np.mean(shares))
+        assert step_plan.examples == len(members(step_plan))
+        assert step_plan.micro_batches == -(-step_plan.examples // micro)
 
 
 def test_the_order_is_pinned_for_every_platform_and_version():
@@ -170,11 +172,11 @@ def test_the_last_window_may_be_uneven():
 
 def test_windows_are_a_sequence():
     train = SimpleNamespace(batch_size=4, micro_batch=2)
-    windows = InOrder(np.arange(10), 1, train)
-    assert len(windows) == 3 == len(list(windows))
-    assert len(windows[1:]) == 2
+    step_plans = InOrder(np.arange(10), 1, train)
+    assert len(step_plans) == 3 == len(list(step_plans))
+    assert len(step_plans[1:]) == 2
     with pytest.raises(IndexError):
-        windows[3]
+        step_plans[3]
 
 
 def test_batches_must_give_every_epoch_the_same_number():
@@ -188,4 +190,4 @@ def test_batches_must_give_every_epoch_the_same_number():
 
     made = plan(20, 4, core=Shrinks())
     with pytest.raises(PluginError, match="gave 2 steps for epoch 1 and 3 for the first"):
-        made.window(4)
+        made.plan_step(4)

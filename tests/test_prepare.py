@@ -49,7 +49,7 @@ def run(tmp_path):
         recipe, active = resolve({**tables, "plugins": plugins or {}})
         active.attach(DataDefaults(recipe.folder))
         made = prepare.prepare(recipe, active)
-        return made, made.tokens, made.held_out
+        return made, made.tokens, made.evaluation
 
     return make
 
@@ -192,8 +192,8 @@ def test_columns_that_nobody_has_stop_before_a_row_is_rendered(run, tmp_path):
     other = write_jsonl(tmp_path / "other.jsonl", rows)
     with_tools = [*rows, {**rows[0], "functions": []}]
     columns = {"messages": "dialog", "tools": "functions"}
-    _, tokens, held_out = run(with_tools, columns=columns, eval={"source": str(other)})
-    assert (len(tokens), len(held_out)) == (4, 3)
+    _, tokens, evaluation = run(with_tools, columns=columns, eval={"source": str(other)})
+    assert (len(tokens), len(evaluation)) == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_a_mixture_is_one_data_set(run, tmp_path):
 
 def test_evaluation_data_is_prepared_like_the_rest(run, tmp_path):
     other = write_jsonl(tmp_path / "other.jsonl", [GOOD] * 5)
-    _, tokens, held_out = run([GOOD] * 9, eval={"source": str(other)})
-    assert (len(tokens), len(held_out)) == (9, 5) and held_out.folder != tokens.folder
-    _, tokens, held_out = run([GOOD] * 9, eval={"split": "train[-2:]"})
-    assert len(held_out) == 2
+    _, tokens, evaluation = run([GOOD] * 9, eval={"source": str(other)})
+    assert (len(tokens), len(evaluation)) == (9, 5) and evaluation.folder != tokens.folder
+    _, tokens, evaluation = run([GOOD] * 9, eval={"split": "train[-2:]"})
+    assert len(evaluation) == 2
     with pytest.raises(RecipeError, match=r"eval.source: missing"):
         run(None, sources=[{"source": str(other)}], eval={})
 

@@ -145,8 +145,8 @@ def test_a_file_that_is_cut_short_under_a_run_is_named(tmp_path, name, size):
     tokens.facts["sources"][0]["weight"] = 1.0
     hook = Active({}, {}).attach(BatchDefaults()).hooks
     plan = Plan(tokens, Recipe.model_validate(tables), 1, hook)
-    tokens.gather(plan.window(1).layout[0][0])
+    tokens.gather(plan.plan_step(1).layout[0][0])
     path = tmp_path / name
     os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
     with pytest.raises(DataError, match=rf"{name}: damaged: it was truncated.*Remove the folder"):
-        tokens.gather(plan.window(2).layout[0][0])
+        tokens.gather(plan.plan_step(2).layout[0][0])

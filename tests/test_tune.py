@@ -285,26 +285,26 @@ def test_probes_take_steps_of_the_run_those_that_fill_memory_first(tmp_path):
     recipe, active = load(write_recipe(tmp_path / "recipe.toml", tables))
     with trials(recipe, active) as made:
         lengths = made.tokens.lengths
-        windows = choose_steps(recipe, made.tokens, lengths, 4)
-        made.use(windows.ravel(), in_order=True)
+        global_batches = choose_steps(recipe, made.tokens, lengths, 4)
+        made.use(global_batches.ravel(), in_order=True)
         used = Tokens(next(made.folder.glob("tokens-*")))
         order = shuffle([(used.facts["examples"], 1.0)], recipe.train.seed, 0)
-        assert [*used.rows[order]] == [*made.tokens.rows[windows.ravel()]]
-        assert [*used.lengths[order]] == [*lengths[windows.ravel()]]
+        assert [*used.rows[order]] == [*made.tokens.rows[global_batches.ravel()]]
+        assert [*used.lengths[order]] == [*lengths[global_batches.ravel()]]
         trial = made.run({"train.micro_batch": 8}, steps=6)
     assert not trial.error
-    assert trial.of("tokens") == lengths[windows].sum(1).tolist()
-    assert windows.shape == (6, 8) and lengths[windows[0, 0]] == lengths.max()
-    sums = [*lengths[windows].sum(1)]
+    assert trial.of("tokens") == lengths[global_batches].sum(1).tolist()
+    assert global_batches.shape == (6, 8) and lengths[global_batches[0, 0]] == lengths.max()
+    sums = [*lengths[global_batches].sum(1)]
     assert sums[2:] == sorted(sums[2:]) and sums[1] == max(sums[1:])
-    assert all(len({*window}) == 8 for window in windows)
+    assert all(len({*global_batch}) == 8 for global_batch in global_batches)
 
 
 def test_a_data_set_smaller_than_a_step_is_one_step(tmp_path):
     recipe, active = load(write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path, chats(5))))
     with trials(recipe, active) as made:
-        windows = choose_steps(recipe, made.tokens, made.tokens.lengths, 4)
-    assert windows.shape == (1, 5)
+        global_batches = choose_steps(recipe, made.tokens, made.tokens.lengths, 4)
+    assert global_batches.shape == (1, 5)
 
 
 @only_full

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from plugsft import Build, Fed, Feed, hookimpl, plugin, state
+from plugsft import Build, Feed, LoadedStep, hookimpl, plugin, state
 
 PATIENCE = 10.0
 """Seconds to wait at the end for batches that are being built, and are no longer needed."""
@@ -32,7 +32,7 @@ class AsyncCollate:
         """Build batches ahead of the loop."""
         return self._build_ahead(build, steps)
 
-    def _build_ahead(self, build: Build, steps: range) -> Iterator[Fed]:
+    def _build_ahead(self, build: Build, steps: range) -> Iterator[LoadedStep]:
         from .ahead import Ahead
 
         ahead, patience = Ahead(build, steps, self.depth), PATIENCE

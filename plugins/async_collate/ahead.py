@@ -7,14 +7,14 @@ from threading import Semaphore, Thread
 
 import torch
 
-from plugsft import Build, Fed, PluginError
+from plugsft import Build, LoadedStep, PluginError
 
 
 @dataclass
 class Built:
     """The batches of a step, or the error of building them."""
 
-    fed: Fed | BaseException
+    result: LoadedStep | BaseException
     seconds: float
     ready: torch.cuda.Event | None = None
     """Event after the copies of its tensors, on the side stream."""
@@ -35,7 +35,7 @@ class Ahead:
         )
         self._thread.start()
 
-    def take(self, step: int) -> Fed:
+    def take(self, step: int) -> LoadedStep:
         """Wait for the batches of a step, which must be the next one."""
         due = self._steps[self.taken] if self.taken < len(self._steps) else None
         if self._closed or step != due:
@@ -49,19 +49,19 @@ class Ahead:
         self.waited += time.perf_counter() - started
         self.built += built.seconds
         try:
-            if isinstance(built.fed, BaseException):
+            if isinstance(built.result, BaseException):
                 self._closed = True
-                raise built.fed
-            if built.fed.window.step != step:
+                raise built.result
+            if built.result.plan.step != step:
                 raise PluginError(
                     f"async_collate: step {step} was asked for, but the batches are of step "
-                    f"{built.fed.window.step}"
+                    f"{built.result.plan.step}"
                 )
             if built.ready is not None:
-                wait_for_copies(built.fed, built.ready)
+                wait_for_copies(built.result, built.ready)
             self.taken += 1
             self._room.release()
-            return built.fed
+            return built.result
         finally:
             # A raised error refers to this frame: break the cycle.
             del built
@@ -83,21 +83,21 @@ class Ahead:
         try:
             # Without a stream, this does nothing.
             with torch.cuda.stream(self._side):
-                fed = build(step)
+                loaded = build(step)
                 if self._side is not None:
                     ready = self._side.record_event()
         except BaseException as error:  # any error must reach the loop, which waits
             self._done.put(Built(error, time.perf_counter() - started))
             return False
-        self._done.put(Built(fed, time.perf_counter() - started, ready))
+        self._done.put(Built(loaded, time.perf_counter() - started, ready))
         return True
 
 
-def wait_for_copies(fed: Fed, ready: torch.cuda.Event) -> None:
+def wait_for_copies(loaded: LoadedStep, ready: torch.cuda.Event) -> None:
     """Let the current stream wait for tensors that were copied on the side stream."""
     stream = torch.cuda.current_stream()
     stream.wait_event(ready)
-    for batch in fed.batches:
+    for batch in loaded.batches:
         for value in batch.values():
             # The allocator must not reuse their memory before this stream has used them.
             if isinstance(value, torch.Tensor) and value.is_cuda:

@@ -69,7 +69,7 @@ class PackedEpoch(OnDemand):
     def lay_out(self, number: int) -> Layout:
         """Lay out one step."""
         rows = np.arange(number * self._size, min((number + 1) * self._size, self._num_rows))
-        # Rows of the same micro-step have about equal costs.
+        # Rows of the same micro-batch have about equal costs.
         rows = rows[np.argsort(-self._costs[rows], kind="stable")]
         starts = np.append(0, self._stops)[rows]
         spans = zip(starts, self._stops[rows], strict=True)
@@ -79,9 +79,9 @@ class PackedEpoch(OnDemand):
 
 
 def deal(lengths: Ints, costs: Any, ranks: int, capacity: int) -> list[list[Ints]]:
-    """Deal examples to ranks in the fewest micro-steps, with balanced costs.
+    """Deal examples to ranks in the fewest micro-batches, with balanced costs.
 
-    All micro-steps but the last are full on every rank. Best fit leaves the shortest examples for
+    All micro-batches but the last are full on every rank. Best fit leaves the shortest examples for
     the last, where each rank gets the examples that balance the total.
     """
     items, bins, count = best_fit(lengths, capacity)

@@ -73,7 +73,7 @@ class Profiler:
     @hookimpl(wrapper=True)
     def step(self, batch: Batch) -> Generator[None, Tensor, Tensor]:
         """Mark the beginning and end of a forward, and the end of its backward."""
-        loss: Tensor = yield from self.recorder.record_micro_step(batch)
+        loss: Tensor = yield from self.recorder.record_micro_batch(batch)
         return loss
 
     @hookimpl

@@ -19,8 +19,8 @@ class StepProfile(NamedTuple):
     """Part of a step -> its share of the time."""
     ranks: list[dict[str, float]]
     """Part of a step -> its seconds, for each rank."""
-    micro_steps: float
-    """Micro-steps per step."""
+    micro_batches: float
+    """Micro-batches per step."""
     launch_bound: bool = False
     """Whether calling operators takes longer than computing them."""
     operators: int = 0
@@ -72,9 +72,9 @@ def padding(recipe: Recipe, fill: float) -> Finding | None:
 def launches(recipe: Recipe, profile: StepProfile) -> Finding | None:
     """Tell whether a step mostly calls operators; larger micro-batches need fewer of them."""
     share = profile.shares["forward"] + profile.shares["backward"]
-    if not profile.launch_bound or share < 0.3 or profile.micro_steps < 2:
+    if not profile.launch_bound or share < 0.3 or profile.micro_batches < 2:
         return None
-    factor = 4 if profile.micro_steps >= 4 else 2
+    factor = 4 if profile.micro_batches >= 4 else 2
     if recipe.has("bfd_packing"):
         size, key, unit = recipe.packed_capacity(), "plugins.bfd_packing.capacity", " tokens"
     else:

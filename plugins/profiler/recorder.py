@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from plugsft import Batch, Fed, Feed, Machine, Recipe, Window
+from plugsft import Batch, Feed, LoadedStep, Machine, Recipe, StepPlan
 from plugsft.kit.model import shapes_of
 from plugsft.kit.tokens import Tokens
 
@@ -41,8 +41,8 @@ class StepRecorder:
         """Seconds of each part, for each counted step."""
         self.flops = 0.0
         """Floating-point operations of this rank in the counted steps."""
-        self.micro_steps = 0
-        """Micro-steps of this rank in the counted steps."""
+        self.micro_batches = 0
+        """Micro-batches of this rank in the counted steps."""
         self.largest = 0
         """Most tokens in a micro-batch, with padding."""
         self.forward_cpu_seconds = math.inf
@@ -53,7 +53,7 @@ class StepRecorder:
         """Mean seconds of each part on each rank, as last gathered."""
         self._traced = trace
         self._tracer = Tracer(recipe.folder / "profile", trace, machine.rank)
-        self._pending: tuple[list[Mark], Window, float] | None = None
+        self._pending: tuple[list[Mark], StepPlan, float] | None = None
         """The last counted step, which the GPU may still compute."""
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
@@ -65,21 +65,21 @@ class StepRecorder:
         """Record training steps; an evaluation is a part of the step before it."""
         return self._record_steps(feed) if torch.is_grad_enabled() else feed
 
-    def _record_steps(self, feed: Any) -> Iterator[Fed]:
+    def _record_steps(self, feed: Any) -> Iterator[LoadedStep]:
         self.clock.mark("rest")
         checkpoint_time = self._last_checkpoint_time()
         try:
-            for number, fed in enumerate(feed, start=1):
+            for number, loaded in enumerate(feed, start=1):
                 self.clock.mark("wait")
-                self._tracer.start(fed.window.step)
-                yield fed
+                self._tracer.start(loaded.plan.step)
+                yield loaded
                 self._tracer.stop()
                 previous, checkpoint_time = checkpoint_time, self._last_checkpoint_time()
                 self.clock.mark("logging" if checkpoint_time == previous else "checkpoint")
                 self._count_pending()
                 marks = self.clock.end_step()
-                if number > WARMUP and fed.window.step not in self._traced:
-                    self._pending = marks, fed.window, fed.copied
+                if number > WARMUP and loaded.plan.step not in self._traced:
+                    self._pending = marks, loaded.plan, loaded.copied
             self._count_pending()
         finally:
             self._tracer.stop()
@@ -95,8 +95,8 @@ class StepRecorder:
         """Count the step before the last, which the GPU has finished."""
         if self._pending is None:
             return
-        marks, window, copied = self._pending
-        micro_batches = window.layout[self.machine.rank]
+        marks, plan, copied = self._pending
+        micro_batches = plan.layout[self.machine.rank]
         seconds = dict.fromkeys(PARTS, 0.0)
         forward_cpu_seconds = 0.0
         for mark, later in pairwise(marks):
@@ -110,7 +110,7 @@ class StepRecorder:
         seconds["copy"] = min(copied, seconds["wait"])
         seconds["wait"] -= seconds["copy"]
         self.steps.append([*seconds.values()])
-        self.micro_steps += len(micro_batches)
+        self.micro_batches += len(micro_batches)
         self._add_flops([examples for examples in micro_batches if len(examples)])
         self._pending = None
 
@@ -122,7 +122,7 @@ class StepRecorder:
         attended = (lengths * (lengths / 2 + seen)).sum()
         self.flops += self.shapes.flops(float(lengths.sum()), float(attended))
 
-    def record_micro_step(self, batch: Batch) -> Generator[None, Tensor, Tensor]:
+    def record_micro_batch(self, batch: Batch) -> Generator[None, Tensor, Tensor]:
         """Mark the beginning and end of a forward, and the end of its backward."""
         training = torch.is_grad_enabled()
         self.clock.mark("rest" if training else "evaluation")

@@ -55,7 +55,7 @@ def profile_of(
 ) -> StepProfile:
     """Return the figures that the rules for bottlenecks need."""
     steps, counter = len(recorder.steps), recorder.operators
-    profile = StepProfile(shares, ranks, recorder.micro_steps / steps)
+    profile = StepProfile(shares, ranks, recorder.micro_batches / steps)
     if counter is None:
         return profile
     operator_seconds = recorder.forward_cpu_seconds / counter.operators

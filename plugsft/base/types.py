@@ -134,7 +134,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Window:
+class StepPlan:
     """The plan of one optimizer step: which rank computes which examples, in which micro-batch."""
 
     step: int
@@ -160,17 +160,17 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Fed:
-    """A planned step with this rank's micro-batches as tensors: what `build(step)` returns."""
+class LoadedStep:
+    """A planned step with this rank's micro-batches as tensors; `build(step)` returns it."""
 
-    window: Window
+    plan: StepPlan
     batches: list[Batch]
     copied: float = 0.0
     """Seconds in which copying to the device blocked the host."""
 
 
-Build: TypeAlias = Callable[[int], Fed]
-Feed: TypeAlias = Iterator[Fed]
+Build: TypeAlias = Callable[[int], LoadedStep]
+Feed: TypeAlias = Iterator[LoadedStep]
 Layouts: TypeAlias = Sequence[Layout]
 
 
@@ -193,7 +193,7 @@ class OnDemand(Sequence[Layout], ABC):
         """Lay out the global batch of one step; `number` is in range."""
 
 
-class Kept(Protocol):
+class CacheEntry(Protocol):
     """A cache entry: tokens, or a plugin's artefact."""
 
     facts: dict[str, Any]

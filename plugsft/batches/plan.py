@@ -9,7 +9,7 @@ import numpy as np
 
 from ..base.checksums import digest
 from ..base.errors import DataError, PluginError
-from ..base.types import Ints, Layout, Layouts, OnDemand, Window
+from ..base.types import Ints, Layout, Layouts, OnDemand, StepPlan
 from ..hooks import Hooks
 from ..recipe.tables import Recipe, Train
 from ..tokens.store import Tokens
@@ -71,7 +71,7 @@ class Plan:
         train = recipe.train.model_copy(update={"epochs": 1, "steps": None})
         return cls(tokens, recipe.model_copy(update={"train": train}), ranks, hooks)
 
-    def window(self, step: int) -> Window:
+    def plan_step(self, step: int) -> StepPlan:
         """Plan a step; the first is step 1."""
         epoch, number = divmod(step - 1, self.per_epoch)
         self.tokens.ensure_unchanged()
@@ -79,7 +79,7 @@ class Plan:
         rank_examples = [np.concatenate(micro_batches) for micro_batches in layout]
         rank_tokens = [int(self.tokens.lengths[examples].sum()) for examples in rank_examples]
         examples = np.concatenate(rank_examples)
-        return Window(
+        return StepPlan(
             step=step,
             epoch=epoch,
             layout=layout,
@@ -91,11 +91,11 @@ class Plan:
 
     def facts(self) -> dict[str, str]:
         """Describe the number of steps and the layout of the first, to compare ranks."""
-        window = self.window(1)
-        layout = [[examples.tolist() for examples in rank] for rank in window.layout]
+        first = self.plan_step(1)
+        layout = [[examples.tolist() for examples in rank] for rank in first.layout]
         return {
             "the number of steps": f"{self.steps:,}",
-            "the order of examples": digest({"layout": layout, "targets": window.denominator})[:8],
+            "the order of examples": digest({"layout": layout, "targets": first.denominator})[:8],
         }
 
     def _epoch(self, epoch: int) -> Layouts:

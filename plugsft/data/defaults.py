@@ -12,7 +12,7 @@ from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import progress, say
 from ..base.machine import is_slow_to_map, look
-from ..base.types import Encoded, Kept, Rendered, Row, Shard, Slice, Work
+from ..base.types import CacheEntry, Encoded, Rendered, Row, Shard, Slice, Work
 from ..hooks import hookimpl
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
@@ -73,8 +73,8 @@ class DataDefaults:
 
     @hookimpl
     def cache(
-        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Kept]
-    ) -> Kept:
+        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., CacheEntry]
+    ) -> CacheEntry:
         """Store tokens in the run's output folder."""
         say_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
         return opened(read, once(self.output / "tokens" / digest(key), build, say_once))

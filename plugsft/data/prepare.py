@@ -46,18 +46,18 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_folder: Path
     tokens: Tokens
-    held_out: Tokens | None
+    evaluation: Tokens | None
 
     @property
     def largest_id(self) -> int:
         """The largest token id of all data."""
-        return max(int(data.facts["largest_id"]) for data in (self.tokens, self.held_out) if data)
+        return max(int(data.facts["largest_id"]) for data in (self.tokens, self.evaluation) if data)
 
     def facts(self) -> dict[str, str]:
         """Describe the data, to compare ranks."""
         facts = {"the training data": _describe_tokens(self.tokens)}
-        if self.held_out is not None:
-            facts["the evaluation data"] = _describe_tokens(self.held_out)
+        if self.evaluation is not None:
+            facts["the evaluation data"] = _describe_tokens(self.evaluation)
         return facts
 
 
@@ -75,11 +75,11 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
         say(f"data: {summarize(tokens.facts, 'already prepared')}")
     else:
         tokens = _prepare_tokens(data.work, data.sources, active)
-    held_out = None
+    evaluation = None
     if recipe.eval is not None:
         data.work.sources = [recipe.eval_source()]
-        held_out = _prepare_tokens(data.work, [open_source(data.work.sources[0])], active)
-    return Prepared(data.tokenizer, data.tokenizer_folder, tokens, held_out)
+        evaluation = _prepare_tokens(data.work, [open_source(data.work.sources[0])], active)
+    return Prepared(data.tokenizer, data.tokenizer_folder, tokens, evaluation)
 
 
 def open_data(recipe: Recipe, active: Active) -> OpenData:

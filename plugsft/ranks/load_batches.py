@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..base.types import Batch, Fed, Ints, Window
+from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
 from ..hooks import Hooks
 from ..tokens.store import Tokens
 from .agree import agreed
@@ -20,7 +20,7 @@ MAX_ROWS = 20
 class GlobalBatch:
     """The examples of one step, with this rank's micro-batches."""
 
-    window: Window
+    plan: StepPlan
     micro_batches: list[Batch]
     tokens: Tokens
     """Where the examples come from."""
@@ -33,12 +33,12 @@ class GlobalBatch:
     @property
     def step(self) -> int:
         """The number of the step, from 1."""
-        return self.window.step
+        return self.plan.step
 
     @property
     def denominator(self) -> int:
         """The divisor of the loss: the targets of all ranks, or a plugin's count."""
-        return self.window.denominator
+        return self.plan.denominator
 
     def counts(self) -> dict[str, float]:
         """Return this rank's counts, to be summed over all ranks."""
@@ -52,7 +52,7 @@ class GlobalBatch:
 
     def rows(self) -> str:
         """Name the rows of all ranks."""
-        examples = [micro_batch for rank in self.window.layout for micro_batch in rank]
+        examples = [micro_batch for rank in self.plan.layout for micro_batch in rank]
         return name_rows(self.tokens, examples)
 
 
@@ -64,22 +64,22 @@ class BatchLoader:
         self._rank, self._device = accelerator.process_index, accelerator.device
 
     def load(
-        self, window: Callable[[int], Window], tokens: Tokens, steps: range
+        self, plan_step: Callable[[int], StepPlan], tokens: Tokens, steps: range
     ) -> Generator[GlobalBatch, None, None]:
         """Iterate over global batches, in order, with their tensors on the device.
 
         A batch is yielded once all ranks have made theirs, or all ranks raise.
         """
-        batches = iter(self._hooks.feed(build=self._builder(window, tokens), steps=steps))
+        batches = iter(self._hooks.feed(build=self._builder(plan_step, tokens), steps=steps))
         try:
             while True:
                 started = time.perf_counter()
                 with agreed(self._accelerator, "making batches"):
-                    fed = next(batches, None)
-                if fed is None:
+                    loaded = next(batches, None)
+                if loaded is None:
                     return
                 waited = time.perf_counter() - started
-                yield GlobalBatch(fed.window, fed.batches, tokens, self._rank, started, waited)
+                yield GlobalBatch(loaded.plan, loaded.batches, tokens, self._rank, started, waited)
         finally:
             if isinstance(batches, Generator):
                 batches.close()
@@ -88,19 +88,19 @@ class BatchLoader:
         """Return a micro-batch of some examples, on the device."""
         return self._to_device(self._collate(tokens, examples))
 
-    def _builder(self, window: Callable[[int], Window], tokens: Tokens) -> Callable[[int], Fed]:
+    def _builder(self, plan_step: Callable[[int], StepPlan], tokens: Tokens) -> Build:
         """Return the function that builds this rank's micro-batches of a step."""
 
-        def build(step: int) -> Fed:
+        def build(step: int) -> LoadedStep:
             current: list[Ints] = []
             try:
-                chosen, collated = window(step), []
-                for examples in chosen.layout[self._rank]:
+                plan, collated = plan_step(step), []
+                for examples in plan.layout[self._rank]:
                     current = [examples]
                     collated.append(self._collate(tokens, examples))
                 started, current = time.perf_counter(), []
                 batches = list(map(self._to_device, collated))
-                return Fed(chosen, batches, time.perf_counter() - started)
+                return LoadedStep(plan, batches, time.perf_counter() - started)
             except Exception as error:
                 note = f"as rank {self._rank} made the batches of step {step}"
                 error.add_note(f"{note}, from {name_rows(tokens, current)}" if current else note)

@@ -50,7 +50,7 @@ def explain_out_of_memory_in_loading(recipe: Recipe, rank: int) -> Iterator[None
 
 
 def _describe_micro_batch(batch: GlobalBatch, index: int) -> str:
-    micro_batches = batch.window.layout[batch.rank]
+    micro_batches = batch.plan.layout[batch.rank]
     if index == len(micro_batches):
         return "the optimizer's step"
     lengths = batch.tokens.lengths[micro_batches[index]]

@@ -18,7 +18,7 @@ import torch
 from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables
 from plugin_packages import activate, install
 
-from plugsft import Fed, PluginError, look, testing
+from plugsft import LoadedStep, PluginError, look, testing
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.data.defaults import DataDefaults
@@ -29,10 +29,10 @@ from plugsft.plugins.async_collate.ahead import Ahead
 from plugsft.ranks.load_batches import BatchLoader
 from plugsft.registry.active import check, resolve
 
-# 43 examples in windows of 8: five whole ones and one of three, twice.
+# 43 examples in global batches of 8: five whole ones and one of three, twice.
 TRAIN = {"epochs": 2, "batch_size": 8, "micro_batch": 2, "learning_rate": 1e-3}
 STEPS = range(1, 13)
-# Lays a window out as single rows, and collates examples into one row each, end to end.
+# Lays a global batch out as single rows, and collates examples into one row each, end to end.
 
 
 class World:
@@ -54,11 +54,11 @@ class World:
         plan = Plan(self.tokens, recipe, ranks, hook)
         assert plan.steps == len(STEPS) or "bfd_packing" in plugins
         steps = range(steps.start, min(steps.stop, plan.steps + 1))
-        return BatchLoader(hook, place, pad=0).load(plan.window, self.tokens, steps)
+        return BatchLoader(hook, place, pad=0).load(plan.plan_step, self.tokens, steps)
 
     def build(self):
-        """Build windows without any feed."""
-        built = {batch.step: Fed(batch.window, batch.micro_batches) for batch in self.feed()}
+        """Build global batches without any feed."""
+        built = {batch.step: LoadedStep(batch.plan, batch.micro_batches) for batch in self.feed()}
         return lambda step: dataclasses.replace(built[step])
 
 
@@ -78,9 +78,11 @@ def threads():
 
 
 def assert_same(ours, serial):
-    assert [fed.window.step for fed in ours] == [fed.window.step for fed in serial]
+    assert [loaded.plan.step for loaded in ours] == [loaded.plan.step for loaded in serial]
     for one, other in zip(ours, serial, strict=True):
-        a, b = ({**vars(fed.window), "layout": flat(fed.window.layout)} for fed in (one, other))
+        a, b = (
+            {**vars(loaded.plan), "layout": flat(loaded.plan.layout)} for loaded in (one, other)
+        )
         assert a == b
         assert len(one.micro_batches) == len(other.micro_batches)
         for mine, plain in zip(one.micro_batches, other.micro_batches, strict=True):
@@ -116,8 +118,8 @@ def test_it_gives_what_serial_feeding_gives(world, depth, ranks, rank):
 def test_it_gives_what_serial_feeding_gives_when_rows_are_packed(world, scope, ranks, rank):
     packing = {"bfd_packing": {"capacity": 128, "scope": scope}}
     assert_identical(world, 2, ranks, rank, **packing)
-    [fed, *_] = world.feed(ranks=ranks, rank=rank, async_collate={}, **packing)
-    assert {"input_ids", "position_ids", "documents"} <= set(fed.micro_batches[0])
+    [loaded, *_] = world.feed(ranks=ranks, rank=rank, async_collate={}, **packing)
+    assert {"input_ids", "position_ids", "documents"} <= set(loaded.micro_batches[0])
 
 
 def test_a_stale_order_would_be_seen(world, monkeypatch):
@@ -126,15 +128,15 @@ def test_a_stale_order_would_be_seen(world, monkeypatch):
     def first_epoch(self, build, step):
         def stale(step):
             old = build((step - 1) % 6 + 1)
-            window = dataclasses.replace(old.window, step=step, epoch=(step - 1) // 6)
-            return dataclasses.replace(old, window=window)
+            plan = dataclasses.replace(old.plan, step=step, epoch=(step - 1) // 6)
+            return dataclasses.replace(old, plan=plan)
 
         return right(self, stale, step)
 
     monkeypatch.setattr(Ahead, "_build", first_epoch)
     with pytest.raises(AssertionError):
         assert_identical(world)
-    # A window that does not even say that it is another one's.
+    # A global batch that does not even say that it is another one's.
     monkeypatch.setattr(Ahead, "_build", lambda self, build, step: right(self, build, step - 1))
     with pytest.raises(PluginError, match=r"step 7 was asked for, .* are of step 6"):
         [*world.feed(range(7, 10), async_collate={})]
@@ -170,7 +172,7 @@ def test_only_the_step_in_flight_may_be_asked_for(world):
         for wrong in (1, 2, 4, 6):
             with pytest.raises(PluginError, match=f"step {wrong} was asked for, and step 3 is in"):
                 ahead.take(wrong)
-        assert [ahead.take(step).window.step for step in (3, 4)] == [3, 4]
+        assert [ahead.take(step).plan.step for step in (3, 4)] == [3, 4]
         with pytest.raises(PluginError, match="step 4 was asked for, and step 5 is in flight"):
             ahead.take(4)
         ahead.take(5)
@@ -195,7 +197,7 @@ def failing(world, at, error):
     return broken
 
 
-def windows_of(build, depth=1):
+def global_batches_of(build, depth=1):
     """Feed as the plugin does."""
     return async_collate.AsyncCollate(depth=depth).feed(build, STEPS)
 
@@ -205,9 +207,9 @@ def windows_of(build, depth=1):
 def test_an_error_surfaces_at_its_step_with_its_own_traceback(world, depth, kind):
     seen, error = [], kind("gone")
     with pytest.raises(kind) as raised:
-        for fed in windows_of(failing(world, 4, error), depth):
+        for loaded in global_batches_of(failing(world, 4, error), depth):
             wait_until(lambda: not threads() or depth == 1)  # it has failed by now
-            seen.append(fed.window.step)
+            seen.append(loaded.plan.step)
     assert seen == [1, 2, 3] and raised.value is error
     names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert names[-2:] == ["broken", "collapse"] and "take" in names
@@ -222,9 +224,9 @@ def test_after_an_error_nothing_is_in_flight(world):
 
 
 def test_an_error_of_the_loop_is_not_masked(world):
-    windows = windows_of(failing(world, 2, KeyError("gone")))
-    with pytest.raises(ValueError, match="the loop's own") as raised, closing(windows):
-        for _ in windows:
+    global_batches = global_batches_of(failing(world, 2, KeyError("gone")))
+    with pytest.raises(ValueError, match="the loop's own") as raised, closing(global_batches):
+        for _ in global_batches:
             wait_until(lambda: not threads())
             raise ValueError("the loop's own")
     assert raised.value.__context__ is None and raised.value.__cause__ is None
@@ -235,7 +237,7 @@ def test_ctrl_c_passes_while_the_loop_waits():
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        next(windows_of(lambda step: hung.wait()))
+        next(global_batches_of(lambda step: hung.wait()))
     assert time.monotonic() - began < 2
     # What it was at is waited for by nobody, and ends its thread.
     hung.set()
@@ -247,33 +249,33 @@ def test_no_window_is_held_by_anyone_but_the_loop(world, depth):
     build, made = world.build(), []
 
     def watched(step):
-        fed = build(step)
-        batches = [{name: tensor.clone() for name, tensor in fed.batches[0].items()}]
+        loaded = build(step)
+        batches = [{name: tensor.clone() for name, tensor in loaded.batches[0].items()}]
         made.append(weakref.ref(batches[0]["input_ids"]))
-        return dataclasses.replace(fed, batches=batches)
+        return dataclasses.replace(loaded, batches=batches)
 
     def alive():
         return [number for number, one in enumerate(made, start=1) if one() is not None]
 
-    windows = windows_of(watched, depth)
-    for fed in windows:
-        step = fed.window.step
+    global_batches = global_batches_of(watched, depth)
+    for loaded in global_batches:
+        step = loaded.plan.step
         last = min(step + depth, len(STEPS))
         wait_until(lambda last=last: len(made) == last)
         assert alive() == [*range(step, last + 1)]
-    del fed
+    del loaded
     assert alive() == []
     # Nor by one that is left in the middle.
-    windows = windows_of(watched, depth)
-    next(windows)
-    windows.close()
+    global_batches = global_batches_of(watched, depth)
+    next(global_batches)
+    global_batches.close()
     assert alive() == [] and threads() == []
 
 
 SPY = """
     import gc
     import threading
-    from plugsft import Fed
+    from plugsft import LoadedStep
 
     @plugin()
     class Spy:
@@ -290,8 +292,8 @@ SPY = """
         @hookimpl
         def verdict(self):
             names = [one.name for one in threading.enumerate()]
-            held = sum(isinstance(one, Fed) for one in gc.get_objects())
-            return f"{names.count('async_collate')} threads, {held} windows"
+            steps = sum(isinstance(value, LoadedStep) for value in gc.get_objects())
+            return f"{names.count('async_collate')} threads, {steps} steps"
 """
 
 
@@ -313,8 +315,8 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
     assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
     spied, verdict = (verdict_of(ahead, name) for name in ("spy", "async_collate"))
     # The loop's own last one is still named there.
-    assert spied == "0 threads, 0 windows"
-    # 12 steps, and three evaluations of two windows.
+    assert spied == "0 threads, 0 steps"
+    # 12 steps, and three evaluations of two global batches.
     assert re.fullmatch(
         r"up to 2 steps ahead: the batches of 18 steps took \d+\.\d\d s to build; "
         r"the loop waited \d+\.\d\d s",
@@ -354,20 +356,20 @@ def test_a_run_that_fails_says_its_own_and_leaves_nothing(tiny, tmp_path, monkey
             def collate(self):
                 self.seen += 1
                 if self.seen == 9:
-                    raise KeyError("the third window")
+                    raise KeyError("the third step")
                 return (yield)
     """
     activate(install(tmp_path, spy=SPY, broken=broken), monkeypatch)
     recipe = tiny(rows=chats(43), train=TRAIN, plugins={"spy": {}, "async_collate": {"depth": 4}})
     thread = run_plugsft(recipe, "plugins.broken={}")
     assert thread.returncode == 1 and len(read_metrics(tmp_path / "run")) == 2
-    assert "KeyError: 'the third window'" in thread.stderr
+    assert "KeyError: 'the third step'" in thread.stderr
     assert "raised by plugin 'broken', in its hook 'collate'" in thread.stderr
-    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 1 windows"  # the error has the last
+    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 1 steps"  # the error has the last
     loop = run_plugsft(recipe, "plugins.broken={}", "plugins.spy.fails_at=6", "--overwrite")
     assert loop.returncode == 1 and "ValueError: the loop's own" in loop.stderr
     assert "KeyError" not in loop.stderr
-    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 0 windows"
+    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 0 steps"
 
 
 SLOW = """

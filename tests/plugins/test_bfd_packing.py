@@ -110,16 +110,16 @@ def test_scope_step_keeps_every_window(lengths, ranks, size, seed):
 def test_scope_dataset_takes_every_example_once_whatever_the_ranks(lengths, ranks, size, seed):
     lengths = np.array(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
-    windows = [*PackedEpoch(order, lengths, ranks, size, 50, cost)]
-    assert sorted(n for one in windows for n in members(one)) == list(range(len(lengths)))
-    assert [members(one) for one in windows] == [
+    global_batches = [*PackedEpoch(order, lengths, ranks, size, 50, cost)]
+    assert sorted(n for one in global_batches for n in members(one)) == list(range(len(lengths)))
+    assert [members(one) for one in global_batches] == [
         members(one) for one in PackedEpoch(order, lengths, 1, size, 50, cost)
     ]
-    for layout in windows:
+    for layout in global_batches:
         assert len({len(rank) for rank in layout}) == 1
         assert all(lengths[part].sum() <= 50 for rank in layout for part in rank)
     with pytest.raises(IndexError):
-        PackedEpoch(order, lengths, ranks, size, 50, cost)[len(windows)]
+        PackedEpoch(order, lengths, ranks, size, 50, cost)[len(global_batches)]
 
 
 def test_rows_come_in_another_order_and_company_each_epoch():
@@ -283,14 +283,14 @@ UNPACKED = """
 
     @plugin()
     class Unpacked:
-        "The windows of packed rows, an example at a time."
+        "The global batches of packed rows, an example at a time."
 
         @hookimpl
         def batches(self, order, lengths, ranks, train):
-            windows = PackedEpoch(order, lengths, 1, train.batch_size, 96, lambda some: some)
+            global_batches = PackedEpoch(order, lengths, 1, train.batch_size, 96, lambda some: some)
             return [
-                [[one[None] for part in rank for one in part] for rank in window]
-                for window in windows
+                [[one[None] for part in rank for one in part] for rank in global_batch]
+                for global_batch in global_batches
             ]
 """
 

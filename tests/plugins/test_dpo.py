@@ -307,7 +307,7 @@ LIKE_TRL = (
 
 
 class Run:
-    """What a run is before its first step, on one window of all examples."""
+    """What a run is before its first step, on one global batch of all examples."""
 
     def __init__(self, folder, rows=None, tokenizer=None, **options):
         self.rows = rows or ROWS
@@ -324,14 +324,14 @@ class Run:
         opened = OpenRun(recipe, active, look())
         self.folder, self.tokenizer = Path(opened.load.path), opened.tokenizer
         self.hooks, self.model = opened.hooks, opened.model
-        self.window = opened.plan.window(1)
+        self.plan = opened.plan.plan_step(1)
         self.batches = [
-            opened.loader.load_batch(opened.tokens, examples) for examples in self.window.layout[0]
+            opened.loader.load_batch(opened.tokens, examples) for examples in self.plan.layout[0]
         ]
 
     def losses(self):
         """Return the loss and what is measured of it, as means, and leave gradients behind."""
-        total, score = self.window.denominator, self.hooks.score
+        total, score = self.plan.denominator, self.hooks.score
         parts = [
             self.hooks.step(model=self.model, batch=batch, total=total, score=score)
             for batch in self.batches
@@ -380,7 +380,7 @@ LOSSES = [("sigmoid", 0.3), ("hinge", 0.05), ("ipo", 0.4), ("length_normalized",
 
 
 def of_trl(folder, run, loss, beta, model, reference=None, peft=None):
-    """Return TRL's trainer, and the whole window as a batch of its own making."""
+    """Return TRL's trainer, and the whole global batch as a batch of its own making."""
     config = DPOConfig(
         output_dir=str(folder),
         loss_type=[THEIRS.get(loss, loss)],
@@ -631,12 +631,12 @@ def record(run):
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_two_ranks_learn_what_one_learns(tiny, tmp_path, plain, kind):
-    """With windows and evaluations of which the last ranks get fewer pairs, or none."""
+    """With global batches and evaluations of which the last ranks get fewer pairs, or none."""
     recipe, run = of_kind(tiny, kind), tmp_path / "two"
     done = run_ranks(2, recipe, f"output={run}", "train.micro_batch=5")
     assert done.returncode == 0, done.stderr
     assert measured(run) == about(plain(kind))
-    # The window of five has one micro-batch: the other rank computes an empty one.
+    # The global batch of five has one micro-batch: the other rank computes an empty one.
     shared = [f"plugins.{one}" for one in SHARED]
     run = tmp_path / "shared"
     done = run_ranks(2, recipe, f"output={run}", *shared, "train.micro_batch=1")

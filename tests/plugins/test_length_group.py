@@ -70,12 +70,12 @@ def test_a_window_is_laid_out_when_it_is_asked_for():
 
     train = Train(batch_size=10, micro_batch=2, learning_rate=0.0)
     lengths = np.arange(1, 1_000_001)
-    windows = SortedSteps(Counting(np.arange(1_000_000), 2, train), lengths, LengthGroup())
-    assert len(windows) == 100_000 and asked == []
-    assert flat(windows[7]) == list(range(70, 80)) and asked == [7]
-    assert [flat(one)[0] for one in windows[2:4]] == [20, 30]
+    global_batches = SortedSteps(Counting(np.arange(1_000_000), 2, train), lengths, LengthGroup())
+    assert len(global_batches) == 100_000 and asked == []
+    assert flat(global_batches[7]) == list(range(70, 80)) and asked == [7]
+    assert [flat(one)[0] for one in global_batches[2:4]] == [20, 30]
     with pytest.raises(IndexError):
-        windows[100_000]
+        global_batches[100_000]
 
 
 def test_a_run_learns_the_same_with_less_padding(tiny, tmp_path):

@@ -93,8 +93,8 @@ def first_batch(path: Path) -> float:
     recipe, active = load(path)
     hook = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
     tokens = prepare(recipe, active).tokens
-    window = Plan(tokens, recipe, 1, hook).window(1)
-    hook.collate(tokens=tokens, examples=window.layout[0][0], pad=0)
+    plan = Plan(tokens, recipe, 1, hook).plan_step(1)
+    hook.collate(tokens=tokens, examples=plan.layout[0][0], pad=0)
     return time.perf_counter() - started
 
 

@@ -1,4 +1,4 @@
-"""Training on a CPU: packed against padded and against TRL's packing, and windows built ahead.
+"""Training on a CPU: packed against padded and against TRL's packing, and batches built ahead.
 
     .venv/bin/python tools/bench/feeding.py [--only packing,async] [--rows 2000] [--rounds 3]
         [--threads 2] [--capacity 2048] [--busy] [--json FILE]
@@ -10,7 +10,7 @@ of the epoch, none of them padding, over its seconds.
 
 For async, a plugin slows collating down, to a part of what a step computes: it sleeps, or with
 --busy keeps a core busy, so training has one less. Steps of both runs have the same
-windows, and are compared each with its like.
+global batches, and are compared each with its like.
 """
 
 import argparse
@@ -357,7 +357,7 @@ def seconds(lines: list[dict]) -> float:
 
 
 def share_waited(lines: list[dict]) -> float:
-    """Return which share of the seconds the loop waited for its windows."""
+    """Return which share of the seconds the loop waited for its batches."""
     return sum(line["wait_seconds"] for line in lines) / seconds(lines)
 
 

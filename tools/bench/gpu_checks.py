@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from plugsft import RecipeError, Window
+from plugsft import RecipeError, StepPlan
 from plugsft.batches.packed_rows import attend as attend_documents
 from plugsft.kit.model import documents_of, pack
 from plugsft.kit.tokens import Tokens
@@ -394,12 +394,12 @@ def ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
     )
     loader = BatchLoader(hook, Accelerator(cpu=not GPU), 0)
 
-    def window(step: int) -> Window:
-        return Window(step, 0, [[rows[step - 1]]], 1, 1, 1)
+    def plan_step(step: int) -> StepPlan:
+        return StepPlan(step, 0, [[rows[step - 1]]], 1, 1, 1)
 
     off, busy = 0, torch.randn(POSITIONS, POSITIONS, device=DEVICE)
     for one, batch in zip(
-        loader.load(window, tokens, range(1, len(rows) + 1)), batches, strict=True
+        loader.load(plan_step, tokens, range(1, len(rows) + 1)), batches, strict=True
     ):
         busy @ busy  # the next row is copied meanwhile
         [made] = one.micro_batches

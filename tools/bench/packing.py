@@ -1,7 +1,7 @@
 """Planning packed rows from lengths: best fit against TRL's, and work balanced over ranks.
 
     .venv/bin/python tools/bench/packing.py [--sizes 100000,1000000,10000000] [--documents 100000]
-        [--windows 100] [--ranks 64] [--rounds 5] [--json FILE]
+        [--steps 100] [--ranks 64] [--rounds 5] [--json FILE]
 
 Lengths are lognormal(6, 1), from 1 to 4,096. TRL's pack_dataset packs 1,000 documents at a time
 and copies their tokens; a plan holds numbers only, tokens are gathered when a batch is read. So
@@ -30,7 +30,7 @@ LONG = 32_768
 """A capacity at which a group of 1,000 documents fills few rows, and its last one badly."""
 GROUP = 1_000
 """Documents that TRL packs at a time."""
-WINDOW = 512
+BATCH = 512
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument(
         "--documents", type=int, default=100_000, help="documents for the comparison with TRL"
     )
-    parser.add_argument("--windows", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -131,8 +131,8 @@ def against_groups(documents: int) -> dict:
 
 
 def balance(options: argparse.Namespace, capacity: int) -> dict:
-    """Deal windows to ranks; compare the slowest rank's cost with the mean."""
-    drawn = draw(options.windows * WINDOW).reshape(options.windows, WINDOW)
+    """Deal global batches to ranks; compare the slowest rank's cost with the mean."""
+    drawn = draw(options.steps * BATCH).reshape(options.steps, BATCH)
     slowest, lockstep, in_turn, seconds = [], [], [], []
     for lengths in drawn:
         costs = lengths * (1 + lengths / TYPICAL)
@@ -142,16 +142,16 @@ def balance(options: argparse.Namespace, capacity: int) -> dict:
         work = np.array([[costs[part].sum() for part in rank] for rank in dealt])
         mean = costs.sum() / options.ranks
         slowest.append(work.sum(1).max() / mean)
-        # Where parameters are exchanged in each micro-step, ranks wait for each other there.
+        # Where parameters are exchanged in each micro-batch, ranks wait for each other there.
         lockstep.append(work.max(0).sum() / mean)
         items, bins, _ = best_fit(lengths, capacity)
         turns = np.bincount(bins % options.ranks, costs[items], options.ranks)
         in_turn.append(turns.max() / mean)
     print(
-        f"{options.ranks} ranks, {WINDOW} examples, capacity {capacity:,}: the slowest rank has "
+        f"{options.ranks} ranks, {BATCH} examples, capacity {capacity:,}: the slowest rank has "
         f"{np.mean(slowest):.3f} times the mean work ({np.mean(lockstep):.3f} if ranks wait after "
-        f"each micro-step; {np.mean(in_turn):.2f} where packed rows are dealt in turn), "
-        f"{1e3 * statistics.median(seconds):.1f} ms a window"
+        f"each micro-batch; {np.mean(in_turn):.2f} where packed rows are dealt in turn), "
+        f"{1e3 * statistics.median(seconds):.1f} ms a step"
     )
     return {
         "capacity": capacity,

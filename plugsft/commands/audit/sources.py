@@ -50,11 +50,11 @@ def check_data(
                     tokens += lengths[number].sum()
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
-                held_out = recipe.eval_source()
-                if held_out in [each.model_copy(update={"weight": 1.0}) for each in sources]:
+                evaluation = recipe.eval_source()
+                if evaluation in [each.model_copy(update={"weight": 1.0}) for each in sources]:
                     findings.warn("eval", "the rows are the same as the training rows")
-                elif (rows := _open(findings, "eval", held_out)) is not None and work:
-                    work.sources = [held_out]
+                elif (rows := _open(findings, "eval", evaluation)) is not None and work:
+                    work.sources = [evaluation]
                     tokens += _rows(findings, recipe, active, work, [rows], 0).sum()
     if not complete:
         return np.zeros(0, np.int64), tokens

@@ -58,10 +58,10 @@ class Trial:
         return self._until(feed)
 
     def _until(self, feed: Feed) -> Feed:
-        for fed in feed:
-            if fed.window.step == self.last:
+        for loaded in feed:
+            if loaded.plan.step == self.last:
                 raise TrialOver
-            yield fed
+            yield loaded
 
 
 def run(path: Path, limit: int) -> dict[str, Any]:
