@@ -24,7 +24,11 @@ WANTED = {
     "list_type": 'a list, such as ["name"]',
 }
 """pydantic's type of error -> the value that is wanted."""
-NUMBERS = {"int_type": int, "float_type": (int, float), "bool_type": bool}
+NUMBERS: dict[str, type | tuple[type, ...]] = {
+    "int_type": int,
+    "float_type": (int, float),
+    "bool_type": bool,
+}
 """pydantic's type of error -> the types of value that are written without quotes."""
 EXAMPLE = "recipes/sft.toml is an example"
 
