@@ -39,8 +39,8 @@ ROOMS = _words("""
 ENTRIES, ARROWS = 20, 90
 EXPORTED = {
     "plugsft": """
-        Batch Build CheckpointError Data DataError DiskError Encoded LoadedStep Feed Folder Hooks
-        Ints CacheEntry LaunchError Layout Layouts Machine ModelLoad OnDemand Place
+        Batch Build CacheEntry CheckpointError Data DataError DiskError Encoded Feed Folder Hooks
+        Ints LaunchError Layout Layouts LoadedStep Machine ModelLoad OnDemand Place
         PluginError PlugsftError Prelude Recipe RecipeError Rendered Row Score Shard Slice
         StepPlan Train TrainError Work __version__ cache_folder damage digest
         hookimpl look once plugin progress reason_of say state
