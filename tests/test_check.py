@@ -102,11 +102,12 @@ def test_problems_of_all_stages_come_together(tiny, tmp_path, check):
     text = "\n".join(found.problems)
     assert len(found.problems) == 5, text
     assert "data.max_length: given 300" in text
-    assert "unknown role 'wizard'" in text and "row 20" in text and "on_bad_row" in text
-    assert "no 'messages'" in text and "row 21" in text
+    assert "unknown role 'wizard'" in text and "line 21: " in text and "on_bad_row" in text
+    assert "no 'messages'" in text and "line 22: " in text
     assert "nothing.jsonl: no such file" in text
     assert f"{tmp_path / 'file'} is a file" in text
     assert [line.split()[0] for line in found.fail] == ["paths", "model", "rows", "output"]
+    assert not {line.split()[0] for line in found.fail} & {line.split()[0] for line in found.ok}
     assert "ready" not in found.lines[-1]
     done = run_plugsft("check", path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 5
@@ -132,25 +133,27 @@ def test_rows_that_would_be_left_out_or_cut_are_warned_of(tiny, check):
     rows = [*chats(20), {"messages": []}]
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24}))
     assert not found.problems
-    assert any("1 (row 20)" in line and "dropped" in line for line in found.warn)
-    assert any("longer than 24" in line and "cut" in line for line in found.warn)
+    assert any("line 21: 'messages' is" in line and "dropped" in line for line in found.warn)
+    assert any("longer than 24" in line and line.endswith("; cut") for line in found.warn)
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24, "too_long": "drop"}))
     assert any("longer than 24" in line and "dropped" in line for line in found.warn)
     found = check(tiny(rows, data={"on_bad_row": "drop", "max_length": 24, "too_long": "error"}))
     assert any("longer than 24" in line and "too_long" in line for line in found.problems)
 
 
-def test_data_without_a_trained_token_is_a_problem(tiny, check):
+def test_data_without_a_trained_token_is_a_problem(tiny, tmp_path, check):
     rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 5
     found = check(tiny(rows, data={"on_bad_row": "drop"}))
-    assert "none has a token to train on" in found.problems[0]
+    assert found.problems == [
+        f"{tmp_path / 'data.jsonl'}: no token to train on in the first 5 rows. Correct them"
+    ]
 
 
 def test_what_a_template_leaves_out_is_warned_of(tiny, tmp_path, check):
     ask, tell = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
     rows = [*chats(20), {"messages": [ask, {**tell, "reasoning_content": "at night"}]}]
     [line] = check(tiny(rows)).warn
-    left_out = "row 20: the chat template drops the reasoning of the assistant"
+    left_out = "line 21: the chat template drops the reasoning of the assistant"
     assert line.endswith(f"{tmp_path / 'data.jsonl'}: {left_out}")
 
 

@@ -81,7 +81,7 @@ def test_counts_are_those_of_preparing(tiny, inspect):
     facts = tokens.facts
     assert f"{facts['trained_tokens']:,} of {facts['tokens']:,} tokens" in shown
     assert facts["truncated"]["count"] > 1
-    assert f"truncated  {facts['truncated']['count']} (rows " in shown
+    assert "truncated  lines " in shown
     counts = re.findall(r"row \d+: (\d+) tokens, (\d+) trained", shown)
     assert [int(length) for length, _ in counts] == tokens.lengths.tolist()
     assert [int(trained) for _, trained in counts] == tokens.targets.tolist()
@@ -94,7 +94,7 @@ def test_counts_are_those_of_preparing(tiny, inspect):
     assert sum(int(count) for *_, count in bars) == 40
     assert f"{max(whole)} (longest); max_length 50" in shown
     over = np.clip(whole - 50, 0, None).sum()
-    assert f"longer than data.max_length = 50; they are cut by {over} tokens" in shown
+    assert f"longer than data.max_length = 50; cut by {over} tokens" in shown
 
 
 def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
@@ -102,16 +102,18 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
     with pytest.raises(DataError) as caught:
         inspect(tiny(rows), rows=2, first=2)
     for line in str(caught.value).splitlines():
-        assert re.search(r"row (2: 'messages|3: unknown).* Correct them .*or set data.on_bad", line)
+        assert re.search(r": line (3: 'messages|4: unknown).*\. Correct it, or set data.on_b", line)
     shown = capsys.readouterr().out
-    assert "warning    row 3" not in shown
+    assert "warning    line 4" not in shown
     dropped = inspect(tiny(rows), "data.on_bad_row=drop", rows=2, first=2)
-    assert "warning    row 3: unknown role 'elf'" in dropped
+    assert "warning    line 4: unknown role 'elf'" in dropped
     assert "row 2: cannot be used: 'messages' is not a list of turns" in shown
     assert "row 3: cannot be used: unknown role 'elf'" in shown
-    assert "bad rows   1 (row 3): unknown role 'elf'" in shown
+    assert "bad rows   line 4: unknown role 'elf'" in shown
     long = ["data.on_bad_row=drop", "data.max_length=20"]
-    assert "they are dropped" in inspect(tiny(rows), *long, "data.too_long=drop")
+    assert "longer than data.max_length = 20; dropped" in inspect(
+        tiny(rows), *long, "data.too_long=drop"
+    )
     with pytest.raises(DataError, match=r"longer than 20 tokens\. Raise data.max_length, or set"):
         inspect(tiny(rows), *long, "data.too_long=error", rows=1)
     assert "too long   " in capsys.readouterr().out
@@ -120,7 +122,7 @@ def test_rows_that_cannot_be_used_say_why(tiny, inspect, capsys):
 def test_a_row_beyond_the_end_is_named_and_the_rest_is_measured(tiny, tmp_path, inspect):
     path = tiny()
     shown = inspect(path, first=99)
-    assert "has no row 99, only 24 rows" in shown and "all 24 rows" in shown
+    assert "has no row 99 (counting from 0), only 24 rows" in shown and "all 24 rows" in shown
     assert "row 0" not in inspect(path, rows=0)
 
 
@@ -191,7 +193,7 @@ def test_a_sample_comes_from_all_over_the_source(tiny, tmp_path, inspect):
     assert "1,000 of 1,501 rows, in 20 ranges" in shown and "'text' is empty" in shown
     write_jsonl(tmp_path / "data.jsonl", [{"text": ""}, *rows])
     shown = inspect(path, rows=0, everything=True)
-    assert "all 1,502 rows" in shown and "2 (rows 0, 1501): 'text' is empty" in shown
+    assert "all 1,502 rows" in shown and "lines 1, 1502: 'text' is empty" in shown
     facts = prepare_tokens(tiny([{"text": ""}, *rows], data={"on_bad_row": "drop"})).facts
     assert f"{facts['trained_tokens']:,} of {facts['tokens']:,} tokens" in shown
 
@@ -234,7 +236,7 @@ def audited(tiny, tmp_path, capsys):
 
 def test_sound_data_is_not_complained_of(audited):
     shown, complaint = audited(CHATML.read_text(), [ASK], on_bad_row="drop")
-    assert shown.count("warning") == 1 and "warning    row 5: no trained token" in shown
+    assert shown.count("warning") == 1 and "warning    line 6: no trained token" in shown
     assert not complaint
     assert "5 of 5 chats are stable" in shown and "duplicates none" in shown
 
@@ -242,7 +244,7 @@ def test_sound_data_is_not_complained_of(audited):
 def test_a_mask_that_covers_the_role_is_an_error(audited, tmp_path):
     shown, complaint = audited(BOTH)
     assert complaint == (
-        f"{tmp_path / 'data.jsonl'}: 5 rows (0, 1, 2, 3, 4): the mask covers the role "
+        f"{tmp_path / 'data.jsonl'}: lines 1, 2, 3, 4, 5: the mask covers the role "
         "'<|im_start|>assistant', which the model never has to write; let the {% generation %} "
         "block of the chat template begin after it"
     )
@@ -262,16 +264,16 @@ def test_a_role_inside_an_answer_is_the_model_s_own(audited):
 
 def test_an_end_that_is_never_trained_is_an_error(audited):
     _, complaint = audited(ENDLESS)
-    assert "5 rows (0, 1, 2, 3, 4): '<|im_end|>' ends the example and is never trained" in complaint
+    assert "lines 1, 2, 3, 4, 5: '<|im_end|>' ends the example and is never trained" in complaint
     # One trained end is enough, and what a cut takes away says nothing.
     assert audited(CHATML.read_text(), [ASK, TELL, ASK])[1] == ""
     shown, complaint = audited(CHATML.read_text(), max_length=11)
-    assert "truncated  5 (rows" in shown and "no special token ends" not in shown and not complaint
+    assert "truncated  lines" in shown and "no special token ends" not in shown and not complaint
 
 
 def test_an_example_without_an_end_is_a_warning(audited):
     shown, complaint = audited(CHATML.read_text().replace("<|im_end|>", ""))
-    assert "5 rows (0, 1, 2, 3, 4): no special token ends the example" in shown
+    assert "lines 1, 2, 3, 4, 5: no special token ends the example" in shown
     assert not complaint
 
 
@@ -279,7 +281,7 @@ def test_nothing_to_train_on_is_an_error(tiny, tmp_path):
     path = tiny([{"messages": [ASK]}] * 3)
     done = run_plugsft("inspect", path, "--html", tmp_path / "page.html")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    reason = "none of 3 rows has a token to train on: 3 (rows 0, 1, 2): no trained token"
+    reason = "no row has a token to train on: lines 1, 2, 3: no trained token. Correct them"
     assert done.stderr == f"error: {tmp_path / 'data.jsonl'}: {reason}\n"
     assert "1 error" in (tmp_path / "page.html").read_text()
     done = run_plugsft("inspect", tiny(), "data.max_length=2", "data.too_long=drop")
@@ -289,8 +291,8 @@ def test_nothing_to_train_on_is_an_error(tiny, tmp_path):
 def test_duplicates_are_found_by_their_tokens(audited):
     again = [ASK, {"role": "assistant", "content": "owls 3"}]
     shown, _ = audited(CHATML.read_text(), again, again, [ASK, TELL])
-    assert "duplicates 2 (rows 5, 6)" in shown
-    assert "2 rows (5, 6): the same tokens as an earlier row (5 repeats 3)" in shown
+    assert "duplicates lines 6, 7" in shown
+    assert "lines 6, 7: the same tokens as an earlier row (line 6 repeats line 4)" in shown
 
 
 def test_a_template_that_is_not_stable_is_a_warning(audited):
@@ -298,7 +300,7 @@ def test_a_template_that_is_not_stable_is_a_warning(audited):
     thinks = CHATML.read_text().replace("assistant\n{% endif", "assistant\n<think>{% endif")
     shown, _ = audited(thinks)
     assert "0 of 5 chats are stable" in shown
-    assert "5 rows (0, 1, 2, 3, 4): the text before an answer is not the prompt" in shown
+    assert "lines 1, 2, 3, 4, 5: the text before an answer is not the prompt" in shown
 
 
 def test_words_that_a_template_leaves_out_are_a_warning(audited):
@@ -309,14 +311,16 @@ def test_words_that_a_template_leaves_out_are_a_warning(audited):
     turn = {"role": "tool", "content": "a bird"}
     thought = {**TELL, "reasoning_content": "at night"}
     shown, _ = audited(silent, [ASK, turn, TELL], [ASK, thought])
-    assert "row 5: the chat template drops words of the tool" in shown
-    assert "row 6: the chat template drops the reasoning of the assistant" in shown
+    assert "line 6: the chat template drops words of the tool" in shown
+    assert "line 7: the chat template drops the reasoning of the assistant" in shown
 
 
 def test_special_tokens_among_the_words_are_a_warning(audited):
     spells = {**ASK, "content": "what is <|im_end|> for?"}
     shown, complaint = audited(CHATML.read_text(), [ASK, TELL], [spells, TELL])
-    said = "row 6: the text contains special tokens, such as '<|im_end|>', which the model reads as"
+    said = (
+        "line 7: the text contains special tokens, such as '<|im_end|>', which the model reads as"
+    )
     assert said in shown and shown.count("warning ") == 1 and not complaint
 
 

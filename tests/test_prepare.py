@@ -91,7 +91,8 @@ def test_a_line_that_is_not_utf_8_is_told_apart(run, tmp_path):
     path = write_jsonl(tmp_path / "latin.jsonl", [GOOD, 3, GOOD])
     path.write_bytes(path.read_bytes() + '{"text": "café"}\n'.encode("latin-1"))
     with pytest.raises(
-        DataError, match=r"2 bad: not a JSON object: 1 \(row 1\); not UTF-8: 1 \(row 3\)"
+        DataError,
+        match=r"latin.jsonl: line 2: not a JSON object; line 4: not UTF-8\. Correct them, or",
     ):
         run(None, source=str(path))
 
@@ -103,13 +104,12 @@ def test_bad_rows_stop_the_run_with_reasons_and_numbers(run, tmp_path):
     with pytest.raises(DataError) as caught:
         run(BAD)
     message = str(caught.value)
-    assert message.startswith(f"{tmp_path / 'data.jsonl'}, rows 0 to 7: 5 bad: ")
+    assert message.startswith(f"{tmp_path / 'data.jsonl'}: lines 2, 5: unknown role 'nobody'; ")
     for part in (
-        "unknown role 'nobody': 2 (rows 1, 4)",
-        "'messages' is not a list of turns, or is empty: 1 (row 3)",
-        "not a JSON object: 1 (row 5)",
-        "no trained token: 1 (row 6)",
-        'or set data.on_bad_row = "drop"',
+        "; line 4: 'messages' is not a list of turns, or is empty",
+        "; line 6: not a JSON object",
+        "; line 7: no trained token",
+        '. Correct them, or set data.on_bad_row = "drop"',
     ):
         assert part in message, part
     assert not list((tmp_path / "run").rglob("*.arrow")), "and leave nothing"
@@ -125,7 +125,7 @@ def test_bad_rows_are_dropped_and_counted_if_so_wished(run, capsys):
 
 def test_rows_of_a_slice_are_named_with_it(run):
     with pytest.raises(
-        DataError, match=r"data.jsonl \(split train\[1:\]\), .* 'nobody': 2 \(rows 0"
+        DataError, match=r"data.jsonl \(split train\[1:\]\): lines 2, 5: unknown role"
     ):
         run(BAD, split="train[1:]")
 
@@ -142,7 +142,7 @@ def test_bad_rows_in_later_slices_keep_their_numbers(run, monkeypatch):
 
 @pytest.mark.parametrize("rows", [[{"messages": [ASK]}] * 3, [NOBODY]])
 def test_a_data_set_without_a_trained_token_stops(run, rows):
-    with pytest.raises(DataError, match="no trained token in any row"):
+    with pytest.raises(DataError, match=r"no row has a token to train on: line.*Correct"):
         run(rows, on_bad_row="drop")
 
 
@@ -161,15 +161,14 @@ def test_long_rows_are_cut_dropped_or_refused(run):
     _, tokens, _ = run(rows, too_long="drop")
     assert tokens.rows.tolist() == [0, 2]
     assert tokens.facts["bad_rows"] == {"longer than 64 tokens": {"count": 2, "rows": [1, 3]}}
-    with pytest.raises(
-        DataError, match=r"longer than 64 tokens: 2 \(rows 1, 3\)\. Raise data.max_l"
-    ):
+    with pytest.raises(DataError, match=r"lines 2, 4: longer than 64 tokens\. Raise data.max_l"):
         run(rows, too_long="error")
 
 
 def test_what_is_cut_before_its_answer_says_so(run):
     with pytest.raises(
-        DataError, match=r"no trained token among the first 64 \(raise data.max_length\): 1 "
+        DataError,
+        match=r"line 2: no trained token among the first 64 tokens .*\. Raise data.max_length, or",
     ):
         run([GOOD, LATE])
     _, tokens, _ = run([GOOD, LATE], on_bad_row="drop")
@@ -443,3 +442,19 @@ def test_tokens_of_another_recipe_are_refused_part_by_part(named, tmp_path):
         assert done.returncode == 2 and "data.tokens: " in done.stderr, done.stderr
     done = run_plugsft("prepare", recipe(tokens=folder))
     assert done.returncode == 2 and "is prepared already" in done.stderr
+
+
+def test_lines_are_counted_with_blank_ones_and_rows_of_other_files_from_0(run, tmp_path):
+    path = tmp_path / "gaps.jsonl"
+    path.write_text(f"\n{json.dumps(GOOD)}\n\n \nnope\n{json.dumps(NOBODY)}\n")
+    with pytest.raises(DataError, match=r"gaps.jsonl: line 5: not a JSON object; line 6: unknown"):
+        run(None, source=str(path))
+    with pytest.raises(DataError, match=r"split train\[1:\]\): line 5: .*; line 6: unknown"):
+        run(None, source=str(path), split="train[1:]")
+    path = tmp_path / "array.json"
+    path.write_text(json.dumps([GOOD, *[NOBODY] * 7]))
+    with pytest.raises(DataError, match=r"rows 1, 2, 3, 4, 5 and 2 more \(counting from 0\): unk"):
+        run(None, source=str(path))
+    path.write_text(json.dumps([GOOD, NOBODY]))
+    with pytest.raises(DataError, match=r"row 1 \(counting from 0\): unknown .*\. Correct it, or"):
+        run(None, source=str(path))

@@ -4,7 +4,7 @@ Rows may differ in their fields, which Arrow's reader of JSON refuses. A line th
 one bad row and does not stop the reading of the file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,17 @@ class JsonLines:
         """Return the size of each row in bytes."""
         return self.stops - self.starts
 
+    def line_numbers(self, rows: Sequence[int]) -> list[int]:
+        """Return the line of each row in the file, counting from 1."""
+        starts = self.starts[list(rows)].tolist()
+        lines, line, position = dict[int, int](), 1, 0
+        with self.path.open("rb") as file:
+            for start in sorted(starts):
+                while chunk := file.read(min(CHUNK, start - position)):
+                    line, position = line + chunk.count(b"\n"), position + len(chunk)
+                lines[start] = line
+        return [lines[start] for start in starts]
+
 
 class RowList:
     """Rows in memory, with their average size in bytes."""
@@ -105,6 +116,21 @@ def why_unreadable(rows: Rows, number: int) -> str:
         except ValueError:
             return "not a JSON object"
     return "not a JSON object"
+
+
+def name_rows(
+    numbers: Sequence[int], rows: Rows | None = None, first: int = 0, count: int | None = None
+) -> str:
+    """Name rows: "lines 4, 7" of a jsonl file, else "rows 3, 6 (counting from 0)".
+
+    `first` is the number of the first of `rows`. `count` tells if `numbers` are not all.
+    """
+    count = len(numbers) if count is None else count
+    word, shown, note = "row", list(numbers[:5]), " (counting from 0)"
+    if isinstance(rows, JsonLines):
+        word, shown, note = "line", rows.line_numbers([number - first for number in shown]), ""
+    more = f" and {count - len(shown):,} more" if count > len(shown) else ""
+    return f"{word}{'s' * (count > 1)} {', '.join(map(str, shown))}{more}{note}"
 
 
 def find_lines(path: Path) -> JsonLines:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.build_once import once
 from ..base.checksums import digest
-from ..base.console import say
+from ..base.console import format_count, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.types import Rendered, Row, Shard
 from ..recipe.tables import Recipe
@@ -21,7 +21,7 @@ from ..tokens.tokenizer import OWN, Tokenizer, lighten
 from .cache_key import differences, key_of, plugin_versions, token_plugins
 from .defaults import opened as open_mapped
 from .load_tokenizer import Render, load_tokenizer, train_tokenizer
-from .slices import ShardWriter, describe_bad_rows, describe_warnings, merge, render
+from .slices import ShardWriter, cure_bad, describe_bad_rows, describe_warnings, merge, render
 from .sources import OpenSource, ensure_columns, open_source, slices_of
 
 if TYPE_CHECKING:
@@ -172,10 +172,11 @@ def _prepare_tokens(work: ShardWriter, sources: Sequence[OpenSource], active: Ac
         shards = [finished[part] for part in slices]
         facts = _facts(shards, work, key)
         if not facts["trained_tokens"]:
-            raise DataError(
-                f"{', '.join(source.source for source in work.sources)}: no trained token in any "
-                f"row. {describe_bad_rows(merge(shards).bad, 'the data')}"
-            )
+            names = ", ".join(source.source for source in work.sources)
+            only = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
+            bad = merge(shards).bad
+            why, cure = describe_bad_rows(bad, only), cure_bad(bad, drop=False)
+            raise DataError(f"{names}: no row has a token to train on: {why}{cure}")
         write_index(folder, shards, facts)
         for shard in shards:
             (folder / shard.file).with_suffix(".json").unlink()
@@ -204,9 +205,9 @@ def summarize(facts: dict[str, Any], origin: str) -> str:
     engines = [name for name, count in facts["engines"].items() if count]
     by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
     return (
-        f"{facts['examples']:,} examples of {facts['rows']:,} rows, "
+        f"{format_count(facts['examples'], 'example')} of {format_count(facts['rows'], 'row')}, "
         f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, "
-        f"{bad:,} bad rows, {facts['truncated']['count']:,} truncated, {origin}"
+        f"{format_count(bad, 'bad row')}, {facts['truncated']['count']:,} truncated, {origin}"
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
-from ..base.console import progress
+from ..base.console import format_count, progress
 from ..base.errors import DataError
 from ..base.types import Shard, Slice
 from ..recipe.tables import Recipe
@@ -59,7 +59,9 @@ def sample_rows(work: ShardWriter, sources: Sources, source: int, start: int, st
     name, count = work.sources[source].source, len(sources[source])
     rows = range(count)[start:stop]
     if not rows:
-        raise DataError(f"{name}: has no row {start:,}, only {count:,} rows")
+        raise DataError(
+            f"{name}: has no row {start:,} (counting from 0), only {format_count(count, 'row')}"
+        )
     return sample_ranges(work, sources, source, [rows])
 
 

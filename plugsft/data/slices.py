@@ -13,21 +13,22 @@ from numpy.typing import NDArray
 from ..base.atomic import write_text
 from ..base.checksums import add_checksum, file_digest, parse_checksummed
 from ..base.errors import DataError
-from ..base.types import Counted, Encoded, Ints, Rendered, Row, Shard, Slice, Span
+from ..base.types import Counted, Encoded, Ints, Rendered, Row, Rows, Shard, Slice, Span
 from ..hooks import Hooks
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
 from ..tokens.shards import Examples, count_true, offsets_of, shared_prefix, write_shard
 from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
-from .jsonl import why_unreadable
+from .jsonl import name_rows, why_unreadable
 from .long_texts import shorten
 from .render import judge_columns, without
 
 Mask = NDArray[np.bool_]
 """A boolean for each token, text or row."""
 
-CURE_BAD = '. Correct them (the first row is 0), or set data.on_bad_row = "drop"'
+CUT = "no trained token among the first"
+"""Beginning of the reason of a row that was cut before its first trained token."""
 CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
 
 
@@ -60,10 +61,12 @@ class ShardWriter:
         )
         examples = self._examples(part, shard)
         if shard.bad and self.data.on_bad_row == "error":
-            raise DataError(describe_bad_rows(shard.bad, self.where(part)) + CURE_BAD)
-        too_long = {f"longer than {self.data.max_length} tokens": shard.too_long}
+            bad = describe_bad_rows(shard.bad, part.rows, part.start)
+            raise DataError(f"{self.name(part)}: {bad}{cure_bad(shard.bad)}")
         if shard.too_long and self.data.too_long == "error":
-            raise DataError(describe_bad_rows(too_long, self.where(part)) + CURE_LONG)
+            too_long = {f"longer than {self.data.max_length} tokens": shard.too_long}
+            bad = describe_bad_rows(too_long, part.rows, part.start)
+            raise DataError(f"{self.name(part)}: {bad}{CURE_LONG}")
         shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
         shard.largest = int(examples.ids.max(initial=0))
         path = self.folder / shard.file
@@ -75,9 +78,12 @@ class ShardWriter:
 
     def where(self, part: Slice) -> str:
         """Name the source and rows of a slice."""
+        return f"{self.name(part)}, rows {part.start:,} to {part.stop - 1:,}"
+
+    def name(self, part: Slice) -> str:
+        """Name the source of a slice."""
         source = self.sources[part.source]
-        split = "" if source.split == "train" else f" (split {source.split})"
-        return f"{source.source}{split}, rows {part.start:,} to {part.stop - 1:,}"
+        return source.source + ("" if source.split == "train" else f" (split {source.split})")
 
     def finished(self, part: Slice) -> Shard | None:
         """Return the shard of a slice if a killed build has left it complete."""
@@ -156,26 +162,25 @@ def describe_unknown_columns(rows: list[Row], data: Data, source: str) -> str:
     )
 
 
-def describe_bad_rows(bad: dict[str, list[int]], where: str) -> str:
+def describe_bad_rows(bad: dict[str, list[int]], rows: Rows | None, first: int = 0) -> str:
     """Say which rows are bad and why, the most frequent reason first."""
-    count = sum(map(len, bad.values()))
     by_count = sorted(bad.items(), key=lambda item: -len(item[1]))
-    reasons = "; ".join(f"{reason}: {describe_rows(rows)}" for reason, rows in by_count)
-    return f"{where}: {count:,} bad: {reasons}"
+    return "; ".join(f"{name_rows(numbers, rows, first)}: {why}" for why, numbers in by_count)
 
 
-def describe_rows(rows: list[int], count: int | None = None) -> str:
-    """Count rows and name the first: "3 (rows 1, 5, 7)". Default of `count`: all are in `rows`."""
-    count = len(rows) if count is None else count
-    shown = ", ".join(map(str, rows[:5])) + (", ..." if count > 5 else "")
-    return f"{count:,} ({'row' if count == 1 else 'rows'} {shown})"
+def cure_bad(bad: Mapping[str, Sequence[int]], drop: bool = True) -> str:
+    """Return what to do about bad rows; with `drop`, how to train without them."""
+    first = "Correct them" if sum(map(len, bad.values())) > 1 else "Correct it"
+    if all(reason.startswith(CUT) for reason in bad):
+        first = "Raise data.max_length"
+    return f". {first}" + (', or set data.on_bad_row = "drop"' if drop else "")
 
 
-def describe_warnings(warnings: Mapping[str, Counted]) -> list[str]:
-    """Name the number of rows and the first rows of each warning."""
+def describe_warnings(warnings: Mapping[str, Counted], rows: Rows | None = None) -> list[str]:
+    """Name the rows of each warning."""
     return [
-        f"{describe_rows(rows['rows'], rows['count'])}: {warning}"
-        for warning, rows in sorted(warnings.items())
+        f"{name_rows(counted['rows'], rows, count=counted['count'])}: {warning}"
+        for warning, counted in sorted(warnings.items())
     ]
 
 
@@ -245,10 +250,10 @@ def _record_too_long(shard: Shard, rows: Ints, cut: Mask, trained: Mask, data: D
     truncate = data.too_long == "truncate"
     shard.truncated += rows[cut & trained].tolist() if truncate else []
     shard.too_long += [] if truncate else rows[cut].tolist()
-    beyond = f" among the first {data.max_length} (raise data.max_length)"
-    for lost, note in ((~trained & ~cut, ""), (~trained & cut & truncate, beyond)):
+    beyond = f"{CUT} {data.max_length} tokens (data.max_length)"
+    for lost, why in ((~trained & ~cut, "no trained token"), (~trained & cut & truncate, beyond)):
         if lost.any():
-            shard.bad.setdefault(f"no trained token{note}", []).extend(rows[lost].tolist())
+            shard.bad.setdefault(why, []).extend(rows[lost].tolist())
 
 
 def target_mask(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Mask:

@@ -76,7 +76,7 @@ def test_bad_rows_are_told_as_without_workers(run):
     with pytest.raises(DataError) as together:
         run(rows, 3)
     assert str(together.value) == str(alone.value)
-    assert "rows 7 to 13: 1 bad: 'messages' is not a list of turns, or is empty: 1 (row 10)" in str(
+    assert "data.jsonl: line 11: 'messages' is not a list of turns, or is empty. Correct it" in str(
         together.value
     )
     assert not workers_of(os.getpid())

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from ...base.types import Row
 from ...data.chat import Chat
 from ...data.formats import TEXTS, BadRow, Conversation, format_of, read_chat
+from ...data.jsonl import name_rows
 from ...data.render import renamed, without
 from ...data.sample import Sample
 from ...data.slices import ShardWriter
@@ -39,19 +40,20 @@ def judge_chats(
         contents = "\n".join(message["content"] or "" for message in conversation.messages)
         if match := special.search(contents):
             with_special[number] = match[0]
+    rows = opened.part(0, len(opened))
     warnings = [
-        f"{name_rows(numbers)}: the chat template drops {part}"
+        f"{name_rows(numbers, rows)}: the chat template drops {part}"
         for part, numbers in sorted(dropped.items())
     ]
     if with_special:
         warnings.append(
-            f"{name_rows([*with_special])}: the text contains special tokens, such as "
+            f"{name_rows([*with_special], rows)}: the text contains special tokens, such as "
             f"'{next(iter(with_special.values()))}', which the model reads as control tokens"
         )
     if unstable:
         warnings.append(
-            f"{name_rows(unstable)}: the text before an answer is not the prompt that the chat "
-            "template makes for generation, so training differs from use"
+            f"{name_rows(unstable, rows)}: the text before an answer is not the prompt that the "
+            "chat template makes for generation, so training differs from use"
         )
     stable = (
         f"{count - len(unstable):,} of {count:,} chats are stable: each answer follows the prompt "
@@ -97,10 +99,3 @@ def dropped_parts(messages: Sequence[Row], text: str) -> set[str]:
         if str(message.get("reasoning_content") or "").strip() not in text:
             dropped.add(f"the reasoning of the {message['role']}")
     return dropped
-
-
-def name_rows(rows: Sequence[int]) -> str:
-    """Name the rows of a finding."""
-    if len(rows) == 1:
-        return f"row {rows[0]}"
-    return f"{len(rows):,} rows ({', '.join(map(str, rows[:5]))}{', ...' * (len(rows) > 5)})"

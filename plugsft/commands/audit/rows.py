@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,15 +10,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from ...base.errors import DataError
-from ...base.types import Ints
+from ...base.types import Ints, Rows
 from ...data.chat import Chat
+from ...data.jsonl import name_rows
 from ...data.sample import Sample, sample_ranges
-from ...data.slices import CURE_BAD, CURE_LONG, ShardWriter, describe_rows, describe_warnings
+from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
 from ...data.sources import OpenSource
 from ...recipe.tables import Data
 from ...registry.active import Active
 from ...tokens.store import Tokens
-from .chats import judge_chats, name_rows
+from .chats import judge_chats
 
 SAMPLE, RANGES = 1_000, 20
 """Rows of a sample, and the ranges that they come from."""
@@ -37,8 +38,8 @@ class Audit:
     """A sample of a source, measured and judged."""
 
     name: str
-    total: int
-    """Rows of the source."""
+    rows: Rows
+    """All rows of the source."""
     max_length: int
     sample: Sample
     lengths: Ints
@@ -48,6 +49,15 @@ class Audit:
     errors: list[str] = field(default_factory=list)
     """Problems that would make training wrong."""
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Rows of the source."""
+        return len(self.rows)
+
+    def name_rows(self, numbers: Sequence[int]) -> str:
+        """Name rows of the source."""
+        return name_rows(numbers, self.rows)
 
     @property
     def extent(self) -> str:
@@ -70,12 +80,13 @@ def audit(
     total = len(opened[source])
     sample = sample_ranges(work, opened, source, choose_ranges(total, everything))
     lengths = _whole_lengths(work, opened, source, sample)
-    result = Audit(work.sources[source].source, total, work.data.max_length, sample, lengths)
+    rows = opened[source].part(0, total)
+    result = Audit(work.sources[source].source, rows, work.data.max_length, sample, lengths)
     if sample.shard.examples:
         _measure(result)
         _judge_tokens(result, work)
     result.facts += [("unused", ", ".join(sample.shard.unread) or "no column")]
-    result.warnings += describe_warnings(sample.shard.warnings)
+    result.warnings += describe_warnings(sample.shard.warnings, rows)
     stable, warnings = judge_chats(sample, work, opened[source], active)
     result.facts += [("template", stable)] if stable else []
     result.warnings += warnings
@@ -151,11 +162,12 @@ def _measure(result: Audit) -> None:
         earlier = first_row.setdefault(xxhash.xxh3_128_digest(ids.tobytes()), row)
         if earlier != row:
             repeats[row] = earlier
-    facts.append(("duplicates", describe_rows([*repeats]) if repeats else "none"))
+    facts.append(("duplicates", result.name_rows([*repeats]) if repeats else "none"))
     if repeats:
         row, earlier = next(iter(repeats.items()))
         result.warnings.append(
-            f"{name_rows([*repeats])}: the same tokens as an earlier row ({row} repeats {earlier})"
+            f"{result.name_rows([*repeats])}: the same tokens as an earlier row "
+            f"({result.name_rows([row])} repeats {result.name_rows([earlier])})"
         )
 
 
@@ -168,8 +180,8 @@ def _judge_tokens(result: Audit, work: ShardWriter) -> None:
     covered = [row for row, ids, mask in _examples(tokens) if _covers(prefix, spellings, ids, mask)]
     if covered:
         result.errors.append(
-            f"{name_rows(covered)}: the mask covers the role '{header}', which the model never "
-            "has to write; let the {% generation %} block of the chat template begin after it"
+            f"{result.name_rows(covered)}: the mask covers the role '{header}', which the model "
+            "never has to write; let the {% generation %} block of the chat template begin after it"
         )
     added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder()
     ends: dict[int, list[int]] = defaultdict(list)
@@ -180,12 +192,12 @@ def _judge_tokens(result: Audit, work: ShardWriter) -> None:
     end, rows = max(ends.items(), key=lambda item: len(item[1]), default=(-1, []))
     if rows and end == -1:
         result.warnings.append(
-            f"{name_rows(rows)}: no special token ends the example, so the model would not "
+            f"{result.name_rows(rows)}: no special token ends the example, so the model would not "
             "learn to stop; let the chat template write one, or give the tokenizer an eos_token"
         )
     elif rows and not any(((ids == end) & mask).any() for _, ids, mask in _examples(tokens)):
         result.errors.append(
-            f"{name_rows(rows)}: '{spellings[end].decode()}' ends the example and is never "
+            f"{result.name_rows(rows)}: '{spellings[end].decode()}' ends the example and is never "
             "trained, so the model would not learn to stop; let the {% generation %} block of the "
             "chat template end after it"
         )
@@ -217,27 +229,28 @@ def _covers(
 def _judge_rows(result: Audit, data: Data) -> None:
     """Find the rows that stop the run, or are dropped or cut."""
     shard = result.sample.shard
-    bad = [f"{describe_rows(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
+    by_row = sorted(shard.bad.items(), key=lambda item: item[1])
+    bad = [f"{result.name_rows(rows)}: {reason}" for reason, rows in by_row]
     result.facts += [("bad rows", text) for text in bad or ["none"]]
     for label, rows in (("too long", shard.too_long), ("truncated", shard.truncated)):
-        result.facts.append((label, describe_rows(rows) if rows else "none"))
+        result.facts.append((label, result.name_rows(rows) if rows else "none"))
     if not shard.examples:
         reasons = "; ".join(bad) or f"all are longer than data.max_length = {data.max_length:,}"
-        count = len(result.sample.rows)
-        result.errors.append(f"none of {count:,} rows has a token to train on: {reasons}")
+        cure = cure_bad(shard.bad, drop=False)
+        result.errors.append(f"no row has a token to train on: {reasons}{cure}")
         return
-    bad = [f"{name_rows(rows)}: {reason}" for reason, rows in sorted(shard.bad.items())]
     if data.on_bad_row == "error":
-        result.errors += [text + CURE_BAD for text in bad]
+        cures = (cure_bad({reason: rows}) for reason, rows in by_row)
+        result.errors += [text + cure for text, cure in zip(bad, cures, strict=True)]
     else:
         result.warnings += bad
     over = int((result.lengths - data.max_length).clip(0).sum())
     if shard.too_long and data.too_long == "error":
         result.errors.append(
-            f"{name_rows(shard.too_long)}: longer than {data.max_length} tokens{CURE_LONG}"
+            f"{result.name_rows(shard.too_long)}: longer than {data.max_length} tokens{CURE_LONG}"
         )
     elif longer := shard.too_long or shard.truncated:
-        fate = "are dropped" if shard.too_long else f"are cut by {over:,} tokens"
+        fate = "dropped" if shard.too_long else f"cut by {over:,} tokens"
         result.warnings.append(
-            f"{name_rows(longer)}: longer than data.max_length = {data.max_length:,}; they {fate}"
+            f"{result.name_rows(longer)}: longer than data.max_length = {data.max_length:,}; {fate}"
         )

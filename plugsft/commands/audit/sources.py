@@ -5,12 +5,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from ...base.console import format_count
 from ...base.errors import DataError
 from ...base.types import Ints
 from ...batches.plan import shuffle
+from ...data.jsonl import name_rows
 from ...data.prepare import open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
-from ...data.slices import CURE_BAD, CURE_LONG, ShardWriter, describe_rows, describe_warnings
+from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
 from ...data.sources import OpenSource, ensure_columns, open_source
 from ...model.config import check_ids
 from ...recipe.tables import Recipe, Source
@@ -39,7 +41,7 @@ def check_data(
     lengths = [np.ones(len(rows), np.int64) for rows in opened]
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
         if complete:
-            with findings.about("data"):
+            with findings.about("columns"):
                 ensure_columns(recipe.data, opened)
                 if can_encode:
                     work = _work(findings, recipe, active, opened, Path(folder))
@@ -55,7 +57,8 @@ def check_data(
                     findings.warn("eval", "the rows are the same as the training rows")
                 elif (rows := _open(findings, "eval", evaluation)) is not None and work:
                     work.sources = [evaluation]
-                    tokens += _rows(findings, recipe, active, work, [rows], 0).sum()
+                    with findings.about("rows"):
+                        tokens += _rows(findings, recipe, active, work, [rows], 0).sum()
     if not complete:
         return np.zeros(0, np.int64), tokens
     epoch = [
@@ -80,7 +83,7 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[st
 def _open(findings: Findings, subject: str, source: Source) -> OpenSource | None:
     with findings.about(subject):
         rows = open_source(source)
-        findings.ok(subject, f"{source.source} ({source.split}): {len(rows):,} rows")
+        findings.ok(subject, f"{source.source} ({source.split}): {format_count(len(rows), 'row')}")
         return rows
     return None
 
@@ -112,38 +115,40 @@ def _rows(
 ) -> Ints:
     """Prepare the first rows of a source; estimate the lengths of all."""
     sample, source = sample_rows(work, opened, number, 0, ROWS), work.sources[number].source
-    shard, data, problems = sample.shard, recipe.data, []
-    where = f"{source}: of the first {len(sample.rows):,} rows,"
-    if shard.examples:
-        findings.ok(
-            "rows",
-            f"{where} {shard.examples:,} can be used, with {shard.tokens / shard.examples:,.0f} "
-            f"tokens each, {shard.trained / shard.tokens:.0%} of them trained on",
-        )
-    for reason, numbers in sorted(shard.bad.items()):
-        text = f"{where} {describe_rows(numbers)}: {reason}"
+    shard, data, rows = sample.shard, recipe.data, opened[number].part(0, len(opened[number]))
+    problems, warnings = list[str](), list[str]()
+    for reason, numbers in sorted(shard.bad.items(), key=lambda item: item[1]):
+        text = f"{name_rows(numbers, rows)}: {reason}"
         if data.on_bad_row == "error":
-            problems.append(text + CURE_BAD)
+            problems.append(text + cure_bad({reason: numbers}))
         else:
-            findings.warn("rows", f"{text}; they will be dropped")
+            warnings.append(f"{text}; dropped")
+    too_long = f"longer than {data.max_length} tokens"
     if shard.too_long:
-        text = f"{where} {describe_rows(shard.too_long)}: longer than {data.max_length} tokens"
+        text = f"{name_rows(shard.too_long, rows)}: {too_long}"
         if data.too_long == "error":
             problems.append(text + CURE_LONG)
         else:
-            findings.warn("rows", f"{text}; they will be dropped")
+            warnings.append(f"{text}; dropped")
+    first = f"the first {len(sample.rows):,} rows" if len(sample.rows) > 1 else "the first row"
     if not shard.examples and not problems:
-        problems.append(f"{where} none has a token to train on")
+        problems.append(f"no token to train on in {first}{cure_bad(shard.bad, drop=False)}")
+    if shard.examples and not problems:
+        usable = "" if shard.examples == len(sample.rows) else f"{shard.examples:,} of "
+        findings.ok(
+            "rows",
+            f"{source}: {usable}{first} can be used, with {shard.tokens / shard.examples:,.0f} "
+            f"tokens each, {shard.trained / shard.tokens:.0%} of them trained on",
+        )
     if shard.truncated:
-        text = f"{where} {describe_rows(shard.truncated)}: longer than {data.max_length} tokens"
-        findings.warn("rows", f"{text}; they will be cut")
-    for warning in describe_warnings(shard.warnings):
-        findings.warn("rows", f"{where} {warning}")
-    if shard.unread:
-        findings.ok("rows", f"{source}: unused columns: {', '.join(shard.unread)}")
-    for warning in judge_chats(sample, work, opened[number], active)[1]:
+        warnings.append(f"{name_rows(shard.truncated, rows)}: {too_long}; cut")
+    warnings += describe_warnings(shard.warnings, rows)
+    warnings += judge_chats(sample, work, opened[number], active)[1]
+    for warning in warnings:
         findings.warn("rows", f"{source}: {warning}")
+    if shard.unread and not problems:
+        findings.ok("rows", f"{source}: unused columns: {', '.join(shard.unread)}")
     check_ids(recipe, shard.largest)
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
     return np.resize(sample.tokens.lengths, len(opened[number]))
