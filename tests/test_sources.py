@@ -113,7 +113,7 @@ def test_a_split_that_is_not_understood(tmp_path, split):
         DataError, match="is not understood; a file is one split, 'train'"
     ) as caught:
         rows_of(path, split)
-    assert str(caught.value).startswith(f"source {path}: split '{split}'")
+    assert str(caught.value).startswith(f"data.source: {path}: split '{split}'")
 
 
 def test_lines_in_every_dress(tmp_path):
@@ -182,7 +182,7 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("data.jsonl", b"", "the file is empty"),
+        ("data.jsonl", b"", "the file is empty; name a file with rows"),
         ("data.csv", b"a,b", "unknown file type '.csv'; use one of .jsonl, .json, .parquet"),
         ("data", b"a,b", "unknown file type ''"),
         ("data.parquet", b"no parquet", "cannot be read as parquet"),
@@ -199,7 +199,9 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, name, content, expected):
     with pytest.raises(DataError) as caught:
         rows_of_short(place)
     message = str(caught.value)
-    assert message.startswith(f"source {place}") and expected in message and "\n" not in message
+    assert (
+        message.startswith(f"data.source: {place}") and expected in message and "\n" not in message
+    )
 
 
 def test_a_broken_file_is_told_of_by_us_alone(tmp_path):
@@ -209,7 +211,9 @@ def test_a_broken_file_is_told_of_by_us_alone(tmp_path):
     done = run_plugsft("inspect", write_recipe(tmp_path / "recipe.toml", table))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: source {path} (split 'train'): cannot be read as parquet: ")
+    assert line.startswith(
+        f"error: data.source: {path} (split 'train'): cannot be read as parquet: "
+    )
 
 
 def test_a_missing_file_names_the_nearest(tmp_path):
@@ -224,5 +228,16 @@ def test_a_missing_file_names_the_nearest(tmp_path):
 
 
 def test_a_name_that_the_hub_would_have_to_know(tmp_path):
-    with pytest.raises(DataError, match=r"source nobody/nothing .*cannot be opened"):
+    with pytest.raises(DataError, match=r"data.source: nobody/nothing .*cannot be opened"):
         rows_of_short("nobody/nothing")
+
+
+def test_an_evaluation_file_is_named_by_its_key(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    tables = tiny_tables(tmp_path) | {"eval": {"source": str(tmp_path / "empty.jsonl")}}
+    recipe = write_recipe(tmp_path / "recipe.toml", tables)
+    for command in ("train", "prepare", "check"):
+        done = run_plugsft(command, recipe)
+        (line,) = done.stderr.splitlines()
+        says = f"{tmp_path / 'empty.jsonl'}: the file is empty; name a file with rows"
+        assert line == f"error: eval.source: {says}"

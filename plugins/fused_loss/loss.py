@@ -113,6 +113,7 @@ def ensure_equal_loss(plugin: FusedLoss, model: Module) -> None:
         logits_of(model, batch)
         logits = outputs.pop()[0, :-1].float()
         plain = cross_entropy(logits, batch["labels"][0, 1:], ignore_index=IGNORED, reduction="sum")
+    # The model's own code and the kernel refuse by any of these: no `logits` is an AttributeError.
     except (TypeError, ValueError, NotImplementedError, AttributeError) as error:
         raise RecipeError(f"{REFUSED}: {error}") from error
     finally:

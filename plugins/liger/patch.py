@@ -61,6 +61,7 @@ def apply_patch(model: Any, liger_patch: Callable[..., None], kernels: list[str]
     before: Namespaces = {module: dict(vars(module)) for module in modeling_modules()}
     try:
         liger_patch(model=model, **switches)
+    # Liger checks no family: a module of another shape fails in its code by any of these.
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise PluginError(
             f"plugins.liger: Liger cannot patch a {type(model).__name__}: {error}. "

@@ -38,7 +38,7 @@ def explain_key(recipe: Recipe, active: Active, path: Path, folder: Path | None)
     _explain("data", key_of(data.work, data.sources, active), homes)
     if recipe.eval is not None:
         data.work.sources = [recipe.eval_source()]
-        opened = [open_source(source) for source in data.work.sources]
+        opened = [open_source(source, "eval.source") for source in data.work.sources]
         _explain("eval", key_of(data.work, opened, active), homes)
 
 

@@ -35,7 +35,7 @@ class DatasetRows:
 class DatasetSource(DatasetRows):
     """Parquet, Arrow, a saved dataset, or a name on the hub, through `datasets`."""
 
-    def __init__(self, source: Source, reader: str | None) -> None:
+    def __init__(self, source: Source, reader: str | None, where: str) -> None:
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our messages say enough
         name, path = source.source, Path(source.source)
@@ -51,7 +51,7 @@ class DatasetSource(DatasetRows):
             first_line = str(error).strip().partition("\n")[0]
             action = f"read as {reader}" if reader else "opened as a file, a folder or a hub name"
             raise DataError(
-                f"source {name} (split '{source.split}'): cannot be {action}: "
+                f"{where} (split '{source.split}'): cannot be {action}: "
                 f"{type(error).__name__}: {first_line}"
             ) from error
 

@@ -78,7 +78,9 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
     evaluation = None
     if recipe.eval is not None:
         data.work.sources = [recipe.eval_source()]
-        evaluation = _prepare_tokens(data.work, [open_source(data.work.sources[0])], active)
+        evaluation = _prepare_tokens(
+            data.work, [open_source(data.work.sources[0], "eval.source")], active
+        )
     return Prepared(data.tokenizer, data.tokenizer_folder, tokens, evaluation)
 
 

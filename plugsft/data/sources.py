@@ -40,34 +40,37 @@ class OpenSource(Rows, Protocol):
         """Return the size of each row in bytes, approximately."""
 
 
-def open_source(source: Source) -> OpenSource:
-    """Open a source by its name: a file, a folder, or a name on the hub."""
-    path = Path(source.source)
+def open_source(source: Source, key: str = "data.source") -> OpenSource:
+    """Open a source by its name: a file, a folder, or a name on the hub.
+
+    `key` is the recipe's key that names it, for messages.
+    """
+    path, where = Path(source.source), f"{key}: {source.source}"
     if path.is_file():
         if path.suffix not in FILES:
             raise DataError(
-                f"source {path}: unknown file type '{path.suffix}'; use one of {', '.join(FILES)}"
+                f"{where}: unknown file type '{path.suffix}'; use one of {', '.join(FILES)}"
             )
         if path.stat().st_size == 0:
-            raise DataError(f"source {path}: the file is empty")
+            raise DataError(f"{where}: the file is empty; name a file with rows")
         if path.suffix in (".jsonl", ".json"):
-            array = _read_array(path) if path.suffix == ".json" else None
-            return FileSource(path, source.split, array)
+            array = _read_array(path, where) if path.suffix == ".json" else None
+            return FileSource(path, source.split, where, array)
     elif path.is_dir():
         files = [*path.glob("*"), *path.glob("data/*")]
         if not any(set(FILES) & set(file.suffixes) for file in files):
             # `datasets` would walk through the whole tree.
             raise DataError(
-                f"source {path}: the folder has no data: no {', '.join(FILES)} file, and no "
-                "dataset of save_to_disk"
+                f"{where}: the folder has no data: no {', '.join(FILES)} file, and no dataset of "
+                "save_to_disk; name another folder, or a file"
             )
     elif path.suffix in FILES or source.source.startswith((".", "/")):
         names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
-        raise DataError(f"source {path}: no such file{did_you_mean(path.name, names)}")
+        raise DataError(f"{where}: no such file{did_you_mean(path.name, names)}")
     from .dataset_source import DatasetSource
 
     reader = FILES[path.suffix] if path.is_file() else None
-    return _ensure_rows(DatasetSource(source, reader), source.source, source.split)
+    return _ensure_rows(DatasetSource(source, reader, where), where, source.split)
 
 
 def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
@@ -111,16 +114,16 @@ class FileSource:
     Its lines are searched at the first access, so that prepared data is not read again.
     """
 
-    def __init__(self, path: Path, split: str, rows: RowList | None = None) -> None:
-        self._path, self._split, self._array = path, split, rows
+    def __init__(self, path: Path, split: str, where: str, rows: RowList | None = None) -> None:
+        self._path, self._split, self._where, self._array = path, split, where, rows
 
     @cached_property
     def _rows(self) -> JsonLines | RowList:
         rows = find_lines(self._path) if self._array is None else self._array
         if not len(rows):
-            raise DataError(f"source {self._path}: the file has no rows, only blank lines")
-        selected = rows.select(_row_numbers(self._split, len(rows), self._path))
-        return _ensure_rows(selected, str(self._path), self._split)
+            raise DataError(f"{self._where}: only blank lines; name a file with rows")
+        selected = rows.select(_row_numbers(self._split, len(rows), self._where))
+        return _ensure_rows(selected, self._where, self._split)
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -143,26 +146,26 @@ class FileSource:
         return self._rows.sizes()
 
 
-def _read_array(path: Path) -> RowList | None:
+def _read_array(path: Path, where: str) -> RowList | None:
     """Return the rows of a .json file that holds an array; None if it may hold lines."""
     content = path.read_bytes()
     try:
         rows = parse_json(content)
     except ValueError as error:
         if content[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
-            raise DataError(f"source {path}: is not JSON: {error}") from error
+            raise DataError(f"{where}: is not JSON: {error}; correct the file") from error
         return None
     rows = rows if isinstance(rows, list) else [rows]
     return RowList(rows, len(content) // max(1, len(rows)))
 
 
-def _ensure_rows(rows: T, name: str, split: str) -> T:
+def _ensure_rows(rows: T, where: str, split: str) -> T:
     if not len(rows):
-        raise DataError(f"source {name} (split '{split}'): has no rows; set another split")
+        raise DataError(f"{where} (split '{split}'): has no rows; set another split")
     return rows
 
 
-def _row_numbers(split: str, count: int, path: Path) -> Ints:
+def _row_numbers(split: str, count: int, where: str) -> Ints:
     """Return the row numbers of "train[10:20%]" in a file, which is one split named train."""
     if split == "train":
         return np.arange(count)
@@ -172,7 +175,7 @@ def _row_numbers(split: str, count: int, path: Path) -> Ints:
         ranges = parse_split(split, {"train": count})
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"source {path}: split '{split}' is not understood; a file is one split, 'train'; "
+            f"{where}: split '{split}' is not understood; a file is one split, 'train'; "
             f"write its slices as train[:100] or train[-5%:] ({error})"
         ) from error
     return np.concatenate([np.arange(rows.start, rows.stop) for _, rows in ranges])

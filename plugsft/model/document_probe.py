@@ -219,6 +219,7 @@ def prove_on_model(model: Module, exact: bool) -> str:
         packed, change = _change_first(model, texts, vocabulary, device)
         again = (_logits(model, texts, device) - packed).abs()
         alone = (_logits(model, texts[-1:], device) - packed[-SHORT[-1] :]).abs()
+    # The model's own code refuses packed rows by any of these; PLUGSFT_DEBUG=1 shows its traceback.
     except (TypeError, ValueError, NotImplementedError) as error:
         raise RecipeError(f"{REFUSED}: its code fails on them ({error}); {UNPACK}") from error
     finally:

@@ -82,7 +82,7 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[st
 
 def _open(findings: Findings, subject: str, source: Source) -> OpenSource | None:
     with findings.about(subject):
-        rows = open_source(source)
+        rows = open_source(source, f"{subject}.source")
         findings.ok(subject, f"{source.source} ({source.split}): {format_count(len(rows), 'row')}")
         return rows
     return None

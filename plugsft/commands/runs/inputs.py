@@ -27,10 +27,12 @@ def check_inputs(recipe: Recipe, active: Active, path: Path) -> None:
     ensure_context(recipe, written_context(recipe.model))
     renders = any(active.implements(name, ("render",)) for name in active.plugins)
     sources = [] if recipe.data.tokens else recipe.data.all_sources()
-    for source in [*sources, *([recipe.eval_source()] if recipe.eval else [])]:
+    keyed = [("data.source", source) for source in sources]
+    keyed += [("eval.source", recipe.eval_source())] if recipe.eval else []
+    for key, source in keyed:
         file = Path(source.source)
         if file.is_file() and (file.suffix not in SLOW or not file.stat().st_size):
-            open_source(source)
+            open_source(source, key)
             if recipe.data.on_bad_row == "error" and source.split == "train" and not renders:
                 check_first_row(source, recipe.data)
 
