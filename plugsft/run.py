@@ -15,7 +15,7 @@ from .base.checksums import digest
 from .base.console import say
 from .base.machine import Machine
 from .batches.defaults import BatchDefaults
-from .batches.plan import Plan
+from .batches.plan import Plan, small_data
 from .data.defaults import DataDefaults
 from .data.load_tokenizer import pad_id
 from .data.prepare import Prepared, prepare
@@ -193,8 +193,11 @@ def describe(run: OpenRun) -> None:
     saved = run.checkpoints.saved
     say(
         f"steps: {plan.steps} of {plan.describe_step()}, {plan.per_epoch} an epoch"
+        + recipe.train.replaced_epochs()
         + (f"; going on after step {saved}" if saved else "")
     )
+    if warning := small_data(recipe.train, plan.examples):
+        say(f"warning: {warning}")
     say(f"checkpoints: {recipe.checkpoint.describe(plan.steps)}")
 
 

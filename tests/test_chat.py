@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 
 import pytest
+import torch
 from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -65,7 +66,23 @@ def test_an_answer_without_a_word_is_told(run, tmp_path):
     config["eos_token_id"] = list(range(400))
     (mute / "generation_config.json").write_text(json.dumps(config))
     said = run_plugsft("chat", mute, "--ask", "Who?").stdout
-    assert said == "(the model ended its answer before the first word)\n"
+    assert said == f"{talk.EMPTY}\n"
+    command = [sys.executable, "-m", "plugsft", "chat", str(mute)]
+    done = subprocess.run(command, input="Who?\n", capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == f"{talk.EMPTY}\n"
+
+
+def test_a_streamed_answer_without_a_word_is_told_and_any_other_is_not(speaker, capsys):
+    tokenizer, end = speaker.tokenizer, speaker.stops[0]
+    for ids, says in (([end], talk.EMPTY), ([*tokenizer.encode("Me."), end], "Me.")):
+        streamer = talk.Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer.put(speaker.encode([speaker.ask("Who?")])["input_ids"])
+        for token in ids:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+        assert capsys.readouterr().out == f"{says}\n"
+    [answer] = speaker.answer([speaker.ask("Who?")], talk.Streamer(tokenizer, skip_prompt=True))
+    assert answer in capsys.readouterr().out
 
 
 def test_a_batch_answers_as_single_questions_do(speaker):
@@ -205,7 +222,7 @@ def test_ctrl_c_ends_a_talk_with_a_line_of_its_own(run):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        ([], "no such folder; did you mean 'run'"),
+        ([], "no such folder; did you mean 'run'. name a run's output folder"),
         (["rum/"], "holds no model"),
         (["rum"], "is a file"),
         (["rum/run.json"], "at step 3 of 9 and has no model yet.*recipe.toml$"),

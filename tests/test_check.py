@@ -236,7 +236,7 @@ def test_steps_and_warm_up_are_counted(tiny, check):
     assert any("9, 3 an epoch of 24 examples" in line for line in found.ok)
     assert any("warm-up takes 9 of 9 steps" in line for line in found.warn)
     assert not check(tiny(), "train.epochs=3", "train.warmup=8").warn
-    assert any("exceeds an epoch's" in line for line in check(tiny(), "train.batch_size=32").warn)
+    assert any("larger than the data" in line for line in check(tiny(), "train.batch_size=32").warn)
     assert any("same as the training rows" in line for line in check(tiny(eval={})).warn)
 
 

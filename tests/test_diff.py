@@ -112,6 +112,22 @@ def test_a_plugin_has_other_options_another_version_and_another_verdict(runs):
     assert cells(parts["versions"]) == {"torch": ["site 1.2", "site 1.3"]}
 
 
+def test_times_in_verdicts_are_no_difference(runs):
+    shutil.copytree(runs / "one", runs / "later")
+    facts = json.loads((runs / "one/run.json").read_text())
+    for name, hit, built in (("one", "2 ms", "0.41 s"), ("later", "1,310 ms", "3.00 s")):
+        plugins = [
+            {"name": "cache", "options": {}, "verdict": f"hit: abc, opened in {hit}"},
+            {"name": "ahead", "options": {"wait": hit}, "verdict": f"{name}, built in {built}"},
+        ]
+        (runs / name / "run.json").write_text(json.dumps(facts | {"plugins": plugins}))
+    _, parts = told(run_plugsft("diff", runs / "one", runs / "later"))
+    assert cells(parts["plugins"]) == {
+        "ahead.wait": ["2 ms", "1,310 ms"],
+        "ahead: verdict": ["one, built in 0.41 s", "later, built in 3.00 s"],
+    }
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [

@@ -61,9 +61,9 @@ class Plan:
 
     def describe_step(self) -> str:
         """Describe the size of a step: "16 examples"."""
-        if self.per_epoch == -(-self._examples // self._train.batch_size):
-            return f"{self._train.batch_size} examples"
-        return f"{self._examples / self.per_epoch:,.1f} examples on average"
+        if self.per_epoch == -(-self.examples // self._train.batch_size):
+            return f"{min(self._train.batch_size, self.examples)} examples"
+        return f"{self.examples / self.per_epoch:,.1f} examples on average"
 
     @classmethod
     def once_through(cls, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks) -> Self:
@@ -103,7 +103,7 @@ class Plan:
             # At most two: the current epoch, and the next, whose batches may be loaded ahead.
             self._epochs = {n: layouts for n, layouts in self._epochs.items() if n >= epoch - 1}
             order = shuffle(self._sources, self._train.seed, epoch)
-            self._examples = len(order)
+            self.examples = len(order)
             layouts = self._hooks.batches(
                 order=order,
                 lengths=self.tokens.lengths,
@@ -117,6 +117,15 @@ class Plan:
                 )
             self._epochs[epoch] = layouts
         return self._epochs[epoch]
+
+
+def small_data(train: Train, examples: int) -> str:
+    """Return a warning if an epoch has fewer examples than a global batch."""
+    warning = (
+        f"train.batch_size = {train.batch_size:,} is larger than the data: each step trains on all "
+        f"{examples:,} examples; lower it, or add data"
+    )
+    return warning if train.batch_size > examples else ""
 
 
 def shuffle(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Ints:

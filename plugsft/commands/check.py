@@ -24,7 +24,9 @@ def check(
     loaded, active = load(recipe, overrides or [], without or [])
     # A mistake in the recipe is reported before anything heavy is imported.
     from .audit.recipe import check_recipe
+    from .runs.start import option_to_start
 
     check_recipe(loaded, active, recipe, ranks)
     words = [str(recipe), *(overrides or []), *(f"--without={name}" for name in without or [])]
-    say(f"ready: plugsft {shlex.join(words)}")
+    option, why = option_to_start(loaded, active)
+    say(f"ready{why and ' '}{why}: plugsft {shlex.join([*words, *option.split()])}")

@@ -7,8 +7,8 @@ import typer
 
 from .options import Overrides, RecipeFile, Without
 
-AUTO = "--resume-auto"
-"""The internal flag for `--resume auto`."""
+AUTO = "--AUTO"
+"""The internal flag for `--resume auto`. In capitals, so that no typing error suggests it."""
 
 
 def train(

@@ -111,14 +111,19 @@ def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Act
         "plugins": plugin_versions(active, ("render",)),
     }
 
-    def build(folder: Path) -> None:
-        started = time.perf_counter()
-        tokenizer = train_tokenizer(sources, make_renderer(recipe, active), scratch.vocab)
-        tokenizer.save_pretrained(folder)
-        seconds = time.perf_counter() - started
-        say(f"tokenizer: trained on the data, {len(tokenizer):,} entries, {seconds:.1f} s")
+    started, trained = time.perf_counter(), []
 
-    return once(recipe.folder / "scratch" / f"tokenizer-{digest(key)}", build)
+    def build(folder: Path) -> None:
+        trained.append(train_tokenizer(sources, make_renderer(recipe, active), scratch.vocab))
+        trained[0].save_pretrained(folder)
+
+    folder = once(recipe.folder / "scratch" / f"tokenizer-{digest(key)}", build)
+    origin = "from cache, trained on the data before"
+    if trained:
+        seconds = time.perf_counter() - started
+        origin = f"trained on the data, {len(trained[0]):,} entries, {seconds:.1f} s"
+    say(f"tokenizer: {origin}")
+    return folder
 
 
 def make_renderer(recipe: Recipe, active: Active) -> Render:

@@ -19,8 +19,7 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
     """Render rows of a format of formats.py; None for rows of another format."""
     if data.columns:
         rows = [renamed(row, data.columns) for row in rows]
-    kind = readable_format(rows)
-    if kind is None:
+    if (kind := readable_format(rows)) is None:
         return None
     result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
     render_row, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)

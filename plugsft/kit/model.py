@@ -4,8 +4,8 @@ from ..batches.labels import model_inputs
 from ..batches.packed_rows import attend_per_document, documents_of, pack, single_document
 from ..model.document_probe import prove_on_model, prove_on_small_copy, refuse_own_attention
 from ..model.flops import Shapes, peak_flops, shapes_of
+from ..model.for_plugins import decoder_layers, weights_digest
 from ..model.fused_head import LogitTransform, Positions, fused_loss
-from ..model.load import decoder_layers, weights_digest
 
 __all__ = [
     "LogitTransform",

@@ -22,9 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..base.checksums import cached_file_digest, digest
 from ..base.errors import PluginError, RecipeError, TrainError
 from ..recipe.tables import Model, Scratch
 from .config import load_error
@@ -170,22 +168,6 @@ def _wrong_weights(path: str, wrong: str) -> TrainError:
         f"model.path: '{path}' was not loaded correctly: {wrong}. Nothing was trained. Try again; "
         "if it happens again, the disk, the memory or transformers' loader is at fault"
     )
-
-
-def decoder_layers(model: Any, that: str) -> list[Any]:
-    """Return a model's layers; `that` ends the error if none: their use and the cure."""
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    if not layers:
-        raise RecipeError(f"a model of type '{model.config.model_type}' has no layers that {that}")
-    return layers
-
-
-def weights_digest(path: str, revision: str | None) -> str:
-    """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
-    files = sorted({*find_weight_files(path, revision).values()})
-    if not files:
-        raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
-    return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})
 
 
 def make_load(model: Model, scratch: Path, empty: bool = False) -> Load:

@@ -256,6 +256,11 @@ def ensure_page(path: Path, option: str) -> None:
 
 def describe_results(folder: Path) -> str:
     """Describe the results of an earlier run that a new one would remove, with the cure."""
+    return ": ".join(filter(None, results_of(folder)))
+
+
+def results_of(folder: Path) -> tuple[str, str]:
+    """Return what an earlier run left, and the cure; empty texts if nothing."""
     last = newest_checkpoint(folder / "checkpoints")
     steps = len([line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line])
     other = "start again with --overwrite, or choose another folder (output=...)"
@@ -263,13 +268,11 @@ def describe_results(folder: Path) -> str:
         model, first = folder / "model", ""
         if (model / ADAPTER).is_file():
             model, first = folder / "merged", f"plugsft export {folder} --merge, then "
-        return (
-            f"a finished run: {other}. To train its model further, {first}set model.path = "
-            f'"{model}" and another output'
-        )
+        other += f". To train its model further, {first}set model.path = "
+        return "a finished run", f'{other}"{model}" and another output'
     if last:
-        return f"checkpoints up to {last.name}: resume with --resume, {other}"
-    return f"{steps:,} steps of a run without a checkpoint: {other}" if steps else ""
+        return f"checkpoints up to {last.name}", f"resume with --resume, {other}"
+    return (f"{steps:,} steps of a run without a checkpoint", other) if steps else ("", "")
 
 
 def is_finished(recipe: Recipe, checkpoint: Path) -> bool:

@@ -286,6 +286,11 @@ class Train(Table):
     log_every: Count = 10
     """Steps between console lines; metrics.jsonl has all steps."""
 
+    def replaced_epochs(self) -> str:
+        """Return "; train.steps = 50 replaces train.epochs = 3" if the recipe sets both."""
+        text = f"; train.steps = {self.steps} replaces train.epochs = {self.epochs}"
+        return text if self.steps and "epochs" in self.model_fields_set else ""
+
     @field_validator("epochs", mode="before")
     @classmethod
     def _whole_epochs(cls, epochs: Any) -> Any:

@@ -12,6 +12,7 @@ from ...base.errors import RecipeError, reason_of
 from ...base.machine import free_disk, look
 from ...base.types import Ints
 from ...batches.defaults import BatchDefaults
+from ...batches.plan import small_data
 from ...data.cache_key import TOKEN_HOOKS
 from ...data.defaults import DataDefaults
 from ...model.config import check_context
@@ -138,7 +139,9 @@ def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ra
         count, packed = len(layout[0]), sum(len(part) for rank in layout for part in rank)
         first = f"; the first: {packed:,} examples in {count:,} x {ranks} micro-batches"
     findings.ok(
-        "steps", f"{about}{steps:,}, {per_epoch:,} an epoch of {examples:,} examples{first}"
+        "steps",
+        f"{about}{steps:,}, {per_epoch:,} an epoch of {examples:,} examples{first}"
+        f"{train.replaced_epochs()}",
     )
     if len(layouts) and lengths.max() > 1:  # rows were encoded, not only counted
         text, warnings = describe_batches(recipe, layouts, lengths)
@@ -153,12 +156,8 @@ def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ra
             f"the warm-up takes {warmup:,} of {steps:,} steps, so the learning rate never reaches "
             "train.learning_rate; lower train.warmup",
         )
-    if train.batch_size > examples:
-        findings.warn(
-            "steps",
-            f"train.batch_size = {train.batch_size} exceeds an epoch's examples, so that each step "
-            "trains on fewer; lower it, or add data",
-        )
+    if warning := small_data(train, examples):
+        findings.warn("steps", warning)
     return steps
 
 

@@ -99,7 +99,7 @@ def _work(
             "tokenizer",
             f"{where}: {len(work.tokenizer):,} entries, {template} a chat template"
             if where
-            else "a new one will be trained on the data, with a ChatML template",
+            else "trained on the data, or read from the cache; with a ChatML template",
         )
         return work
     return None

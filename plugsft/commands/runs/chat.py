@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ...base.console import is_terminal, say
+from ...base.console import is_terminal, out, say
 from ...base.errors import PlugsftError
 from ...base.load_errors import TRUST, trust_hint
 from ...data.load_tokenizer import pad_id, stop_ids
@@ -159,6 +159,20 @@ class Speaker:
         return str(text).strip()
 
 
+class Streamer(TextStreamer):
+    """Prints an answer word by word; says so if it has none."""
+
+    said = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print the next words."""
+        self.said |= bool(text.strip())
+        if self.said:
+            super().on_finalized_text(text, stream_end)
+        elif stream_end:
+            out.print(EMPTY, style="dim")
+
+
 def converse(speaker: Speaker) -> None:
     """Answer line after line; each answer takes the earlier turns into account."""
     interactive = sys.stdin.isatty() and is_terminal()
@@ -175,7 +189,7 @@ def converse(speaker: Speaker) -> None:
         if not line:
             continue
         turns = speaker.shorten(turns + speaker.ask(line))
-        streamer = TextStreamer(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = Streamer(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             [answer] = speaker.answer([turns], streamer if interactive else None)
         except PlugsftError as error:
@@ -183,7 +197,7 @@ def converse(speaker: Speaker) -> None:
             turns = turns[:-1]
             continue
         if not interactive:
-            say(answer)
+            say(answer or EMPTY)
         turns.append({"role": "assistant", "content": answer})
     if interactive:
         say("")

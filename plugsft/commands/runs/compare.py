@@ -1,6 +1,7 @@
 """Compare two runs: recipes, versions, machines, data and results."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ COSTS = {
     "time waited for data": ("feeding", "waited"),
     "peak memory, GiB": ("memory", "peak_gib"),
 }
+
+TIME = re.compile(r"\b[\d.,]+ (ms|s|min)\b")
 
 
 @dataclass
@@ -133,7 +136,8 @@ def _sections(a: Run, b: Run) -> Iterator[Section]:
     if a.recipe is not None and b.recipe is not None:
         yield Section("recipe", _rows(_keys(a.recipe), _keys(b.recipe), "not set"))
     names = sorted({entry["name"] for run in (a, b) for entry in run.facts.get("plugins", [])})
-    yield Section("plugins", _rows(_plugins(a, names), _plugins(b, names)))
+    rows = _rows(_plugins(a, names), _plugins(b, names))
+    yield Section("plugins", [row for row in rows if not _only_times_differ(row)])
     for title in ("versions", "machine", "model"):
         facts_a, facts_b = (flatten(table_of(run.facts, title)) for run in (a, b))
         yield Section(title, _rows(facts_a, facts_b))
@@ -180,6 +184,11 @@ def _plugins(run: Run, names: list[str]) -> dict[str, Any]:
         if entry.get("origin") != BUNDLED:
             values[f"{name}: from"] = entry.get("origin")
     return values
+
+
+def _only_times_differ(row: Row) -> bool:
+    """Tell whether two verdicts differ only in seconds, which no two runs share."""
+    return row.name.endswith(": verdict") and TIME.sub("", row.a) == TIME.sub("", row.b)
 
 
 def _data(title: str, a: dict[str, Any], b: dict[str, Any]) -> Section:

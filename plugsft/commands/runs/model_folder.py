@@ -16,7 +16,10 @@ def model_folder(output: Path) -> Path:
         if is_model(folder):
             return folder
     if not output.exists():
-        raise PlugsftError(f"{output}: no such folder{suggest_name(output)}")
+        raise PlugsftError(
+            f"{output}: no such folder{suggest_name(output) or ';'} name a run's output folder "
+            "(output in its recipe), or a model's folder"
+        )
     if output.is_file():
         raise PlugsftError(f"{output}: is a file; name the output folder of a run")
     try:

@@ -17,6 +17,7 @@ from ...output.folder import (
     is_finished,
     lock_output,
     read_run,
+    results_of,
 )
 from ...output.report import read_metrics
 from ...output.same_run import STATE, ensure_same_run
@@ -74,9 +75,13 @@ def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Seq
     """Return the checkpoints to try, in order; None if the run has finished already."""
     folder, path = recipe.folder, resume.path
     latest = resume.latest
+    if path is not None and not is_published(path):
+        raise CheckpointError(
+            f"--resume-from {path}: is no checkpoint folder{_existing(recipe, path)}"
+        )
     if resume.auto:
-        if results := finished_without_checkpoints(recipe):
-            say(f"nothing to resume: {recipe.output} holds {results}")
+        if finished_without_checkpoints(recipe):
+            _say_finished(recipe)
             return None
         latest = has_checkpoint(recipe)
     own = path is not None and path.resolve().is_relative_to(folder.resolve())
@@ -86,16 +91,19 @@ def checkpoints_to_resume(recipe: Recipe, active: Active, resume: Resume) -> Seq
         raise RecipeError(f"output: {recipe.output} holds {results}")
     checkpoints = find_checkpoints(recipe, active, latest, path)
     if latest and is_finished(recipe, checkpoints[0]):
-        say(f"nothing to resume: {recipe.output} holds {describe_results(folder)}")
+        _say_finished(recipe)
         return None
     return checkpoints
+
+
+def _say_finished(recipe: Recipe) -> None:
+    cure = results_of(recipe.folder)[1]
+    say(f"{recipe.output} is finished; nothing to resume. {cure[:1].upper()}{cure[1:]}")
 
 
 def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | None) -> list[Path]:
     """Return checkpoints to resume from, the newest first, compared with the recipe."""
     if path is not None:
-        if not is_published(path):
-            raise CheckpointError(f"--resume-from {path}: this is no checkpoint folder")
         checkpoints = [path]
     elif resume:
         folder = recipe.folder / "checkpoints"
@@ -113,6 +121,25 @@ def find_checkpoints(recipe: Recipe, active: Active, resume: bool, path: Path | 
             ensure_same_run(checkpoint, recipe, active)
             break
     return checkpoints
+
+
+def _existing(recipe: Recipe, path: Path) -> str:
+    """Name the checkpoints that lie in a folder, or in the run's output."""
+    places = (path, path / "checkpoints", recipe.folder / "checkpoints")
+    paths = next(filter(None, map(list_checkpoints, places)), [])
+    names = ", ".join(map(str, paths[-5:]))
+    more = f" and {len(paths) - 5:,} earlier ones" if paths[5:] else ""
+    return f"; name one of {names}{more}" if paths else "; start without it: there is none"
+
+
+def option_to_start(recipe: Recipe, active: Active) -> tuple[str, str]:
+    """Return the option that a run needs because of earlier results, and what it does."""
+    results, _ = results_of(recipe.folder)
+    if results and not is_published(recipe.folder / "model"):
+        with suppress(CheckpointError):
+            newest = find_checkpoints(recipe, active, True, None)[0]
+            return "--resume", f"to continue after {newest.name}"
+    return ("--overwrite", f"to replace {results}") if results else ("", "")
 
 
 def has_checkpoint(recipe: Recipe) -> bool:
@@ -133,15 +160,15 @@ def has_checkpoint(recipe: Recipe) -> bool:
     return False
 
 
-def finished_without_checkpoints(recipe: Recipe) -> str:
-    """Describe a finished run without checkpoints; an empty text if there is none."""
+def finished_without_checkpoints(recipe: Recipe) -> bool:
+    """Tell whether the run has finished and its checkpoints are gone."""
     folder = recipe.folder
     if list_checkpoints(folder / "checkpoints") or read_run(folder).get("status") != "finished":
-        return ""
+        return False
     results = describe_results(folder)
     with suppress(OSError, ValueError):
         if results and read_text(folder / "recipe.toml") == resolved(recipe):
-            return results
+            return True
     if results:
         raise RecipeError(f"--resume auto: {recipe.output} holds another recipe's run: {results}")
-    return ""
+    return False

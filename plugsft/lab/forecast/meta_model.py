@@ -18,8 +18,9 @@ from ...base.errors import PlugsftError, RecipeError
 from ...base.types import Batch
 from ...batches.labels import IGNORED, model_inputs
 from ...model.defaults import ModelDefaults
+from ...model.for_plugins import decoder_layers
 from ...model.fused_head import LogitTransform, Positions, fused_loss
-from ...model.load import Load, decoder_layers, make_load
+from ...model.load import Load, make_load
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active

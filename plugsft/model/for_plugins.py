@@ -1,0 +1,26 @@
+"""Functions on models that plugins use, and the loop does not."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import GradientCheckpointingLayer
+
+from ..base.checksums import cached_file_digest, digest
+from ..base.errors import RecipeError
+from .weight_files import find_weight_files
+
+
+def decoder_layers(model: Any, that: str) -> list[Any]:
+    """Return a model's layers; `that` ends the error if none: their use and the cure."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise RecipeError(f"a model of type '{model.config.model_type}' has no layers that {that}")
+    return layers
+
+
+def weights_digest(path: str, revision: str | None) -> str:
+    """Return a checksum of a pretrained model's weights, cached while its files are unchanged."""
+    files = sorted({*find_weight_files(path, revision).values()})
+    if not files:
+        raise RecipeError(f"{path}: it has no weights in safetensors; save them in that format")
+    return digest({Path(file).name: cached_file_digest(Path(file)) for file in files})

@@ -1,0 +1,96 @@
+"""What a run, `check` and a resumed run say about steps, earlier results and checkpoints."""
+
+import shutil
+
+import pytest
+from conftest import chats, run_plugsft, tiny_tables, write_recipe
+
+from plugsft.commands.train import AUTO
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Give the recipe of a finished run, its folder, and what it said."""
+    folder = tmp_path_factory.mktemp("finished")
+    tables = tiny_tables(folder, chats(20)) | {"checkpoint": {"every": 1}}
+    tables["train"] |= {"batch_size": 64, "epochs": 3, "steps": 2}
+    recipe = write_recipe(folder / "recipe.toml", tables)
+    done = run_plugsft(recipe)
+    assert done.returncode == 0, done.stderr
+    return recipe, folder / "run", done.stdout
+
+
+@pytest.fixture
+def stopped(finished, tmp_path):
+    """Give a recipe and the folder of its run, which has checkpoints and no model."""
+    run = shutil.copytree(finished[1], tmp_path / "run")
+    shutil.rmtree(run / "model")
+    return finished[0], run
+
+
+REPLACED = "; train.steps = 2 replaces train.epochs = 3"
+SMALL = "train.batch_size = 64 is larger than the data: each step trains on all 20 examples"
+
+
+def test_a_run_says_how_many_examples_a_step_has_and_what_replaces_epochs(finished):
+    lines = finished[2].splitlines()
+    assert f"steps: 2 of 20 examples, 1 an epoch{REPLACED}" in lines
+    assert any(line.startswith(f"warning: {SMALL}") for line in lines)
+
+
+def test_check_says_the_same_and_names_the_command_that_works(finished, stopped):
+    recipe = finished[0]
+    done = run_plugsft("check", recipe)
+    assert done.returncode == 0 and REPLACED in done.stdout and SMALL in done.stdout, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last == f"ready to replace a finished run: plugsft {recipe} --overwrite"
+    words = recipe, f"output={stopped[1]}"
+    last = run_plugsft("check", *words).stdout.splitlines()[-1]
+    command = f"plugsft {recipe} output={stopped[1]}"
+    assert last == f"ready to continue after step-000002: {command} --resume"
+    assert run_plugsft(*words, "--resume").returncode == 0
+    shutil.rmtree(stopped[1] / "model")
+    last = run_plugsft("check", *words, "train.seed=7").stdout.splitlines()[-1]
+    command += " train.seed=7 --overwrite"
+    assert last == f"ready to replace checkpoints up to step-000002: {command}"
+
+
+def test_only_a_recipe_with_both_is_told_that_steps_replace_epochs(tiny):
+    said = run_plugsft("check", tiny(train={"steps": 2})).stdout
+    assert "ok    steps" in said and "replaces" not in said
+    assert "replaces" not in run_plugsft("check", tiny(train={"epochs": 2})).stdout
+
+
+def test_a_tokenizer_from_the_cache_is_not_said_to_be_trained(finished):
+    recipe, _, first = finished
+    assert "tokenizer: trained on the data, " in first
+    again = run_plugsft("prepare", recipe).stdout
+    assert "tokenizer: from cache, trained on the data before" in again
+    assert "tokenizer: trained" not in again
+
+
+def test_a_finished_run_says_that_nothing_is_to_be_resumed_and_the_cure(finished):
+    recipe, run, _ = finished
+    for words in (["--resume"], ["--resume", "auto"]):
+        done = run_plugsft(recipe, *words)
+        assert done.returncode == 0, done.stderr
+        says = f"{run} is finished; nothing to resume. Start again with --overwrite, or choose"
+        assert done.stdout.startswith(says), done.stdout
+
+
+@pytest.mark.parametrize("place", ["run", "run/checkpoints", "elsewhere"])
+def test_a_wrong_checkpoint_folder_is_answered_with_those_that_exist(stopped, tmp_path, place):
+    recipe, run = stopped
+    done = run_plugsft(recipe, f"output={run}", f"--resume-from={tmp_path / place}")
+    names = ", ".join(f"{run}/checkpoints/step-00000{step}" for step in (1, 2))
+    says = f"error: --resume-from {tmp_path / place}: is no checkpoint folder; name one of {names}"
+    assert done.returncode == 2 and done.stderr == f"{says}\n"
+    done = run_plugsft(recipe, f"output={tmp_path}/new", f"--resume-from={tmp_path}/nowhere")
+    assert done.returncode == 2 and "start without it: there is none" in done.stderr
+
+
+@pytest.mark.parametrize("word", ["--resum", "--resume-fro", "--resume-auto", "--auto"])
+def test_a_wrong_option_is_answered_with_visible_ones(tiny, word):
+    done = run_plugsft(tiny(), word)
+    assert done.returncode == 2 and AUTO not in done.stderr
+    assert ("--resume-from" in done.stderr) == (word != "--auto")
