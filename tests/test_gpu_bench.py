@@ -29,7 +29,7 @@ def test_weights_are_counted_as_the_model_has_them(bench, name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape.config())
     model.tie_weights()
-    matrices = {id(one): one.numel() for one in model.parameters() if one.ndim > 1}
+    matrices = {id(weight): weight.numel() for weight in model.parameters() if weight.ndim > 1}
     if not shape.tied:
         matrices.pop(id(model.get_input_embeddings().weight))
     assert shape.multiplied == sum(matrices.values())
@@ -52,25 +52,30 @@ def test_operations_are_six_or_four_a_weight_and_those_of_attention(bench):
     )
 
 
-def test_a_loss_that_differs_is_told(bench):
-    differences = bench("gpu").differences
+def test_a_loss_that_differs_is_reported(bench):
+    compare_losses = bench("gpu").compare_losses
     runs = {"plain": [{"loss": 2.0}], "one": [{"loss": 2.0001}], "two": [{"reason": "none"}]}
-    assert differences(runs, "bfloat16") == []
-    [said] = differences(runs, "float32")
-    assert said == "one: the first step's loss is 2.0001, and 2 for the plain run"
-    assert differences(runs | {"one": [{"loss": float("nan")}]}, "bfloat16")
+    assert compare_losses(runs, "bfloat16") == []
+    [message] = compare_losses(runs, "float32")
+    assert message == "one: the first step's loss is 2.0001, and 2 for the plain run"
+    assert compare_losses(runs | {"one": [{"loss": float("nan")}]}, "bfloat16")
 
 
-def test_only_what_was_foreseen_is_no_failure(bench):
-    told = bench("gpu").explain_failure
-    assert told("torch.OutOfMemoryError: CUDA out of memory.") == {"reason": "out of memory"}
-    assert told("  error: no GPU\n", refused=True) == {"reason": "error: no GPU", "refused": True}
+def test_only_expected_failures_have_a_reason(bench):
+    explain_failure = bench("gpu").explain_failure
+    assert explain_failure("torch.OutOfMemoryError: CUDA out of memory.") == {
+        "reason": "out of memory"
+    }
+    assert explain_failure("  error: no GPU\n", refused=True) == {
+        "reason": "error: no GPU",
+        "refused": True,
+    }
     with pytest.raises(SystemExit, match="a run failed:\nKeyError"):
-        told("KeyError: 'x'")
+        explain_failure("KeyError: 'x'")
 
 
 def test_mfu_is_of_gpus_whose_peak_is_known(bench):
-    peak_of = bench("gpu").peak_of
+    peak_of = bench("gpu").peak_flops
     assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989e12
     for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB", ""):
         assert peak_of(other) is None
@@ -83,42 +88,51 @@ def test_the_checks_and_a_tiny_case_run(tmp_path):
     only = "trl-best,plain,+fused_loss,+liger"
     words = ["--case", "1b-full", "--shapes", "cpu", "--rounds", "1", "--steps", "1"]
     words += ["--only", only, "--seconds", "1500", "--times"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, BENCH / "gpu.py", *words, "--json", result],
         capture_output=True,
         text=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     report = json.loads(result.read_text())
-    ran = [one for one in report["checks"] if one["error"] is not None]
-    assert len(ran) >= 12 and not any(one["failed"] for one in ran)
-    assert all(one["reason"] for one in report["checks"] if one not in ran)
-    assert {one["kernel"] for one in report["times"] if "seconds" in one} == {
+    finished = [figures for figures in report["checks"] if figures["error"] is not None]
+    assert len(finished) >= 12 and not any(figures["failed"] for figures in finished)
+    assert all(figures["reason"] for figures in report["checks"] if figures not in finished)
+    assert {figures["kernel"] for figures in report["times"] if "seconds" in figures} == {
         "sdpa", "plain", "torch"
     }  # fmt: skip
-    assert all("seconds" in one or one["reason"] for one in report["times"])
-    found = report["summary"]
-    assert {*found} == {"trl-best", "plain", "+fused_loss"}
-    assert all(one["mfu"] is None and one["tokens_per_second"] > 0 for one in found.values())
+    assert all("seconds" in figures or figures["reason"] for figures in report["times"])
+    summary = report["summary"]
+    assert {*summary} == {"trl-best", "plain", "+fused_loss"}
+    assert all(
+        figures["mfu"] is None and figures["tokens_per_second"] > 0 for figures in summary.values()
+    )
     assert "need a GPU" in report["runs"]["+liger"][0]["reason"]
-    assert "NOT MEASURED" in done.stdout and "MFU n/a" in done.stdout
+    assert "NOT MEASURED" in process.stdout and "MFU n/a" in process.stdout
     assert report["machine"]["torch"] and report["date"]
 
 
 @only_full
 @pytest.mark.timeout(2400)
-def test_preferences_are_measured_beside_trl(tmp_path):
+def test_preferences_are_measured_against_trl(tmp_path):
     result = tmp_path / "result.json"
     words = ["--case", "0.6b-dpo", "--shapes", "cpu", "--rounds", "1", "--steps", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, BENCH / "gpu.py", *words, "--skip-checks", "--json", result],
         capture_output=True,
         text=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [found] = json.loads(result.read_text())["rounds"]
-    assert found["found"]["places"] < found["shared"]["places"] < found["trl"]["places"]
-    assert found["shared+kept"]["pass"] > 0 < found["trl kept"]["pass"]
-    assert all(one["step"] > 0 for one in found.values()) and "against TRL's best" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    [figures] = json.loads(result.read_text())["rounds"]
+    assert (
+        figures["shared+cached"]["positions"]
+        < figures["shared"]["positions"]
+        < figures["trl"]["positions"]
+    )
+    assert figures["shared+reference"]["pass"] > 0 < figures["trl precomputed"]["pass"]
+    assert (
+        all(contender["step"] > 0 for contender in figures.values())
+        and "against TRL's best" in process.stdout
+    )

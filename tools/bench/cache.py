@@ -1,10 +1,10 @@
-"""Prepared data: from a cache hit to the first batch, compared with preparing it.
+"""Time from a cache hit to the first batch, compared with preparing the data.
 
     .venv/bin/python tools/bench/cache.py [--rows 10000,1000000] [--rounds 5] [--json FILE]
 
-Each measurement is a fresh process; imports happen before the clock starts. It reads the recipe,
-finds the tokens by their key, plans the first epoch and collates the first batch. Prints medians
-with their spread; cold is the same with the entry missing.
+Each measurement is a fresh process, which imports before the clock starts. It reads the recipe,
+finds the tokens by their key, plans the first epoch and collates the first batch. The script prints
+medians with their spread; "cold" is the same without a cache entry.
 """
 
 import argparse
@@ -26,10 +26,10 @@ def main() -> None:
     parser = shared.command_line(__doc__)
     parser.add_argument("--rows", default="10000,1000000")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(first_batch(options.one)))
+    if options.child:
+        print(json.dumps(time_first_batch(options.child)))
         return
     sizes = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(folder: Path, rows: int, rounds: int) -> dict:
-    """Prepare once, then measure hits."""
+    """Prepare once, then time cache hits."""
     recipe = shared.write_recipe(
         folder / f"{rows}.toml",
         folder / "run",
@@ -59,15 +59,15 @@ def measure(folder: Path, rows: int, rounds: int) -> dict:
     )
     cache = str(folder / "cache")
     shutil.rmtree(cache, ignore_errors=True)
-    # The source must have settled: a file that has just been written is read again.
+    # The cache does not trust the timestamps of a file that was written just now.
     time.sleep(2.5)
-    words = (__file__, "--one", recipe)
-    once = partial(shared.run_python, *words, PLUGSFT_CACHE=cache)
-    return {"rows": rows, "cold": once(), **shared.collect_rounds(rounds, {"warm": once})}
+    words = (__file__, "--child", recipe)
+    run_child = partial(shared.run_python, *words, PLUGSFT_CACHE=cache)
+    return {"rows": rows, "cold": run_child(), **shared.collect_rounds(rounds, {"warm": run_child})}
 
 
 def write_rows(path: Path, rows: int) -> Path:
-    """Write short texts of various lengths."""
+    """Write short texts of several lengths."""
     with path.open("w") as file:
         for number in range(rows):
             words = WORDS[number % 7 : 4 + number % 13]
@@ -75,8 +75,8 @@ def write_rows(path: Path, rows: int) -> Path:
     return path
 
 
-def first_batch(path: Path) -> float:
-    """Go from a recipe to its first batch."""
+def time_first_batch(path: Path) -> float:
+    """Return the seconds from a recipe to its first batch."""
     import torch
 
     from plugsft.batches.defaults import BatchDefaults
@@ -87,7 +87,7 @@ def first_batch(path: Path) -> float:
     from plugsft.registry.active import load
 
     torch.set_num_threads(1)
-    # Plugins are imported with the recipe that names them: these are imports too.
+    # Loading the recipe imports its plugins; import them before the clock starts.
     load(path)
     started = time.perf_counter()
     recipe, active = load(path)

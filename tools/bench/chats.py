@@ -1,8 +1,8 @@
-"""Chats to measure with: lognormal lengths, several languages and scripts, code.
+"""Chats for benchmarks: lognormal lengths, several languages and scripts, code.
 
     python tools/bench/chats.py 20000 chats.jsonl
 
-The same number gives the same bytes. About 2 KB a row, as in public mixtures.
+The same number of rows gives the same bytes. A row has about 2 KB, as in public mixtures.
 """
 
 import json
@@ -99,30 +99,30 @@ def main(rows: int, path: Path) -> None:
     dice = np.random.Generator(np.random.Philox(7))
     with path.open("w", encoding="utf8") as file:
         for _ in range(rows):
-            file.write(json.dumps({"messages": chat(dice)}, ensure_ascii=False) + "\n")
+            file.write(json.dumps({"messages": make_chat(dice)}, ensure_ascii=False) + "\n")
 
 
-def chat(dice: np.random.Generator) -> list[dict[str, str]]:
+def make_chat(dice: np.random.Generator) -> list[dict[str, str]]:
     """Return one conversation."""
     turns = []
     if dice.random() < 0.3:
         turns.append({"role": "system", "content": "You are a careful and friendly assistant."})
     for _ in range(1 + int(dice.poisson(1.2))):
-        turns.append({"role": "user", "content": text(dice, 2.8)})
-        turns.append({"role": "assistant", "content": text(dice, 4.1)})
+        turns.append({"role": "user", "content": make_text(dice, 2.8)})
+        turns.append({"role": "assistant", "content": make_text(dice, 4.1)})
     return turns
 
 
-def text(dice: np.random.Generator, size: float) -> str:
-    """Return lines of words, a fifth of them in another script, some with code."""
+def make_text(dice: np.random.Generator, size: float) -> str:
+    """Return a text: a fifth of the texts use another script, a tenth end with code."""
     count = int(np.clip(dice.lognormal(size, 0.9), 1, 4_000))
     pool = SCRIPTS[int(dice.integers(len(SCRIPTS)))] if dice.random() < 0.2 else LATIN
     words = [pool[n] for n in dice.integers(len(pool), size=count)]
-    # Words unknown to any tokenizer, and numbers.
-    for place in dice.integers(count, size=count // 15):
-        words[place] = np.base_repr(int(dice.integers(1 << 40)), 36).lower()[: 2 + place % 7]
-    for place in dice.integers(count, size=count // 12):
-        words[place] += ".\n" if place % 3 else ","
+    # Random letters and digits, which no vocabulary has.
+    for index in dice.integers(count, size=count // 15):
+        words[index] = np.base_repr(int(dice.integers(1 << 40)), 36).lower()[: 2 + index % 7]
+    for index in dice.integers(count, size=count // 12):
+        words[index] += ".\n" if index % 3 else ","
     if dice.random() < 0.1:
         words.append("\n" + CODE.format(n=count))
     return " ".join(words)

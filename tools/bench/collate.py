@@ -1,12 +1,12 @@
-"""From mapped Arrow to the tensors of packed rows, on one core: plugsft against datasets and TRL.
+"""Collating packed rows from mapped Arrow files, on one core: plugsft against datasets and TRL.
 
     .venv/bin/python tools/bench/collate.py [--documents 20000] [--shards 50] [--capacity 16384]
         [--rounds 5] [--json FILE]
 
 Both read the same documents, in the same random rows, from files in the page cache, into int64
-ids, labels and positions; those of every tenth row are compared before the rounds. TRL's collator
-gets its documents from datasets in three ways: one by one; a list of numbers at once, as its data
-loader asks for them; or, as after its own packing, each row joined on disk beforehand.
+ids, labels and positions. Every tenth row is compared before the rounds. TRL's collator gets its
+documents from datasets in three ways: each document alone ("single"); all documents of a row at
+once ("list"), as its data loader does; or a row that is already packed on disk ("joined").
 """
 
 import argparse
@@ -29,8 +29,8 @@ from plugsft.kit.model import pack
 from plugsft.kit.tokens import Tokens
 from plugsft.plugins.bfd_packing.best_fit import best_fit
 
-Made = Callable[[int], Batch]
-"""Row number -> its tensors."""
+Collate = Callable[[int], Batch]
+"""Row number -> the row's tensors."""
 
 
 def main() -> None:
@@ -51,27 +51,31 @@ def main() -> None:
         f"{options.documents:,} documents, {tokens:,} tokens, {options.shards} shards, "
         f"{report['rows']:,} rows of at most {options.capacity:,}, one core: tensors are equal"
     )
-    theirs = [took for name, took in seconds.items() if name != "plugsft"]
-    best = min(theirs, key=statistics.median)
-    for name, took in seconds.items():
-        speed = tokens / statistics.median(took) / 1e6
+    trl_seconds = [times for name, times in seconds.items() if name != "plugsft"]
+    best = min(trl_seconds, key=statistics.median)
+    for name, times in seconds.items():
+        speed = tokens / statistics.median(times) / 1e6
         print(
-            f"{name:>8} {shared.spread(took)} s {speed:8.1f} million tokens/s; "
-            f"against TRL's fastest {shared.compare_speed(took, best)}"
+            f"{name:>8} {shared.spread(times)} s {speed:8.1f} million tokens/s; "
+            f"against TRL's fastest {shared.compare_speed(times, best)}"
         )
     shared.write_report(report, options.json)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Write the documents in both forms, and read them in rounds."""
+    """Write the documents for both, then time both in rounds."""
     lengths = shared.draw_lengths(options.documents, 6.0, 1.0, 1, shared.MAX_LENGTH)
     tokens = shared.write_tokens(folder / "tokens", lengths, options.shards)
     rows = random_rows(lengths, options.capacity)
-    makers = {"plugsft": lambda row: pack(tokens, rows[row]), **by_trl(folder, tokens, rows)}
+    collators = {
+        "plugsft": lambda row: pack(tokens, rows[row]),
+        **trl_collators(folder, tokens, rows),
+    }
     for row in range(0, len(rows), 10):
-        ensure_equal({name: make(row) for name, make in makers.items()})
+        assert_equal_batches({name: collate(row) for name, collate in collators.items()})
     seconds = shared.in_rounds(
-        options.rounds, **{name: epoch(make, len(rows)) for name, make in makers.items()}
+        options.rounds,
+        **{name: epoch_runner(collate, len(rows)) for name, collate in collators.items()},
     )
     return {
         "capacity": options.capacity,
@@ -81,11 +85,11 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def ensure_equal(made: dict[str, Batch]) -> None:
+def assert_equal_batches(batches: dict[str, Batch]) -> None:
     """Assert that all contenders make the same tensors."""
-    for name, batch in made.items():
+    for name, batch in batches.items():
         for key in ("input_ids", "labels", "position_ids", "cu_seq_lens_q"):
-            assert torch.equal(batch[key], made["plugsft"][key]), f"{name}: other {key}"
+            assert torch.equal(batch[key], batches["plugsft"][key]), f"{name}: other {key}"
 
 
 def random_rows(lengths: Ints, capacity: int) -> list[Ints]:
@@ -97,50 +101,50 @@ def random_rows(lengths: Ints, capacity: int) -> list[Ints]:
     return [rows[number] for number in np.random.default_rng(1).permutation(count)]
 
 
-def by_trl(folder: Path, tokens: Tokens, rows: list[Ints]) -> dict[str, Made]:
-    """Return the ways in which TRL's collator can get a row's documents."""
+def trl_collators(folder: Path, tokens: Tokens, rows: list[Ints]) -> dict[str, Collate]:
+    """Return the three ways to collate a row with TRL's collator."""
     collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     table = shared.trl_table(tokens)
     order, sizes = np.concatenate(rows), [len(row) for row in rows]
-    joined = {name: regrouped(table[name].chunk(0), order, sizes) for name in table.column_names}
+    joined = {name: join_lists(table[name].chunk(0), order, sizes) for name in table.column_names}
     counts = pa.array(tokens.lengths[order], pa.int32())
-    joined["seq_lengths"] = pa.ListArray.from_arrays(offsets_of(sizes), counts)
+    joined["seq_lengths"] = pa.ListArray.from_arrays(make_offsets(sizes), counts)
     documents, packed = (
-        mapped(folder / name, made.combine_chunks())
-        for name, made in (("documents", table), ("packed", pa.table(joined)))
+        save_and_map(folder / name, table.combine_chunks())
+        for name, table in (("documents", table), ("packed", pa.table(joined)))
     )
-    asked = [row.tolist() for row in rows]
+    row_documents = [row.tolist() for row in rows]
     return {
-        "one": lambda row: collator([documents[number] for number in asked[row]]),
-        "list": lambda row: collator(documents.__getitems__(asked[row])),
+        "single": lambda row: collator([documents[number] for number in row_documents[row]]),
+        "list": lambda row: collator(documents.__getitems__(row_documents[row])),
         "joined": lambda row: collator([packed[row]]),
     }
 
 
-def mapped(folder: Path, table: pa.Table) -> Dataset:
+def save_and_map(folder: Path, table: pa.Table) -> Dataset:
     """Save a table as datasets does, and open it."""
     Dataset(table).save_to_disk(folder)
     return load_from_disk(folder)
 
 
-def regrouped(column: pa.ListArray, order: Ints, sizes: list[int]) -> pa.ListArray:
+def join_lists(column: pa.ListArray, order: Ints, sizes: list[int]) -> pa.ListArray:
     """Join the lists of each row."""
-    taken = column.take(pa.array(order))
-    ends = taken.offsets.to_numpy()[np.append(0, np.cumsum(sizes))]
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), taken.values)
+    documents = column.take(pa.array(order))
+    ends = documents.offsets.to_numpy()[np.append(0, np.cumsum(sizes))]
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), documents.values)
 
 
-def offsets_of(sizes: list[int]) -> pa.Array:
+def make_offsets(sizes: list[int]) -> pa.Array:
     """Return the offsets of lists of these sizes."""
     return pa.array(np.append(0, np.cumsum(sizes)), pa.int32())
 
 
-def epoch(make: Made, rows: int) -> Callable[[], None]:
-    """Return what makes all rows, one after the other."""
+def epoch_runner(collate: Collate, rows: int) -> Callable[[], None]:
+    """Return a function that collates all rows in turn."""
 
     def run() -> None:
         for row in range(rows):
-            make(row)
+            collate(row)
 
     return run
 

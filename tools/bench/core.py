@@ -1,8 +1,8 @@
-"""The cost of the framework: start-up times, and hook calls relative to a training step.
+"""Measure start-up times, and the hook calls of a step relative to a training step.
 
     .venv/bin/python tools/bench/core.py
 
-Prints medians with their spread; targets: import 150 ms, --help 600 ms, hooks 0.5 % of a step.
+Prints medians with their spread. Targets: import 150 ms, --help 600 ms, hooks 0.5 % of a step.
 """
 
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = 15
 
 
-class Nothing:
+class EmptyHooks:
     """Hook implementations that do nothing, to measure the calls alone."""
 
     @hookimpl
@@ -36,44 +36,44 @@ class Nothing:
         return None
 
 
-def spread(times):
+def format_spread(times):
     low, high = min(times), max(times)
     return f"median {statistics.median(times) * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})"
 
 
-def process(*words):
+def time_process(*words):
     started = time.perf_counter()
     subprocess.run([sys.executable, *words], check=True, capture_output=True)
     return time.perf_counter() - started
 
 
-def start_up():
+def time_start_up():
     times = {"bare": [], "import": [], "help": []}
     for _ in range(ROUNDS):  # interleaved: the machine's speed drifts
-        times["bare"].append(process("-c", "pass"))
-        times["import"].append(process("-c", "import plugsft"))
-        times["help"].append(process("-m", "plugsft", "--help"))
-    extra = [a - b for a, b in zip(times["import"], times["bare"], strict=True)]
-    print(f"import plugsft, beyond a bare interpreter: {spread(extra)}")
-    print(f"plugsft --help, whole process: {spread(times['help'])}")
+        times["bare"].append(time_process("-c", "pass"))
+        times["import"].append(time_process("-c", "import plugsft"))
+        times["help"].append(time_process("-m", "plugsft", "--help"))
+    import_times = [a - b for a, b in zip(times["import"], times["bare"], strict=True)]
+    print(f"import plugsft, beyond a bare interpreter: {format_spread(import_times)}")
+    print(f"plugsft --help, whole process: {format_spread(times['help'])}")
 
 
-def per_call(number=20_000):
-    """Return the seconds that one round of a step's hook calls costs beyond plain calls."""
-    core = Nothing()
-    hook = Active({}, {}).attach(core).hooks
+def time_hook_calls(calls=20_000):
+    """Return the extra seconds of a step's hook calls, compared with plain calls."""
+    implementation = EmptyHooks()
+    hook = Active({}, {}).attach(implementation).hooks
 
     def through_hooks():
-        for _ in range(number):
+        for _ in range(calls):
             hook.collate(tokens=0, examples=0, pad=0)
             hook.step(model=0, batch=0, total=0, score=0)
             hook.log(step=0, metrics=0)
 
     def plain():
-        for _ in range(number):
-            core.collate(0, 0, 0)
-            core.step(0, 0, 0, 0)
-            core.log(0, 0)
+        for _ in range(calls):
+            implementation.collate(0, 0, 0)
+            implementation.step(0, 0, 0, 0)
+            implementation.log(0, 0)
 
     costs = []
     for _ in range(5):
@@ -82,11 +82,11 @@ def per_call(number=20_000):
         middle = time.perf_counter()
         plain()
         ended = time.perf_counter()
-        costs.append(((middle - started) - (ended - middle)) / number)
+        costs.append(((middle - started) - (ended - middle)) / calls)
     return costs
 
 
-def step_seconds():
+def measure_step_seconds():
     with tempfile.TemporaryDirectory() as folder:
         words = ["-m", "plugsft", "recipes/quickstart.toml", f"output={folder}/run"]
         subprocess.run(
@@ -98,8 +98,8 @@ def step_seconds():
 
 
 if __name__ == "__main__":
-    start_up()
-    costs, step = per_call(), step_seconds()
+    time_start_up()
+    costs, step = time_hook_calls(), measure_step_seconds()
     median = statistics.median(costs)
     print(
         f"hooks: {median * 1e6:.1f} us a step ({min(costs) * 1e6:.1f} to {max(costs) * 1e6:.1f}), "

@@ -1,14 +1,14 @@
-"""DPO: time of a step, work per epoch, and the reference pass, against TRL's trainer.
+"""DPO against TRL's trainer: time per step, computed positions, and the reference pass.
 
     .venv/bin/python tools/bench/dpo.py [--pairs 64] [--rounds 3] [--lora] [--threads 2]
-        [--shape small] [--capacity 2048] [--only shared+kept,trl,...] [--json FILE]
+        [--shape small] [--capacity 2048] [--only shared+reference,trl,...] [--json FILE]
 
-A decoder learns one epoch of preferences: prompts and answers of lognormal lengths, a prompt about
-as long as an answer, so that it is half of a sequence. It is a small one of the Llama kind, for a
-CPU; on a GPU, --shape 0.6b or 8b have the shapes of gpu.py, in bfloat16. Weights are random. Every
-run is a process of its own, contenders take turns in each round, all read the same model and the
-same rows. The work is counted in places that go through a model, padding included: those of the
-policy, those of the reference in each step, and those of a reference pass before the first.
+A decoder trains one epoch on preferences: prompts and answers have lognormal lengths, so a prompt
+is about half of a sequence. The default is a small Llama model, for a CPU; --shape 0.6b and 8b are
+the shapes of gpu.py, in bfloat16, for a GPU. Weights are random. Each run is a separate process,
+contenders take turns in each round, and all read the same model and rows. The work is the number
+of positions that a model computes, padding included: the policy's, the reference's in each step,
+and those of a reference pass before the first step.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 import shared
-from gpu_cases import LARGE, SMALL, Case, Shape, make_model, words_of
+from gpu_cases import LARGE, SMALL, Case, Shape, count_words, make_model
 
 BATCH, MICRO = 8, 4
-"""Pairs of a step, and of a padded micro-batch."""
+"""Pairs per step, and per padded micro-batch."""
 RATE, BETA = 5e-5, 0.1
 SHAPES = {
     "small": Shape("llama", 192, 768, 3, 3, 3, 64, 4096, True),
@@ -40,7 +40,7 @@ LORA = {"r": 16, "alpha": 32}
 
 
 def main() -> None:
-    """Make rows and a model, then let all contenders learn them."""
+    """Write rows and a model, then run the contenders."""
     parser = shared.command_line(__doc__ or "")
     parser.add_argument("--pairs", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
@@ -49,18 +49,21 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--only", default="")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(run_trl(json.loads(options.one))))
+    if options.child:
+        print(json.dumps(run_trl(json.loads(options.child))))
         return
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     with tempfile.TemporaryDirectory() as folder:
         work = Work(Path(folder), options)
         only = [name for name in options.only.split(",") if name]
         chosen = {name: run for name, run in work.contenders().items() if name in (only or [name])}
-        found = shared.collect_rounds(options.rounds, chosen)
-        rounds = [dict(zip(found, one, strict=True)) for one in zip(*found.values(), strict=True)]
+        results = shared.collect_rounds(options.rounds, chosen)
+        rounds = [
+            dict(zip(results, figures, strict=True))
+            for figures in zip(*results.values(), strict=True)
+        ]
     shared.write_report(
         {"lora": options.lora, "pairs": options.pairs, "rounds": rounds}, options.json
     )
@@ -68,29 +71,32 @@ def main() -> None:
 
 
 def report(rounds: list[dict[str, Any]]) -> None:
-    """Print a line for each contender, against TRL's best."""
+    """Print one line for each contender, compared with TRL's best."""
 
-    def middle(name: str, what: str) -> float:
-        return statistics.median(one[name][what] for one in rounds)
+    def median(name: str, field: str) -> float:
+        return statistics.median(figures[name][field] for figures in rounds)
 
-    theirs = [name for name in rounds[0] if name.startswith("trl")]
-    best = min(theirs, key=lambda name: middle(name, "step"), default="")
-    most = max((middle(name, "places") for name in theirs), default=float("nan"))
+    trl_names = [name for name in rounds[0] if name.startswith("trl")]
+    best = min(trl_names, key=lambda name: median(name, "step"), default="")
+    trl_positions = max((median(name, "positions") for name in trl_names), default=float("nan"))
     for name in rounds[0]:
-        steps = [one[name]["step"] * 1e3 for one in rounds]
-        relative = shared.compare_speed(steps, [one[best or name]["step"] * 1e3 for one in rounds])
-        passes = [one[name]["pass"] for one in rounds]
+        steps = [figures[name]["step"] * 1e3 for figures in rounds]
+        relative = shared.compare_speed(
+            steps, [figures[best or name]["step"] * 1e3 for figures in rounds]
+        )
+        passes = [figures[name]["pass"] for figures in rounds]
         print(
-            f"{name:>14}: {shared.spread(steps, ',.0f')} ms a step, "
+            f"{name:>16}: {shared.spread(steps, ',.0f')} ms a step, "
             f"against TRL's best {relative}; "
-            f"{middle(name, 'places'):,.0f} places, 1/{most / middle(name, 'places'):.2f} of TRL's"
+            f"{median(name, 'positions'):,.0f} positions, "
+            f"1/{trl_positions / median(name, 'positions'):.2f} of TRL's"
             + (f"; pass {shared.spread(passes, '.2f')} s" if passes[0] else "")
-            + f"; {shared.spread([one[name]['whole'] for one in rounds], '.1f')} s in all"
+            + f"; {shared.spread([figures[name]['whole'] for figures in rounds], '.1f')} s in all"
         )
 
 
 class Work:
-    """A folder with a model and rows, for runs of both kinds."""
+    """A folder with a model and rows, for plugsft's runs and TRL's."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
@@ -100,51 +106,53 @@ class Work:
         self.dtype = "float32" if options.shape == "small" else "bfloat16"
         case = Case(shape, options.lora, BATCH, MICRO, options.capacity, dtype=self.dtype)
         make_model({"case": asdict(case), "folder": str(folder)})
-        self.source = write_pairs(folder / "pairs.jsonl", options.pairs, words_of(shape))
+        self.source = write_pairs(folder / "pairs.jsonl", options.pairs, count_words(shape))
 
     def contenders(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Return what is compared: ours with one plugin more each time, and TRL's."""
+        """Return the contenders: plugsft with more and more plugins, and TRL."""
         packing = {"bfd_packing": {"capacity": self.options.capacity}, "fused_loss": {}}
         shared_prompt = {**packing, "dpo": {"share_prompt": True}}
-        kept = {"dpo_reference": {}}
+        reference = {"dpo_reference": {}}
         return {
-            "padded": lambda: self.ours(),
-            "packed": lambda: self.ours(**packing),
-            "shared": lambda: self.ours(**shared_prompt),
-            "shared+kept": lambda: self.ours(**shared_prompt, **kept),
-            # The second run of the same rows and weights.
-            "found": lambda: self.ours(again=True, **shared_prompt, **kept),
-            "trl": lambda: self.trl({}),
-            "trl kept": lambda: self.trl({"precompute_ref_log_probs": True}),
+            "padded": lambda: self.run_plugsft(),
+            "packed": lambda: self.run_plugsft(**packing),
+            "shared": lambda: self.run_plugsft(**shared_prompt),
+            "shared+reference": lambda: self.run_plugsft(**shared_prompt, **reference),
+            # A second run with the same rows and weights, which finds the reference in the cache.
+            "shared+cached": lambda: self.run_plugsft(
+                second_run=True, **shared_prompt, **reference
+            ),
+            "trl": lambda: self.run_trl({}),
+            "trl precomputed": lambda: self.run_trl({"precompute_ref_log_probs": True}),
         }
 
-    def ours(self, again: bool = False, **plugins: dict) -> dict[str, Any]:
-        """Train an epoch; return what is compared."""
+    def run_plugsft(self, second_run: bool = False, **plugins: dict) -> dict[str, Any]:
+        """Train one epoch; return its figures."""
         packed = "bfd_packing" in plugins
         if self.options.lora:
             plugins["lora"] = LORA
-        if again:
+        if second_run:
             plugins["arrow_cache"] = {}
             shared.run(sys.executable, "-m", "plugsft", self.recipe(packed, plugins))
         recipe = self.recipe(packed, plugins)
-        began = time.perf_counter()
+        start = time.perf_counter()
         shared.run(sys.executable, "-m", "plugsft", recipe, **self.environment)
-        whole = time.perf_counter() - began
-        lines = [json.loads(one) for one in (self.folder / "run/metrics.jsonl").open()]
+        run_seconds = time.perf_counter() - start
+        lines = [json.loads(line) for line in (self.folder / "run/metrics.jsonl").open()]
         facts = [json.loads(path.read_text()) for path in self.folder.rglob("tokens/*/facts.json")]
-        seconds = [one["step_seconds"] for one in lines]
-        places = sum(one["tokens"] / one["fill"] for one in lines)
-        found = [one for one in facts if one.get("kind") == "reference"]
-        tokens = sum(one["tokens"] for one in lines)
+        seconds = [line["step_seconds"] for line in lines]
+        positions = sum(line["tokens"] / line["fill"] for line in lines)
+        references = [entry for entry in facts if entry.get("kind") == "reference"]
+        tokens = sum(line["tokens"] for line in lines)
         shutil.rmtree(self.folder / "run")
-        if not again:
+        if not second_run:
             shutil.rmtree(self.folder / "cache", ignore_errors=True)
-        computed = bool(found) and not again
+        computed = bool(references) and not second_run
         return {
             "step": statistics.median(seconds),
-            "places": places + (tokens if computed else 0 if again else places),
-            "pass": found[0]["seconds_per_pair"] * self.options.pairs if computed else 0.0,
-            "whole": whole,
+            "positions": positions + (tokens if computed else 0 if second_run else positions),
+            "pass": references[0]["seconds_per_pair"] * self.options.pairs if computed else 0.0,
+            "whole": run_seconds,
         }
 
     def recipe(self, packed: bool, plugins: dict[str, dict]) -> Path:
@@ -163,9 +171,9 @@ class Work:
         path.write_text(shared.tomli_w.dumps(tables))
         return path
 
-    def trl(self, settings: dict) -> dict[str, Any]:
+    def run_trl(self, settings: dict) -> dict[str, Any]:
         """Train an epoch with TRL."""
-        given = {
+        arguments = {
             "folder": str(self.folder),
             "source": str(self.source),
             "settings": settings,
@@ -173,13 +181,15 @@ class Work:
             "lora": LORA if self.options.lora else None,
         }
         quiet = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-        began = time.perf_counter()
-        made = shared.run_python(__file__, "--one", json.dumps(given), **self.environment | quiet)
-        return made | {"whole": time.perf_counter() - began}
+        start = time.perf_counter()
+        result = shared.run_python(
+            __file__, "--child", json.dumps(arguments), **self.environment | quiet
+        )
+        return result | {"whole": time.perf_counter() - start}
 
 
 def write_pairs(path: Path, count: int, words: int) -> Path:
-    """Write prompts with two answers each, all of about the same lengths."""
+    """Write prompts with two answers each; all have the same length distribution."""
     dice = np.random.default_rng(0)
     with path.open("w") as file:
         for lengths in shared.draw_lengths(3 * count, np.log(110), 0.7, 8, 450).reshape(-1, 3):
@@ -187,7 +197,7 @@ def write_pairs(path: Path, count: int, words: int) -> Path:
                 [
                     {
                         "role": role,
-                        "content": " ".join(f"w{one}" for one in dice.integers(0, words, n)),
+                        "content": " ".join(f"w{number}" for number in dice.integers(0, words, n)),
                     }
                 ]
                 for role, n in zip(("user", "assistant", "assistant"), lengths, strict=True)
@@ -197,21 +207,21 @@ def write_pairs(path: Path, count: int, words: int) -> Path:
     return path
 
 
-def run_trl(given: dict) -> dict[str, Any]:
-    """Train with TRL's trainer, as it likes best: nothing is logged or saved."""
+def run_trl(arguments: dict) -> dict[str, Any]:
+    """Train with TRL's trainer, without logging or saving."""
     from datasets import disable_progress_bars, load_dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
     disable_progress_bars()
-    places, passes, seconds = [0], [0.0], list[float]()
+    positions, passes, seconds = [0], [0.0], list[float]()
 
-    def count(_module: Any, _inputs: Any, kwargs: dict) -> None:
-        places[0] += kwargs["input_ids"].numel()
+    def count_inputs(_module: Any, _inputs: Any, kwargs: dict) -> None:
+        positions[0] += kwargs["input_ids"].numel()
 
     class Clock(TrainerCallback):
-        """Times steps, and counts what goes through the models from the first on."""
+        """Times the steps."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             seconds.append(-time.perf_counter())
@@ -221,18 +231,18 @@ def run_trl(given: dict) -> dict[str, Any]:
 
     compute = DPOTrainer.compute_ref_log_probs
 
-    def counted(self: Any, model: Any, inputs: dict) -> Any:
-        began = time.perf_counter()
-        found = compute(self, model, inputs)
-        passes[0] += time.perf_counter() - began
-        places[0] += inputs["input_ids"].numel()
-        return found
+    def count_reference(self: Any, model: Any, inputs: dict) -> Any:
+        start = time.perf_counter()
+        log_probs = compute(self, model, inputs)
+        passes[0] += time.perf_counter() - start
+        positions[0] += inputs["input_ids"].numel()
+        return log_probs
 
-    DPOTrainer.compute_ref_log_probs = counted
+    DPOTrainer.compute_ref_log_probs = count_reference
     settings = DPOConfig(
-        output_dir=f"{given['folder']}/trl",
-        model_init_kwargs={"attn_implementation": "sdpa", "dtype": given["dtype"]},
-        use_cpu=given["dtype"] == "float32",
+        output_dir=f"{arguments['folder']}/trl",
+        model_init_kwargs={"attn_implementation": "sdpa", "dtype": arguments["dtype"]},
+        use_cpu=arguments["dtype"] == "float32",
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=MICRO,
@@ -245,28 +255,30 @@ def run_trl(given: dict) -> dict[str, Any]:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **given["settings"],
+        **arguments["settings"],
     )
-    lora = given["lora"] and LoraConfig(
+    lora = arguments["lora"] and LoraConfig(
         task_type="CAUSAL_LM",
-        r=given["lora"]["r"],
-        lora_alpha=given["lora"]["alpha"],
+        r=arguments["lora"]["r"],
+        lora_alpha=arguments["lora"]["alpha"],
         target_modules="all-linear",
     )
-    rows = load_dataset("json", data_files=given["source"], split="train")
+    rows = load_dataset("json", data_files=arguments["source"], split="train")
     trainer = DPOTrainer(
-        f"{given['folder']}/model",
+        f"{arguments['folder']}/model",
         args=settings,
         train_dataset=rows,
         peft_config=lora,
         callbacks=[Clock()],
     )
-    for model in {id(one): one for one in (trainer.model, trainer.ref_model) if one}.values():
-        model.register_forward_pre_hook(count, with_kwargs=True)
+    for model in {
+        id(model): model for model in (trainer.model, trainer.ref_model) if model
+    }.values():
+        model.register_forward_pre_hook(count_inputs, with_kwargs=True)
     trainer.train()
     return {
         "step": statistics.median(seconds),
-        "places": places[0],
+        "positions": positions[0],
         "pass": passes[0],
     }
 

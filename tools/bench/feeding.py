@@ -1,16 +1,16 @@
-"""Training on a CPU: packed against padded and against TRL's packing, and batches built ahead.
+"""Training on a CPU: packing against padding and TRL's packing, and batches collated ahead.
 
     .venv/bin/python tools/bench/feeding.py [--only packing,async] [--rows 2000] [--rounds 3]
         [--threads 2] [--capacity 2048] [--busy] [--json FILE]
 
-A small decoder of the Llama kind learns one epoch of chats of lognormal lengths (median about
-120 tokens, 8 to 1,024). Every run is a process of its own, contenders take turns in each round, and
-all read the same model and the same tokens. What is compared is the training loop alone: tokens
-of the epoch, none of them padding, over its seconds.
+A small Llama decoder trains one epoch on chats with lognormal lengths (median about 120 tokens, 8
+to 1,024). Each run is a separate process, contenders take turns in each round, and all read the
+same model and tokens. The speed is that of the training loop alone: the epoch's tokens without
+padding, divided by its seconds.
 
-For async, a plugin slows collating down, to a part of what a step computes: it sleeps, or with
---busy keeps a core busy, so training has one less. Steps of both runs have the same
-global batches, and are compared each with its like.
+For async, a plugin slows collation down to a share of a step's computation. It sleeps, or with
+--busy keeps a core busy, so training has one core less. Both runs have the same steps, which are
+compared one to one.
 """
 
 import argparse
@@ -51,9 +51,9 @@ class Slow:
     """Collate slowly."""
 
     seconds: float
-    """Of each token."""
+    """Seconds per token."""
     busy: bool
-    """Whether another process keeps a core busy, so training has one less."""
+    """Compute instead of sleeping, and leave training one thread less."""
 
     @hookimpl(wrapper=True)
     def annotate(self):
@@ -65,49 +65,51 @@ class Slow:
         batch = yield
         end = time.perf_counter() + self.seconds * int(tokens.lengths[examples].sum())
         while (left := end - time.perf_counter()) > 0:
-            # Neither of them keeps the interpreter from others.
+            # Both release the interpreter's lock.
             hashlib.sha256(BLOCK) if self.busy else time.sleep(left)
         return batch
 '''
 
 
 def main() -> None:
-    """Prepare once, then measure what is asked for."""
+    """Prepare once, then run the benchmarks of --only."""
     parser = shared.command_line(__doc__)
     parser.add_argument("--only", default="packing,async")
     parser.add_argument("--rows", type=int, default=2_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--capacity", type=int, default=2048)
-    parser.add_argument("--share", type=float, default=0.6, help="of a step, to collate")
+    parser.add_argument("--share", type=float, default=0.6, help="collation's share of a step")
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(run_trl(json.loads(options.one))))
+    if options.child:
+        print(json.dumps(run_trl(json.loads(options.child))))
         return
-    # All processes take it over, and have as many threads.
+    # The child processes inherit this.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        work = Work(Path(folder), options)
+        workspace = Work(Path(folder), options)
         print(
-            f"{options.rows:,} chats, {work.lengths.sum():,} tokens, "
-            f"{np.median(work.lengths):.0f} in the middle, {work.lengths.max():,} at most"
+            f"{options.rows:,} chats, {workspace.lengths.sum():,} tokens, "
+            f"median {np.median(workspace.lengths):.0f}, longest {workspace.lengths.max():,}"
         )
         for name in options.only.split(","):
-            report[name] = {"packing": packing, "async": ahead}[name](work, options)
+            report[name] = {"packing": compare_packing, "async": compare_loading_ahead}[name](
+                workspace, options
+            )
     shared.write_report(report, options.json)
 
 
 class Work:
-    """A folder with a model and prepared tokens, for runs of both kinds."""
+    """A folder with a model and prepared tokens, for plugsft's runs and TRL's."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder = folder
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         self.environment = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": path}
-        install(folder)
+        install_slow_plugin(folder)
         source = write_chats(folder / "chats.jsonl", options.rows)
         shared.train_tokenizer(folder, source, MODEL["vocab"])
         save_model(folder)
@@ -131,7 +133,7 @@ class Work:
         return path
 
     def train(self, train: dict | None = None, **plugins: dict) -> dict:
-        """Run an epoch; return run.json, with all steps."""
+        """Train one epoch; return run.json and the metrics of all steps."""
         recipe = self.recipe(
             "run",
             data={"tokens": str(self.tokens), "max_length": 1024},
@@ -146,13 +148,15 @@ class Work:
 
     def trl(self, settings: dict) -> dict:
         """Train an epoch with TRL."""
-        given = {"folder": str(self.folder), "tokens": str(self.tokens), "settings": settings}
+        arguments = {"folder": str(self.folder), "tokens": str(self.tokens), "settings": settings}
         quiet = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-        return shared.run_python(__file__, "--one", json.dumps(given), **self.environment | quiet)
+        return shared.run_python(
+            __file__, "--child", json.dumps(arguments), **self.environment | quiet
+        )
 
 
-def install(folder: Path) -> None:
-    """Write the plugin that collates slowly, as a distribution on the path."""
+def install_slow_plugin(folder: Path) -> None:
+    """Write the plugin that collates slowly, as a package on the path."""
     (folder / "bench_slow.py").write_text(SLOW)
     info = folder / "bench_slow-1.0.dist-info"
     info.mkdir()
@@ -161,7 +165,7 @@ def install(folder: Path) -> None:
 
 
 def write_chats(path: Path, rows: int) -> Path:
-    """Write chats of one question and an answer that is about twice as long."""
+    """Write chats of a question and an answer about twice as long."""
     dice = np.random.default_rng(0)
     words = sorted({"".join(dice.choice(SYLLABLES, 1 + n % 3)) for n in range(7_000)})
     dice.shuffle(words)
@@ -169,8 +173,8 @@ def write_chats(path: Path, rows: int) -> Path:
     lengths = shared.draw_lengths(rows, np.log(120), 0.9, 8, 1024)
     with path.open("w") as file:
         for length in np.maximum(lengths - OVERHEAD, 3).tolist():
-            said = dice.choice(words, length, p=common / common.sum())
-            parts = {"user": said[: length // 3], "assistant": said[length // 3 :]}
+            chat_words = dice.choice(words, length, p=common / common.sum())
+            parts = {"user": chat_words[: length // 3], "assistant": chat_words[length // 3 :]}
             turns = [{"role": role, "content": " ".join(part)} for role, part in parts.items()]
             file.write(json.dumps({"messages": turns}) + "\n")
     return path
@@ -190,12 +194,12 @@ def save_model(folder: Path) -> None:
     make_scratch_model(Scratch(**MODEL), tokenizer, seed=0).save_pretrained(folder / "model")
 
 
-def packing(work: Work, options: argparse.Namespace) -> dict:
-    """Train padded and packed, with plugsft and with TRL."""
+def compare_packing(work: Work, options: argparse.Namespace) -> dict:
+    """Train with padding and with packing, in plugsft and in TRL."""
     per_step = BATCH * work.lengths.mean()
 
     def trl_packed(capacity: int) -> dict:
-        # About as many tokens to a step.
+        # About the same number of tokens per step.
         steps = max(1, round(per_step / capacity))
         return {
             "packing": True,
@@ -211,20 +215,22 @@ def packing(work: Work, options: argparse.Namespace) -> dict:
     }
     trl_free = trl_padded | {"padding_free": True, "max_length": None}
     contenders = {
-        "padded": lambda: ours(work, train={"micro_batch": MICRO}),
-        "packed": lambda: ours(work, bfd_packing={"capacity": options.capacity}),
+        "padded": lambda: run_plugsft(work, train={"micro_batch": MICRO}),
+        "packed": lambda: run_plugsft(work, bfd_packing={"capacity": options.capacity}),
         "trl packed": lambda: work.trl(trl_packed(options.capacity)),
         "trl packed 1024": lambda: work.trl(trl_packed(1024)),
         "trl padding free": lambda: work.trl(trl_free),
         "trl padded": lambda: work.trl(trl_padded),
     }
-    made = shared.collect_rounds(options.rounds, contenders)
-    for name, runs in made.items():
+    runs_by_name = shared.collect_rounds(options.rounds, contenders)
+    for name, runs in runs_by_name.items():
         assert all(run["tokens"] == work.lengths.sum() for run in runs), f"{name}: other tokens"
-    speeds = {name: [run["speed"] for run in runs] for name, runs in made.items()}
-    costs = {name: [1 / speed for speed in some] for name, some in speeds.items()}
-    notes = {name: runs[0]["notes"] for name, runs in made.items()}
-    best = min((name for name in made if name.startswith("trl p")), key=lambda n: sum(costs[n]))
+    speeds = {name: [run["speed"] for run in runs] for name, runs in runs_by_name.items()}
+    costs = {name: [1 / speed for speed in rates] for name, rates in speeds.items()}
+    notes = {name: runs[0]["notes"] for name, runs in runs_by_name.items()}
+    best = min(
+        (name for name in runs_by_name if name.startswith("trl p")), key=lambda n: sum(costs[n])
+    )
     for name, speed in speeds.items():
         print(
             f"{name:>17}: {shared.spread(speed, ',.0f')} tokens/s, against TRL's fastest "
@@ -234,8 +240,8 @@ def packing(work: Work, options: argparse.Namespace) -> dict:
     return {"speeds": speeds, "notes": notes}
 
 
-def ours(work: Work, **changes: dict) -> dict:
-    """Train an epoch, and return what is compared."""
+def run_plugsft(work: Work, **changes: dict) -> dict:
+    """Train one epoch; return its speed."""
     run = work.train(**changes)
     return {
         "speed": run["throughput"]["tokens_per_second"],
@@ -244,8 +250,8 @@ def ours(work: Work, **changes: dict) -> dict:
     }
 
 
-def run_trl(given: dict) -> dict:
-    """Train with TRL's trainer, as it likes best: nothing is logged, saved or computed twice."""
+def run_trl(arguments: dict) -> dict:
+    """Train with TRL's trainer: no logging, no saving, no gradient checkpointing."""
     from datasets import Dataset, disable_progress_bars
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -262,7 +268,7 @@ def run_trl(given: dict) -> dict:
     disable_progress_bars()
     clock = Clock()
     settings = SFTConfig(
-        output_dir=f"{given['folder']}/trl",
+        output_dir=f"{arguments['folder']}/trl",
         model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"},
         use_cpu=True,
         bf16=False,
@@ -273,24 +279,26 @@ def run_trl(given: dict) -> dict:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **given["settings"],
+        **arguments["settings"],
     )
     trainer = SFTTrainer(
-        f"{given['folder']}/model",
+        f"{arguments['folder']}/model",
         settings,
-        train_dataset=Dataset(shared.trl_table(shared.Tokens(Path(given["tokens"])))),
+        train_dataset=Dataset(shared.trl_table(shared.Tokens(Path(arguments["tokens"])))),
         callbacks=[clock],
     )
     trainer.train()
     tokens = sum(map(len, trainer.train_dataset["input_ids"]))
     notes = f"{trainer.state.global_step} steps"
     if trainer.padding_free:
-        notes += f"; neighbours' logits move by {leak(trainer):.0e} of a changed document's own"
+        notes += (
+            f"; neighbours' logits move by {measure_leak(trainer):.0e} of a changed document's own"
+        )
     return {"speed": tokens / clock.seconds, "tokens": tokens, "notes": notes}
 
 
-def leak(trainer: Any) -> float:
-    """Change the first document of a row as TRL collates it, and see what moves in others."""
+def measure_leak(trainer: Any) -> float:
+    """Change a row's first document; return how far the other documents' logits move."""
     import torch
 
     rows = trainer.train_dataset
@@ -299,70 +307,73 @@ def leak(trainer: Any) -> float:
     batch = trainer.data_collator([next(packed) for _ in range(count)])
     del batch["labels"]
     first, size = int(batch["cu_seq_lens_q"][1]), trainer.model.config.vocab_size
-    # As its own compute_loss calls the model.
+    # TRL's compute_loss calls the model with these arguments.
     with torch.no_grad():
         before = trainer.model(**batch, use_cache=False).logits[0]
         batch["input_ids"][0, :first] = (batch["input_ids"][0, :first] + 1) % size
-        moved = (trainer.model(**batch, use_cache=False).logits[0] - before).abs()
-    return float(moved[first:].max() / moved[:first].max())
+        change = (trainer.model(**batch, use_cache=False).logits[0] - before).abs()
+    return float(change[first:].max() / change[:first].max())
 
 
-def ahead(work: Work, options: argparse.Namespace) -> dict:
-    """Train with batches built serially and ahead, with slow and with fast collating."""
-    # Every run has the plugin, which may take a core; fast collating adds no time.
-    cheap = {
+def compare_loading_ahead(work: Work, options: argparse.Namespace) -> dict:
+    """Train with serial and with asynchronous collation, each slow and fast."""
+    # All runs have the slow plugin, which may take a core; with 0 seconds it adds no time.
+    fast = {
         "bfd_packing": {"capacity": options.capacity},
         "slow": {"seconds": 0.0, "busy": options.busy},
     }
-    steps = work.train(**cheap)["lines"][1:]
+    steps = work.train(**fast)["lines"][1:]
     computed = sum(step["step_seconds"] - step["wait_seconds"] for step in steps)
-    a_token = options.share * computed / sum(step["tokens"] for step in steps)
-    dear = cheap | {"slow": {"seconds": a_token, "busy": options.busy}}
-    kinds = {
-        "dear": dear,
-        "dear ahead": dear | {"async_collate": {}},
-        "cheap": cheap,
-        "cheap ahead": cheap | {"async_collate": {}},
+    seconds_per_token = options.share * computed / sum(step["tokens"] for step in steps)
+    slow = fast | {"slow": {"seconds": seconds_per_token, "busy": options.busy}}
+    contenders = {
+        "slow": slow,
+        "slow ahead": slow | {"async_collate": {}},
+        "fast": fast,
+        "fast ahead": fast | {"async_collate": {}},
     }
 
     def lines(plugins: dict[str, dict]) -> list[dict]:
         return work.train(**plugins)["lines"]
 
     runs = shared.collect_rounds(
-        options.rounds, {name: partial(lines, one) for name, one in kinds.items()}
+        options.rounds, {name: partial(lines, plugins) for name, plugins in contenders.items()}
     )
-    whole = {name: [*map(seconds, some)] for name, some in runs.items()}
-    # Before the first step there is nothing to build behind.
-    waits = [share_waited(lines[1:]) for lines in runs["dear ahead"]]
-    faster = shared.times_as_fast(whole["dear ahead"], whole["dear"])
+    run_seconds = {name: [*map(total_seconds, run)] for name, run in runs.items()}
+    # The first batch cannot be collated during a step.
+    waits = [share_waited(lines[1:]) for lines in runs["slow ahead"]]
+    faster = shared.times_as_fast(run_seconds["slow ahead"], run_seconds["slow"])
     print(
-        f"collating takes {share_waited(by_step(runs['dear'])):.1%} of the time serially; ahead, "
-        f"{shared.spread(waits, '.2%')} after the first step, and the run is "
+        f"slow collation: {share_waited(median_steps(runs['slow'])):.1%} of the time serially; "
+        f"ahead, {shared.spread(waits, '.2%')} after the first step, and the run is "
         f"{faster.phrase}"
     )
-    extra = shared.times_as_fast(whole["cheap ahead"], whole["cheap"])
-    middle = seconds(by_step(runs["cheap ahead"])) / seconds(by_step(runs["cheap"])) - 1
-    print(
-        f"where it takes {share_waited(by_step(runs['cheap'])):.2%} of the time, a thread next to "
-        f"costs {middle:.2%} (each step's median of {options.rounds} rounds; round by round "
-        f"{extra.phrase})"
+    overhead = shared.times_as_fast(run_seconds["fast ahead"], run_seconds["fast"])
+    extra_share = (
+        total_seconds(median_steps(runs["fast ahead"])) / total_seconds(median_steps(runs["fast"]))
+        - 1
     )
-    words = {"faster": faster.rounds, "extra": extra.rounds}
-    return {**words, "waits": waits, "middle": middle, "runs": runs}
+    print(
+        f"fast collation: {share_waited(median_steps(runs['fast'])):.2%} of the time; the thread "
+        f"costs {extra_share:.2%} (each step's median of {options.rounds} rounds; round by round "
+        f"{overhead.phrase})"
+    )
+    words = {"faster": faster.rounds, "extra": overhead.rounds}
+    return {**words, "waits": waits, "middle": extra_share, "runs": runs}
 
 
-def seconds(lines: list[dict]) -> float:
-    """Return how long all steps took."""
+def total_seconds(lines: list[dict]) -> float:
+    """Return the seconds of all steps."""
     return sum(line["step_seconds"] for line in lines)
 
 
 def share_waited(lines: list[dict]) -> float:
-    """Return which share of the seconds the loop waited for its batches."""
-    return sum(line["wait_seconds"] for line in lines) / seconds(lines)
+    """Return the share of the time that the loop waited for batches."""
+    return sum(line["wait_seconds"] for line in lines) / total_seconds(lines)
 
 
-def by_step(runs: list[list[dict]]) -> list[dict]:
-    """Return each step's medians over the runs."""
+def median_steps(runs: list[list[dict]]) -> list[dict]:
+    """Return the median of each step over the runs."""
     names = ("step_seconds", "wait_seconds")
     return [
         {name: statistics.median(line[name] for line in lines) for name in names}

@@ -1,4 +1,4 @@
-"""What gpu.py trains: shapes of models, how much at a time, and what that takes."""
+"""The cases of gpu.py: model shapes, batch sizes, and the FLOP of a token."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from plugsft.base.types import Ints
 
 WARM = 3
-"""Steps that are not measured: memory is fetched, kernels are chosen, programs compiled."""
+"""Steps before the measured steps: memory is allocated, kernels are tuned and compiled."""
 RATE = 1e-5
 TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {% if m['role'] == 'assistant' %}"
@@ -20,12 +20,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 OVERHEAD = 6
-"""Tokens that it adds to a chat of two turns."""
+"""Tokens that the template adds to a chat of two turns."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides how much a model computes."""
+    """The sizes of a model."""
 
     family: str
     hidden: int
@@ -38,7 +38,7 @@ class Shape:
     tied: bool
 
     def config(self) -> Any:
-        """Return it as transformers has it."""
+        """Return the transformers config of this shape."""
         return AutoConfig.for_model(
             self.family,
             hidden_size=self.hidden,
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Return how many weights each token is multiplied with: all matrices, the head among them.
+        """Return how many weights a token is multiplied with, the head included.
 
         Embeddings are looked up, not multiplied; tied ones count as the head.
         """
@@ -67,18 +67,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how much of it at a time."""
+    """A model shape, with the settings of its training."""
 
     shape: Shape
     lora: bool
     batch: int
-    """Chats of a step."""
+    """Chats per step."""
     micro: int
-    """Chats of a padded micro-batch."""
+    """Chats per padded micro-batch."""
     capacity: int
-    """Tokens of a packed one."""
+    """Tokens per packed row."""
     checkpointed: bool = False
-    """Whether TRL's best has to compute layers again, for memory."""
+    """Whether trl-best needs gradient checkpointing to fit in memory."""
     dtype: str = "bfloat16"
     median: int = 400
     longest: int = 4096
@@ -96,21 +96,21 @@ CASES = {
 
 
 def flops_per_token(shape: Shape, lengths: Ints, lora: bool) -> float:
-    """Return the operations per token of documents of these lengths, forward and backward.
+    """Return the FLOP per token of documents of these lengths, forward and backward.
 
-    A weight takes two forward (multiply and add), two for the gradient of what goes in, and two
-    for its own, which a frozen one has not: 6, or 4 with LoRA, whose adapters are not counted. In
-    attention a document of n tokens has n * n / 2 pairs, and each takes two per number of a head
-    for queries and keys, two for the values, and twice that backward: 12. Nothing is added for
-    layers computed again, or taken away where untrained tokens are kept from the head.
+    A weight takes 2 FLOP forward (multiply and add), 2 for the gradient of its input, and 2 for
+    its own gradient: 6, or 4 for frozen weights (LoRA; adapters are not counted). In attention, a
+    document of n tokens has n * n / 2 pairs. Each pair takes 2 per number of a head for queries
+    and keys, 2 for the values, and twice that backward: 12. Recomputed layers add nothing;
+    untrained tokens that skip the head subtract nothing.
     """
     pairs = float((lengths.astype(float) ** 2).sum() / 2 / lengths.sum())
     width = shape.layers * shape.heads * shape.head_dim
     return (4 if lora else 6) * shape.multiplied + 12 * width * pairs
 
 
-def tiny(case: Case) -> Case:
-    """Return the same, small enough for a CPU."""
+def shrink(case: Case) -> Case:
+    """Return this case with sizes for a CPU."""
     shape = replace(
         case.shape, hidden=64, mlp=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=1000
     )
@@ -118,21 +118,21 @@ def tiny(case: Case) -> Case:
     return replace(case, shape=shape, dtype="float32", **small)
 
 
-def case_of(given: dict) -> Case:
-    """Read a case that came as JSON."""
-    return Case(**given | {"shape": Shape(**given["shape"])})
+def parse_case(fields: dict) -> Case:
+    """Return the case that these JSON fields describe."""
+    return Case(**fields | {"shape": Shape(**fields["shape"])})
 
 
-def words_of(shape: Shape) -> int:
-    """Return how many words chats are made of."""
+def count_words(shape: Shape) -> int:
+    """Return how many different words the chats use."""
     return min(shape.vocab, 20_000) - 10
 
 
-def make_model(given: dict) -> None:
-    """Save a model of random weights, and a tokenizer with a word for each token."""
-    case, folder = case_of(given["case"]), Path(given["folder"], "model")
+def make_model(arguments: dict) -> None:
+    """Save a model with random weights, and a tokenizer with one word per token."""
+    case, folder = parse_case(arguments["case"]), Path(arguments["folder"], "model")
     words = ["<|pad|>", "<|im_end|>", "<|im_start|>", "<|unk|>", "user", "assistant"]
-    words += [f"w{number}" for number in range(words_of(case.shape))]
+    words += [f"w{number}" for number in range(count_words(case.shape))]
     backend = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(words)}, "<|unk|>")
     )

@@ -1,8 +1,8 @@
 """Check every kernel against float32, before gpu.py measures anything.
 
-Inputs have the kernel's type, and the reference computes with the same numbers in float32. An error
-is the largest difference, as a share of the largest number of the reference. What cannot run on
-this machine says why.
+The inputs have the kernel's dtype; the reference computes in float32 from the same inputs. An error
+is the largest difference, relative to the largest number of the reference. A kernel that cannot run
+on this machine is reported with the reason.
 """
 
 import tempfile
@@ -42,7 +42,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
-"""bfloat16 has 8 bits, so that each number is off by 1/256 at most: and sums add a few of these."""
+"""bfloat16 rounds a number by 1/256 at most; a sum adds up several such errors."""
 LENGTHS = np.array([700, 1, 300, 47, 1000] if GPU else [37, 1, 64, 2, 12])
 WINDOW = 256 if GPU else 16
 """Shorter than some documents, longer than others."""
@@ -66,7 +66,7 @@ Numbers = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Check:
-    """What came of one check: how far off it is, or why it was not run."""
+    """The result of a check: its error, or why it was not run."""
 
     name: str
     error: float | None = None
@@ -75,7 +75,7 @@ class Check:
 
     @property
     def failed(self) -> bool:
-        """Whether it ran and is off by too much; what is no number is."""
+        """Whether the error exceeds the tolerance; NaN does."""
         return self.error is not None and not self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -85,9 +85,9 @@ class Check:
         return f"{verdict}  {self.name}: off by {self.error:.1e}, of {self.tolerance:.0e} allowed"
 
 
-def checks() -> Iterator[Check]:
-    """Run all."""
-    for check in (attention, loss, liger, lora, feeding):
+def run_checks() -> Iterator[Check]:
+    """Run all checks."""
+    for check in (check_attention, check_loss, check_liger, check_lora, check_loading):
         torch.manual_seed(0)
         yield from check()
 
@@ -95,29 +95,31 @@ def checks() -> Iterator[Check]:
 def compare(
     name: str, kind: str, make: Callable[[], Numbers], reference: Callable[[], Numbers]
 ) -> Check:
-    """Compare what a kernel makes with the reference; the worst counts."""
-    name, there = f"{name}, {kind}", reference()
+    """Compare a kernel's output and gradients with the reference's; return the largest error."""
+    name, expected = f"{name}, {kind}", reference()
     try:
-        made = make()
-    except Exception as error:  # whatever it is, other kernels are still to be seen
+        actual = make()
+    except Exception as error:  # the other kernels are still checked
         return Check(f"{name} ({type(error).__name__}: {error})", float("inf"), TOLERANCES[kind])
     errors = []
-    for one, other in zip(made, there, strict=True):
-        assert one.shape == other.shape, f"{name}: {one.shape} in place of {other.shape}"
-        errors.append(float((one.float() - other).abs().max() / other.abs().max()))
-    # Unlike max(), this keeps what is no number.
+    for tensor, other in zip(actual, expected, strict=True):
+        assert tensor.shape == other.shape, f"{name}: {tensor.shape} in place of {other.shape}"
+        errors.append(float((tensor.float() - other).abs().max() / other.abs().max()))
+    # Unlike max(), np.max returns NaN if any error is NaN.
     return Check(name, float(np.max(errors)), TOLERANCES[kind])
 
 
-def with_gradients(compute: Callable[..., Tensor], inputs: Numbers, pull: Tensor) -> Numbers:
-    """Return a result, and its gradients when it is pulled at."""
-    mine = [one.detach().clone().requires_grad_() for one in inputs]
-    result = compute(*mine)
-    return result.detach(), *torch.autograd.grad(result, mine, pull.to(result.dtype))
+def run_with_gradients(
+    compute: Callable[..., Tensor], inputs: Numbers, grad_output: Tensor
+) -> Numbers:
+    """Return a result, and the gradients of the inputs."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    result = compute(*leaves)
+    return result.detach(), *torch.autograd.grad(result, leaves, grad_output.to(result.dtype))
 
 
-def attention() -> Iterator[Check]:
-    """Packed rows with fewer heads of keys than of queries, with and without a window."""
+def check_attention() -> Iterator[Check]:
+    """Check attention on packed rows with grouped queries, with and without a sliding window."""
     total = int(LENGTHS.sum())
     shapes = [(1, heads, total, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     built = torch.backends.cuda.is_flash_attention_available()
@@ -132,64 +134,64 @@ def attention() -> Iterator[Check]:
             for window in (None, WINDOW):
                 name = f"attention {kernel}, {'no window' if window is None else 'window'}"
                 inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-                pull = torch.randn(1, total, HEADS, WIDTH, device=DEVICE).to(dtype)
-                exact = [one.float() for one in inputs]
-                made, book = (partial(one, window=window) for one in (attend, attend_by_the_book))
+                grad_output = torch.randn(1, total, HEADS, WIDTH, device=DEVICE).to(dtype)
+                exact = [tensor.float() for tensor in inputs]
+                fused, masked = (partial(f, window=window) for f in (attend, attend_with_mask))
                 yield compare(
                     name,
                     kind,
-                    partial(with_gradients, made, inputs, pull),
-                    partial(with_gradients, book, exact, pull.float()),
+                    partial(run_with_gradients, fused, inputs, grad_output),
+                    partial(run_with_gradients, masked, exact, grad_output.float()),
                 )
 
 
-def attend_by_the_book(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """Attend over the whole row, with a mask of documents."""
-    places = torch.arange(query.shape[2], device=DEVICE)
+def attend_with_mask(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Attend over the whole row, with a mask per document."""
+    positions = torch.arange(query.shape[2], device=DEVICE)
     document = torch.from_numpy(np.repeat(np.arange(len(LENGTHS)), LENGTHS)).to(DEVICE)
-    back = places[:, None] - places
-    seen = (document[:, None] == document) & (back >= 0)
+    distance = positions[:, None] - positions
+    visible = (document[:, None] == document) & (distance >= 0)
     if window is not None:
-        seen &= back < window
-    key, value = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in (key, value))
+        visible &= distance < window
+    key, value = (tensor.repeat_interleave(HEADS // KV_HEADS, 1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * WIDTH**-0.5
-    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+    return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
-def bounds() -> dict[str, Any]:
-    """Return the bounds of documents, as kernels take them."""
-    return dict(bounds_of(tuple(LENGTHS.tolist())))
+def document_bounds() -> dict[str, Any]:
+    """Return the document bounds, as kernels take them."""
+    return dict(cached_bounds(tuple(LENGTHS.tolist())))
 
 
 @cache
-def bounds_of(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Return the same; once, since kernels are timed."""
+def cached_bounds(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Return the bounds, from a cache: kernels are timed."""
     arguments = documents_of(np.array(lengths))
     return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in arguments.items()}
 
 
-def by_torch(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """torch's kernel, as the plugin calls it."""
+def attend_with_torch(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Call torch's kernel as the plugin does."""
     module: Any = None
-    given = {**bounds(), "scaling": WIDTH**-0.5, "sliding_window": window}
-    return attend_varlen(module, query, key, value, None, **given)[0]
+    options = {**document_bounds(), "scaling": WIDTH**-0.5, "sliding_window": window}
+    return attend_varlen(module, query, key, value, None, **options)[0]
 
 
-def by_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-    """SDPA, document by document."""
+def attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Call SDPA document by document."""
     module: Any = None
-    given = {**bounds(), "scaling": WIDTH**-0.5, "sliding_window": window}
-    return attend_documents(module, query, key, value, None, **given)[0]
+    options = {**document_bounds(), "scaling": WIDTH**-0.5, "sliding_window": window}
+    return attend_documents(module, query, key, value, None, **options)[0]
 
 
-def by_package(name: str) -> Callable[..., Tensor]:
-    """A package's kernel, as transformers calls it."""
+def package_attention(name: str) -> Callable[..., Tensor]:
+    """Return a package's kernel, called as transformers calls it."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        arguments = bounds()
+        arguments = document_bounds()
         arguments.pop("documents")
-        made: Tensor = _flash_attention_forward(
-            *(one.transpose(1, 2) for one in (query, key, value)),
+        output: Tensor = _flash_attention_forward(
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             attention_mask=None,
             query_length=query.shape[2],
             is_causal=True,
@@ -198,26 +200,26 @@ def by_package(name: str) -> Callable[..., Tensor]:
             attn_implementation=name,
             **arguments,
         )
-        return made
+        return output
 
     return attend
 
 
 ATTENTIONS: dict[str, Callable[..., Tensor]] = {
-    "fa3": by_package("flash_attention_3"),
-    "fa2": by_package("flash_attention_2"),
-    "torch": by_torch,
-    "sdpa": by_sdpa,
+    "fa3": package_attention("flash_attention_3"),
+    "fa2": package_attention("flash_attention_2"),
+    "torch": attend_with_torch,
+    "sdpa": attend_with_sdpa,
 }
 
 
-def loss() -> Iterator[Check]:
-    """The loss from hidden states, with the head's gradient: plain, and with a soft cap."""
+def check_loss() -> Iterator[Check]:
+    """Check the loss and the head's gradient: without a logit transform, and with a soft cap."""
     labels = torch.randint(VOCAB, (1, POSITIONS), device=DEVICE)
     labels[torch.rand(labels.shape, device=DEVICE) < 0.4] = IGNORED
     for kernel in LOSSES:
         try:
-            fused_loss(kernel)
+            make_fused_loss(kernel)
         except RecipeError as refused:
             yield Check(f"fused_loss {kernel}", reason=str(refused))
             continue
@@ -226,7 +228,7 @@ def loss() -> Iterator[Check]:
                 name = f"fused_loss {kernel}, {str(transform) or 'no transform'}"
                 hidden = torch.randn(1, POSITIONS, HIDDEN, device=DEVICE).to(dtype)
                 weight = (torch.randn(VOCAB, HIDDEN, device=DEVICE) * 2 * HIDDEN**-0.5).to(dtype)
-                plugin = fused_loss(kernel)
+                plugin = make_fused_loss(kernel)
 
                 def fused(
                     hidden: Tensor,
@@ -235,10 +237,10 @@ def loss() -> Iterator[Check]:
                     transform: LogitTransform = transform,
                 ) -> Tensor:
                     head = SimpleNamespace(weight=weight, bias=None)
-                    made: Tensor = compute_losses(
+                    losses: Tensor = compute_losses(
                         plugin, head, transform, hidden, labels, summed=True
                     )
-                    return made.sum()
+                    return losses.sum()
 
                 def plain(
                     hidden: Tensor, weight: Tensor, transform: LogitTransform = transform
@@ -248,18 +250,18 @@ def loss() -> Iterator[Check]:
                         logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum"
                     )
 
-                one = torch.ones((), device=DEVICE)
+                unit_gradient = torch.ones((), device=DEVICE)
                 exact = [hidden.float(), weight.float()]
                 yield compare(
                     name,
                     kind,
-                    partial(with_gradients, fused, [hidden, weight], one),
-                    partial(with_gradients, plain, exact, one),
+                    partial(run_with_gradients, fused, [hidden, weight], unit_gradient),
+                    partial(run_with_gradients, plain, exact, unit_gradient),
                 )
 
 
-def fused_loss(kernel: str) -> Any:
-    """Return the plugin with one kernel, if that can run here."""
+def make_fused_loss(kernel: str) -> Any:
+    """Return the plugin with this kernel; raise RecipeError if it cannot run."""
     plugin = FusedLoss(kernel=kernel)  # type: ignore[arg-type]
     recipe: Any = SimpleNamespace(has=lambda plugin: False)
     plugin.check(recipe)
@@ -267,18 +269,18 @@ def fused_loss(kernel: str) -> Any:
 
 
 def small_model(dtype: torch.dtype) -> Any:
-    """Make a small model; norms that are all ones would hide a gradient."""
+    """Return a small model with random norms: norms of ones would hide a gradient."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(SMALL).to(DEVICE, dtype)
     with torch.no_grad():
-        for name, one in model.named_parameters():
+        for name, parameter in model.named_parameters():
             if "norm" in name:
-                one.add_(torch.randn_like(one) * 0.1)
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
-def loaded(plugin: Any, model: Any) -> Any:
-    """Send a model through a plugin, as a run does."""
+def load_through_plugin(plugin: Any, model: Any) -> Any:
+    """Load a model through a plugin, as a run does."""
     with tempfile.TemporaryDirectory() as folder:
         SMALL.save_pretrained(folder)
         load = SimpleNamespace(path=folder, kwargs={}, empty=False)
@@ -291,17 +293,17 @@ def loaded(plugin: Any, model: Any) -> Any:
     raise AssertionError("a wrapper yields once")
 
 
-def of_module(module: Any, x: Tensor, pull: Tensor) -> Numbers:
-    """Return what a module gives, with the gradients of its input and its trained weights."""
-    trained = [one for one in module.parameters() if one.requires_grad]
-    x = x.clone().requires_grad_()
-    made = module(x)
+def run_module(module: Any, hidden: Tensor, grad_output: Tensor) -> Numbers:
+    """Return a module's output, with the gradients of its input and trained weights."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hidden = hidden.clone().requires_grad_()
+    output = module(hidden)
     # A copy: Liger's norm overwrites its input with the gradient.
-    return made.detach(), *torch.autograd.grad(made, [x, *trained], pull.clone())
+    return output.detach(), *torch.autograd.grad(output, [hidden, *parameters], grad_output.clone())
 
 
-def liger() -> Iterator[Check]:
-    """Liger's norm and MLP, in a model that the plugin patched."""
+def check_liger() -> Iterator[Check]:
+    """Check Liger's norm and MLP in a model that the plugin patched."""
     names = {"RMSNorm": "model.layers.0.input_layernorm", "MLP": "model.layers.0.mlp"}
     try:
         Liger().check()
@@ -312,30 +314,34 @@ def liger() -> Iterator[Check]:
         model = small_model(dtype)
         plain = deepcopy(model).float()
         plugin = Liger()
-        model = loaded(plugin, model)
+        model = load_through_plugin(plugin, model)
         assert {"rms_norm", "mlp", "rope"} <= {*plugin.patched}, plugin.patched
-        for name, place in names.items():
-            x, pull = (torch.randn(1, 512, SMALL.hidden_size, device=DEVICE) for _ in range(2))
-            x, pull = x.to(dtype), pull.to(dtype)
+        for name, module_name in names.items():
+            x, grad_output = (
+                torch.randn(1, 512, SMALL.hidden_size, device=DEVICE) for _ in range(2)
+            )
+            x, grad_output = x.to(dtype), grad_output.to(dtype)
             yield compare(
                 f"liger {name}",
                 kind,
-                partial(of_module, model.get_submodule(place), x, pull),
-                partial(of_module, plain.get_submodule(place), x.float(), pull.float()),
+                partial(run_module, model.get_submodule(module_name), x, grad_output),
+                partial(
+                    run_module, plain.get_submodule(module_name), x.float(), grad_output.float()
+                ),
             )
 
 
-def lora() -> Iterator[Check]:
-    """A layer with an adapter: the plugin's layer against the formula."""
+def check_lora() -> Iterator[Check]:
+    """Check the plugin's LoRA layer against the formula."""
     for kind, dtype in TYPES.items():
-        layer = loaded(Lora(), small_model(dtype)).get_submodule(
+        layer = load_through_plugin(Lora(), small_model(dtype)).get_submodule(
             "base_model.model.model.layers.0.mlp.down_proj"
         )
         frozen = layer.base_layer.weight.float()
         down, up = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
         torch.nn.init.normal_(up, std=0.02)
         x = torch.randn(1, 256, SMALL.intermediate_size, device=DEVICE).to(dtype)
-        pull = torch.randn(1, 256, SMALL.hidden_size, device=DEVICE).to(dtype)
+        grad_output = torch.randn(1, 256, SMALL.hidden_size, device=DEVICE).to(dtype)
         scale = layer.scaling["default"]
 
         def formula(
@@ -346,48 +352,48 @@ def lora() -> Iterator[Check]:
         yield compare(
             "lora layer",
             kind,
-            partial(of_module, layer, x, pull),
-            partial(with_gradients, formula, [x.float(), down, up], pull.float()),
+            partial(run_module, layer, x, grad_output),
+            partial(run_with_gradients, formula, [x.float(), down, up], grad_output.float()),
         )
 
 
-def feeding() -> Iterator[Check]:
-    """Packed rows against their single examples; and rows built and copied ahead."""
+def check_loading() -> Iterator[Check]:
+    """Check packed rows against their examples, and rows collated and copied ahead."""
     steps, size = 20, 40
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as folder:
         lengths = shared.draw_lengths(steps * size, 4.0, 1.0, 1, 512)
-        tokens = shared.write_tokens(Path(made, "tokens"), lengths, 3)
+        tokens = shared.write_tokens(Path(folder, "tokens"), lengths, 3)
         rows = np.random.default_rng(0).permutation(len(tokens)).reshape(steps, size)
         batches = [pack(tokens, row) for row in rows]
-        off = sum(
-            int((by_hand(tokens, row)[name] != batch[name][0]).sum())
+        mismatches = sum(
+            int((collate_in_python(tokens, row)[name] != batch[name][0]).sum())
             for row, batch in zip(rows, batches, strict=True)
             for name in ("input_ids", "labels", "position_ids")
         )
-        yield Check("rows collated, numbers that differ", off, 0)
-        yield ahead(tokens, rows, batches)
+        yield Check("rows collated, numbers that differ", mismatches, 0)
+        yield check_loading_ahead(tokens, rows, batches)
     if GPU:
         unpinned = sum(not batch["input_ids"].is_pinned() for batch in batches)
-        yield Check("rows in pinned memory, those that are not", unpinned, 0)
+        yield Check("rows not in pinned memory", unpinned, 0)
     else:
         yield Check("rows in pinned memory, copied during training", reason="no GPU")
 
 
-def by_hand(tokens: Tokens, examples: Any) -> dict[str, Tensor]:
-    """Lay examples end to end, one token after the other."""
-    ids, labels, places = list[int](), list[int](), list[int]()
+def collate_in_python(tokens: Tokens, examples: Any) -> dict[str, Tensor]:
+    """Collate examples into a packed row, token by token."""
+    ids, labels, positions = list[int](), list[int](), list[int]()
     for number in examples:
-        words, mask = tokens.example(int(number))
-        for place, (word, trained) in enumerate(zip(words, mask, strict=True)):
-            ids.append(int(word))
-            labels.append(int(word) if trained and place else IGNORED)
-            places.append(place)
-    made = {"input_ids": ids, "labels": labels, "position_ids": places}
-    return {name: torch.tensor(values) for name, values in made.items()}
+        example_ids, mask = tokens.example(int(number))
+        for position, (token, trained) in enumerate(zip(example_ids, mask, strict=True)):
+            ids.append(int(token))
+            labels.append(int(token) if trained and position else IGNORED)
+            positions.append(position)
+    columns = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return {name: torch.tensor(values) for name, values in columns.items()}
 
 
-def ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
-    """Feed rows through the plugin while the device works, and compare them with serial ones."""
+def check_loading_ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
+    """Collate rows with async_collate while the device computes; compare with serial collation."""
     plugin = AsyncCollate(depth=2)
     hook = SimpleNamespace(
         feed=plugin.feed, collate=lambda tokens, examples, pad: pack(tokens, examples)
@@ -397,16 +403,16 @@ def ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
     def plan_step(step: int) -> StepPlan:
         return StepPlan(step, 0, [[rows[step - 1]]], 1, 1, 1)
 
-    off, busy = 0, torch.randn(POSITIONS, POSITIONS, device=DEVICE)
-    for one, batch in zip(
+    mismatches, busy = 0, torch.randn(POSITIONS, POSITIONS, device=DEVICE)
+    for loaded_step, batch in zip(
         loader.load(plan_step, tokens, range(1, len(rows) + 1)), batches, strict=True
     ):
         busy @ busy  # the next row is copied meanwhile
-        [made] = one.micro_batches
-        off += sum(
-            int((made[name].cpu() != batch[name]).sum())
+        [loaded] = loaded_step.micro_batches
+        mismatches += sum(
+            int((loaded[name].cpu() != batch[name]).sum())
             for name in batch
             if isinstance(batch[name], Tensor)
         )
     where = "copied to the GPU during training" if GPU else "built in a thread"
-    return Check(f"rows {where}, numbers that differ", off, 0)
+    return Check(f"rows {where}, numbers that differ", mismatches, 0)

@@ -1,9 +1,9 @@
-"""How long the kernels of attention and of the loss take, forward and backward, in bfloat16.
+"""Time the attention and loss kernels, forward and backward, in bfloat16.
 
-The sizes are those of published figures: attention of 32 heads on 8 of keys, 128 wide, causal, on
-rows of 16,384 tokens in documents of 500, 4,096 or 16,384; the loss of 16,384 positions of 2,048
-numbers on 248,320 words, all of them trained, with the gradient of the head and without it.
-Kernels take turns. The memory is the most that one needs beyond its inputs.
+The sizes are those of published figures. Attention: causal, 32 query heads and 8 key heads of width
+128, rows of 16,384 tokens with documents of 500, 4,096 or 16,384. Loss: 16,384 trained positions,
+hidden size 2,048, vocabulary 248,320, with and without the gradient of the head. Kernels take
+turns. The memory is a kernel's peak, without its inputs.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any
 import gpu_checks
 import numpy as np
 import torch
-from gpu_checks import ATTENTIONS, DEVICE, GPU, LOSSES, fused_loss
+from gpu_checks import ATTENTIONS, DEVICE, GPU, LOSSES, make_fused_loss
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -32,37 +32,39 @@ ROUNDS = 10 if GPU else 2
 Step = Callable[[], None]
 
 
-def times() -> Iterator[dict[str, Any]]:
-    """Time all; what cannot run says why."""
+def time_all() -> Iterator[dict[str, Any]]:
+    """Time all kernels; a kernel that cannot run yields the reason."""
     for length in DOCUMENTS:
-        yield from attention(length)
+        yield from time_attention(length)
     for trained in (True, False):
-        yield from loss(trained)
+        yield from time_loss(trained)
 
 
-def attention(length: int) -> Iterator[dict[str, Any]]:
-    """Time attention on rows of documents of one length."""
+def time_attention(length: int) -> Iterator[dict[str, Any]]:
+    """Time attention on rows with documents of this length."""
     name = f"attention, documents of {length:,}"
     lengths = np.full(ROW // length, length)
     total = int(lengths.sum())
-    # The kernels of the checks read these.
+    # The checks' kernels read these two names.
     gpu_checks.LENGTHS, gpu_checks.WIDTH = lengths, WIDTH
     built = torch.backends.cuda.is_flash_attention_available()
     conditions = Conditions(lowest_capability(), half=True, packed=True, built=built)
     shapes = [(1, heads, total, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
-    pull = torch.randn(1, total, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    grad_output = torch.randn(1, total, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     steps: dict[str, Step] = {}
     for kernel, attend in ATTENTIONS.items():
         if obstacle := find_obstacle(kernel, conditions):
-            yield {"of": name, "kernel": kernel, "reason": obstacle.reason}
+            yield {"name": name, "kernel": kernel, "reason": obstacle.reason}
         else:
-            steps[kernel] = partial(forth_and_back, partial(attend, window=None), inputs, pull)
-    yield from timed(name, steps)
+            steps[kernel] = partial(
+                run_both_passes, partial(attend, window=None), inputs, grad_output
+            )
+    yield from time_kernels(name, steps)
 
 
-def loss(trained: bool) -> Iterator[dict[str, Any]]:
-    """Time the loss against the plain one, which computes all logits in one product."""
+def time_loss(trained: bool) -> Iterator[dict[str, Any]]:
+    """Time the fused losses and the plain loss, which computes all logits at once."""
     name = f"loss of {POSITIONS:,} positions, head {'trained' if trained else 'frozen'}"
     hidden = torch.randn(1, POSITIONS + 1, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(VOCAB, HIDDEN, device=DEVICE, dtype=torch.bfloat16) * 0.05
@@ -75,30 +77,32 @@ def loss(trained: bool) -> Iterator[dict[str, Any]]:
 
     def fused(hidden: Tensor, weight: Tensor = weight, *, plugin: Any) -> Tensor:
         head = SimpleNamespace(weight=weight, bias=None)
-        made: Tensor = compute_losses(plugin, head, LogitTransform(), hidden, labels, summed=True)
-        return made.sum()
+        losses: Tensor = compute_losses(plugin, head, LogitTransform(), hidden, labels, summed=True)
+        return losses.sum()
 
-    pull = torch.ones((), device=DEVICE)
-    steps: dict[str, Step] = {"plain": partial(forth_and_back, plain, inputs, pull)}
+    grad_output = torch.ones((), device=DEVICE)
+    steps: dict[str, Step] = {"plain": partial(run_both_passes, plain, inputs, grad_output)}
     for kernel in LOSSES:
         try:
-            compute = partial(fused, plugin=fused_loss(kernel))
+            compute = partial(fused, plugin=make_fused_loss(kernel))
         except RecipeError as refused:
-            yield {"of": name, "kernel": kernel, "reason": str(refused)}
+            yield {"name": name, "kernel": kernel, "reason": str(refused)}
         else:
-            steps[kernel] = partial(forth_and_back, compute, inputs, pull)
-    yield from timed(name, steps)
+            steps[kernel] = partial(run_both_passes, compute, inputs, grad_output)
+    yield from time_kernels(name, steps)
 
 
-def forth_and_back(compute: Callable[..., Tensor], inputs: list[Tensor], pull: Tensor) -> None:
-    """Compute something and its gradients, and drop both."""
-    mine = [one.detach().requires_grad_() for one in inputs]
-    result = compute(*mine)
-    torch.autograd.grad(result, mine, pull.to(result.dtype))
+def run_both_passes(
+    compute: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor
+) -> None:
+    """Run the forward and the backward pass."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    result = compute(*leaves)
+    torch.autograd.grad(result, leaves, grad_output.to(result.dtype))
 
 
-def timed(name: str, steps: dict[str, Step]) -> Iterator[dict[str, Any]]:
-    """Let kernels take turns; the first two rounds warm up."""
+def time_kernels(name: str, steps: dict[str, Step]) -> Iterator[dict[str, Any]]:
+    """Run the kernels in turn; the first two rounds warm up."""
     seconds: dict[str, list[float]] = {kernel: [] for kernel in steps}
     peaks: dict[str, float | None] = {}
     failed: dict[str, str] = {}
@@ -107,22 +111,22 @@ def timed(name: str, steps: dict[str, Step]) -> Iterator[dict[str, Any]]:
             if kernel in failed:
                 continue
             try:
-                took, peaks[kernel] = once(step)
+                step_seconds, peaks[kernel] = time_step(step)
             except RuntimeError as error:
                 failed[kernel] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 continue
             if number > 1:
-                seconds[kernel].append(took)
+                seconds[kernel].append(step_seconds)
     for kernel in steps:
-        made = {"of": name, "kernel": kernel}
+        result = {"name": name, "kernel": kernel}
         if kernel in failed:
-            yield made | {"reason": failed[kernel]}
+            yield result | {"reason": failed[kernel]}
         else:
-            yield made | {"seconds": seconds[kernel], "peak_gib": peaks[kernel]}
+            yield result | {"seconds": seconds[kernel], "peak_gib": peaks[kernel]}
 
 
-def once(step: Step) -> tuple[float, float | None]:
-    """Return how long a step takes, until the device is done, and the memory it takes there."""
+def time_step(step: Step) -> tuple[float, float | None]:
+    """Return the seconds of a step on the device, and its peak memory in GiB."""
     if not GPU:
         started = time.perf_counter()
         step()

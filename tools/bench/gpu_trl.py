@@ -1,4 +1,4 @@
-"""TRL's runs of gpu.py: its own settings, and what is best for it."""
+"""TRL's runs of gpu.py: trl-default and trl-best."""
 
 import importlib.util
 import time
@@ -9,7 +9,7 @@ import numpy as np
 import shared
 import torch
 from datasets import Dataset, disable_progress_bars
-from gpu_cases import RATE, WARM, Case, case_of
+from gpu_cases import RATE, WARM, Case, parse_case
 from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -19,23 +19,23 @@ from plugsft.base.types import Ints
 from plugsft.batches.plan import shuffle
 
 
-def train(given: dict) -> dict[str, Any]:
+def train(arguments: dict) -> dict[str, Any]:
     """Train with TRL's trainer; nothing is logged or saved."""
-    case, folder, cpu = case_of(given["case"]), Path(given["folder"]), given["cpu"]
-    tokens = shared.Tokens(Path(given["tokens"]))
-    seen: list[list[Any]] = [[]]
+    case, folder, cpu = parse_case(arguments["case"]), Path(arguments["folder"]), arguments["cpu"]
+    tokens = shared.Tokens(Path(arguments["tokens"]))
+    token_counts: list[list[Any]] = [[]]
     times: list[float] = []
 
     class Counted(SFTTrainer):
-        """Counts the tokens that are no padding; on the device, which is not waited for."""
+        """Counts tokens without padding, on the device, without waiting for it."""
 
-        def compute_loss(self, model: Any, inputs: dict, *more: Any, **others: Any) -> Any:
+        def compute_loss(self, model: Any, inputs: dict, *arguments: Any, **options: Any) -> Any:
             mask = inputs.get("attention_mask")
-            seen[-1].append(inputs["input_ids"].numel() if mask is None else mask.sum())
-            return super().compute_loss(model, inputs, *more, **others)
+            token_counts[-1].append(inputs["input_ids"].numel() if mask is None else mask.sum())
+            return super().compute_loss(model, inputs, *arguments, **options)
 
     class Clock(TrainerCallback):
-        """Times each step, once the device is done with it, as plugsft's loop does."""
+        """Times each step until the device finishes, as plugsft's loop does."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.started = time.perf_counter()
@@ -46,17 +46,19 @@ def train(given: dict) -> dict[str, Any]:
             now = time.perf_counter()
             times.append(now - self.started)
             self.started = now
-            seen.append([])
+            token_counts.append([])
 
     disable_progress_bars()
-    settings, model_options, notes = trl_settings(case, given["best"], cpu, tokens.lengths)
+    settings, model_options, notes = choose_trl_settings(
+        case, arguments["best"], cpu, tokens.lengths
+    )
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     trainer: Any = Counted(
         str(folder / "model"),
         SFTConfig(
             output_dir=str(folder / "trl"),
             model_init_kwargs=model_options,
-            max_steps=given["steps"],
+            max_steps=arguments["steps"],
             learning_rate=RATE,
             logging_strategy="no",
             save_strategy="no",
@@ -69,33 +71,33 @@ def train(given: dict) -> dict[str, Any]:
         peft_config=adapters if case.lora else None,
         callbacks=[Clock()],
     )
-    loss = first_loss(trainer, case, tokens)
-    seen[:] = [[]]
+    loss = compute_first_loss(trainer, case, tokens)
+    token_counts[:] = [[]]
     if not cpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    counts = [float(sum(parts)) for parts in seen[: given["steps"]]]
+    counts = [float(sum(parts)) for parts in token_counts[: arguments["steps"]]]
     peak = peak_memory() / 2**30
     return {
         "loss": loss,
         "seconds": times,
         "speed": sum(counts[WARM:]) / sum(times[WARM:]),
-        "middle": float(np.median(np.divide(counts[WARM:], times[WARM:]))),
+        "median_step_speed": float(np.median(np.divide(counts[WARM:], times[WARM:]))),
         "peak_gib": peak if cpu else torch.cuda.max_memory_allocated() / 2**30,
         "notes": notes,
     }
 
 
-def trl_settings(case: Case, best: bool, cpu: bool, lengths: Ints) -> tuple[dict, dict, str]:
-    """Return what TRL and its model are given, and what is to be said of it."""
+def choose_trl_settings(case: Case, best: bool, cpu: bool, lengths: Ints) -> tuple[dict, dict, str]:
+    """Return TRL's settings, the options of its model, and a note about both."""
     settings: dict[str, Any] = {"use_cpu": cpu, "max_length": case.longest}
     model: dict[str, Any] = {"dtype": case.dtype}
     if cpu:
         settings["bf16"] = False
     if not best:
-        each = min(8, case.batch)
-        settings["per_device_train_batch_size"] = each
-        settings["gradient_accumulation_steps"] = case.batch // each
+        micro_batch = min(8, case.batch)
+        settings["per_device_train_batch_size"] = micro_batch
+        settings["gradient_accumulation_steps"] = case.batch // micro_batch
         return settings, model, "defaults, but for max_length, steps, batch and dtype"
     installed = importlib.util.find_spec
     flash = {"flash_attn_interface": "flash_attention_3", "flash_attn": "flash_attention_2"}
@@ -118,8 +120,8 @@ def trl_settings(case: Case, best: bool, cpu: bool, lengths: Ints) -> tuple[dict
     return settings, model, notes
 
 
-def first_loss(trainer: Any, case: Case, tokens: Any) -> float:
-    """Return TRL's loss of the chats that plugsft's first step has, before anything is learned."""
+def compute_first_loss(trainer: Any, case: Case, tokens: Any) -> float:
+    """Return TRL's loss on the chats of plugsft's first step, before any update."""
     chosen = shuffle([(len(tokens), 1.0)], 0, 0)[: case.batch]
     examples = []
     for number in chosen.tolist():
@@ -135,6 +137,6 @@ def first_loss(trainer: Any, case: Case, tokens: Any) -> float:
     device, summed = trainer.args.device, 0.0
     with torch.no_grad():
         for batch in batches:
-            there = {k: v.to(device) if hasattr(v, "to") else v for k, v in batch.items()}
-            summed += float(trainer.compute_loss(trainer.model, there, num_items_in_batch=total))
+            inputs = {k: v.to(device) if hasattr(v, "to") else v for k, v in batch.items()}
+            summed += float(trainer.compute_loss(trainer.model, inputs, num_items_in_batch=total))
     return summed

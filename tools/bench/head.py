@@ -4,11 +4,11 @@
         [--trained 0.6] [--rounds 5] [--dtype float32] [--frozen] [--threads 1]
         [--contenders plain,...,fused] [--json FILE]
 
-Each has the hidden states of one micro-batch and makes the loss with its gradients, of the hidden
-states and (unless --frozen) of the head's weight. TRL's is the loss of its `chunked_nll`, with the
-settings it has there. Each runs in a process of its own, which takes its turn in every round;
-before the rounds all losses and gradients are compared. The peak is what a process held beyond
-the hidden states, the weight and their gradients.
+Each contender computes the loss of one micro-batch from its hidden states, with the gradients of
+the hidden states and (without --frozen) of the head's weight. TRL's loss is `chunked_nll`, with the
+settings of its trainer. Each contender is a separate process; they take turns in each round. All
+losses and gradients are compared before the rounds. The peak is a process's memory without the
+hidden states, the weight and their gradients.
 """
 
 import argparse
@@ -36,13 +36,13 @@ IGNORED = -100
 GIB = 2**30
 NAMES = ("plain", "trl", "trl_trained", "fused")
 TRL_CHUNK = 32_768
-"""Words of the vocabulary at a time, as its SFTTrainer sets it."""
+"""Vocabulary entries per chunk, as in TRL's SFTTrainer."""
 SAMPLE = 1_000
-"""So many rows of the weight's gradient are compared."""
+"""Compared rows of the weight's gradient."""
 
 
 def main() -> None:
-    """Measure, and print one line for each."""
+    """Run one contender or all."""
     parser = shared.command_line(__doc__)
     parser.add_argument("--positions", type=int, default=4_096)
     parser.add_argument("--vocab", type=int, default=151_936)
@@ -72,24 +72,26 @@ def report(options: argparse.Namespace) -> None:
     words = [sys.executable, __file__, *sys.argv[1:]]
     names = options.contenders.split(",")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = {
+    processes = {
         name: subprocess.Popen([*words, "--contender", name], **pipes)  # type: ignore[call-overload]
         for name in names
     }
-    contenders = {name: partial(asked, process) for name, process in started.items()}
-    found = {name: ask() for name, ask in contenders.items()}  # they warm up, and are compared
-    said = shared.collect_rounds(options.rounds, contenders)
-    for process in started.values():
+    contenders = {name: partial(run_once, process) for name, process in processes.items()}
+    first_results = {name: ask() for name, ask in contenders.items()}  # warm-up
+    results = shared.collect_rounds(options.rounds, contenders)
+    for process in processes.values():
         process.stdin.close()
         process.wait()
-    seconds, worked = (
-        {name: [one[what] for one in said[name]] for name in names}
-        for what in ("seconds", "worked")
+    seconds, processor_seconds = (
+        {name: [result[field] for result in results[name]] for name in names}
+        for field in ("seconds", "processor_seconds")
     )
-    peaks = {name: said[name][-1]["peak"] for name in names}
-    differences = {name: compare(found["plain"], found[name]) for name in names[1:]}
-    # Where others keep the machine busy, processor time tells more than the clock.
-    work = {name: float(np.median(took)) for name, took in worked.items()}
+    peaks = {name: results[name][-1]["peak"] for name in names}
+    differences = {
+        name: relative_difference(first_results["plain"], first_results[name]) for name in names[1:]
+    }
+    # On a busy machine, processor time is more reliable than wall time.
+    work = {name: float(np.median(seconds)) for name, seconds in processor_seconds.items()}
     for name in names:
         off = f", off by {differences[name]:.1e}" if name in differences else ""
         print(
@@ -104,56 +106,64 @@ def report(options: argparse.Namespace) -> None:
             f"({work['fused'] / work[name]:.2f} of its processor time)"
         )
     shared.write_report(
-        {"seconds": seconds, "worked": worked, "peaks": peaks, "differences": differences},
+        {
+            "seconds": seconds,
+            "processor_seconds": processor_seconds,
+            "peaks": peaks,
+            "differences": differences,
+        },
         options.json,
     )
 
 
-def asked(process: subprocess.Popen) -> dict[str, Any]:
+def run_once(process: subprocess.Popen) -> dict[str, Any]:
     """Run a contender once; return its figures."""
     process.stdin.write("go\n")
     process.stdin.flush()
     return json.loads(process.stdout.readline())
 
 
-def compare(one: dict[str, Any], other: dict[str, Any]) -> float:
+def relative_difference(expected: dict[str, Any], actual: dict[str, Any]) -> float:
     """Return the largest relative difference of losses and gradients."""
-    largest = abs(one["loss"] / other["loss"] - 1)
-    for name, values in one["gradients"].items():
-        expected, seen = np.array(values), np.array(other["gradients"][name])
-        largest = max(largest, float(np.abs(expected - seen).max() / np.abs(expected).max()))
+    largest = abs(expected["loss"] / actual["loss"] - 1)
+    for name, values in expected["gradients"].items():
+        values, other_values = np.array(values), np.array(actual["gradients"][name])
+        largest = max(largest, float(np.abs(values - other_values).max() / np.abs(values).max()))
     return largest
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Run one contender whenever a line comes in."""
-    hidden, weight, labels = inputs(options)
+    """Run one contender for each line on stdin."""
+    hidden, weight, labels = make_inputs(options)
     loss_of = CONTENDERS[options.contender]()
     total = int((labels[:, 1:] != IGNORED).sum())
-    gradients = sum(one.nbytes for one in (hidden, weight) if one.requires_grad)
+    gradients = sum(tensor.nbytes for tensor in (hidden, weight) if tensor.requires_grad)
     for _ in sys.stdin:
         hidden.grad = weight.grad = None
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        base = memory("VmRSS")
-        started, worked = time.perf_counter(), time.process_time()
+        base = read_memory("VmRSS")
+        started, processor_started = time.perf_counter(), time.process_time()
         loss = loss_of(hidden, weight, labels) / total
         loss.backward()
-        said: dict[str, Any] = {"seconds": time.perf_counter() - started}
-        said["worked"] = time.process_time() - worked
-        said["peak"] = memory("VmHWM") - base - gradients
-        said |= {"loss": loss.item(), "gradients": {}}
-        some = torch.arange(0, options.vocab, max(1, options.vocab // SAMPLE))
+        figures: dict[str, Any] = {"seconds": time.perf_counter() - started}
+        figures["processor_seconds"] = time.process_time() - processor_started
+        figures["peak"] = read_memory("VmHWM") - base - gradients
+        figures |= {"loss": loss.item(), "gradients": {}}
+        sample_rows = torch.arange(0, options.vocab, max(1, options.vocab // SAMPLE))
         # Rows that are targets have the largest gradients.
-        some = torch.cat([some, labels[labels != IGNORED][:SAMPLE]])
-        for name, one, rows in (("hidden", hidden, slice(None)), ("weight", weight, some)):
-            if one.grad is not None:
-                picked = one.grad.flatten(0, -2)[rows]
-                said["gradients"][name] = picked[:, :16].float().tolist()
-        print(json.dumps(said), flush=True)
+        sample_rows = torch.cat([sample_rows, labels[labels != IGNORED][:SAMPLE]])
+        for name, tensor, rows in (
+            ("hidden", hidden, slice(None)),
+            ("weight", weight, sample_rows),
+        ):
+            if tensor.grad is not None:
+                gradient_rows = tensor.grad.flatten(0, -2)[rows]
+                figures["gradients"][name] = gradient_rows[:, :16].float().tolist()
+        print(json.dumps(figures), flush=True)
 
 
-def inputs(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states, weight and labels: the same numbers in every process."""
+def make_inputs(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, weight and labels, the same in every process."""
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype)
     hidden = torch.randn(1, options.positions, options.hidden, dtype=dtype)
@@ -163,8 +173,8 @@ def inputs(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(not options.frozen), labels
 
 
-def memory(name: str) -> int:
-    """Return what this process holds (VmRSS), or has held at most (VmHWM), in bytes."""
+def read_memory(name: str) -> int:
+    """Return this process's memory (VmRSS) or its peak memory (VmHWM), in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(name)]
     return int(line.split()[1]) * 1024
@@ -174,57 +184,57 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain() -> Loss:
-    """The head and token cross-entropy, as plugsft's core has them."""
+    """Return plugsft's loss without plugins: the head, then cross-entropy."""
 
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def compute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = hidden @ weight.T
         predictions = logits[:, :-1].flatten(0, 1).float()
         targets = labels[:, 1:].flatten()
         return cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
 
-    return loss
+    return compute
 
 
 def trl() -> Loss:
-    """TRL's head, on all positions."""
+    """Return TRL's loss, on all positions."""
 
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        kept, targets = hidden[:, :-1], labels[:, 1:]
-        scored = trl_logprobs(kept.flatten(0, 1), weight, targets.clamp(min=0).flatten())
+    def compute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        hidden, targets = hidden[:, :-1], labels[:, 1:]
+        scored = trl_logprobs(hidden.flatten(0, 1), weight, targets.clamp(min=0).flatten())
         return -scored.view(targets.shape).masked_fill(targets == IGNORED, 0).sum()
 
-    return loss
+    return compute
 
 
 def trl_trained() -> Loss:
-    """TRL's head, on the trained positions."""
+    """Return TRL's loss, on the trained positions."""
 
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def compute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         mask = labels[:, 1:] != IGNORED
         return -trl_logprobs(hidden[:, :-1][mask], weight, labels[:, 1:][mask]).sum()
 
-    return loss
+    return compute
 
 
 def trl_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Call TRL's kernel as its SFTTrainer does."""
-    given = (hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("log_probs",))
-    return ChunkedLogProbFunction.apply(*given)[0]
+    arguments = (hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("log_probs",))
+    return ChunkedLogProbFunction.apply(*arguments)[0]
 
 
 def fused() -> Loss:
-    """The plugin's."""
+    """Return the loss of the fused_loss plugin."""
 
     class Head:
         bias = None
 
     plugin, head = FusedLoss(kernel="torch"), Head()
 
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def compute(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head.weight = weight
         return compute_losses(plugin, head, LogitTransform(), hidden, labels, summed=True).sum()
 
-    return loss
+    return compute
 
 
 CONTENDERS = {"plain": plain, "trl": trl, "trl_trained": trl_trained, "fused": fused}

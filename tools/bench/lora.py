@@ -1,11 +1,11 @@
-"""Time a LoRA step on packed rows: plugsft's, with its layers and with peft's, and TRL's.
+"""Time a LoRA step on packed rows: plugsft with its own layers, with peft's, and TRL.
 
     tools/bench/lora.py [--rounds 20] [--dtype bfloat16] [--processor] [--json FILE]
 
-All in one process, one after the other, with the same weights, adapters and documents. The losses
-of the first step are compared before anything is timed. TRL runs with its best settings on a
-CPU (sdpa, no gradient checkpointing, the faster of its losses); its preparation is not timed.
---processor takes the processor's time on one thread, for a machine that others use too.
+All run in one process, in turn, with the same weights, adapters and documents. The losses of the
+first step are compared before the timing. TRL runs with its best settings on a CPU (sdpa, no
+gradient checkpointing, the faster of its losses); its preparation is not timed. --processor takes
+the processor time of one thread, for a busy machine.
 """
 
 import os
@@ -45,14 +45,14 @@ from plugsft.recipe.tables import Scratch, Train  # noqa: E402
 RATE = 1e-4
 SIZES = {"hidden": 256, "layers": 4, "heads": 4, "context": 4096}
 ROOM = 2048
-"""Tokens of a packed row."""
+"""Tokens per packed row."""
 R, ALPHA = 16, 32
 Step = Callable[[], float]
 """Take one step; return its loss."""
 
 
 def main() -> None:
-    """Compare losses, then times."""
+    """Compare the losses, then the times."""
     parser = shared.command_line(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -66,32 +66,38 @@ def main() -> None:
     logging.disable_progress_bar()
     disable_progress_bars()
     dtype = getattr(torch, options.dtype)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         save_model(folder, options.vocab, dtype)
-        tokens = documents(folder / "tokens", options.vocab)
+        tokens = write_documents(folder / "tokens", options.vocab)
         steps = {
-            "plugsft": ours(folder, tokens, dtype),
-            "plugsft, peft's layers": ours(folder, tokens, dtype, peft=True),
-            **{f"TRL, {loss}": trl(folder, tokens, dtype, loss) for loss in ("nll", "chunked_nll")},
+            "plugsft": plugsft_step(folder, tokens, dtype),
+            "plugsft, peft's layers": plugsft_step(folder, tokens, dtype, peft=True),
+            **{
+                f"TRL, {loss}": trl_step(folder, tokens, dtype, loss)
+                for loss in ("nll", "chunked_nll")
+            },
         }
         losses = {name: step() for name, step in steps.items()}
-        first = losses["plugsft"]
+        reference_loss = losses["plugsft"]
         print(f"{len(tokens)} documents, {ROOM:,} tokens; losses of the first step: {losses}")
-        assert all(abs(one / first - 1) < 1e-5 or dtype != torch.float32 for one in losses.values())
+        assert all(
+            abs(loss / reference_loss - 1) < 1e-5 or dtype != torch.float32
+            for loss in losses.values()
+        )
         for _ in range(3):
             for step in steps.values():
                 step()
 
         def timed(step: Step) -> float:
-            started = clock()
+            start = clock()
             step()
-            return clock() - started
+            return clock() - start
 
         contenders = {name: partial(timed, step) for name, step in steps.items()}
         seconds = shared.collect_rounds(options.rounds, contenders)
-    for name, taken in seconds.items():
-        print(f"{name:>24}: {shared.spread([one * 1e3 for one in taken], '.0f')} ms")
+    for name, times in seconds.items():
+        print(f"{name:>24}: {shared.spread([seconds * 1e3 for seconds in times], '.0f')} ms")
     best = min((name for name in steps if name.startswith("TRL")), key=lambda n: sum(seconds[n]))
     for other in (best, "plugsft, peft's layers"):
         print(
@@ -101,7 +107,7 @@ def main() -> None:
 
 
 def save_model(folder: Path, vocab: int, dtype: torch.dtype) -> None:
-    """Save a model with a tokenizer, which TRL wants to see."""
+    """Save a model and the tokenizer that TRL needs."""
     text = Rendered([" ".join(map(str, range(2000)))])
     tokenizer = train_tokenizer([Rows()], lambda *_: text, 300)
     model = make_scratch_model(Scratch(**SIZES, vocab=vocab), tokenizer, seed=0)
@@ -121,19 +127,19 @@ class Rows:
         return [{}]
 
     def part(self, start: int, stop: int) -> "Rows":
-        """Return all of it."""
+        """Return the source itself."""
         return self
 
 
-def documents(folder: Path, vocab: int) -> Any:
-    """Write documents that fill one row."""
+def write_documents(folder: Path, vocab: int) -> Any:
+    """Write documents that fill exactly one row."""
     lengths = shared.draw_lengths(400, 5.0, 0.8, 16, ROOM)
     lengths = lengths[np.cumsum(lengths) <= ROOM - 16]
     shared.VOCAB = vocab
     return shared.write_tokens(folder, np.append(lengths, ROOM - lengths.sum()), 1)
 
 
-def ours(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = False) -> Step:
+def plugsft_step(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = False) -> Step:
     """Return a step of plugsft's loop, on a batch that is made already."""
     plugin, core = Lora(r=R, alpha=ALPHA), ModelDefaults()
     plugin.dtype = str(dtype).removeprefix("torch.")
@@ -155,12 +161,12 @@ def ours(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = False) -> S
     optimizer = core.optimizer(model, Train(batch_size=1, learning_rate=RATE))
     batch = pack(tokens, np.arange(len(tokens)))
     total = int((batch["labels"] >= 0).sum())
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> float:
         loss = core.step(model, batch, total, core.score)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(loss)
@@ -168,8 +174,8 @@ def ours(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = False) -> S
     return step
 
 
-def trl(folder: Path, tokens: Any, dtype: torch.dtype, loss_type: str) -> Step:
-    """Return a step of TRL's trainer, on a batch that is made already."""
+def trl_step(folder: Path, tokens: Any, dtype: torch.dtype, loss_type: str) -> Step:
+    """Return a step of TRL's trainer, on a batch collated beforehand."""
     settings = SFTConfig(
         output_dir=str(folder / "trl"),
         model_init_kwargs={"attn_implementation": "sdpa", "dtype": str(dtype)[6:]},
@@ -199,12 +205,12 @@ def trl(folder: Path, tokens: Any, dtype: torch.dtype, loss_type: str) -> Step:
     total = (batch["labels"] >= 0).sum()
     trainer.create_optimizer_and_scheduler(num_training_steps=1000)
     model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
-    adopt(model, folder, dtype)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    copy_adapters(model, folder, dtype)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> float:
         loss = trainer.training_step(model, dict(batch), num_items_in_batch=total)
-        trainer.accelerator.clip_grad_norm_(trained, 1.0)
+        trainer.accelerator.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(loss)
@@ -212,18 +218,18 @@ def trl(folder: Path, tokens: Any, dtype: torch.dtype, loss_type: str) -> Step:
     return step
 
 
-def adopt(model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Give TRL's model the adapters that ours begins with."""
+def copy_adapters(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Give TRL's model the adapters of plugsft."""
     plugin = Lora(r=R, alpha=ALPHA)
     wrapper = plugin.optimize_model(Load(str(folder / "model")))
     next(wrapper)
     try:
         wrapper.send(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype))
     except StopIteration as ended:
-        ours = dict(ended.value.named_parameters())
+        adapters = dict(ended.value.named_parameters())
     with torch.no_grad():
-        for name, one in model.named_parameters():
-            one.copy_(ours[name])
+        for name, parameter in model.named_parameters():
+            parameter.copy_(adapters[name])
 
 
 if __name__ == "__main__":

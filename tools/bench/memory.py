@@ -1,9 +1,9 @@
-"""Peak memory of the workers that tokenize, on sources of several sizes.
+"""Peak memory of the tokenizing workers, on sources of several sizes.
 
     .venv/bin/python tools/bench/memory.py [--sizes 0.25,1,2] [--engine auto] [--json FILE]
 
-Prints, for each size in GiB, the peak memory of a worker (private and shared pages) above that of
-its imports, and the rate. The peak should not grow with the source.
+For each size in GiB, prints the rate and a worker's peak memory (private and shared pages), without
+the memory of its imports. The peak should not grow with the source.
 """
 
 import shutil

@@ -1,12 +1,12 @@
-"""Planning packed rows from lengths: best fit against TRL's, and work balanced over ranks.
+"""Planning packed rows from lengths: best fit against TRL's packing, and the balance over ranks.
 
     .venv/bin/python tools/bench/packing.py [--sizes 100000,1000000,10000000] [--documents 100000]
         [--steps 100] [--ranks 64] [--rounds 5] [--json FILE]
 
 Lengths are lognormal(6, 1), from 1 to 4,096. TRL's pack_dataset packs 1,000 documents at a time
-and copies their tokens; a plan holds numbers only, tokens are gathered when a batch is read. So
-both are timed: the plan alone, and the plan with all tokens gathered into rows, with their masks.
-Before the rounds each packing is proved whole, and no worse than TRL's.
+and copies their tokens. A plan has row numbers only; tokens are gathered when a batch is read. So
+two times are measured: the plan alone, and the plan with all tokens and masks gathered into rows.
+Before the rounds, each packing is checked: complete, and at most as many rows as TRL's.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from plugsft.plugins.bfd_packing.layouts import deal
 
 CAPACITY = 4096
 LONG = 32_768
-"""A capacity at which a group of 1,000 documents fills few rows, and its last one badly."""
+"""With this capacity, 1,000 documents fill few rows, and the last row is mostly padding."""
 GROUP = 1_000
 """Documents that TRL packs at a time."""
 BATCH = 512
 
 
 def main() -> None:
-    """Measure, and print one line for each question."""
+    """Run all measurements."""
     parser = shared.command_line(__doc__)
     parser.add_argument("--sizes", default="100000,1000000,10000000")
     parser.add_argument(
@@ -45,44 +45,49 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     report = {
-        "plan": planning([int(size) for size in options.sizes.split(",")], options.rounds),
+        "plan": time_planning([int(size) for size in options.sizes.split(",")], options.rounds),
         "trl": compare_with_trl(options.documents, options.rounds),
-        "groups": against_groups(options.documents),
+        "groups": compare_with_groups(options.documents),
         "balance": [balance(options, capacity) for capacity in (CAPACITY, 2 * CAPACITY)],
     }
     shared.write_report(report, options.json)
 
 
 def draw(count: int) -> Ints:
-    """Draw the lengths that are packed."""
+    """Draw document lengths."""
     return shared.draw_lengths(count, 6.0, 1.0, 1, CAPACITY)
 
 
-def proved(lengths: Ints, capacity: int) -> int:
-    """Pack, make sure that the packing is one, and return how many rows it has."""
+def count_rows(lengths: Ints, capacity: int) -> int:
+    """Pack the documents, check the packing, and return its number of rows."""
     items, bins, count = best_fit(lengths, capacity)
-    assert np.array_equal(np.sort(items), np.arange(len(lengths))), "an example is not there once"
-    assert bins.min() == 0 and bins.max() == count - 1, "other rows than it says"
+    assert np.array_equal(np.sort(items), np.arange(len(lengths))), (
+        "not every example is packed once"
+    )
+    assert bins.min() == 0 and bins.max() == count - 1, "the row numbers do not match the count"
     assert np.bincount(bins, lengths[items]).max() <= capacity, "a row is too long"
     return count
 
 
-def planning(sizes: list[int], rounds: int) -> dict:
-    """Plan each number of documents."""
-    drawn = {str(size): draw(size) for size in sizes}
-    bins = {size: proved(lengths, CAPACITY) for size, lengths in drawn.items()}
+def time_planning(sizes: list[int], rounds: int) -> dict:
+    """Time the plan for each number of documents."""
+    lengths_by_size = {str(size): draw(size) for size in sizes}
+    bins = {size: count_rows(lengths, CAPACITY) for size, lengths in lengths_by_size.items()}
     seconds = shared.in_rounds(
         rounds,
-        **{size: lambda some=some: best_fit(some, CAPACITY) for size, some in drawn.items()},
+        **{
+            size: lambda lengths=lengths: best_fit(lengths, CAPACITY)
+            for size, lengths in lengths_by_size.items()
+        },
     )
-    for size, took in seconds.items():
-        fill = drawn[size].sum() / (bins[size] * CAPACITY)
-        print(f"{int(size):>12,} documents planned in {shared.spread(took)} s, {fill:.3%} full")
+    for size, times in seconds.items():
+        fill = lengths_by_size[size].sum() / (bins[size] * CAPACITY)
+        print(f"{int(size):>12,} documents planned in {shared.spread(times)} s, {fill:.3%} full")
     return {"seconds": seconds, "bins": bins}
 
 
 def compare_with_trl(documents: int, rounds: int) -> dict:
-    """Pack real tokens with both."""
+    """Pack the same tokens with both, and time them."""
     disable_progress_bars()
     lengths = draw(documents)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,48 +98,48 @@ def compare_with_trl(documents: int, rounds: int) -> dict:
         def trl() -> Dataset:
             return pack_dataset(dataset, CAPACITY, "bfd", {"load_from_cache_file": False})
 
-        def gathered() -> None:
-            items, bins, _ = best_fit(lengths, CAPACITY)
-            tokens.gather(items[np.argsort(bins, kind="stable")])
+        def gather_rows() -> None:
+            order, bins, _ = best_fit(lengths, CAPACITY)
+            tokens.gather(order[np.argsort(bins, kind="stable")])
 
-        theirs, ours = len(trl()), proved(lengths, CAPACITY)
-        least = -(-int(lengths.sum()) // CAPACITY)
-        assert ours <= theirs, f"{ours} rows, and TRL's are {theirs}"
-        assert ours <= max(least + 1, 1.002 * least), (
-            f"{ours} rows, and {least} would hold all tokens"
+        trl_rows, plugsft_rows = len(trl()), count_rows(lengths, CAPACITY)
+        fewest = -(-int(lengths.sum()) // CAPACITY)
+        assert plugsft_rows <= trl_rows, f"{plugsft_rows} rows, and TRL's are {trl_rows}"
+        assert plugsft_rows <= max(fewest + 1, 1.002 * fewest), (
+            f"{plugsft_rows} rows, and {fewest} would hold all tokens"
         )
-        gathered()
+        gather_rows()
         seconds = shared.in_rounds(
-            rounds, trl=trl, plan=lambda: best_fit(lengths, CAPACITY), gathered=gathered
+            rounds, trl=trl, plan=lambda: best_fit(lengths, CAPACITY), gathered=gather_rows
         )
     print(
-        f"{documents:,} documents, {lengths.sum():,} tokens: {ours:,} rows, TRL's {theirs:,}, "
-        f"no packing can have fewer than {least:,}"
+        f"{documents:,} documents, {lengths.sum():,} tokens: {plugsft_rows:,} rows, TRL "
+        f"{trl_rows:,}, lower bound {fewest:,}"
     )
-    for name, took in seconds.items():
-        relative = shared.compare_speed(took, seconds["trl"])
-        print(f"{name:>12} {shared.spread(took)} s; against TRL {relative}")
-    return {"rows": {"plugsft": ours, "trl": theirs, "least": least}, "seconds": seconds}
+    for name, times in seconds.items():
+        relative = shared.compare_speed(times, seconds["trl"])
+        print(f"{name:>12} {shared.spread(times)} s; against TRL {relative}")
+    return {"rows": {"plugsft": plugsft_rows, "trl": trl_rows, "least": fewest}, "seconds": seconds}
 
 
-def against_groups(documents: int) -> dict:
-    """Pack rows of a long context, from all documents and from groups of them."""
+def compare_with_groups(documents: int) -> dict:
+    """Pack long rows, from all documents and from groups of them."""
     lengths = draw(documents)
     groups = np.split(lengths, range(GROUP, documents, GROUP))
-    parted = sum(proved(group, LONG) for group in groups)
-    whole = proved(lengths, LONG)
+    grouped_rows = sum(count_rows(group, LONG) for group in groups)
+    rows = count_rows(lengths, LONG)
     print(
-        f"rows of {LONG:,}: {whole:,} from all documents, {parted:,} from {GROUP:,} at a time: "
-        f"{1 - whole / parted:.2%} fewer"
+        f"rows of {LONG:,}: {rows:,} from all documents, {grouped_rows:,} from groups of "
+        f"{GROUP:,}: {1 - rows / grouped_rows:.2%} fewer"
     )
-    return {"whole": whole, "groups": parted}
+    return {"whole": rows, "groups": grouped_rows}
 
 
 def balance(options: argparse.Namespace, capacity: int) -> dict:
     """Deal global batches to ranks; compare the slowest rank's cost with the mean."""
-    drawn = draw(options.steps * BATCH).reshape(options.steps, BATCH)
+    batches = draw(options.steps * BATCH).reshape(options.steps, BATCH)
     slowest, lockstep, in_turn, seconds = [], [], [], []
-    for lengths in drawn:
+    for lengths in batches:
         costs = lengths * (1 + lengths / TYPICAL)
         started = time.perf_counter()
         dealt = deal(lengths, costs, options.ranks, capacity)
@@ -142,7 +147,7 @@ def balance(options: argparse.Namespace, capacity: int) -> dict:
         work = np.array([[costs[part].sum() for part in rank] for rank in dealt])
         mean = costs.sum() / options.ranks
         slowest.append(work.sum(1).max() / mean)
-        # Where parameters are exchanged in each micro-batch, ranks wait for each other there.
+        # If parameters are gathered in each micro-batch, ranks wait for each other there too.
         lockstep.append(work.max(0).sum() / mean)
         items, bins, _ = best_fit(lengths, capacity)
         turns = np.bincount(bins % options.ranks, costs[items], options.ranks)

@@ -3,9 +3,9 @@
     .venv/bin/python tools/bench/plugins.py [--rounds 5] [--steps 10] [--warmup 4] [--rows 2000]
         [--tiny] [--json tools/bench/results/plugins.json] [--readme README.md]
 
-A new decoder of about ten million weights trains on chats of many lengths. Plugins that conflict
-have separate benches; plugins that need a GPU or preferences are not measured. Writes the figures,
-and the table between its marks in README.md.
+A new decoder with about ten million weights trains on chats of many lengths. Plugins that conflict
+have separate benches; plugins that need a GPU or preferences are not measured. The script writes
+the figures, and the table between its marks in README.md.
 """
 
 import json
@@ -40,7 +40,7 @@ TOGETHER = (
 APART = ("length_group", "lora", "profiler")
 """Plugins that conflict with packing, or affect results."""
 COMPILED = ("bfd_packing", "compile")
-"""Compiling takes minutes, too long with all others; it gains if shapes stay the same."""
+"""compile has its own bench: it takes minutes, and needs rows of one shape."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2_000)
-    parser.add_argument("--tiny", action="store_true", help="a model to try this with")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model, for a test")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     options = parser.parse_args()
     counts = {name: getattr(options, name) for name in ("rounds", "steps", "warmup")}
@@ -65,8 +65,8 @@ def main() -> None:
         together = bench(folder, scratch, TOGETHER, {}, [*words, *instead])
         train = {key.removeprefix("train."): value for key, value in PADDED.items()}
         apart = bench(folder, scratch, APART, train, words)
-        kept = ["--keep=bfd_packing", "--prepare-rounds=0"]
-        compiled = bench(folder, scratch, COMPILED, {}, [*words, *kept])
+        keep = ["--keep=bfd_packing", "--prepare-rounds=0"]
+        compiled = bench(folder, scratch, COMPILED, {}, [*words, *keep])
     report = {"benches": [together, apart, compiled]}
     shared.write_report(report, options.json)
     readme = options.readme.read_text(encoding="utf8")

@@ -1,13 +1,13 @@
-"""Preparing data, from a file of chats to mapped tokens: plugsft against TRL and against the floor.
+"""Preparing data, from a file of chats to mapped tokens: plugsft against TRL and a lower bound.
 
     .venv/bin/python tools/bench/prepare.py [--rows 20000] [--processes 2] [--rounds 5]
         [--engines auto,transformers] [--folder DIR] [--json FILE]
 
-Every round runs each contender once, one after the other, each in a fresh process whose
-imports are done before the clock starts; workers' start-up counts. Before the rounds, ids and
-masks of all rows are compared with TRL's. Prints medians with their spread, the stages of the
-floor (reading, Jinja and the engine, each alone on one core), and the ratios. TRL is the
-preparation of its SFTTrainer with assistant_only_loss, from a cold cache.
+Each round runs every contender once, in a fresh process, which imports before the clock starts;
+the start of the workers counts. The ids and masks of all rows are compared with TRL's before the
+rounds. The script prints medians with their spread, the stages of the lower bound (reading, Jinja
+and the engine, each alone on one core), and the ratios. TRL is the preparation of its SFTTrainer
+with assistant_only_loss, from a cold cache.
 """
 
 import argparse
@@ -25,26 +25,26 @@ import shared
 
 VOCAB = 32_000
 TRAINED_ON = 6_000
-"""Rows from which the tokenizer is trained."""
+"""Rows that train the tokenizer."""
 
 
 def main() -> None:
     """Measure, compare and print."""
     options = arguments()
-    if options.one:
-        print(json.dumps(ONE[options.one](options)), flush=True)
+    if options.child:
+        print(json.dumps(CHILDREN[options.child](options)), flush=True)
         return
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
-        make_data(options)
+        write_data(options)
         contenders = ["trl", *(f"plugsft-{name}" for name in options.engines.split(","))]
         floor = measure("floor", options)
         equal = compare(options)
 
         def seconds(name: str) -> float:
-            took = measure(name, options)["seconds"]
-            print(f"{name} {took:.2f} s", flush=True)
-            return took
+            elapsed = measure(name, options)["seconds"]
+            print(f"{name} {elapsed:.2f} s", flush=True)
+            return elapsed
 
         rounds = shared.collect_rounds(
             options.rounds, {name: partial(seconds, name) for name in contenders}
@@ -52,12 +52,12 @@ def main() -> None:
         report = {
             "rows": options.rows,
             "processes": options.processes,
-            "bytes": data(options).stat().st_size,
+            "bytes": source_path(options).stat().st_size,
             "equal": equal,
             "seconds": rounds,
             "floor": floor,
         }
-    show(report)
+    print_report(report)
     shared.write_report(report, options.json)
 
 
@@ -68,43 +68,43 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", default="auto,transformers")
-    parser.add_argument("--folder", type=Path, help="keeps the data for the next time")
-    parser.add_argument("--one", choices=[*ONE], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="folder that keeps the data for the next call")
+    parser.add_argument("--child", choices=[*CHILDREN], help=argparse.SUPPRESS)
     parser.add_argument("--engine", default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def data(options: argparse.Namespace) -> Path:
+def source_path(options: argparse.Namespace) -> Path:
     """Return the file of chats."""
     return Path(options.folder) / f"chats-{options.rows}.jsonl"
 
 
-def make_data(options: argparse.Namespace) -> None:
-    """Write the chats and train the tokenizer, if they are not there."""
+def write_data(options: argparse.Namespace) -> None:
+    """Write the chats and train the tokenizer, if they are missing."""
     options.folder.mkdir(parents=True, exist_ok=True)
-    if not data(options).is_file():
-        half = data(options).with_suffix(".half")
+    if not source_path(options).is_file():
+        half = source_path(options).with_suffix(".half")
         chats.main(options.rows, half)
-        half.rename(data(options))
+        half.rename(source_path(options))
     if not (options.folder / "tokenizer").is_dir():
-        with tempfile.NamedTemporaryFile(suffix=".jsonl") as some:
-            chats.main(min(options.rows, TRAINED_ON), Path(some.name))
-            shared.train_tokenizer(options.folder, Path(some.name), VOCAB)
+        with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+            chats.main(min(options.rows, TRAINED_ON), Path(file.name))
+            shared.train_tokenizer(options.folder, Path(file.name), VOCAB)
 
 
-def measure(name: str, options: argparse.Namespace, **more: object) -> dict:
-    """Run one contender in a process of its own."""
-    one, _, engine = name.partition("-")
-    given = {
-        "one": one,
+def measure(name: str, options: argparse.Namespace, **changes: object) -> dict:
+    """Run one contender in a separate process."""
+    kind, _, engine = name.partition("-")
+    arguments = {
+        "child": kind,
         "engine": engine or "auto",
         "rows": options.rows,
         "processes": options.processes,
         "folder": options.folder,
-        **more,
+        **changes,
     }
-    words = [f"--{key}={value}" for key, value in given.items()]
+    words = [f"--{key}={value}" for key, value in arguments.items()]
     with tempfile.TemporaryDirectory() as cache:
         quiet = {"TOKENIZERS_PARALLELISM": "true", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
         return shared.run_python(
@@ -113,7 +113,7 @@ def measure(name: str, options: argparse.Namespace, **more: object) -> dict:
 
 
 def run_plugsft(options: argparse.Namespace) -> dict:
-    """Prepare as a run does, and read an example."""
+    """Prepare as a run does, and read one example."""
     from plugsft.data import prepare
     from plugsft.data.defaults import DataDefaults
     from plugsft.registry.active import resolve
@@ -121,7 +121,7 @@ def run_plugsft(options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as output:
         raw = shared.tables(
             options.keep or output,
-            data(options),
+            source_path(options),
             model={"tokenizer": str(options.folder / "tokenizer")},
             plugins={
                 "fast_tokenizer": {"engine": options.engine},
@@ -159,7 +159,7 @@ def run_trl(options: argparse.Namespace) -> dict:
         )
         started = time.perf_counter()
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.folder / "tokenizer")
-        rows = load_dataset("json", data_files=str(data(options)), split="train")
+        rows = load_dataset("json", data_files=str(source_path(options)), split="train")
         trainer = SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer)
         prepared = trainer.train_dataset
         prepared[len(prepared) // 2]
@@ -175,7 +175,7 @@ def run_trl(options: argparse.Namespace) -> dict:
 
 
 def flat_labels(table: object) -> np.ndarray:
-    """Return which of TRL's tokens are trained."""
+    """Return the mask of TRL's trained tokens."""
     names = table.column_names
     if "labels" in names:
         return table["labels"].combine_chunks().flatten().to_numpy() != -100
@@ -183,27 +183,27 @@ def flat_labels(table: object) -> np.ndarray:
 
 
 def compare(options: argparse.Namespace) -> dict:
-    """Prepare with both, and compare all ids and masks."""
+    """Prepare with both; compare all ids and masks."""
     with tempfile.TemporaryDirectory() as folder:
-        theirs = Path(folder) / "trl.npz"
-        measure("trl", options, keep=theirs)
+        trl_path = Path(folder) / "trl.npz"
+        measure("trl", options, keep=trl_path)
         measure("plugsft", options, keep=Path(folder) / "ours")
-        with np.load(theirs) as kept:
-            ids, trained = kept["ids"], kept["labels"]
+        with np.load(trl_path) as arrays:
+            ids, trained = arrays["ids"], arrays["labels"]
         from plugsft.tokens.store import Tokens
 
         (place,) = (Path(folder) / "ours/tokens").iterdir()
         tokens = Tokens(place)
         parts = [tokens.example(number) for number in range(len(tokens))]
-        ours = np.concatenate([part for part, _ in parts])
+        plugsft_ids = np.concatenate([part for part, _ in parts])
         mask = np.concatenate([part for _, part in parts])
-        assert np.array_equal(ours, ids), "other ids than TRL's"
+        assert np.array_equal(plugsft_ids, ids), "other ids than TRL's"
         assert np.array_equal(mask, trained), "other masks than TRL's"
-        return {"tokens": len(ours), "trained": int(mask.sum())}
+        return {"tokens": len(plugsft_ids), "trained": int(mask.sum())}
 
 
 def run_floor(options: argparse.Namespace) -> dict:
-    """Time what cannot be left out, each alone, on one core."""
+    """Time the necessary stages, each alone on one core."""
     os.environ["RAYON_NUM_THREADS"] = "1"
     import gigatoken
     from pydantic_core import from_json
@@ -222,24 +222,24 @@ def run_floor(options: argparse.Namespace) -> dict:
     engine = gigatoken.Tokenizer.from_json(text)
     engine.encode_batch(["x"], parallel=False)
     seconds = {"reading": 0.0, "jinja": 0.0, "engine": 0.0}
-    with data(options).open("rb") as file:
+    with source_path(options).open("rb") as file:
         while True:
-            took, rows = timed(lambda: [from_json(line) for line in file.readlines(8_000_000)])
+            elapsed, rows = timed(lambda: [from_json(line) for line in file.readlines(8_000_000)])
             if not rows:
                 break
-            seconds["reading"] += took
+            seconds["reading"] += elapsed
             variables = [{**names, "messages": row["messages"]} for row in rows]
             seconds["jinja"] += timed(
-                lambda some: [*map(template.template.render, some)], variables
+                lambda rows: [*map(template.template.render, rows)], variables
             )[0]
             texts = [render(template, row["messages"], names)[0] for row in rows]
             seconds["engine"] += timed(
-                lambda some: engine.encode_batch(some, parallel=False), texts
+                lambda batch: engine.encode_batch(batch, parallel=False), texts
             )[0]
     return seconds
 
 
-def show(report: dict) -> None:
+def print_report(report: dict) -> None:
     """Print the figures."""
     size, rows, processes = report["bytes"] / 1e6, report["rows"], report["processes"]
     machine = shared.machine_line(shared.head()["machine"])
@@ -258,7 +258,7 @@ def show(report: dict) -> None:
     print(f"the fastest takes {best * processes / floor:.2f} x the floor of {processes} cores")
 
 
-ONE = {"plugsft": run_plugsft, "trl": run_trl, "floor": run_floor}
+CHILDREN = {"plugsft": run_plugsft, "trl": run_trl, "floor": run_floor}
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Shared by the benches: a command line, a recipe, a tokenizer, processes to measure in."""
+"""Shared by the benchmarks: command line, recipes, tokenizer, child processes, rounds."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ VOCAB = 32_000
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
-    """Return a command line with the first line of a docstring as its help, and --json."""
+    """Return a parser with --json and the docstring's first line as its description."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     return parser
@@ -55,7 +55,7 @@ def tables(output: Path, source: Path, **changes: dict) -> dict[str, Any]:
 
 
 def write_recipe(path: Path, *parts: Path, **changes: dict) -> Path:
-    """Write a recipe with these tables."""
+    """Write a recipe of `tables(...)`."""
     path.write_text(tomli_w.dumps(tables(*parts, **changes)))
     return path
 
@@ -82,29 +82,31 @@ def run_python(*words: object, **environment: str) -> Any:
 def run(*words: object, **environment: str) -> str:
     """Run a command and return its output; exit with its error if it fails."""
     command = [*map(str, words)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}:\n{done.stderr}")
-    return done.stdout
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}:\n{process.stderr}")
+    return process.stdout
 
 
 def collect_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-    """Run each contender once a round, in random order; return the results of each."""
+    """Run each contender once a round, in random order; return its results."""
     results = list(timing.in_rounds(rounds, contenders))
     return {name: [result[name] for result in results] for name in contenders}
 
 
 def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list[float]]:
-    """Run each contender once a round; return the seconds they took."""
+    """Run each contender once a round; return the seconds of each run."""
 
-    def timed(contender: Callable[[], object]) -> float:
+    def measure(contender: Callable[[], object]) -> float:
         started = time.perf_counter()
         contender()
         return time.perf_counter() - started
 
-    return collect_rounds(rounds, {name: partial(timed, each) for name, each in contenders.items()})
+    return collect_rounds(
+        rounds, {name: partial(measure, contender) for name, contender in contenders.items()}
+    )
 
 
 def compare_speed(seconds: Sequence[float], others: Sequence[float]) -> str:
@@ -112,10 +114,10 @@ def compare_speed(seconds: Sequence[float], others: Sequence[float]) -> str:
     return timing.times_as_fast(seconds, others).phrase
 
 
-def draw_lengths(count: int, mean: float, sigma: float, least: int, most: int) -> Ints:
+def draw_lengths(count: int, mean: float, sigma: float, shortest: int, longest: int) -> Ints:
     """Draw lognormal lengths; the same numbers give the same lengths."""
-    drawn = np.random.default_rng(count).lognormal(mean, sigma, count)
-    return drawn.clip(least, most).astype(np.int64)
+    lengths = np.random.default_rng(count).lognormal(mean, sigma, count)
+    return lengths.clip(shortest, longest).astype(np.int64)
 
 
 def write_tokens(folder: Path, lengths: Ints, shards: int) -> Tokens:
@@ -141,7 +143,7 @@ def positions_of(counts: Ints) -> Ints:
 
 
 def trl_table(tokens: Tokens) -> pa.Table:
-    """Return tokens as TRL prepares them: ids, and labels with -100 for untrained tokens."""
+    """Return tokens as TRL prepares them: ids, and labels with -100 if untrained."""
     ids, mask = tokens.gather(np.arange(len(tokens)))
     offsets = np.append(0, np.cumsum(tokens.lengths))
     labels = np.where(mask, ids.astype(np.int64), -100)

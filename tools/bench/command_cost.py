@@ -1,8 +1,8 @@
-"""Measure how long short commands take, in processor seconds of the whole process tree.
+"""Measure the processor seconds of short commands, with their child processes.
 
-    python tools/bench/answers.py [--rounds 5] [--only NAME ...] [--python .venv/bin/python]
+    python tools/bench/command_cost.py [--rounds 5] [--only NAME ...] [--python .venv/bin/python]
 
-Processor seconds grow where other processes share a core: measure on a quiet machine.
+Processor seconds grow when other processes share a core: measure on a quiet machine.
 """
 
 import argparse
@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = "recipes"
 
 
-def commands(folder: Path) -> dict[str, tuple[float, list[str]]]:
-    """Return each command's bar, in processor seconds, and its words."""
+def list_commands(folder: Path) -> dict[str, tuple[float, list[str]]]:
+    """Return each command's bar, in processor seconds, and its arguments."""
     quickstart, tulu = f"{RECIPES}/quickstart.toml", f"{RECIPES}/tulu_sft_lora.toml"
     output = f"output={folder / 'run'}"
     return {
@@ -40,8 +40,8 @@ def commands(folder: Path) -> dict[str, tuple[float, list[str]]]:
     }
 
 
-def seconds(python: str, words: list[str]) -> float:
-    """Run a command; return the processor seconds of it and its children."""
+def measure_seconds(python: str, words: list[str]) -> float:
+    """Run a command; return its processor seconds, with those of its children."""
     before = os.times()
     subprocess.run([python, "-m", "plugsft", *words], cwd=ROOT, capture_output=True, check=False)
     after = os.times()
@@ -56,16 +56,16 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        table = commands(Path(folder))
+        table = list_commands(Path(folder))
         unknown = {*options.only} - {*table}
         if unknown:
             parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(table)}")
-        seconds(options.python, table["prepare, in cache"][1])
+        measure_seconds(options.python, table["prepare, in cache"][1])
         print(f"{'command':<28}  {'median':>7}  {'bar':>5}  all rounds")
         for name, (bar, words) in table.items():
             if options.only and name not in options.only:
                 continue
-            times = [seconds(options.python, words) for _ in range(options.rounds)]
+            times = [measure_seconds(options.python, words) for _ in range(options.rounds)]
             rounds = " ".join(f"{time:.2f}" for time in times)
             print(f"{name:<28}  {statistics.median(times):>5.2f} s  {bar:>5}  {rounds}", flush=True)
 
