@@ -1,4 +1,4 @@
-"""Shared by tests of plugins: distributions, installed by pip or written by hand."""
+"""Shared by tests of plugins: packages, installed by pip or written by hand."""
 
 import os
 import shutil
@@ -9,21 +9,21 @@ from pathlib import Path
 
 
 def install(source: Path, target: Path) -> Path:
-    """Install a distribution with pip, for real and without network; return where to."""
-    # pip builds in the folder of the source, which stays as it is.
+    """Install a package with pip, without network; return the target folder."""
+    # pip builds inside the source folder, so build in a copy.
     copy = shutil.copytree(source, target.parent / f"{target.name}-source")
-    how = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", *how, "--target", target, copy],
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    process = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", *options, "--target", target, copy],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return target
 
 
 def write_plugin(folder: Path, name: str, code: str, module: str | None = None) -> Path:
-    """Write what an installed distribution consists of: a module, and its entry point."""
+    """Write an installed package: a module, and its entry point."""
     module = module or f"module_{name}"
     head = "from plugsft import hookimpl, plugin, state\n\n"
     info = folder / f"dist_{name}-1.0.dist-info"
@@ -35,7 +35,7 @@ def write_plugin(folder: Path, name: str, code: str, module: str | None = None) 
 
 
 def run_fresh(site: Path, *command: object, cwd: Path | None = None):
-    """Run `python -m COMMAND` in a new interpreter that looks into a folder, as a user's would."""
+    """Run `python -m COMMAND` in a new interpreter, with a folder on its path."""
     return subprocess.run(
         [sys.executable, "-m", *map(str, command)],
         env={**os.environ, "PYTHONPATH": str(site)},

@@ -28,40 +28,40 @@ ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
 only_full = pytest.mark.skipif(not FULL, reason="takes minutes; tools/test --full runs it")
-# Nothing in a test may look for the network.
+# Tests must not use the network.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.update(OFFLINE)
-# Nor does one leave anything in the home of who runs it.
+# Tests must not write to the user's home folder.
 os.environ["PLUGSFT_CACHE"] = tempfile.mkdtemp(prefix="plugsft-tests-")
 atexit.register(shutil.rmtree, os.environ["PLUGSFT_CACHE"], ignore_errors=True)
-# A shell's background job ignores ctrl-C, one under nohup SIGHUP, and processes that tests start
-# would inherit that.
+# A shell's background job ignores ctrl-C, and a job under nohup ignores SIGHUP; processes that
+# tests start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
-    # A core for each worker: threads that wait for a core someone else has cost tenfold.
+    # One core per worker: threads that compete for a core are ten times slower.
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[int(worker) % len(allowed)]})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the quickstart first: it takes minutes, and no worker should wait for it at the end."""
+    """Run the quickstart first: it takes minutes, and would delay the end."""
     items.sort(key=lambda item: item.path.stem != "test_quickstart")
 
 
 def chats(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Make chats of various lengths."""
+    """Return chats of various lengths."""
     rng = random.Random(seed)
 
-    def say(most: int) -> str:
-        return " ".join(rng.choices(TEXT.split(), k=rng.randint(2, most)))
+    def make_text(longest: int) -> str:
+        return " ".join(rng.choices(TEXT.split(), k=rng.randint(2, longest)))
 
     rows = []
     for _ in range(count):
         messages = []
         for _ in range(rng.choice([1, 1, 2])):
-            messages.append({"role": "user", "content": say(8)})
-            messages.append({"role": "assistant", "content": say(14)})
+            messages.append({"role": "user", "content": make_text(8)})
+            messages.append({"role": "assistant", "content": make_text(14)})
         rows.append({"messages": messages})
     return rows
 
@@ -74,7 +74,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def tiny_tables(folder: Path, rows: list[Any] | None = None) -> dict[str, Any]:
-    """Return the tables of a recipe that trains in a second; its files lie in `folder`."""
+    """Return the tables of a recipe that trains in a second; its files are in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     data = write_jsonl(folder / "data.jsonl", chats(24) if rows is None else rows)
     return {
@@ -93,7 +93,7 @@ def write_recipe(path: Path, tables: dict[str, Any]) -> Path:
 
 @contextmanager
 def fork_trials() -> Iterator[None]:
-    """Let trials of tune, plan and bench start as forks, not as processes that import torch."""
+    """Start the trials of tune, plan and bench as forks, which need not import torch."""
     start_fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FORK_TRIALS, "1")
@@ -104,7 +104,7 @@ def fork_trials() -> Iterator[None]:
 
 @pytest.fixture
 def forked_trials() -> Iterator[None]:
-    """Let trials of tune, plan and bench start as forks during a test."""
+    """Start the trials of tune, plan and bench as forks during a test."""
     with fork_trials():
         yield
 
@@ -126,41 +126,41 @@ def _send_launch_environment(words: tuple[str, ...], sender: Any) -> None:
     from accelerate.commands import launch
     from torch.distributed import run
 
-    before, seen = dict(os.environ), {}
-    run.run = lambda _: seen.update(os.environ)
+    before, environment = dict(os.environ), {}
+    run.run = lambda _: environment.update(os.environ)
     launch.launch_command(launch.launch_command_parser().parse_args(words))
-    sender.send({name: value for name, value in seen.items() if before.get(name) != value})
+    sender.send({name: value for name, value in environment.items() if before.get(name) != value})
 
 
 def run_launch(
     *words: object, env: dict[str, str] | None = None, timeout: float = 240
 ) -> tuple[int, str, str]:
-    """Do as `accelerate launch WORDS` does, with ranks that have imported everything.
+    """Run like `accelerate launch WORDS`, with ranks that have imported everything.
 
-    Returns the exit code, and what all ranks have said.
+    Returns the exit code, and the output of all ranks.
     """
     options = [str(word) for word in words]
     start = options.index("plugsft") + 1
     count = int(options[options.index("--num_processes") + 1])
     environment = {"OMP_NUM_THREADS": "1", **_launch_environment(tuple(options[:start]))}
     ranks = start_ranks(count, *options[start:], env=environment | (env or {}))
-    waiting, end = list(ranks), time.monotonic() + timeout
-    while waiting and time.monotonic() < end:
-        connection.wait([rank.process.sentinel for rank in waiting], timeout=1)
-        waiting = [rank for rank in ranks if rank.process.exitcode is None]
-        if waiting and any(rank.process.exitcode for rank in ranks):
+    running, end = list(ranks), time.monotonic() + timeout
+    while running and time.monotonic() < end:
+        connection.wait([rank.process.sentinel for rank in running], timeout=1)
+        running = [rank for rank in ranks if rank.process.exitcode is None]
+        if running and any(rank.process.exitcode for rank in ranks):
             end = min(end, time.monotonic() + 15)
-    for rank in waiting:
+    for rank in running:
         rank.process.terminate()
-    ended = [rank.wait(20) for rank in ranks]
-    out, err = ("".join(getattr(rank, name) for rank in ended) for name in ("stdout", "stderr"))
-    return next((rank.returncode for rank in ended if rank.returncode), 0), out, err
+    results = [rank.wait(20) for rank in ranks]
+    out, err = ("".join(getattr(rank, name) for rank in results) for name in ("stdout", "stderr"))
+    return next((rank.returncode for rank in results if rank.returncode), 0), out, err
 
 
 def start_plugsft(
     *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> Running:
-    """Start `plugsft ...` as a process of its own."""
+    """Start `plugsft ...` as a separate process."""
     return Running(arguments, env or {}, cwd or ROOT)
 
 
@@ -170,7 +170,7 @@ def run_plugsft(
     cwd: Path | None = None,
     timeout: float = 300,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `plugsft ...` as a process of its own."""
+    """Run `plugsft ...` as a separate process."""
     return start_plugsft(*arguments, env=env, cwd=cwd).wait(timeout)
 
 
@@ -180,9 +180,9 @@ def start_ranks(
     env: dict[str, str] | None = None,
     words: list[tuple[object, ...]] | None = None,
 ) -> list[Running]:
-    """Start `plugsft ...` on several ranks, with the environment that torchrun gives them.
+    """Start `plugsft ...` on several ranks, with the environment that torchrun sets.
 
-    `words` are the arguments of each rank, where these differ.
+    `words` are the arguments of each rank, if they differ.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -195,17 +195,19 @@ def start_ranks(
         **(env or {}),
     }
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(count)]
-    asked = words or [arguments] * count
-    return [start_plugsft(*asked[rank], env=one) for rank, one in enumerate(ranks)]
+    rank_arguments = words or [arguments] * count
+    return [
+        start_plugsft(*rank_arguments[rank], env=variables) for rank, variables in enumerate(ranks)
+    ]
 
 
 def run_ranks(
     count: int, *arguments: object, env: dict[str, str] | None = None, timeout: float = 300
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `plugsft ...` on several ranks; return what the main one said."""
-    ended = [one.wait(timeout) for one in start_ranks(count, *arguments, env=env)]
-    assert len({one.returncode for one in ended}) == 1, [one.stderr for one in ended]
-    return ended[0]
+    """Run `plugsft ...` on several ranks; return the result of rank 0."""
+    results = [rank.wait(timeout) for rank in start_ranks(count, *arguments, env=env)]
+    assert len({rank.returncode for rank in results}) == 1, [rank.stderr for rank in results]
+    return results[0]
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -216,7 +218,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[..., Path]:
-    """Give `tiny(train={"steps": 3}, ...)`: a tiny recipe file, with tables merged in."""
+    """Return `tiny(train={"steps": 3}, ...)`, which writes a tiny recipe with these tables."""
 
     def make(rows: list[Any] | None = None, **tables: Any) -> Path:
         merged = tiny_tables(tmp_path, rows)
@@ -232,14 +234,14 @@ def tiny(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give the cache's folder, which is not there yet."""
+    """Return the cache's token folder, which does not exist yet."""
     monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache/tokens"
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """Give a disk of one mebibyte, or of the size that a test is parametrized with."""
+    """Mount a disk of one mebibyte, or of the size that a test is parametrized with."""
     folder = tmp_path / "disk"
     folder.mkdir()
     size = getattr(request, "param", "1m")

@@ -8,8 +8,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-VOCABULARY, CONTEXT, MOST = 512, 128, 3_000_000
-# The name of a number in a configuration -> what it is at most.
+VOCABULARY, CONTEXT, MAX_PARAMETERS = 512, 128, 3_000_000
+# The name of a number in a configuration -> its upper limit.
 SIZES = {
     r"(^|_)vocab_size|n_token|num_vocab|vocab_size_per_layer_input": VOCABULARY,
     r"position_embeddings|n_positions|n_ctx|max_sequence_length|max_(target|source)_positions"
@@ -29,40 +29,56 @@ SIZES = {
     r"|dim_feedforward|dim_ff)$": 48,
     r"(state_size|d_state|mamba_d_state|ssm_state_size)$": 8,
 }
+# The sizes of a small decoder, for the configuration of any family.
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 PER_LAYER = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers)$")
 
 
-def shrunk(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's table with small numbers, and two layers or one of each kind."""
+def shrink(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's table with small numbers, and one layer of each kind, or two."""
     count = next((table[name] for name in LAYERS if isinstance(table.get(name), int)), 0)
-    kinds = next((one for one in lists_of(table, count)), None) or list(range(count))[:2]
-    picked = sorted({str(kind): place for place, kind in reversed([*enumerate(kinds)])}.values())
-    if len(picked) < 2:
-        picked = [*range(min(2, count))]
+    layer_kinds = next(iter(layer_lists(table, count)), None) or list(range(count))[:2]
+    layers = sorted(
+        {str(kind): layer for layer, kind in reversed([*enumerate(layer_kinds)])}.values()
+    )
+    if len(layers) < 2:
+        layers = [*range(min(2, count))]
     small: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
             value = {
-                new: shrunk(value[key]) if isinstance(value[key], dict) else value[key]
-                for new, place in enumerate(picked)
-                for key in (place, str(place))
+                number: shrink(value[key]) if isinstance(value[key], dict) else value[key]
+                for number, layer in enumerate(layers)
+                for key in (layer, str(layer))
                 if key in value
             }
         elif isinstance(value, dict):
-            value = shrunk(value)
+            value = shrink(value)
         elif isinstance(value, list | tuple) and count and len(value) == count:
-            value = [value[place] for place in picked]
+            value = [value[layer] for layer in layers]
         elif isinstance(value, float) and re.search("drop|jitter", name):
-            value = 0.0  # two equal runs are to be equal
+            value = 0.0  # repeated runs must be equal
         elif isinstance(value, int) and not isinstance(value, bool):
             if PER_LAYER.search(name):
-                value = min(value, len(picked) or 2)
+                value = min(value, len(layers) or 2)
             elif name.endswith("token_id"):
                 value = min(value, 1)
             else:
-                most = next((most for key, most in SIZES.items() if re.search(key, name)), value)
-                value = min(value, most)
+                limit = next((limit for key, limit in SIZES.items() if re.search(key, name)), value)
+                value = min(value, limit)
         small[name] = value
     if {"qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"} <= {*small}:
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
@@ -71,15 +87,17 @@ def shrunk(table: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def lists_of(table: dict[str, Any], count: int) -> list[list[Any]]:
-    """Return the lists that have an entry for each layer, those of kinds first."""
-    found = [one for one in table.values() if isinstance(one, list) and len(one) == count > 0]
-    return sorted(found, key=lambda one: not isinstance(one[0], str))
+def layer_lists(table: dict[str, Any], count: int) -> list[list[Any]]:
+    """Return the lists with an entry per layer; lists of layer kinds come first."""
+    lists = [
+        values for values in table.values() if isinstance(values, list) and len(values) == count > 0
+    ]
+    return sorted(lists, key=lambda values: not isinstance(values[0], str))
 
 
 HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
-# What follows from other numbers, or has no default.
-MORE: dict[str, dict[str, Any]] = {
+# Values that depend on other numbers, or have no default.
+SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": HEADS,
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -98,19 +116,21 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(family: str) -> PretrainedConfig:
+def tiny_config(family: str) -> PretrainedConfig:
     """Return a tiny configuration of a family."""
-    made = CONFIG_MAPPING[family]
-    table = shrunk(made().to_dict())
-    return made.from_dict({**table, **MORE.get(family, {})})
+    config_class = CONFIG_MAPPING[family]
+    table = shrink(config_class().to_dict())
+    return config_class.from_dict({**table, **SETTINGS.get(family, {})})
 
 
 def build(family: str) -> Any:
-    """Make a tiny model of a family, with random weights."""
-    config = config_of(family)
+    """Return a tiny model of a family, with random weights."""
+    config = tiny_config(family)
     with torch.device("meta"):
-        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
-    if size > MOST:
+        size = sum(
+            parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters()
+        )
+    if size > MAX_PARAMETERS:
         raise ValueError(f"{size:,} parameters")
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)

@@ -1,7 +1,7 @@
-"""Real runs of one family: loaded, packed, fused, adapted, saved, read back, resumed, stopped.
+"""Real runs of each model family: load, train, resume, pack, fuse, adapt, save, read back.
 
 python tests/family_runs.py                  all families, in one process; writes docs/families.md
-python tests/family_runs.py qwen3 mixtral    these only; other families stay as they are
+python tests/family_runs.py qwen3 mixtral    only these; other families keep their results
 """
 
 import json
@@ -32,11 +32,11 @@ from plugsft.registry.active import load
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")
 CLOSE = 2e-5
-"""How far loss and gradient norm may be from the plain run's, as a share."""
+"""Largest relative difference of loss and gradient norm from the plain run's."""
 RESULTS, PAGE = ROOT / "docs/families.json", ROOT / "docs/families.md"
 FINE = ("yes", "bit for bit")
 MEASURED = re.compile(r"(?<=\bby )\d[\d.e+-]*%?")
-"""How far numbers are off, as refusals say it."""
+"""A measured difference in a refusal's text."""
 HEAD = """# Families of models
 
 Decoder families of transformers {version} that build from a tiny configuration: {count}.
@@ -62,8 +62,8 @@ class Bench:
         self.tables["model"] = {"scratch": scratch}
         self.tables["data"] |= {"max_length": 128}
         self.tables["train"] |= {"batch_size": 4, "steps": 2}
-        done = run_plugsft(write_recipe(folder / "base.toml", self.tables))
-        assert done.returncode == 0, done.stderr
+        process = run_plugsft(write_recipe(folder / "base.toml", self.tables))
+        assert process.returncode == 0, process.stderr
         self.tokenizer = folder / "base/run/model"
 
     def run(self, model: Path, name: str, plugins: dict[str, Any], resume: bool = False) -> Path:
@@ -84,43 +84,45 @@ class Bench:
 
 
 class Trial:
-    """What is tried with one family, in order; each result is a word for the table."""
+    """The checks of one family, in order; each returns a word for the table."""
 
     def __init__(self, bench: Bench, family: str) -> None:
         self.bench, self.model = bench, bench.folder / "model"
         shutil.rmtree(self.model, ignore_errors=True)
-        made = build(family)
-        made(input_ids=torch.arange(9)[None], use_cache=False)  # by transformers alone
+        model = build(family)
+        model(input_ids=torch.arange(9)[None], use_cache=False)  # by transformers alone
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
-        made.save_pretrained(self.model)
-        self.wanted = saved_tensors(read(self.model))
+        model.save_pretrained(self.model)
+        self.reference = saved_tensors(read(self.model))
 
     def whole(self) -> str:
-        """Load it whole: every number is that of plain transformers."""
-        ours = saved_tensors(Load(str(self.model), {"dtype": torch.float32}).build())
-        ensure_equal(ours, self.wanted)
+        """Load the whole model: every number equals plain transformers'."""
+        tensors = saved_tensors(Load(str(self.model), {"dtype": torch.float32}).build())
+        ensure_equal(tensors, self.reference)
         return "yes"
 
     def sharded(self) -> str:
-        """Make it without weights, and read each tensor in two halves, as two ranks would."""
-        how = Load(str(self.model), {"dtype": torch.float32}, empty=True)
-        model = how.build()
-        if not how.empty:
-            ensure_equal(saved_tensors(model), self.wanted)
+        """Build the model without weights; read each tensor in two halves, as two ranks would."""
+        loading = Load(str(self.model), {"dtype": torch.float32}, empty=True)
+        model = loading.build()
+        if not loading.empty:
+            ensure_equal(saved_tensors(model), self.reference)
             return "whole on each rank"
-        names, tensors = how.names_in_files(model), saved_tensors(model)
-        with how.weights() as weights:
-            for name in [name for name, one in tensors.items() if one.is_meta]:
-                one = model.get_parameter(name)
+        names, tensors = loading.names_in_files(model), saved_tensors(model)
+        with loading.weights() as weights:
+            for name in [name for name, tensor in tensors.items() if tensor.is_meta]:
+                parameter = model.get_parameter(name)
                 stored = names.get(name) or next(
-                    names[n] for n, p in model.named_parameters() if p is one
+                    names[parameter_name]
+                    for parameter_name, candidate in model.named_parameters()
+                    if candidate is parameter
                 )
-                middle, rows = one.shape[0] // 2, one.shape[0]
+                middle, rows = parameter.shape[0] // 2, parameter.shape[0]
                 parts = [weights.rows(stored, *cut) for cut in ((0, middle), (middle, rows))]
                 tensors[name] = torch.cat([part for part in parts if len(part)])
-        ensure_equal(tensors, self.wanted)
+        ensure_equal(tensors, self.reference)
         return "yes"
 
     def trained(self) -> str:
@@ -129,26 +131,26 @@ class Trial:
         return "yes"
 
     def resumed(self) -> str:
-        """Go on after step 1: the weights are those of the run that was not stopped."""
-        again = shutil.copytree(self.plain, self.bench.folder / "again")
-        shutil.rmtree(again / "checkpoints/step-000002")
-        shutil.rmtree(again / "model")
+        """Resume after step 1: the weights equal those of the uninterrupted run."""
+        resumed_run = shutil.copytree(self.plain, self.bench.folder / "again")
+        shutil.rmtree(resumed_run / "checkpoints/step-000002")
+        shutil.rmtree(resumed_run / "model")
         self.bench.run(self.model, "again", {}, resume=True)
         ensure_equal(
-            saved_tensors(read(again / "model")), saved_tensors(read(self.plain / "model"))
+            saved_tensors(read(resumed_run / "model")), saved_tensors(read(self.plain / "model"))
         )
         return "bit for bit"
 
     def read_back(self) -> str:
-        """Plain transformers finds every tensor, trained ones and others."""
-        ours = saved_tensors(read(self.plain / "model"))
-        assert ours.keys() == self.wanted.keys(), min({*ours} ^ {*self.wanted})
-        moved = [name for name in ours if not torch.equal(ours[name], self.wanted[name])]
-        assert moved, "no weight has moved"
+        """Plain transformers finds every tensor in `model/`."""
+        tensors = saved_tensors(read(self.plain / "model"))
+        assert tensors.keys() == self.reference.keys(), min({*tensors} ^ {*self.wanted})
+        changed = [name for name in tensors if not torch.equal(tensors[name], self.reference[name])]
+        assert changed, "no weight has moved"
         return "yes"
 
     def ends(self) -> str:
-        """Plain `generate` ends where the template ends a turn."""
+        """Plain `generate` stops at the template's end of a turn."""
         folder = self.plain / "model"
         end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
         ends = GenerationConfig.from_pretrained(folder).eos_token_id
@@ -156,12 +158,12 @@ class Trial:
         return "yes"
 
     def packed(self) -> str:
-        """Pack: the loss and the gradient norm of each step stay, or the model is refused."""
-        return self.alike("packed", {"bfd_packing": {"capacity": 128}})
+        """Pack rows: each step's loss and gradient norm stay the same, or the run is refused."""
+        return self.compare_with_plain("packed", {"bfd_packing": {"capacity": 128}})
 
     def fused(self) -> str:
-        """Fuse the loss: as above."""
-        return self.alike("fused", {"fused_loss": {}})
+        """Fuse the loss, with the same comparison."""
+        return self.compare_with_plain("fused", {"fused_loss": {}})
 
     def lora(self) -> str:
         """Train adapters; transformers and peft read them back."""
@@ -169,88 +171,96 @@ class Trial:
         with warnings.catch_warnings():
             # transformers names experts to peft that the adapters do not have.
             warnings.filterwarnings("ignore", r"The following \w+_pattern keys", RuntimeWarning)
-            adapted = saved_tensors(read(run / "model"))
-        assert any("lora_B" in name and one.any() for name, one in adapted.items())
+            tensors = saved_tensors(read(run / "model"))
+        assert any("lora_B" in name and tensor.any() for name, tensor in tensors.items())
         return "yes"
 
-    def alike(self, name: str, plugins: dict[str, Any]) -> str:
-        """Compare a run with the plain one."""
+    def compare_with_plain(self, name: str, plugins: dict[str, Any]) -> str:
+        """Compare a run's metrics with the plain run's."""
         run = self.bench.run(self.model, name, plugins)
-        off = 0.0
-        for ours, theirs in zip(read_metrics(run), read_metrics(self.plain), strict=True):
+        error = 0.0
+        for metrics, plain_metrics in zip(read_metrics(run), read_metrics(self.plain), strict=True):
             for metric in ("loss", "grad_norm"):
-                off = max(off, abs(ours[metric] / theirs[metric] - 1))
-        assert off <= CLOSE, f"{off:.0e} off the plain run"
+                error = max(error, abs(metrics[metric] / plain_metrics[metric] - 1))
+        assert error <= CLOSE, f"{error:.0e} off the plain run"
         return "yes"
 
 
 def read(folder: Path) -> Any:
-    """Load with plain transformers."""
+    """Load a model with plain transformers."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def ensure_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Refuse tensors that are not the same."""
-    assert ours.keys() == theirs.keys(), min({*ours} ^ {*theirs})
-    wrong = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert not wrong, f"{wrong[0]} differs"
+def ensure_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that all tensors are equal."""
+    assert actual.keys() == expected.keys(), min({*actual} ^ {*expected})
+    different = [name for name in actual if not torch.equal(actual[name], expected[name])]
+    assert not different, f"{different[0]} differs"
 
 
-def tried(does: Callable[[], str]) -> str:
-    """Return what came of it: a word, "refused: ..." or "FAILED: ..."."""
+def describe_outcome(check: Callable[[], str]) -> str:
+    """Run a check; return its word, "refused: ..." or "FAILED: ..."."""
     try:
-        return does()
+        return check()
     except PlugsftError as error:
-        return f"refused: {first(error)}"
+        return f"refused: {first_line(error)}"
     except Exception as error:
-        return f"FAILED: {type(error).__name__}: {first(error)}"
+        return f"FAILED: {type(error).__name__}: {first_line(error)}"
 
 
-def first(error: Exception) -> str:
-    """Return an error in one line."""
+def first_line(error: Exception) -> str:
+    """Return an error's message in one line."""
     line = " ".join(str(error).split()) or "no message"
     return line if len(line) < 400 else f"{line[:397]}..."
 
 
 def family_results(bench: Bench, family: str) -> dict[str, str]:
-    """Try everything with a family; one entry "transformers: why" if it cannot be built."""
+    """Run all checks of a family; return one entry "built: reason" if it cannot be built."""
     for old in ("plain", "again", "packed", "fused", "lora"):
         shutil.rmtree(bench.folder / old, ignore_errors=True)
     try:
         trial = Trial(bench, family)
     except Exception as error:
-        return {"built": f"{type(error).__name__}: {first(error)}"}
-    results = {name: tried(getattr(trial, name.replace(" ", "_"))) for name in COLUMNS[:3]}
+        return {"built": f"{type(error).__name__}: {first_line(error)}"}
+    results = {
+        name: describe_outcome(getattr(trial, name.replace(" ", "_"))) for name in COLUMNS[:3]
+    }
     if results["trained"] == "yes":
-        results |= {name: tried(getattr(trial, name.replace(" ", "_"))) for name in COLUMNS[3:]}
+        results |= {
+            name: describe_outcome(getattr(trial, name.replace(" ", "_"))) for name in COLUMNS[3:]
+        }
     return results
 
 
-def committed() -> dict[str, dict[str, str]]:
-    """Return the results that were written last."""
+def read_committed() -> dict[str, dict[str, str]]:
+    """Return the results in docs/families.json."""
     return json.loads(RESULTS.read_text("utf8")) if RESULTS.exists() else {}
 
 
 def write_page(results: dict[str, dict[str, str]]) -> None:
-    """Write the results, and the table of families that were built with the reasons below it."""
+    """Write the results, and a page with the table of families and the reasons."""
     PAGE.parent.mkdir(exist_ok=True)
     results = dict(sorted(results.items()))
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
-    built = {name: one for name, one in results.items() if "built" not in one}
+    built = {name: outcomes for name, outcomes in results.items() if "built" not in outcomes}
     reasons: list[str] = []
     lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for family, one in built.items():
+    for family, outcomes in built.items():
         cells = []
         for column in COLUMNS:
-            word, _, reason = one.get(column, "").partition(": ")
-            # What was measured is in families.json; families with one reason share a line here.
+            word, _, reason = outcomes.get(column, "").partition(": ")
+            # The measured numbers are in families.json; families with the same reason share a line.
             reason = MEASURED.sub("N", reason)
             if reason and reason not in reasons:
                 reasons.append(reason)
             cells.append(f"{word} [{reasons.index(reason) + 1}]" if reason else word)
         lines.append(f"| {family} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    other = [f"- {name}: {one['built']}" for name, one in results.items() if "built" in one]
+    other = [
+        f"- {name}: {outcomes['built']}"
+        for name, outcomes in results.items()
+        if "built" in outcomes
+    ]
     text = [
         HEAD.format(count=len(built), version=transformers.__version__),
         *lines,
@@ -264,7 +274,7 @@ def write_page(results: dict[str, dict[str, str]]) -> None:
 
 
 def main(families: list[str]) -> None:
-    """Try families, and print or write what came of it."""
+    """Check families, print the problems, and write the page."""
     console.out.quiet = True
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -273,11 +283,11 @@ def main(families: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         for family in families or FAMILIES:
-            began = time.monotonic()
+            start = time.monotonic()
             results = family_results(bench, family)
-            odd = {name: one for name, one in results.items() if one not in FINE}
-            print(f"{family}: {odd or 'fine'} ({time.monotonic() - began:.0f} s)", flush=True)
-            write_page(committed() | {family: results})
+            problems = {name: outcome for name, outcome in results.items() if outcome not in FINE}
+            print(f"{family}: {problems or 'fine'} ({time.monotonic() - start:.0f} s)", flush=True)
+            write_page(read_committed() | {family: results})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Optimizers as other projects write them, with state of every kind."""
+"""Optimizers like those of other projects, with every kind of state."""
 
 import torch
 from torch.optim import Optimizer
 
 
 class ScheduleFree(Optimizer):
-    """Averages the weights itself: its counters and sums are values of the parameter groups."""
+    """Averages the weights; its counters and sums are values of the parameter groups."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), warmup=2):
         counters = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True, "note": None}
@@ -19,22 +19,24 @@ class ScheduleFree(Optimizer):
             group["lr_max"] = max(lr, group["lr_max"])
             group["weight_sum"] += group["lr_max"] ** 2
             share = group["lr_max"] ** 2 / group["weight_sum"]
-            for one in group["params"]:
-                if one.grad is None:
+            for parameter in group["params"]:
+                if parameter.grad is None:
                     continue
-                state = self.state[one]
+                state = self.state[parameter]
                 if not state:
-                    state["z"], state["exp_avg_sq"] = one.clone(), torch.zeros_like(one)
+                    state["z"], state["exp_avg_sq"] = parameter.clone(), torch.zeros_like(parameter)
                 beta = group["betas"][1]
-                state["exp_avg_sq"].mul_(beta).addcmul_(one.grad, one.grad, value=1 - beta)
-                update = one.grad / (state["exp_avg_sq"].sqrt() + 1e-8)
-                one.lerp_(state["z"], share)
+                state["exp_avg_sq"].mul_(beta).addcmul_(
+                    parameter.grad, parameter.grad, value=1 - beta
+                )
+                update = parameter.grad / (state["exp_avg_sq"].sqrt() + 1e-8)
+                parameter.lerp_(state["z"], share)
                 state["z"].sub_(update, alpha=lr)
-                one.sub_(update, alpha=lr * (1 - share))
+                parameter.sub_(update, alpha=lr * (1 - share))
 
 
 class Quantized(Optimizer):
-    """Has its momentum as one byte a number, with a scale for each block of eight."""
+    """Stores momentum in one byte per number, with a scale per block of eight."""
 
     block = 8
 
@@ -44,14 +46,18 @@ class Quantized(Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is None:
+            for parameter in group["params"]:
+                if parameter.grad is None:
                     continue
-                grad = one.grad.to_local() if hasattr(one.grad, "to_local") else one.grad
-                local = one.to_local() if hasattr(one, "to_local") else one
+                grad = (
+                    parameter.grad.to_local()
+                    if hasattr(parameter.grad, "to_local")
+                    else parameter.grad
+                )
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 if not local.numel():
                     continue
-                state = self.state[one]
+                state = self.state[parameter]
                 if not state:
                     blocks = -(-local.numel() // self.block)
                     state["codes"] = torch.full(local.shape, 128, dtype=torch.uint8)
@@ -71,7 +77,7 @@ class Quantized(Optimizer):
 
 
 class Masters(Optimizer):
-    """Updates float32 masters of bfloat16 weights."""
+    """Updates float32 copies of bfloat16 weights."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr})
@@ -79,20 +85,20 @@ class Masters(Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is None:
+            for parameter in group["params"]:
+                if parameter.grad is None:
                     continue
-                state = self.state[one]
+                state = self.state[parameter]
                 if not state:
-                    state["master"] = one.float()
-                    state["compensation"] = torch.zeros_like(one)
-                state["master"].sub_(one.grad.float(), alpha=group["lr"])
-                state["compensation"].add_(one.grad)
-                one.copy_(state["master"])
+                    state["master"] = parameter.float()
+                    state["compensation"] = torch.zeros_like(parameter)
+                state["master"].sub_(parameter.grad.float(), alpha=group["lr"])
+                state["compensation"].add_(parameter.grad)
+                parameter.copy_(state["master"])
 
 
 class Odd(Optimizer):
-    """Has values of every kind, in every place."""
+    """Has values of every kind in its state, its groups and itself."""
 
     def __init__(self, params, lr=1e-3, rate=0.5):
         added = {"factors": torch.tensor([1.0, 0.5, 0.25]), "history": [], "on": False}
@@ -107,73 +113,75 @@ class Odd(Optimizer):
             group["factors"] *= 0.9
             group["history"].append(float(group["lr"]))
             group["on"] = not group["on"]
-            for one in group["params"]:
-                if one.grad is None:
+            for parameter in group["params"]:
+                if parameter.grad is None:
                     continue
-                state = self.state[one]
+                state = self.state[parameter]
                 if not state:
-                    rows = one.new_zeros([one.shape[0], 1][: one.dim()])
+                    rows = parameter.new_zeros([parameter.shape[0], 1][: parameter.dim()])
                     state["nested"] = {"rows": [rows, None], "count": torch.tensor(0)}
                     state["flags"], state["worst"] = (True, "text"), float("-inf")
-                    state["mask"] = torch.zeros_like(one, dtype=torch.bool)
-                    plain = one.dim() == 2 and not hasattr(one, "to_local")
-                    state["twisted"] = torch.zeros_like(one).t() if plain else None
+                    state["mask"] = torch.zeros_like(parameter, dtype=torch.bool)
+                    plain = parameter.dim() == 2 and not hasattr(parameter, "to_local")
+                    state["twisted"] = torch.zeros_like(parameter).t() if plain else None
                 rows = state["nested"]["rows"][0]
-                rows += one.grad.mean(1, keepdim=True) if one.dim() == 2 else one.grad
+                rows += (
+                    parameter.grad.mean(1, keepdim=True) if parameter.dim() == 2 else parameter.grad
+                )
                 state["nested"]["count"] += 1
-                state["mask"] |= one.grad > 0
+                state["mask"] |= parameter.grad > 0
                 if state["twisted"] is not None:
-                    state["twisted"] += one.grad.t()
+                    state["twisted"] += parameter.grad.t()
                 scale = float(group["factors"].sum()) * len(group["history"]) * self.total
-                step = one.grad * scale + rows * self.state["steps"] + state["mask"].float()
-                one.sub_(step, alpha=group["lr"] * (2 if group["on"] else 1))
+                step = parameter.grad * scale + rows * self.state["steps"] + state["mask"].float()
+                parameter.sub_(step, alpha=group["lr"] * (2 if group["on"] else 1))
 
     def state_dict(self):
-        """Add what no group and no parameter has."""
+        """Add a value that belongs to no group and no parameter."""
         return super().state_dict() | {"total": self.total}
 
     def load_state_dict(self, state_dict):
-        """Take it back."""
+        """Load the value that state_dict added."""
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "total"})
         self.total = state_dict["total"]
 
 
 def own_groups(model):
-    """Give two groups with settings of their own."""
-    params = [one for one in model.parameters() if one.requires_grad]
-    matrices = [one for one in params if one.dim() > 1]
+    """Return two parameter groups with different settings."""
+    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in params if parameter.dim() > 1]
     return [
         {"params": matrices, "weight_decay": 0.1},
-        {"params": [p for p in params if p.dim() < 2]},
+        {"params": [parameter for parameter in params if parameter.dim() < 2]},
     ]
 
 
-def of_torch(name, **options):
-    """Make one of torch's own."""
+def make_torch_optimizer(name, **options):
+    """Return a factory of one of torch's optimizers."""
     return lambda model: getattr(torch.optim, name)(own_groups(model), lr=1e-3, **options)
 
 
-def muon(model):
-    """Muon is for matrices alone."""
+def make_muon(model):
+    """Return torch's Muon, which takes only matrices."""
     return torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
 TORCH = {
-    "AdamW": of_torch("AdamW"),
-    "AdamW fused": of_torch("AdamW", fused=True),
-    "AdamW amsgrad": of_torch("AdamW", amsgrad=True),
-    "AdamW foreach": of_torch("AdamW", foreach=True),
-    "SGD": of_torch("SGD", momentum=0.9, nesterov=True),
-    "Adagrad": of_torch("Adagrad"),
-    "NAdam": of_torch("NAdam"),
-    "RAdam": of_torch("RAdam"),
-    "ASGD": of_torch("ASGD", t0=2),
-    "Adadelta": of_torch("Adadelta"),
-    "Adamax": of_torch("Adamax"),
-    "RMSprop": of_torch("RMSprop", centered=True, momentum=0.5),
+    "AdamW": make_torch_optimizer("AdamW"),
+    "AdamW fused": make_torch_optimizer("AdamW", fused=True),
+    "AdamW amsgrad": make_torch_optimizer("AdamW", amsgrad=True),
+    "AdamW foreach": make_torch_optimizer("AdamW", foreach=True),
+    "SGD": make_torch_optimizer("SGD", momentum=0.9, nesterov=True),
+    "Adagrad": make_torch_optimizer("Adagrad"),
+    "NAdam": make_torch_optimizer("NAdam"),
+    "RAdam": make_torch_optimizer("RAdam"),
+    "ASGD": make_torch_optimizer("ASGD", t0=2),
+    "Adadelta": make_torch_optimizer("Adadelta"),
+    "Adamax": make_torch_optimizer("Adamax"),
+    "RMSprop": make_torch_optimizer("RMSprop", centered=True, momentum=0.5),
     "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=1e-3),
-    "Adafactor": of_torch("Adafactor"),
-    "Muon": muon,
+    "Adafactor": make_torch_optimizer("Adafactor"),
+    "Muon": make_muon,
 }
 OWN = {
     "ScheduleFree": lambda model: ScheduleFree(own_groups(model)),

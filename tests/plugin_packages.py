@@ -1,4 +1,4 @@
-"""Writes plugins for a test as their authors would: distributions with entry points."""
+"""Writes plugins for tests as authors do: packages with entry points."""
 
 import importlib
 import itertools
@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 
 _numbers = itertools.count()
-# How TRL's trainers are set up where they are compared with: all of it in float32, on the CPU.
+# TRL's settings in comparisons: float32, on the CPU.
 TRL = {
     "per_device_train_batch_size": 8,
     "max_length": 256,
@@ -18,7 +18,7 @@ TRL = {
     "report_to": [],
 }
 HEAD = "from plugsft import PluginError, RecipeError, hookimpl, plugin, state\n"
-# It changes the texts, and so the tokens and their key.
+# This plugin changes the texts, and so the tokens and their key.
 LOUD = """
     @plugin()
     class Loud:
@@ -33,23 +33,23 @@ LOUD = """
 
 
 def install(folder: Path, **plugins: str) -> Path:
-    """Write plugins (name=source of its module) into a folder that goes on sys.path."""
-    made = f"made{os.getpid()}_{next(_numbers)}"
-    site = folder / made
-    info = site / f"{made}-1.2.dist-info"
+    """Write plugins (name=module source) into a folder for sys.path; return the folder."""
+    package = f"made{os.getpid()}_{next(_numbers)}"
+    site = folder / package
+    info = site / f"{package}-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {made}\nVersion: 1.2\nSummary: For a test\n"
+        f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\nSummary: For a test\n"
     )
-    points = "".join(f"{name} = {made}_{name}\n" for name in plugins)
+    points = "".join(f"{name} = {package}_{name}\n" for name in plugins)
     (info / "entry_points.txt").write_text(f"[plugsft]\n{points}")
     for name, source in plugins.items():
-        (site / f"{made}_{name}.py").write_text(HEAD + dedent(source), encoding="utf8")
+        (site / f"{package}_{name}.py").write_text(HEAD + dedent(source), encoding="utf8")
     return site
 
 
 def activate(site: Path, monkeypatch) -> None:
-    """Put such a folder on this process's path, and on that of processes it starts."""
+    """Put a folder on the path of this process and of its child processes."""
     monkeypatch.syspath_prepend(str(site))
     before = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), before])))

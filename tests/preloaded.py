@@ -6,7 +6,7 @@ import importlib
 import os
 from contextlib import suppress
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import looks for a GPU, and says so
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without this, its import looks for a GPU
 
 with suppress(ImportError):
     importlib.import_module("deepspeed")
@@ -19,7 +19,7 @@ import plugsft.lab.bench.run
 import plugsft.lab.tune.run
 import plugsft.loop  # noqa: F401
 
-# A table of some thousand patterns that each first model of a process compiles.
+# This compiles a thousand patterns, which the first model of a process needs.
 get_checkpoint_conversion_mapping("llama")
 # A fork's garbage collections skip what it has inherited: else each copies all pages of it.
 gc.collect()

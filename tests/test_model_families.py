@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FULL, ROOT, only_full
 from families import FAMILIES, build
-from family_runs import COLUMNS, FINE, Bench, committed, family_results
+from family_runs import COLUMNS, FINE, Bench, read_committed, family_results
 
 from plugsft.base import console
 
@@ -82,9 +82,9 @@ def test_a_family_passes_or_is_refused(bench, family):
     assert not failed and "built" not in results, results
     for column in set(COLUMNS) - {"packed", "fused", "lora"}:
         assert results[column] in (*FINE, "whole on each rank"), results
-    if family in CORE or family in committed():
+    if family in CORE or family in read_committed():
         assert {name: word(one) for name, one in results.items()} == {
-            name: word(one) for name, one in committed()[family].items()
+            name: word(one) for name, one in read_committed()[family].items()
         }
 
 

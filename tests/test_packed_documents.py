@@ -5,6 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from families import SMALL
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -24,19 +25,6 @@ from plugsft.kit.model import attend_per_document, documents_of, pack
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 TIED = SMALL | {"tie_word_embeddings": True}
 MODELS = {
     "llama": LlamaConfig(**TIED),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_plugsft
+from families import SMALL
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -40,19 +41,6 @@ from plugsft.plugins.flash_attention.kernels import (
 from plugsft.plugins.flash_attention.varlen import attend, kernel_inputs
 
 HOPPER, AMPERE, TURING, BLACKWELL = (9, 0), (8, 0), (7, 5), (10, 0)
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 MODELS = {
     "llama": LlamaConfig(**SMALL | {"num_key_value_heads": 4}),
     "qwen3": Qwen3Config(**SMALL),

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, chats, only_full, run_plugsft
+from families import SMALL
 from test_launch import config, curve, finish, launch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Config
 
@@ -19,19 +20,6 @@ from plugsft.plugins.liger import Liger
 from plugsft.plugins.liger.patch import apply_patch, modeling_modules
 from plugsft.registry.active import check, resolve
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
