@@ -1,6 +1,6 @@
-"""Forks of a process that has imported everything: programs, without the seconds of an import.
+"""Forks of a process that has imported everything, so programs start without import time.
 
-This module imports no tests: each fork imports it to find what it runs.
+This module imports no tests, because each fork imports it to find its function.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ FORK_TRIALS = "PLUGSFT_TESTS_FORK_TRIALS"
 
 
 def start_fork_server() -> None:
-    """Start it, if it does not run yet, where it can import tests/preloaded.py."""
+    """Start the fork server, if it does not run yet, with tests/ on its path."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [before])]
@@ -37,15 +37,15 @@ def start_fork_server() -> None:
 
 
 class Running:
-    """A `plugsft` process, started."""
+    """A started `plugsft` process."""
 
     def __init__(self, arguments: tuple[object, ...], env: dict[str, str], cwd: Path) -> None:
         self._files = Path(tempfile.mkdtemp())
         self._out, self._err = (self._files / name for name in ("out", "err"))
         words = list(map(str, arguments))
-        inside = (words, {**os.environ, **env}, str(cwd), str(self._out), str(self._err))
+        child_arguments = (words, {**os.environ, **env}, str(cwd), str(self._out), str(self._err))
         start_fork_server()
-        self.process = FORKS.Process(target=run_program, args=inside)
+        self.process = FORKS.Process(target=run_program, args=child_arguments)
         self.process.start()
 
     @property
@@ -53,7 +53,7 @@ class Running:
         return self.process.pid
 
     def wait(self, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
-        """Wait for its end; return what it said."""
+        """Wait for its end; return its exit code and output."""
         self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
@@ -76,23 +76,31 @@ def run_program(words: list[str], env: dict[str, str], cwd: str, out: str, err: 
     cli.main(words)
 
 
-def run_fork(words: list[str], said: Path, **environment: str) -> tuple[int, float]:
-    """Do as plugsft.lab.trials.runner.run_process, in a fork instead of a fresh process."""
+def run_fork(words: list[str], output_file: Path, **environment: str) -> tuple[int, float]:
+    """Replace plugsft.lab.trials.runner.run_process: run in a fork, not in a fresh process."""
     python, option, module, *arguments = words
     assert (python, option) == (sys.executable, "-m"), words
     started = time.perf_counter()
-    inside = (module, arguments, {**os.environ, **environment}, os.getcwd(), str(said))
-    process = FORKS.Process(target=run_module, args=inside)
+    child_arguments = (
+        module,
+        arguments,
+        {**os.environ, **environment},
+        os.getcwd(),
+        str(output_file),
+    )
+    process = FORKS.Process(target=run_module, args=child_arguments)
     process.start()
     process.join()
     return process.exitcode, time.perf_counter() - started
 
 
-def run_module(module: str, arguments: list[str], env: dict[str, str], cwd: str, said: str) -> None:
+def run_module(
+    module: str, arguments: list[str], env: dict[str, str], cwd: str, output_file: str
+) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    file = os.open(output_file, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = [module, *arguments]

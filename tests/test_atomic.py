@@ -474,9 +474,9 @@ def test_a_disk_too_small_for_the_first_checkpoint_is_known_before_anything_is_p
 ):
     recipe = tiny(model={"scratch": {"hidden": 128, "layers": 2, "heads": 2, "context": 256}})
     for command in ("train", "check"):
-        done = run_plugsft(command, recipe, f"output={small_disk}/run")
-        assert done.returncode == 2 and "data:" not in done.stdout
-        assert "1.0 MiB free" in done.stderr or "1.0 MiB are free" in done.stderr, done.stderr
+        result = run_plugsft(command, recipe, f"output={small_disk}/run")
+        assert result.returncode == 2 and "data:" not in result.stdout
+        assert "1.0 MiB free" in result.stderr or "1.0 MiB are free" in result.stderr, result.stderr
     assert list(small_disk.iterdir()) == []
 
 
@@ -493,12 +493,12 @@ def test_a_limit_of_size_is_told_too(place):
 
 
 def test_a_full_disk_stops_a_run_with_one_line(small_disk, tiny):
-    done = run_plugsft("prepare", tiny(), f"output={small_disk}/run", "model.scratch.vocab=20000")
-    if done.returncode == 0:
+    result = run_plugsft("prepare", tiny(), f"output={small_disk}/run", "model.scratch.vocab=20000")
+    if result.returncode == 0:
         (small_disk / "fill").write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * 4096))
-        done = run_plugsft("prepare", tiny(), f"output={small_disk}/run", "data.max_length=100")
-    assert done.returncode == 2, done.stdout
-    assert "cannot be written" in done.stderr and "Traceback" not in done.stderr
+        result = run_plugsft("prepare", tiny(), f"output={small_disk}/run", "data.max_length=100")
+    assert result.returncode == 2, result.stdout
+    assert "cannot be written" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -512,11 +512,11 @@ def test_a_full_disk_stops_a_run_with_one_line(small_disk, tiny):
 )
 def test_an_output_that_cannot_be_written_stops_a_run_with_one_line(tiny, tmp_path, output, says):
     (tmp_path / "FILE").touch()
-    done = run_plugsft(
+    result = run_plugsft(
         "prepare", tiny(), f"output={output.replace('FILE', str(tmp_path / 'FILE'))}"
     )
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
     place, says = (text.replace("FILE", str(tmp_path / "FILE")) for text in (output, says))
     assert line.startswith(f"error: {place}/scratch/tokenizer-")
     assert line.endswith(f": cannot be written: {says}; give another folder (output=...)")

@@ -79,17 +79,23 @@ def stepped(tmp_path, folder, plugins, dtype):
     torch.manual_seed(1)
     model = active.hooks.optimize_model(load=make_load(recipe.model, tmp_path)).train()
     with torch.no_grad():
-        for name, one in model.named_parameters():
+        for name, parameter in model.named_parameters():
             if "lora_B" in name:  # adapters that say something
-                one += torch.arange(one.numel()).view_as(one).remainder(7).sub(3) * 1e-2
-    types = {bool(one.requires_grad): one.dtype for one in model.parameters()}
+                parameter += (
+                    torch.arange(parameter.numel()).view_as(parameter).remainder(7).sub(3) * 1e-2
+                )
+    types = {bool(parameter.requires_grad): parameter.dtype for parameter in model.parameters()}
     if dtype == "bfloat16":
         cast = torch.autocast("cpu", torch.bfloat16)
         model.forward = convert_outputs_to_fp32(cast(model.forward))
     batch, score = batch_of("bfd_packing" in plugins), active.hooks.score
     loss = active.hooks.step(model=model, batch=batch, total=20, score=score)
     loss.backward()
-    grads = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+    grads = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     return float(loss.detach()), grads, types
 
 
@@ -104,12 +110,12 @@ def off(grads, exact):
 def test_plugins_under_autocast_are_as_near_to_float32_as_the_core(tmp_path, folder, plugins):
     loss, grads, types = stepped(tmp_path, folder, plugins, "bfloat16")
     true_loss, true, _ = stepped(tmp_path, folder, plugins, "float32")
-    core = {name: one for name, one in plugins.items() if name in ("lora", "bfd_packing")}
+    core = {name: plugin for name, plugin in plugins.items() if name in ("lora", "bfd_packing")}
     _, plain, _ = stepped(tmp_path, folder, core, "bfloat16")
     limit = off(plain, true)
     print(f"{off(grads, true):.1e} off float32, the core {limit:.1e}")
     assert loss == pytest.approx(true_loss, rel=5e-3) and loss != true_loss
-    assert {one.dtype for one in grads.values()} == {torch.float32}
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
     assert 1e-5 < off(grads, true) < max(1.5 * limit, 1e-3) < 0.05
     assert types[True] == torch.float32, "what is trained"
     assert types.get(False, torch.bfloat16) == torch.bfloat16, "what is frozen"

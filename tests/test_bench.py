@@ -175,8 +175,8 @@ def test_a_plugin_goes_with_what_it_requires(recipe):
     ],
 )
 def test_wrong_words_end_at_once(recipe, words, said):
-    done = run_plugsft("bench", recipe(nothing={}, both={}), *words)
-    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    result = run_plugsft("bench", recipe(nothing={}, both={}), *words)
+    assert result.returncode == 2 and said in result.stderr and result.stderr.count("\n") == 1
 
 
 # What a token took in trials of one recipe, one after the other, beside their median: measured on a
@@ -209,7 +209,7 @@ def share(word, more=1.0, quiet=1.0, count=4_000):
         pairs = []
         for _ in range(5):
             at = dice.randrange(len(REAL) - 1)
-            one, other = dice.sample([took**quiet for took in REAL[at : at + 2]], 2)
+            one, other = dice.sample([seconds**quiet for seconds in REAL[at : at + 2]], 2)
             pairs.append((one * more, other))
         found.append(times_as_fast(*zip(*pairs, strict=True)).word)
     return found.count(word) / count
@@ -232,7 +232,7 @@ def test_noise_of_any_size_is_taken_for_nothing_else(heavy, size):
         # Student's t, of few degrees: most of it small, and some as large as can be.
         spoils = [dice.gauss(0, 1) / math.sqrt(dice.gammavariate(heavy / 2, 2 / heavy))
                   for _ in range(5)]  # fmt: skip
-        return [math.exp(min(max(size * one, -5), 5)) for one in spoils]
+        return [math.exp(min(max(size * spoil, -5), 5)) for spoil in spoils]
 
     words = [times_as_fast(trials(), trials()).word for _ in range(2_000)]
     assert words.count(NOISE) >= 0.975 * len(words)
@@ -256,8 +256,8 @@ def test_rounds_let_each_take_part_once_and_in_other_orders():
     contenders = {name: lambda name=name: ran.append(name) or name * 2 for name in "abcd"}
     assert list(in_rounds(6, contenders)) == [{name: name * 2 for name in "abcd"}] * 6
     orders = ["".join(ran[at : at + 4]) for at in range(0, 24, 4)]
-    assert all(sorted(one) == list("abcd") for one in orders) and len({*orders}) > 3
-    assert {one[0] for one in orders} != {orders[0][0]}
+    assert all(sorted(order) == list("abcd") for order in orders) and len({*orders}) > 3
+    assert {order[0] for order in orders} != {orders[0][0]}
 
 
 def figures(dice, cost=1.0, noise=0.005, off=0.0, **more):
@@ -357,7 +357,7 @@ def test_steps_are_compared_with_their_like():
     assert seconds_per_token(trials, 2) == pytest.approx([1e-4] * 5)
     # Twice the tokens in a step, in twice the time: as fast.
     double = {
-        "tokens": [2 * one for one in trials[0]["tokens"]],
+        "tokens": [2 * count for count in trials[0]["tokens"]],
         "seconds": [2 * one for one in trials[0]["seconds"]],
     }
     assert seconds_per_token([double], 2)[0] == pytest.approx(seconds_per_token(trials[:1], 2)[0])
@@ -464,8 +464,8 @@ def test_benches_of_other_work_are_not_compared():
 def test_planted_plugins_come_out_as_they_are(recipe, tmp_path):
     path = recipe(louder={}, slow={}, sleeper={"seconds": 1e-3}, broken={})
     words = ["--rounds", 1, "--steps", 2, "--warmup", 1, "--keep", "sleeper"]
-    done = run_plugsft("bench", path, "--without", "broken", *words)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft("bench", path, "--without", "broken", *words)
+    assert result.returncode == 0, result.stderr
     folder = tmp_path / "run-bench"
     found = json.loads((folder / "bench.json").read_text())
     assert found["status"] == "complete" and found["machine"]["cores"] and "cpu" in found["machine"]
@@ -480,20 +480,20 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path):
     assert min(s / t for s, t in zip(one["seconds"], one["tokens"], strict=True)) >= 1e-3
     assert one["host"] > 50e6
     for name in ("bench.json", "bench.md", "bench.html"):
-        assert (folder / name).exists() and f"run-bench/{name}" in done.stdout
+        assert (folder / name).exists() and f"run-bench/{name}" in result.stdout
     assert "| slow | not in steps |" in (folder / "bench.md").read_text()
     assert not (tmp_path / "run").exists()
-    done = run_plugsft("bench", path, *words)
-    assert done.returncode == 2 and "holds a bench; add --overwrite" in done.stderr
+    result = run_plugsft("bench", path, *words)
+    assert result.returncode == 2 and "holds a bench; add --overwrite" in result.stderr
 
 
 @pytest.mark.slow
 def test_one_that_breaks_is_told_and_the_others_go_on(recipe, tmp_path, forked_trials):
     path = recipe(broken={})
     words = ["--rounds", 2, "--steps", 1, "--warmup", 0, "--out", tmp_path / "made"]
-    done = run_plugsft("bench", path, *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("failed: it broke") == 1  # it is not tried again
+    result = run_plugsft("bench", path, *words)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("failed: it broke") == 1  # it is not tried again
     found = json.loads((tmp_path / "made/bench.json").read_text())
     assert words_of(found) == {"broken": "broken alone failed"}
     assert [sorted(one) for one in found["rounds"]] == [["broken", "none"], ["none"]]
@@ -501,10 +501,10 @@ def test_one_that_breaks_is_told_and_the_others_go_on(recipe, tmp_path, forked_t
 
 @pytest.mark.slow
 def test_a_baseline_that_does_not_run_names_the_cure(recipe, forked_trials):
-    done = run_plugsft("bench", recipe(nothing={}), "--instead", "nothing:train.micro_batch=0")
-    assert done.returncode == 2 and "train.micro_batch: given 0" in done.stderr
-    assert "the baseline, without nothing, does not run" in done.stderr
-    assert "--keep NAME" in done.stderr and done.stderr.count("\n") == 1
+    result = run_plugsft("bench", recipe(nothing={}), "--instead", "nothing:train.micro_batch=0")
+    assert result.returncode == 2 and "train.micro_batch: given 0" in result.stderr
+    assert "the baseline, without nothing, does not run" in result.stderr
+    assert "--keep NAME" in result.stderr and result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -524,7 +524,7 @@ def test_a_bench_that_is_stopped_keeps_whole_rounds_and_leaves_no_process(recipe
     assert found["status"] == "stopped" and found["rounds"]
     mine = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert not [
-        one for one in mine.splitlines() if "commands.trial" in one and str(tmp_path) in one
+        line for line in mine.splitlines() if "commands.trial" in line and str(tmp_path) in line
     ]
 
 
@@ -548,8 +548,8 @@ def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
     write_recipe(path, tables | {"plugins": plugins})
     found = []
     for number in range(TWENTY):
-        done = run_plugsft("bench", path, *words, "--out", tmp_path / str(number), timeout=900)
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft("bench", path, *words, "--out", tmp_path / str(number), timeout=900)
+        assert result.returncode == 0, result.stderr
         made = Bench(json.loads((tmp_path / str(number) / "bench.json").read_text()))
         nothing, sleeper = made.lines()
         found.append((nothing.alone.word, sleeper.alone.word))
@@ -577,10 +577,10 @@ def test_the_readme_has_the_table_of_the_committed_figures(monkeypatch):
 def test_the_tools_measure_with_the_same(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "tools/bench"))
     shared = importlib.import_module("shared")
-    took = shared.in_rounds(3, short=lambda: None, long=lambda: time.sleep(0.02))
-    assert [len(one) for one in took.values()] == [3, 3] and min(took["long"]) > 0.02
+    seconds = shared.in_rounds(3, short=lambda: None, long=lambda: time.sleep(0.02))
+    assert [len(one) for one in seconds.values()] == [3, 3] and min(seconds["long"]) > 0.02
     assert shared.compare_speed([1.0] * 3, [2.0] * 3) == "2.00 x (2.00 to 2.00) as fast, faster"
-    shared.write_report({"seconds": took}, tmp_path / "kept.json")
+    shared.write_report({"seconds": seconds}, tmp_path / "kept.json")
     kept = json.loads((tmp_path / "kept.json").read_text())
-    assert kept["seconds"] == took and kept["machine"]["cores"] and kept["versions"]["trl"]
+    assert kept["seconds"] == seconds and kept["machine"]["cores"] and kept["versions"]["trl"]
     assert kept["machine"]["cpu"] and kept["date"] and len(kept["machine"]["system"]) > 4

@@ -213,8 +213,8 @@ def test_explain_names_what_differs(recipe, home, tmp_path, monkeypatch):
 
 def test_explain_looks_into_the_output_and_at_evaluation_data(recipe, home):
     path = recipe(eval={"split": "train[:5]"})
-    done = run_plugsft("prepare", path, "--without", "arrow_cache")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft("prepare", path, "--without", "arrow_cache")
+    assert result.returncode == 0, result.stderr
     said = cache("explain", path).stdout
     assert said.count("  output   hit: ") == 2 and said.count("  cache    miss: ") == 2
     assert [line.split(":")[0] for line in said.splitlines()[::3]] == ["data", "eval"]
@@ -335,7 +335,7 @@ def all_of(tokens):
     """Everything that training takes of a data set."""
     numbers = np.arange(len(tokens))
     columns = [tokens.lengths, tokens.targets, tokens.rows, tokens._first_lengths, tokens._prefixes]
-    sources = [one["examples"] for one in tokens.facts["sources"]]
+    sources = [source["examples"] for source in tokens.facts["sources"]]
     parts = [*columns, *tokens.gather(numbers), np.array([tokens.facts["pairs"], *sources])]
     return b"".join(part.tobytes() for part in parts)
 
@@ -389,7 +389,7 @@ def test_any_flipped_byte_is_found_and_none_does_harm(recipe, tmp_path, home):
     sources = [write_jsonl(tmp_path / f"{n}.jsonl", chats(5, n)) for n in range(3)]
     path = recipe()
     tables = path.read_text().replace(f'source = "{tmp_path}/data.jsonl"\n', "")
-    listed = "".join(f'[[data.sources]]\nsource = "{one}"\n' for one in sources)
+    listed = "".join(f'[[data.sources]]\nsource = "{source}"\n' for source in sources)
     path.write_text(tables.replace("[train]", f"{listed}[train]"))
     entry = built(path)
     # In a process of its own: a crash is found as one.
@@ -612,7 +612,7 @@ def test_a_flipped_bit_in_a_shard_ends_the_run_before_it_is_trained_on(recipe, t
     # A low bit of a token in the middle: no id that the model does not know.
     flip(shard, shard.read_bytes().index(ids) + len(ids) // 8 * 4)
     named = [f"data.tokens={folder}", f"output={tmp_path / 'other'}"]
-    ended = [one.wait() for one in start_ranks(ranks, path, *named)]
+    ended = [rank.wait() for rank in start_ranks(ranks, path, *named)]
     said = [line for one in ended for line in one.stderr.splitlines() if "error: " in line]
     assert all(one.returncode in (1, 2) for one in ended), ended
     assert not any("Traceback" in one.stderr for one in ended), ended
@@ -637,6 +637,8 @@ def test_ids_that_the_model_does_not_know_are_refused(recipe, tmp_path):
     text = re.sub(r"(?ms)^\[model.scratch\]$.*?^$", "", path.read_text())
     path.write_text(text.replace("[model]\n", f'[model]\npath = "{small}"\n'))
     for command in (["check"], ["prepare"], []):
-        done = run_plugsft(*command, path)
-        assert done.returncode == 2 and "Traceback" not in done.stderr, done
-        assert re.search(r"the token id 3\d\d, but the model knows only 300 ids", done.stderr), done
+        result = run_plugsft(*command, path)
+        assert result.returncode == 2 and "Traceback" not in result.stderr, result
+        assert re.search(r"the token id 3\d\d, but the model knows only 300 ids", result.stderr), (
+            result
+        )

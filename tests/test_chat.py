@@ -42,8 +42,8 @@ def run(tmp_path_factory):
     tables["model"]["scratch"] |= {"hidden": 64, "context": 128}
     tables["data"]["max_length"] = 128
     tables["train"] |= {"batch_size": 4, "steps": 80, "learning_rate": 1e-2, "log_every": 80}
-    done = run_plugsft(write_recipe(folder / "recipe.toml", tables))
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(write_recipe(folder / "recipe.toml", tables))
+    assert result.returncode == 0, result.stderr
     return folder / "run"
 
 
@@ -54,9 +54,9 @@ def speaker(run):
 
 def test_questions_are_answered_in_order_and_nothing_else_is_said(run):
     words = [word for question in ANSWERS for word in ("--ask", question)]
-    done = run_plugsft("chat", run, *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(f"{answer}\n" for answer in ANSWERS.values())
+    result = run_plugsft("chat", run, *words)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "".join(f"{answer}\n" for answer in ANSWERS.values())
     assert run_plugsft("chat", run / "model", "--ask", "Who?").stdout == "Me.\n"
 
 
@@ -165,10 +165,10 @@ def test_the_talk_is_remembered_until_the_context_is_full(speaker):
 def test_piped_lines_are_answered_until_they_end(run):
     command = [sys.executable, "-m", "plugsft", "chat", str(run)]
     lines = "Who?\n\nWhat is red?\nexit\nWho?\n"
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    first, *_ = done.stdout.splitlines()
-    assert first == "Me." and done.stdout.count("Me.") == 1
+    result = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    first, *_ = result.stdout.splitlines()
+    assert first == "Me." and result.stdout.count("Me.") == 1
 
 
 @pytest.mark.slow
@@ -247,5 +247,5 @@ def test_a_place_without_a_model_says_what_to_do(tmp_path, make, says):
 
 
 def test_an_empty_question_is_refused(run):
-    done = run_plugsft("chat", run, "--ask", " ")
-    assert done.returncode == 2 and "empty question" in done.stderr
+    result = run_plugsft("chat", run, "--ask", " ")
+    assert result.returncode == 2 and "empty question" in result.stderr

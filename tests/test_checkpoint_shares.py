@@ -94,8 +94,8 @@ def shares(name, accelerator, recipe, active):
 def said(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shares")
     answers = on_ranks(RANKS, FSDP2, folder, [("shares", shares)])
-    assert all(isinstance(one["shares"], dict) for one in answers), answers
-    return [one["shares"] for one in answers], folder / "run/checkpoints/step-000004"
+    assert all(isinstance(answer["shares"], dict) for answer in answers), answers
+    return [answer["shares"] for answer in answers], folder / "run/checkpoints/step-000004"
 
 
 @pytest.mark.parametrize("doing", ["save", "restore"])
@@ -105,7 +105,7 @@ def test_each_byte_is_compared_by_one_rank_and_by_all_alike(said, doing):
         name: size for name, (size, _) in json.loads((checkpoint / MANIFEST).read_text()).items()
     }
     tensors = {name: size for name, size in sizes.items() if name.endswith(".safetensors")}
-    read = [[name for name in one[doing][0] if name in tensors] for one in answers]
+    read = [[name for name in answer[doing][0] if name in tensors] for answer in answers]
     assert sorted(name for names in read for name in names) == sorted(tensors)
     shares = [sum(tensors[name] for name in names) / sum(tensors.values()) for names in read]
     print(f"\n{doing}: shares of the bytes compared: {', '.join(f'{s:.2f}' for s in shares)}")

@@ -36,9 +36,9 @@ def test_help_is_quick_and_names_every_command():
     times = []
     for _ in range(3):
         started = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
         times.append(time.perf_counter() - started)
-    assert all(f" {name} " in done.stdout for name in COMMANDS)
+    assert all(f" {name} " in result.stdout for name in COMMANDS)
     # Twice what is promised: other tests run beside this one.
     assert min(times) < 1.2
 
@@ -49,35 +49,35 @@ def test_the_command_line_imports_nothing_heavy():
         "print([name for name in ('torch', 'transformers', 'datasets', 'numpy', 'pyarrow') "
         "if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "[]\n", done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == "[]\n", result.stdout + result.stderr
 
 
 def test_version_is_printed():
-    done = run_plugsft("--version")
-    assert (done.returncode, done.stdout) == (0, f"plugsft {__version__}\n")
+    result = run_plugsft("--version")
+    assert (result.returncode, result.stdout) == (0, f"plugsft {__version__}\n")
 
 
 def test_every_command_is_there_with_its_help():
     names = [c.name or c.callback.__name__.replace("_", "-") for c in cli.app.registered_commands]
     assert names == COMMANDS
     for name in names:
-        done = run_plugsft(name, "--help")
-        assert done.returncode == 0 and "Usage: plugsft " + name in done.stdout
+        result = run_plugsft(name, "--help")
+        assert result.returncode == 0 and "Usage: plugsft " + name in result.stdout
 
 
 def test_the_cache_has_commands_of_its_own():
     names = [command.callback.__name__ for command in cli.cache_app.registered_commands]
     assert names == ["ls", "explain", "gc", "verify"]
     for name in names:
-        done = run_plugsft("cache", name, "--help")
-        assert done.returncode == 0 and f"Usage: plugsft cache {name}" in done.stdout
+        result = run_plugsft("cache", name, "--help")
+        assert result.returncode == 0 and f"Usage: plugsft cache {name}" in result.stdout
     with pytest.raises(RecipeError, match="did you mean 'cache'"):
         cli.with_command(["cahce"])
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [
         ([], []),
         (["cache", "ls"], ["cache", "ls"]),
@@ -90,8 +90,8 @@ def test_the_cache_has_commands_of_its_own():
         (["train.steps=3", "a.toml"], ["train", "train.steps=3", "a.toml"]),
     ],
 )
-def test_a_recipe_in_the_place_of_a_command_trains(words, wanted):
-    assert cli.with_command(words) == wanted
+def test_a_recipe_in_the_place_of_a_command_trains(words, expected):
+    assert cli.with_command(words) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,16 +137,16 @@ def test_an_unknown_word_gets_a_hint(words, says, monkeypatch):
     ],
 )
 def test_mistakes_exit_with_2_and_no_traceback(words):
-    done = run_plugsft(*words)
-    assert done.returncode == 2, done.stdout
-    assert done.stderr and "Traceback" not in done.stderr
-    assert not done.stdout
+    result = run_plugsft(*words)
+    assert result.returncode == 2, result.stdout
+    assert result.stderr and "Traceback" not in result.stderr
+    assert not result.stdout
 
 
 def test_a_reader_that_goes_away_is_no_error():
     command = f"{sys.executable} -m plugsft schema | head -n 1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "{\n" and not done.stderr
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == "{\n" and not result.stderr
 
 
 def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):

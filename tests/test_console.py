@@ -52,10 +52,10 @@ def test_a_bar_where_somebody_does(terminal):
 def test_what_pairs_show_stands_beside_the_loss(tiny):
     rows = [{"prompt": "who? ", "chosen": f"owls {n}", "rejected": f"elks {n}"} for n in range(16)]
     data = {"train": {"steps": 2}, "eval": {"every": 2}, "plugins": {"dpo": {}}}
-    done = run_plugsft(tiny(rows=rows, **data))
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(tiny(rows=rows, **data))
+    assert result.returncode == 0, result.stderr
     beside = r"  accuracy [01]\.\d{3}  margin -?\d\.\d{3}"
     assert (
-        len(re.findall(rf"^step \d/2 .*  loss \d\.\d{{4}}{beside}  grad", done.stdout, re.M)) == 2
+        len(re.findall(rf"^step \d/2 .*  loss \d\.\d{{4}}{beside}  grad", result.stdout, re.M)) == 2
     )
-    assert re.search(rf"^step 2  eval loss \d\.\d{{4}}{beside}$", done.stdout, re.M)
+    assert re.search(rf"^step 2  eval loss \d\.\d{{4}}{beside}$", result.stdout, re.M)

@@ -27,8 +27,8 @@ def made(tmp_path_factory):
         ("twin", path, []),
         ("other", folder / "packed.toml", [*more, f"data.source={folder / 'other.jsonl'}"]),
     ]:
-        done = run_plugsft(recipe, f"output={folder / name}", *overrides)
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(recipe, f"output={folder / name}", *overrides)
+        assert result.returncode == 0, result.stderr
     return folder
 
 
@@ -45,7 +45,7 @@ def told(done):
     """Return what was printed, by section: its lines, without the first words of the runs."""
     assert done.returncode == 0, done.stderr
     first, *sections = done.stdout.replace("\nthe same: ", "\nsame\n").split("\n\n")
-    parts = {one.split()[0]: one.splitlines()[1:] for one in sections}
+    parts = {section.split()[0]: section.splitlines()[1:] for section in sections}
     return first.splitlines(), parts
 
 
@@ -86,11 +86,11 @@ def test_results_are_compared_where_both_were(runs):
 
 
 def test_equal_runs_are_said_to_be_equal(runs):
-    done = run_plugsft("diff", runs / "one", runs / "twin")
-    _, parts = told(done)
+    result = run_plugsft("diff", runs / "one", runs / "twin")
+    _, parts = told(result)
     assert parts.keys() == {"results", "same"}
     same = "recipe, plugins, versions, machine, model, precision, data, eval"
-    assert done.stdout.endswith(f"\nthe same: {same}\n")
+    assert result.stdout.endswith(f"\nthe same: {same}\n")
     assert "losses are the same in all 4 common steps" in parts["results"]
     assert cells(parts["results"])["loss"][0] == cells(parts["results"])["loss"][1]
 
@@ -151,10 +151,10 @@ def test_what_is_no_run_is_refused_in_a_line(runs, harm, said):
         (runs / harm).mkdir()
     if harm in texts:
         (runs / harm / "run.json").write_text(texts[harm])
-    done = run_plugsft("diff", runs / "one", runs / harm)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr and done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
+    result = run_plugsft("diff", runs / "one", runs / harm)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr and result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_what_a_killed_run_left_is_compared_and_the_rest_named(runs):
@@ -212,8 +212,8 @@ class Page(HTMLParser):
 
 
 def test_the_page_has_both_runs_curves_in_one_picture(runs):
-    done = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "page.html")
-    assert done.stdout.endswith(f"page: {runs / 'page.html'}\n"), done.stderr
+    result = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "page.html")
+    assert result.stdout.endswith(f"page: {runs / 'page.html'}\n"), result.stderr
     page = Page(runs / "page.html")
     assert "one and other" in page.text
     assert "loss at step 4" in page.text and "losses diverge at step 1" in page.text
@@ -243,8 +243,8 @@ def test_the_page_runs_nothing_of_a_runs(runs):
     (runs / "one/run.json").write_text(json.dumps(facts))
     with (runs / "one/metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 5, EVIL: 2}) + "\n")
-    done = run_plugsft("diff", runs / "one", runs / "other", "--html", evil)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft("diff", runs / "one", runs / "other", "--html", evil)
+    assert result.returncode == 0, result.stderr
     assert set(Page(evil).tags) <= {*Page(plain).tags, "p"}
     assert Page(evil).tags.count("script") == Page(plain).tags.count("script")
     assert Page(evil).text.count(EVIL) >= 8
@@ -252,6 +252,6 @@ def test_the_page_runs_nothing_of_a_runs(runs):
 
 
 def test_a_page_that_cannot_be_written_is_said_in_a_line(runs):
-    done = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "no/page.html")
-    assert done.returncode == 2 and "--html: " in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    result = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "no/page.html")
+    assert result.returncode == 2 and "--html: " in result.stderr
+    assert len(result.stderr.splitlines()) == 1

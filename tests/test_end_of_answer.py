@@ -124,8 +124,8 @@ def test_a_run_writes_it(tiny, tmp_path):
     (base / "tokenizer_config.json").write_text(json.dumps(config))
     tables = tiny_tables(tmp_path) | {"model": {"path": str(base)}}
     tables["train"] |= {"steps": 1}
-    done = run_plugsft(write_recipe(tmp_path / "again.toml", tables))
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(write_recipe(tmp_path / "again.toml", tables))
+    assert result.returncode == 0, result.stderr
     written = json.loads((tmp_path / "run/model/generation_config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in written["eos_token_id"]

@@ -28,8 +28,8 @@ def runs(tmp_path_factory):
     options = {"r": 4, "modules_to_save": ["norm"]}
     tables |= {"output": str(folder / "adapters"), "plugins": {"lora": options}}
     for recipe in (whole, write_recipe(folder / "adapters.toml", tables)):
-        done = run_plugsft(recipe)
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(recipe)
+        assert result.returncode == 0, result.stderr
     return folder
 
 
@@ -51,19 +51,19 @@ def with_adapters(folder):
 
 
 def test_a_merged_model_answers_as_the_adapters_do_without_them(run):
-    done = run_plugsft("export", run, "--merge")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "merged model in float32 (its logits are" in done.stdout
-    assert done.stdout.strip().endswith(f"{run / 'merged'}")
+    result = run_plugsft("export", run, "--merge")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "merged model in float32 (its logits are" in result.stdout
+    assert result.stdout.strip().endswith(f"{run / 'merged'}")
     assert damage(run / "merged") is None
-    wanted = with_adapters(run / "model")
+    expected = with_adapters(run / "model")
     # Nothing of it needs the run any longer.
     merged = shutil.move(run / "merged", run.parent / "merged")
     shutil.rmtree(run)
     model = AutoModelForCausalLM.from_pretrained(merged)
     assert type(model).__name__ == "LlamaForCausalLM"
-    torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
     assert "assistant" in AutoTokenizer.from_pretrained(merged).chat_template
     answer = run_plugsft("chat", merged, "--ask", "hello", "--max-tokens", "3")
     assert answer.returncode == 0, answer.stderr
@@ -123,13 +123,13 @@ def test_a_merge_that_is_wrong_leaves_nothing(run):
 
 
 def test_a_disk_that_fills_up_leaves_nothing(run, small_disk):
-    done = run_plugsft("export", run, "--to", small_disk / "copy")
-    if done.returncode == 0:  # the model fits: fill the rest
+    result = run_plugsft("export", run, "--to", small_disk / "copy")
+    if result.returncode == 0:  # the model fits: fill the rest
         shutil.rmtree(small_disk / "copy")
         (small_disk / "ballast").write_bytes(bytes(2**20 - 40_000))
-        done = run_plugsft("export", run, "--to", small_disk / "copy")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "the disk is full" in done.stderr
+        result = run_plugsft("export", run, "--to", small_disk / "copy")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "the disk is full" in result.stderr
     assert [path.name for path in small_disk.iterdir() if "copy" in path.name] == []
 
 
@@ -158,20 +158,20 @@ def test_what_cannot_be_exported_is_said(runs, run, tmp_path, words, says):
 def test_a_checkpoint_gives_the_model_that_its_run_would_have(runs, tmp_path, name):
     """Of a run that was stopped, its newest; or one that is named."""
     run = shutil.copytree(runs / name, tmp_path / "moved")
-    wanted = read(run / "model")
+    expected = read(run / "model")
     shutil.rmtree(run / "model")
     source = run if name == "whole" else run / "checkpoints"
-    done = run_plugsft("export", source, "--to", tmp_path / "copy")
-    assert done.returncode == 0, done.stderr
-    assert f"model of step-000004: {tmp_path / 'copy'}" in done.stdout
-    torch.testing.assert_close(read(tmp_path / "copy"), wanted, rtol=0, atol=1e-6)
+    result = run_plugsft("export", source, "--to", tmp_path / "copy")
+    assert result.returncode == 0, result.stderr
+    assert f"model of step-000004: {tmp_path / 'copy'}" in result.stdout
+    torch.testing.assert_close(read(tmp_path / "copy"), expected, rtol=0, atol=1e-6)
     assert damage(tmp_path / "copy") is None
     early = run / "checkpoints/step-000002"
     assert run_plugsft("export", early, "--to", tmp_path / "early").returncode == 0
-    assert not torch.allclose(read(tmp_path / "early"), wanted, atol=1e-3)
+    assert not torch.allclose(read(tmp_path / "early"), expected, atol=1e-3)
     if name == "adapters":
         assert run_plugsft("export", run, "--merge").returncode == 0
-        torch.testing.assert_close(read(run / "merged"), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(read(run / "merged"), expected, rtol=0, atol=1e-5)
         assert not list(run.glob(".export-*"))
     file = run / "checkpoints/step-000004/rank-00000-000.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"abcd")
@@ -189,9 +189,9 @@ def read(folder):
 def test_a_run_without_a_model_or_checkpoint_says_how_it_gets_one(run, tmp_path):
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoints")
-    done = run_plugsft("export", run, "--to", tmp_path / "copy")
-    assert done.returncode == 2
-    assert "has no model yet" in done.stderr and "continue with: plugsft" in done.stderr
+    result = run_plugsft("export", run, "--to", tmp_path / "copy")
+    assert result.returncode == 2
+    assert "has no model yet" in result.stderr and "continue with: plugsft" in result.stderr
 
 
 def test_a_model_that_is_damaged_is_not_handed_on(run, tmp_path):
@@ -225,7 +225,7 @@ def test_adapters_whose_base_is_gone_or_of_another_kind(run, tmp_path):
 def test_adapters_are_no_model_to_train_on(run, tmp_path):
     tables = tiny_tables(tmp_path / "next")
     tables["model"] = {"path": str(run / "model")}
-    done = run_plugsft("check", write_recipe(tmp_path / "next.toml", tables))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "holds adapters, and no whole model" in done.stderr
-    assert f"plugsft export {run / 'model'} --merge" in done.stderr
+    result = run_plugsft("check", write_recipe(tmp_path / "next.toml", tables))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "holds adapters, and no whole model" in result.stderr
+    assert f"plugsft export {run / 'model'} --merge" in result.stderr

@@ -73,7 +73,7 @@ FAMILIES = ["mixtral", "qwen3_moe", "minimax", "deepseek_v3"]
 
 def parts_of(model):
     tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    return {name: shard_of(one) for name, one in tensors.items()}
+    return {name: shard_of(tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

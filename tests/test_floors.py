@@ -237,7 +237,7 @@ def test_the_loop_is_short():
 def test_helpers_of_the_loop_take_few_arguments(name):
     for function in functions_of(HOUSE / f"{name}.py").values():
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        count = len([one for one in arguments if one.arg != "self"])
+        count = len([argument for argument in arguments if argument.arg != "self"])
         # The door: a recipe, its plugins, the machine, and the checkpoints to resume from.
         assert count <= (4 if function.name == "open" else 3), function.name
 
@@ -270,8 +270,8 @@ def test_importing_plugsft_is_cheap():
 def test_importing_plugsft_imports_nothing_heavy():
     heavy = {"torch", "numpy", "transformers", "datasets", "pyarrow", "accelerate", "trl"}
     script = "import plugsft, sys; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert heavy & set(done.stdout.split()) == set()
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert heavy & set(result.stdout.split()) == set()
 
 
 @pytest.mark.parametrize("hook", SPECS)
@@ -299,11 +299,11 @@ def test_every_public_name_has_a_docstring():
             else:
                 continue
             silent += [
-                f"{path.name}: {one.name}"
-                for one in scopes
-                if isinstance(one, ast.FunctionDef | ast.ClassDef)
-                and not one.name.startswith("_")
-                and not ast.get_docstring(one)
-                and not any("overload" in ast.dump(mark) for mark in one.decorator_list)
+                f"{path.name}: {scope.name}"
+                for scope in scopes
+                if isinstance(scope, ast.FunctionDef | ast.ClassDef)
+                and not scope.name.startswith("_")
+                and not ast.get_docstring(scope)
+                and not any("overload" in ast.dump(mark) for mark in scope.decorator_list)
             ]
     assert silent == []

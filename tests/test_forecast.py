@@ -84,7 +84,7 @@ def compared(folder, monkeypatch, kind, plugins, more):
         epoch = Epoch(tokens, np.arange(len(tokens)), order, entries, True)
         forecaster = Forecaster(made.tables, epoch, gpu=False)
         forecasts = forecaster.forecast({}, Cluster("CPU", False, 0, 1, ranks))
-        [one] = [one for one in forecasts if one.strategy is KINDS[kind]]
+        [one] = [forecast for forecast in forecasts if forecast.strategy is KINDS[kind]]
         weights = forecaster.trace({}, ranks)[1].weights
         assert weights.count == trial.run["model"]["parameters"]
     measured = max(rank["host"] - rank["before"] for rank in trial.ranks)
@@ -155,10 +155,10 @@ def test_a_forecast_is_what_a_gpu_holds(tmp_path, plugins):
     tables = tiny_tables(tmp_path, rows(16, 120)) | {"plugins": plugins}
     tables["model"] = {"scratch": {**SCRATCH, "layers": 12}, "dtype": "bfloat16"}
     tables["data"]["max_length"] = 512
-    done = run_plugsft("plan", write_recipe(tmp_path / "recipe.toml", tables), "--probe")
-    assert done.returncode == 0, done.stderr
-    off = int(re.search(r"forecast [\d.,]+ [GM]B \(([+-]\d+)%\)", done.stdout)[1])
-    assert abs(off) <= 15, done.stdout
+    result = run_plugsft("plan", write_recipe(tmp_path / "recipe.toml", tables), "--probe")
+    assert result.returncode == 0, result.stderr
+    off = int(re.search(r"forecast [\d.,]+ [GM]B \(([+-]\d+)%\)", result.stdout)[1])
+    assert abs(off) <= 15, result.stdout
 
 
 SIZES = {
@@ -189,13 +189,16 @@ def test_weights_are_counted_as_the_real_model_has_them(tmp_path, config, plugin
     meta = MetaModel(recipe, active, load_config(recipe.model))
     weights = meta.weights()
     real = active.hooks.optimize_model(load=make_load(recipe.model, tmp_path))
-    sizes = [(one.numel(), one.nbytes, one.requires_grad) for one in real.parameters()]
+    sizes = [
+        (parameter.numel(), parameter.nbytes, parameter.requires_grad)
+        for parameter in real.parameters()
+    ]
     assert weights.count == sum(size for size, _, _ in sizes)
     assert weights.bytes == sum(size for _, size, _ in sizes)
     assert weights.trained_bytes == sum(size for _, size, trained in sizes if trained)
     assert weights.trained_count == sum(size for size, _, trained in sizes if trained)
     parts = [*weights.layers, weights.embeddings, weights.tail]
-    assert sum(one.bytes for one in parts) == weights.bytes and len(weights.layers) == 3
+    assert sum(part.bytes for part in parts) == weights.bytes and len(weights.layers) == 3
     batch = {name: torch.zeros(2, 40, dtype=torch.int64) for name in ("input_ids", "labels")}
     trace = meta.trace(batch, "cuda", flash=False)
     assert trace.gradients[-1] == weights.trained_bytes
@@ -218,15 +221,15 @@ def total_of(line):
 
 
 def test_every_strategy_has_its_line_and_the_choice_its_launch(recipe, tmp_path):
-    done = run_plugsft("plan", recipe, "--gpus", "2x8", "--gpu", "H100")
-    assert done.returncode == 0, done.stderr
-    lines = {line.split(" ")[0]: line for line in done.stdout.splitlines() if line}
+    result = run_plugsft("plan", recipe, "--gpus", "2x8", "--gpu", "H100")
+    assert result.returncode == 0, result.stderr
+    lines = {line.split(" ")[0]: line for line in result.stdout.splitlines() if line}
     assert {"DDP", "ZeRO-3", "FSDP2"} <= {*lines}
     assert total_of(lines["FSDP2"]) < total_of(lines["DDP"])
-    assert "2 x 8 H100, 80.0 GB each" in done.stdout
-    assert "14 of 16 ranks never get an example; raise train.batch_size" in done.stdout
+    assert "2 x 8 H100, 80.0 GB each" in result.stdout
+    assert "14 of 16 ranks never get an example; raise train.batch_size" in result.stdout
     [best] = re.findall(
-        r"choose: DDP, .*config_file (\S+) --num_machines 2 --num_processes 16", done.stdout
+        r"choose: DDP, .*config_file (\S+) --num_machines 2 --num_processes 16", result.stdout
     )
     assert (ROOT / best).exists()
     more = run_plugsft("plan", recipe, "--gpus=64x8", "--gpu=H100", "train.batch_size=512")
@@ -268,24 +271,24 @@ def test_where_nothing_fits_a_line_that_fits_is_named_and_true(recipe):
 def test_wrong_words_are_refused_with_the_cure(recipe, words, says):
     if "--probe" in words and torch.cuda.is_available():
         pytest.skip("on this machine it may be right")
-    done = run_plugsft("plan", recipe, *words)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    result = run_plugsft("plan", recipe, *words)
+    assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
 
 
 def test_thousands_of_gpus_take_seconds(recipe):
     started = time.perf_counter()
-    done = run_plugsft("plan", recipe, "--gpus", "512x8", "--gpu", "H100", "--memory", "80GB")
-    assert done.returncode == 0 and "512 x 8 H100" in done.stdout, done.stderr
+    result = run_plugsft("plan", recipe, "--gpus", "512x8", "--gpu", "H100", "--memory", "80GB")
+    assert result.returncode == 0 and "512 x 8 H100" in result.stdout, result.stderr
     assert time.perf_counter() - started < 60
 
 
 @pytest.mark.slow
 def test_a_probe_says_how_far_the_forecast_was_off_and_corrects_it(recipe, forked_trials):
-    done = run_plugsft("plan", recipe, "--probe")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft("plan", recipe, "--probe")
+    assert result.returncode == 0, result.stderr
     said = r"probe: measured ([\d.,]+) MB, forecast .+ \([+-]\d+%\), .*; ([\d.e+-]+) s a step"
-    measured, seconds = map(float, re.search(said, done.stdout).groups())
-    [line] = re.findall(r"^one process.*", done.stdout, re.M)
+    measured, seconds = map(float, re.search(said, result.stdout).groups())
+    [line] = re.findall(r"^one process.*", result.stdout, re.M)
     assert total_of(line) == pytest.approx(measured * 1e6, rel=0.05) and seconds > 0
 
 

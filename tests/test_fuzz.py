@@ -404,9 +404,9 @@ def test_a_checkpoint_of_a_step_that_the_run_has_not_is_refused(run, tmp_path, s
     state.write_text(json.dumps(json.loads(state.read_text()) | {"step": step}))
     manifest["state.json"] = [state.stat().st_size, file_digest(state)]
     (newest / "manifest.json").write_text(json.dumps(manifest))
-    done = run_plugsft(run, f"output={folder}", "--resume")
-    assert done.returncode == 2 and "state.json" in done.stderr, done
-    assert "Traceback" not in done.stderr and not (folder / "model").exists()
+    result = run_plugsft(run, f"output={folder}", "--resume")
+    assert result.returncode == 2 and "state.json" in result.stderr, result
+    assert "Traceback" not in result.stderr and not (folder / "model").exists()
 
 
 def test_without_a_home_the_cache_has_a_folder(monkeypatch, tmp_path):

@@ -83,7 +83,7 @@ def test_the_record_is_heard_before_the_first_step_and_at_the_end(tiny, tmp_path
         ["finished", 2, run["final"], True],
     ]
     # Who refuses, refuses before anything is replaced.
-    done = run_plugsft(recipe, "plugins.hears.refuse=true", "--overwrite")
-    assert done.returncode == 2 and "not here" in done.stderr
+    result = run_plugsft(recipe, "plugins.hears.refuse=true", "--overwrite")
+    assert result.returncode == 2 and "not here" in result.stderr
     assert json.loads((tmp_path / "run/run.json").read_text()) == run
     assert (tmp_path / "run/model").is_dir()

@@ -146,8 +146,8 @@ def test_plugins_show(tiny, tmp_path, monkeypatch, inspect):
 
 def test_nothing_is_left_behind(tiny, tmp_path):
     (tmp_path / "tmp").mkdir()
-    done = run_plugsft("inspect", tiny(), env={"TMPDIR": str(tmp_path / "tmp")})
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft("inspect", tiny(), env={"TMPDIR": str(tmp_path / "tmp")})
+    assert result.returncode == 0, result.stderr
     assert not (tmp_path / "run").exists() and not list((tmp_path / "tmp").iterdir())
 
 
@@ -183,7 +183,7 @@ def test_few_rows_make_few_bins(tiny, inspect):
 def test_a_sample_comes_from_all_over_the_source(tiny, tmp_path, inspect):
     assert choose_ranges(700, False) == [range(700)]
     stretches = choose_ranges(20_000, False)
-    assert [len(one) for one in stretches] == [50] * 20
+    assert [len(stretch) for stretch in stretches] == [50] * 20
     assert stretches[0].start == 0 and stretches[-1].stop == 20_000
     assert len({one.start - other.stop for other, one in pairwise(stretches)}) <= 2
     assert [row for one in choose_ranges(2_500, True) for row in one] == [*range(2_500)]
@@ -279,13 +279,13 @@ def test_an_example_without_an_end_is_a_warning(audited):
 
 def test_nothing_to_train_on_is_an_error(tiny, tmp_path):
     path = tiny([{"messages": [ASK]}] * 3)
-    done = run_plugsft("inspect", path, "--html", tmp_path / "page.html")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    result = run_plugsft("inspect", path, "--html", tmp_path / "page.html")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     reason = "no row has a token to train on: lines 1, 2, 3: no trained token. Correct them"
-    assert done.stderr == f"error: {tmp_path / 'data.jsonl'}: {reason}\n"
+    assert result.stderr == f"error: {tmp_path / 'data.jsonl'}: {reason}\n"
     assert "1 error" in (tmp_path / "page.html").read_text()
-    done = run_plugsft("inspect", tiny(), "data.max_length=2", "data.too_long=drop")
-    assert "all are longer than data.max_length = 2" in done.stderr
+    result = run_plugsft("inspect", tiny(), "data.max_length=2", "data.too_long=drop")
+    assert "all are longer than data.max_length = 2" in result.stderr
 
 
 def test_duplicates_are_found_by_their_tokens(audited):
@@ -375,7 +375,7 @@ def test_the_page_shows_the_rows_and_runs_nothing(tiny, tmp_path, inspect):
     # The very tokens of the row, in order, each with its ids and whether it is trained.
     tokens = prepare_tokens(tiny(rows, data={"on_bad_row": "drop"}))
     ids, trained = tokens.example(0)
-    assert [int(one) for _, data, _ in page.tokens for one in data.split()] == ids.tolist()
+    assert [int(word) for _, data, _ in page.tokens for word in data.split()] == ids.tolist()
     marks = [mark for _, data, mark in page.tokens for _ in data.split()]
     assert marks == trained.tolist()
     drawn = "".join(text for text, _, _ in page.tokens)
@@ -422,17 +422,17 @@ def test_a_page_needs_a_folder_and_rows(tiny, tmp_path):
 
 def test_the_command_takes_its_options(tiny, tmp_path):
     page = tmp_path / "page.html"
-    done = run_plugsft("inspect", tiny(), "--all", "--rows", 1, "--first", 2, "--html", page)
-    assert done.returncode == 0, done.stderr
-    assert "row 2: " in done.stdout and "row 3: " not in done.stdout and page.is_file()
+    result = run_plugsft("inspect", tiny(), "--all", "--rows", 1, "--first", 2, "--html", page)
+    assert result.returncode == 0, result.stderr
+    assert "row 2: " in result.stdout and "row 3: " not in result.stdout and page.is_file()
 
 
 def test_data_is_looked_at_where_nothing_could_train(tiny):
     """As on the machine that prepares data for one with GPUs."""
     recipe = tiny(plugins={"flash_attention": {"kernel": "fa2"}})
     assert run_plugsft("prepare", recipe).returncode == 0
-    done = run_plugsft("inspect", recipe, "--rows", 1)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft("inspect", recipe, "--rows", 1)
+    assert result.returncode == 0, result.stderr
     refused = run_plugsft(recipe)
     assert refused.returncode == 2 and "no NVIDIA GPU" in refused.stderr
 

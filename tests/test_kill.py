@@ -34,7 +34,7 @@ def test_the_rerun_after_a_kill_ends_with_the_same_weights(tiny, tmp_path):
     recipe = tiny(rows=chats(700), train=TRAIN, checkpoint={"every": 2, "keep": 2})
     whole = tmp_path / "whole"
     assert run_plugsft(recipe, f"output={whole}").returncode == 0
-    wanted = (whole / "model/model.safetensors").read_bytes()
+    expected = (whole / "model/model.safetensors").read_bytes()
     rng = random.Random(7)
     moments = [preparing, training, saving]
     hits = dict.fromkeys(moments, 0)
@@ -50,9 +50,9 @@ def test_the_rerun_after_a_kill_ends_with_the_same_weights(tiny, tmp_path):
         os.kill(running.pid, signal.SIGKILL)
         running.wait()
         go_on = ["--resume" if list(run.glob("checkpoints/step-*")) else "--overwrite"]
-        done = run_plugsft(recipe, f"output={run}", *go_on)
-        assert done.returncode == 0, (kill, done.stderr)
-        assert (run / "model/model.safetensors").read_bytes() == wanted, (kill, moment.__name__)
+        result = run_plugsft(recipe, f"output={run}", *go_on)
+        assert result.returncode == 0, (kill, result.stderr)
+        assert (run / "model/model.safetensors").read_bytes() == expected, (kill, moment.__name__)
         left = [path.name for path in run.rglob(".*") if path.name.endswith((".tmp", "claim"))]
         assert not left, (kill, left)
     # A run may have ended just before its kill; not at every moment, though.

@@ -79,9 +79,9 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_plugins_are_listed_without_importing_one(installed):
-    done = run_plugsft("plugins", env={"PYTHONPATH": str(installed)})
-    assert done.returncode == 0, done.stderr
-    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    result = run_plugsft("plugins", env={"PYTHONPATH": str(installed)})
+    assert result.returncode == 0, result.stderr
+    lines = {line.split()[0]: line for line in result.stdout.splitlines()}
     assert {"loud", "quiet", "missing", "broken"} <= set(lines)
     assert "1.2" in lines["broken"] and "For a test" in lines["broken"]
 
@@ -113,8 +113,8 @@ def test_the_core_answers_every_stage_and_hears_what_is_listed(tiny):
 
 def test_hooks_come_with_the_verdicts_of_the_last_run(installed, tiny, tmp_path, capsys):
     path = tiny(plugins={"loud": {"kind": {"name": "horn"}}}, train={"steps": 1})
-    done = run_plugsft(path, env={"PYTHONPATH": str(installed)})
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(path, env={"PYTHONPATH": str(installed)})
+    assert result.returncode == 0, result.stderr
     overview.list_hooks(path, [], [])
     assert "verdict  volume 3 (last run)" in capsys.readouterr().out
     show_run(tmp_path / "run")
@@ -133,10 +133,10 @@ def test_a_recipe_is_shown_with_every_default_and_runs_again(tiny, tmp_path, cap
 
 
 def test_a_run_is_shown(tiny, tmp_path, capsys):
-    done = run_plugsft(tiny(train={"steps": 2}, eval={"split": "train[:4]"}))
-    assert done.returncode == 0, done.stderr
-    done = run_plugsft("show", tmp_path / "run")
-    shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    result = run_plugsft(tiny(train={"steps": 2}, eval={"split": "train[:4]"}))
+    assert result.returncode == 0, result.stderr
+    result = run_plugsft("show", tmp_path / "run")
+    shown = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     run = json.loads((tmp_path / "run/run.json").read_text())
     assert shown["status"] == "finished"
     assert shown["steps"] == "2 of 2, 3 an epoch"
@@ -190,8 +190,8 @@ def test_the_schema_takes_the_recipes_that_run_and_no_others(installed, tiny):
 
 
 def test_the_schema_says_what_keys_mean_and_which_plugins_are_missing(installed):
-    done = run_plugsft("schema", env={"PYTHONPATH": str(installed)})
-    schema = json.loads(done.stdout)
+    result = run_plugsft("schema", env={"PYTHONPATH": str(installed)})
+    schema = json.loads(result.stdout)
     plugins = schema["properties"]["plugins"]["properties"]
     assert "pip install nowhere_to_be_found" in plugins["missing"]["description"]
     assert "no driver" in plugins["broken"]["description"]

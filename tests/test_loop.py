@@ -79,9 +79,9 @@ def test_resumed_is_uninterrupted_bit_for_bit(tiny, tmp_path):
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoints/step-000009")
     shutil.rmtree(parts / "model")
-    done = run_plugsft(recipe, f"output={parts}", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "going on after step 8" in done.stdout
+    result = run_plugsft(recipe, f"output={parts}", "--resume")
+    assert result.returncode == 0, result.stderr
+    assert "going on after step 8" in result.stdout
     assert weights(parts) == weights(whole)
     assert curve(parts) == curve(whole)
     means = [json.loads((run / "run.json").read_text())["feeding"] for run in (whole, parts)]
@@ -90,9 +90,9 @@ def test_resumed_is_uninterrupted_bit_for_bit(tiny, tmp_path):
     # Another number of ranks goes on from the same place.
     for name in ("checkpoints/step-000009", "checkpoints/step-000008", "model"):
         shutil.rmtree(parts / name)
-    done = run_ranks(2, recipe, f"output={parts}", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "going on after step 4" in done.stdout
+    result = run_ranks(2, recipe, f"output={parts}", "--resume")
+    assert result.returncode == 0, result.stderr
+    assert "going on after step 4" in result.stdout
     assert curve(parts) == pytest.approx(curve(whole), rel=1e-5)
 
 
@@ -100,8 +100,8 @@ def test_the_resolved_recipe_runs_again_and_gives_the_same(tiny, tmp_path):
     recipe = tiny(train={"steps": 3})
     assert run_plugsft(recipe, "train.weight_decay=0.1").returncode == 0
     again = tmp_path / "again"
-    done = run_plugsft(tmp_path / "run/recipe.toml", f"output={again}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(tmp_path / "run/recipe.toml", f"output={again}", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert weights(again) == weights(tmp_path / "run")
     assert curve(again) == curve(tmp_path / "run")
 
@@ -119,8 +119,8 @@ def test_a_signal_saves_and_the_rerun_ends_the_same(tiny, tmp_path, number):
     assert f"stopped by {number.name}" in ended.stderr and "--resume" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert json.loads((parts / "run.json").read_text())["status"] == "stopped"
-    done = run_plugsft(recipe, f"output={parts}", "--resume")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"output={parts}", "--resume")
+    assert result.returncode == 0, result.stderr
     assert weights(parts) == weights(whole) and curve(parts) == curve(whole)
 
 
@@ -198,11 +198,11 @@ def test_broken_numbers_stop_the_run_before_they_reach_the_weights(tiny, tmp_pat
         train={"learning_rate": 1e9, "steps": 50, "max_grad_norm": 0.0},
         checkpoint={"every": 1},
     )
-    done = run_plugsft(recipe)
-    assert done.returncode == 1, done.stdout
-    assert "gradient norm" in done.stderr and "data.jsonl:" in done.stderr
-    assert "Traceback" not in done.stderr
-    step = int(done.stderr.split("error: step ")[1].split(":")[0])
+    result = run_plugsft(recipe)
+    assert result.returncode == 1, result.stdout
+    assert "gradient norm" in result.stderr and "data.jsonl:" in result.stderr
+    assert "Traceback" not in result.stderr
+    step = int(result.stderr.split("error: step ")[1].split(":")[0])
     kept = sorted((tmp_path / "run/checkpoints").glob("step-*"))
     assert kept[-1].name == f"step-{step - 1:06d}"
     assert all(

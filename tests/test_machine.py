@@ -60,8 +60,10 @@ def test_what_a_process_held_is_its_own_not_its_starter_s():
     filler = np.ones(2**26)  # half a gigabyte, touched
     words = "import numpy; numpy.ones(2**24); print(peak_memory())"
     code = f"from plugsft.base.machine import peak_memory; {words}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 2**27 < int(done.stdout) < filler.nbytes < peak_memory()
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert 2**27 < int(result.stdout) < filler.nbytes < peak_memory()
 
 
 def test_free_disk_of_a_folder_that_is_still_to_be_made(tmp_path, monkeypatch):

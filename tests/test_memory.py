@@ -50,16 +50,16 @@ def limited(tiny, tmp_path, monkeypatch):
 
 
 def test_the_micro_batch_its_tokens_and_the_cures_are_named(limited):
-    done = run_plugsft(limited(), "data.max_length=4096")
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "step 1, rank 0: out of memory in micro-batch 1 of 1: 12 examples, " in done.stderr
+    result = run_plugsft(limited(), "data.max_length=4096")
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert "step 1, rank 0: out of memory in micro-batch 1 of 1: 12 examples, " in result.stderr
     for cure in ("train.micro_batch", "data.max_length (now 4,096)", "[plugins.fused_loss]"):
-        assert cure in done.stderr
+        assert cure in result.stderr
 
 
 def test_an_evaluation_is_told_from_a_step(limited, tmp_path):
     held_out = write_jsonl(tmp_path / "long.jsonl", LONG)
     words = (f"eval.source={held_out}", "eval.every=1", "data.max_length=4096")
-    done = run_plugsft(limited(rows=[]), *words)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "evaluation, step 1, rank 0: out of memory in micro-batch 1 of 1: 8 ex" in done.stderr
+    result = run_plugsft(limited(rows=[]), *words)
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert "evaluation, step 1, rank 0: out of memory in micro-batch 1 of 1: 8 ex" in result.stderr

@@ -31,8 +31,8 @@ def company(tiny, tmp_path, monkeypatch):
 
 
 def test_the_core_s_metrics_are_those_that_a_run_logs(company, tmp_path):
-    done = run_plugsft(company)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(company)
+    assert result.returncode == 0, result.stderr
     logged = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
@@ -59,8 +59,8 @@ def test_a_plugin_may_measure_again_what_it_has_measured(company):
 
 
 def test_a_run_with_such_names_ends_before_a_weight_has_moved(company, tmp_path):
-    done = run_plugsft(company, "plugins.two.metric=sharpness")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "its metric 'sharpness' has the name of a metric of plugin '" in done.stderr
+    result = run_plugsft(company, "plugins.two.metric=sharpness")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "its metric 'sharpness' has the name of a metric of plugin '" in result.stderr
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
     assert not (tmp_path / "run/checkpoints").exists()

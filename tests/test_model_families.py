@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import FULL, ROOT, only_full
 from families import FAMILIES, build
-from family_runs import COLUMNS, FINE, Bench, read_committed, family_results
+from family_runs import COLUMNS, FINE, Bench, family_results, read_committed
 
 from plugsft.base import console
 
@@ -33,7 +33,7 @@ def save_all(families, folder: Path):
 def test_ranks_read_what_plain_transformers_loads(tiny, tmp_path, kind):
     """Again and again in one pair of processes, where ids and memory of freed tensors come back."""
     save_all(RENAMED, tmp_path / "models")
-    done = subprocess.run(
+    result = subprocess.run(
         [
             *(Path(sys.executable).with_name("accelerate"), "launch"),
             *("--config_file", ROOT / f"recipes/accelerate/{kind}.yaml", "--num_processes", "2"),
@@ -45,7 +45,7 @@ def test_ranks_read_what_plain_transformers_loads(tiny, tmp_path, kind):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
     for rank in range(2):
         found = json.loads((tmp_path / f"report-{rank}").read_text())
         assert found == {family: {"empty": True, "wrong": []} for family in RENAMED}
@@ -78,12 +78,12 @@ def test_a_family_passes_or_is_refused(bench, family):
     results = family_results(bench, family)
     if family not in CORE and "built" in results:
         pytest.skip(results["built"])
-    failed = {name: one for name, one in results.items() if one.startswith("FAILED")}
+    failed = {name: result for name, result in results.items() if result.startswith("FAILED")}
     assert not failed and "built" not in results, results
     for column in set(COLUMNS) - {"packed", "fused", "lora"}:
         assert results[column] in (*FINE, "whole on each rank"), results
     if family in CORE or family in read_committed():
-        assert {name: word(one) for name, one in results.items()} == {
+        assert {name: word(result) for name, result in results.items()} == {
             name: word(one) for name, one in read_committed()[family].items()
         }
 

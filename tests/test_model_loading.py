@@ -42,7 +42,7 @@ def loaded(folder):
 
 def test_weights_are_left_in_their_files(folder):
     model, load = loaded(folder)
-    assert load.empty and all(one.is_meta for one in model.parameters())
+    assert load.empty and all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_tensor_that_has_another_shape_in_its_file_is_not_read_by_rows(folder):
@@ -102,10 +102,10 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):
     recipe = write_recipe(tmp_path / "pickled.toml", tables)
     export = ("export", base, "--to", tmp_path / "copy")
     for words in (("check", recipe), (recipe,), ("chat", base, "--ask", "who?"), export):
-        done = run_plugsft(*words, cwd=tmp_path)
-        assert done.returncode == 2, done.stdout
-        assert "a pickle (pytorch_model.bin)" in done.stderr
-    command = done.stderr.partition("convert it with: ")[2].partition(" and set model.path")[0]
+        result = run_plugsft(*words, cwd=tmp_path)
+        assert result.returncode == 2, result.stdout
+        assert "a pickle (pytorch_model.bin)" in result.stderr
+    command = result.stderr.partition("convert it with: ")[2].partition(" and set model.path")[0]
     command = command.replace("\n", " ").replace("python -c", f"{sys.executable} -c")
     subprocess.run(command, shell=True, check=True, cwd=tmp_path, capture_output=True)
     checked = run_plugsft("check", recipe, "model.path=model-safetensors", cwd=tmp_path)
@@ -122,8 +122,8 @@ def test_a_model_without_whole_weights_is_refused_by_check(tiny, tmp_path, size,
     else:
         os.truncate(weights, size)
     tables = tiny_tables(tmp_path) | {"model": {"path": str(model)}}
-    done = run_plugsft("check", write_recipe(tmp_path / "broken.toml", tables))
-    assert done.returncode == 2 and says in done.stderr, done.stderr
+    result = run_plugsft("check", write_recipe(tmp_path / "broken.toml", tables))
+    assert result.returncode == 2 and says in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize("empty", [False, True])

@@ -39,8 +39,8 @@ def finished(tmp_path_factory):
     """A finished run, and the recipe that made it."""
     folder = tmp_path_factory.mktemp("finished")
     recipe = write_recipe(folder / "recipe.toml", tiny_tables(folder))
-    done = run_plugsft(recipe)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe)
+    assert result.returncode == 0, result.stderr
     return recipe, folder / "run"
 
 
@@ -66,16 +66,16 @@ def test_a_refused_run_leaves_the_one_it_would_overwrite(finished, tmp_path):
         ([recipe, "train.schedule_options={a=1}"], "schedule_options"),
         ([other], "no causal language model could be loaded"),
     ):
-        done = run_plugsft(*words, "--overwrite")
-        assert done.returncode == 2 and says in done.stderr, done.stderr
+        result = run_plugsft(*words, "--overwrite")
+        assert result.returncode == 2 and says in result.stderr, result.stderr
         assert content(run) == before, says
 
 
 def test_overwriting_leaves_nothing_of_the_old_run(tiny, tmp_path):
     recipe, run = tiny(), tmp_path / "run"
     assert run_plugsft(recipe, "train.steps=9", "checkpoint.every=1").returncode == 0
-    done = run_plugsft(recipe, "train.steps=2", "--overwrite")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, "train.steps=2", "--overwrite")
+    assert result.returncode == 0, result.stderr
     assert sorted(os.listdir(run / "checkpoints")) == ["step-000001", "step-000002"]
     assert len(read_metrics(run)) == 2
 
@@ -106,9 +106,9 @@ def test_what_a_run_would_remove_is_no_input_of_it(finished, tmp_path, key):
     table[name] = str(given)
     path = write_recipe(tmp_path / "second.toml", tables)
     for words in (["check"], ["train", "--overwrite"]):
-        done = run_plugsft(*words, path)
-        assert done.returncode == 2
-        assert f"{key}: {given} is a result in this recipe's own output" in done.stderr
+        result = run_plugsft(*words, path)
+        assert result.returncode == 2
+        assert f"{key}: {given} is a result in this recipe's own output" in result.stderr
     assert content(run) == before
 
 
@@ -121,9 +121,9 @@ def test_what_plugsft_did_not_write_is_never_replaced(tiny, tmp_path, name):
     mine.write_text("{}")
     recipe = tiny(train={"steps": 1})
     for words in ([recipe], [recipe, "--overwrite"], [recipe, "--resume"], ["check", recipe]):
-        done = run_plugsft(*words)
-        assert done.returncode == 2, done.stdout
-        assert f"output: {mine} was not written by plugsft" in done.stderr
+        result = run_plugsft(*words)
+        assert result.returncode == 2, result.stdout
+        assert f"output: {mine} was not written by plugsft" in result.stderr
         assert mine.read_text() == "{}"
 
 
@@ -145,8 +145,8 @@ def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path
     killed(recipe, run)
     steps, before = len(read_metrics(run)), (run / "metrics.jsonl").read_bytes()
     for words in ((), ("--resume",)):
-        done = run_plugsft(recipe, *words)
-        assert done.returncode == 2 and "--overwrite" in done.stderr
+        result = run_plugsft(recipe, *words)
+        assert result.returncode == 2 and "--overwrite" in result.stderr
         assert (run / "metrics.jsonl").read_bytes() == before
     assert f"{steps} steps of a run without a checkpoint" in run_plugsft(recipe).stderr
     assert run_plugsft(recipe, "train.steps=2", "--overwrite").returncode == 0
@@ -154,8 +154,8 @@ def test_the_steps_of_a_killed_run_are_not_overwritten_in_silence(tiny, tmp_path
 
 def test_a_killed_run_goes_on_though_nothing_was_said_about_checkpoints(tiny, tmp_path):
     recipe, run = tiny(rows=chats(43), train={"steps": 30}), tmp_path / "run"
-    done = run_plugsft(recipe)
-    assert "checkpoints: every 3 steps, the last 3 kept" in done.stdout
+    result = run_plugsft(recipe)
+    assert "checkpoints: every 3 steps, the last 3 kept" in result.stdout
     assert sorted(os.listdir(run / "checkpoints")) == [f"step-0000{n}" for n in (24, 27, 30)]
     assert "every 3 steps" in run_plugsft("check", recipe, f"output={tmp_path}/new").stdout
     other = run_plugsft(recipe, f"output={tmp_path}/other", "checkpoint.every=0")
@@ -168,9 +168,9 @@ def test_a_killed_run_goes_on_though_nothing_was_said_about_checkpoints(tiny, tm
 def test_a_finished_run_says_so_when_resumed_and_keeps_its_record(finished, tmp_path):
     recipe, run = finished
     before = content(run)
-    done = run_plugsft(recipe, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "nothing to resume" in done.stdout and f'model.path = "{run}/model"' in done.stdout
+    result = run_plugsft(recipe, "--resume")
+    assert result.returncode == 0, result.stderr
+    assert "nothing to resume" in result.stdout and f'model.path = "{run}/model"' in result.stdout
     more = run_plugsft(recipe, "train.epochs=2", "--resume")
     assert more.returncode == 2 and "train.epochs was 1 and is 2" in more.stderr
     assert f'model.path = "{run}/model"' in more.stderr
@@ -191,9 +191,9 @@ def test_a_resolved_recipe_resumes_what_the_written_one_began(finished, tmp_path
         for path in (tmp_path / "run" / gone).iterdir():
             path.unlink()
         (tmp_path / "run" / gone).rmdir()
-    done = run_plugsft(tmp_path / "run/recipe.toml", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "going on after step 3" in done.stdout
+    result = run_plugsft(tmp_path / "run/recipe.toml", "--resume")
+    assert result.returncode == 0, result.stderr
+    assert "going on after step 3" in result.stdout
 
 
 def test_a_checkpoint_from_elsewhere_does_not_mix_with_a_run(finished, tmp_path):
@@ -201,8 +201,8 @@ def test_a_checkpoint_from_elsewhere_does_not_mix_with_a_run(finished, tmp_path)
     there = run / "checkpoints/step-000003"
     here = run_plugsft(recipe, f"output={tmp_path}/other", "checkpoint.every=0")
     assert here.returncode == 0
-    done = run_plugsft(recipe, f"output={tmp_path}/other", "--resume-from", there)
-    assert done.returncode == 2 and "a finished run" in done.stderr
+    result = run_plugsft(recipe, f"output={tmp_path}/other", "--resume-from", there)
+    assert result.returncode == 2 and "a finished run" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -239,9 +239,9 @@ def test_a_missing_model_is_known_at_once_though_there_is_no_network(tmp_path):
     path = write_recipe(tmp_path / "recipe.toml", tables)
     for command in ("check", "train", "prepare"):
         started = time.perf_counter()
-        done = run_plugsft(command, path, env={"HF_HUB_OFFLINE": "0"}, cwd=tmp_path)
-        assert done.returncode == 2 and time.perf_counter() - started < 8
-        [line] = done.stderr.splitlines()
+        result = run_plugsft(command, path, env={"HF_HUB_OFFLINE": "0"}, cwd=tmp_path)
+        assert result.returncode == 2 and time.perf_counter() - started < 8
+        [line] = result.stderr.splitlines()
         assert line == "error: model.path: runs/none/model: no such file or folder"
 
 
@@ -250,9 +250,9 @@ def test_a_missing_model_names_the_recipe_that_makes_it(tmp_path):
     first = write_recipe(tmp_path / "first.toml", tiny_tables(tmp_path) | {"output": "runs/first"})
     tables = tiny_tables(tmp_path) | {"model": {"path": "runs/first/model"}}
     path = write_recipe(tmp_path / "second.toml", tables)
-    done = run_plugsft(path, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
+    result = run_plugsft(path, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == (
         "error: model.path: runs/first/model: no such file or folder; it is made by: "
         f"plugsft {first}\n"
     )
@@ -277,10 +277,10 @@ def test_where_relative_paths_begin_is_said_where_it_matters(tmp_path, monkeypat
 
 def test_only_what_can_be_read_is_suggested(tmp_path):
     path = write_recipe(tmp_path / "nofile.toml", tiny_tables(tmp_path))
-    done = run_plugsft(path, f"data.source={tmp_path}/nofile.jsonl")
-    assert done.stderr.endswith("nofile.jsonl: no such file or folder\n")
-    done = run_plugsft(path, f"data.source={tmp_path}/date.jsonl")
-    assert done.stderr.endswith("did you mean 'data.jsonl'?\n")
+    result = run_plugsft(path, f"data.source={tmp_path}/nofile.jsonl")
+    assert result.stderr.endswith("nofile.jsonl: no such file or folder\n")
+    result = run_plugsft(path, f"data.source={tmp_path}/date.jsonl")
+    assert result.stderr.endswith("did you mean 'data.jsonl'?\n")
 
 
 def test_show_tells_a_running_run_from_a_killed_one(tiny, tmp_path):

@@ -102,9 +102,9 @@ def test_a_prompt_that_stands_once_is_seen_by_both_answers(name):
     weights = torch.from_numpy(rng.standard_normal(ours.shape)).float()
     for logits in (ours, theirs):
         (logits * weights).sum().backward()
-    wanted = gradients(plain)
+    expected = gradients(plain)
     for key, gradient in gradients(shared).items():
-        assert (gradient - wanted[key]).abs().max() <= 1e-5 * wanted[key].abs().max(), key
+        assert (gradient - expected[key]).abs().max() <= 1e-5 * expected[key].abs().max(), key
 
 
 def test_padded_rows_and_caches_are_refused_by_name():

@@ -51,9 +51,9 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
         scale = gradient.abs().max()
         assert scale > 0, name
         assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name

@@ -87,11 +87,11 @@ def test_one_line_of_truth(tiny, tmp_path, monkeypatch, dtype, launcher, weights
     activate(install(tmp_path / "site", sees=SEES), monkeypatch)
     recipe = tiny(train={"steps": 2}, plugins={"sees": {}}, checkpoint={"every": 0})
     env = {"ACCELERATE_MIXED_PRECISION": launcher}
-    done = run_plugsft(recipe, f"model.dtype={dtype}", f"model.weights={weights}", env=env)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"model.dtype={dtype}", f"model.weights={weights}", env=env)
+    assert result.returncode == 0, result.stderr
     says = told_of(weights, computes)
-    assert f"precision: {says}" in done.stdout
-    assert ("rounds away most of a step" in done.stdout) == (weights == "bfloat16")
+    assert f"precision: {says}" in result.stdout
+    assert ("rounds away most of a step" in result.stdout) == (weights == "bfloat16")
     told, seen = verdict(tmp_path / "run")
     assert told == says
     computed, states = seen.split("; ")
@@ -177,7 +177,7 @@ GRADS = """
 def ensure_sharded(run, whole=False):
     """Judge the gradients of a rank by the weights that it stores: 4 bytes of each of its own."""
     plugins = json.loads((run / "run.json").read_text())["plugins"]
-    [said] = [one["verdict"] for one in plugins if one["name"] == "grads"]
+    [said] = [plugin["verdict"] for plugin in plugins if plugin["name"] == "grads"]
     most, own = map(int, said.split())
     print(f"{most:,} bytes of gradients for {own:,} weights of this rank")
     assert most > 0
@@ -186,14 +186,14 @@ def ensure_sharded(run, whole=False):
 
 @pytest.mark.parametrize("asked", ["fp16", "fp8"])
 def test_numbers_that_nobody_computes_in_are_refused(tiny, asked):
-    done = run_plugsft(tiny(), env={"ACCELERATE_MIXED_PRECISION": asked})
-    assert done.returncode == 2 and f"mixed_precision {asked}" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = run_plugsft(tiny(), env={"ACCELERATE_MIXED_PRECISION": asked})
+    assert result.returncode == 2 and f"mixed_precision {asked}" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_weights_of_float16_are_refused(tiny):
-    done = run_plugsft(tiny(), "model.dtype=float16")
-    assert done.returncode == 2 and "model.dtype" in done.stderr and "bfloat16" in done.stderr
+    result = run_plugsft(tiny(), "model.dtype=float16")
+    assert result.returncode == 2 and "model.dtype" in result.stderr and "bfloat16" in result.stderr
 
 
 def test_a_deepspeed_file_that_wants_other_numbers_is_refused():
@@ -244,10 +244,10 @@ def test_the_recipe_or_the_launcher_may_ask_for_bfloat16(monkeypatch):
 
 
 def test_weights_of_bfloat16_need_to_be_computed_with_as_they_are(tiny):
-    done = run_plugsft("check", tiny(), "model.weights=bfloat16")
-    assert done.returncode == 2 and 'needs dtype = "bfloat16"' in done.stderr
-    done = run_plugsft("check", tiny(model={"dtype": "bfloat16", "weights": "bfloat16"}))
-    assert done.returncode == 0 and "rounds away most of a step" in done.stdout
+    result = run_plugsft("check", tiny(), "model.weights=bfloat16")
+    assert result.returncode == 2 and 'needs dtype = "bfloat16"' in result.stderr
+    result = run_plugsft("check", tiny(model={"dtype": "bfloat16", "weights": "bfloat16"}))
+    assert result.returncode == 0 and "rounds away most of a step" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -273,10 +273,10 @@ def test_only_a_launcher_is_watched(monkeypatch, name, watched):
 def test_no_environment_divides_the_gradients(tiny, steps):
     """accelerate divides every loss by this variable, which its launcher sets from a file."""
     environment = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": steps}
-    done = run_plugsft(tiny(), env=environment)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"sets gradient_accumulation_steps = {steps}" in done.stderr
-    assert "train.batch_size and train.micro_batch" in done.stderr
+    result = run_plugsft(tiny(), env=environment)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert f"sets gradient_accumulation_steps = {steps}" in result.stderr
+    assert "train.batch_size and train.micro_batch" in result.stderr
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def test_experts_compute_in_bfloat16_under_autocast(experts):
     with products, torch.autocast("cpu", torch.bfloat16):
         module(torch.randn(8, 32), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1))
     assert products.types == {torch.bfloat16}, "of what is multiplied"
-    assert {one.grad.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 class Products(TorchDispatchMode):

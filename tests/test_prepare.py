@@ -216,7 +216,7 @@ def test_a_mixture_is_one_data_set(run, tmp_path):
     two = write_jsonl(tmp_path / "two.jsonl", [{"text": "owls " * (n + 1)} for n in range(6)])
     sources = [{"source": str(one), "weight": 0.5}, {"source": str(two), "split": "train[2:5]"}]
     work, tokens, _ = run(None, sources=sources)
-    assert [(one["examples"], one["weight"]) for one in tokens.facts["sources"]] == [
+    assert [(source["examples"], source["weight"]) for source in tokens.facts["sources"]] == [
         (4, 0.5),
         (3, 1),
     ]
@@ -330,8 +330,8 @@ def test_prepare_tells_of_the_tokenizer_and_of_plugins(tmp_path):
     with pytest.raises(RecipeError, match="`plugsft prepare` prints its folder"):
         resolve(tables)
     tables["model"]["tokenizer"] = folder
-    done = run_plugsft(write_recipe(path, tables))
-    assert done.returncode == 0 and "already prepared" in done.stdout, done
+    result = run_plugsft(write_recipe(path, tables))
+    assert result.returncode == 0 and "already prepared" in result.stdout, result
 
 
 def test_work_travels_to_another_process(run, tmp_path):
@@ -390,8 +390,8 @@ def named(tmp_path):
     assert run_plugsft(path).returncode == 0
     tables["model"] = {"path": str(tmp_path / "run/model")}
     path = write_recipe(tmp_path / "prepare.toml", tables)
-    done = run_plugsft("prepare", path, f"output={tmp_path / 'cpu'}")
-    folder = done.stdout.splitlines()[-1].removeprefix("tokens: ")
+    result = run_plugsft("prepare", path, f"output={tmp_path / 'cpu'}")
+    folder = result.stdout.splitlines()[-1].removeprefix("tokens: ")
     tables["output"] = str(tmp_path / "gpu")
 
     def recipe(**data):
@@ -407,8 +407,8 @@ def test_a_run_takes_tokens_that_were_prepared_elsewhere(named, tmp_path):
     (tmp_path / "data.jsonl").rename(tmp_path / "away.jsonl")
     for number, source in enumerate([None, str(tmp_path / "data.jsonl")]):
         out = tmp_path / f"named-{number}"
-        done = run_plugsft(recipe(tokens=folder, source=source), f"output={out}")
-        assert done.returncode == 0 and "already prepared" in done.stdout, done
+        result = run_plugsft(recipe(tokens=folder, source=source), f"output={out}")
+        assert result.returncode == 0 and "already prepared" in result.stdout, result
         assert not (out / "tokens").exists()
         losses = [line["loss"] for line in read_metrics(out)]
         assert losses == [line["loss"] for line in read_metrics(tmp_path / "fresh")]
@@ -424,24 +424,24 @@ def test_tokens_of_another_recipe_are_refused_part_by_part(named, tmp_path):
     other = tmp_path / "other.jinja"
     other.write_text(CHATML.read_text() + "{# the same, almost #}")
     write_jsonl(tmp_path / "more.jsonl", chats(31))
-    done = run_plugsft(
+    result = run_plugsft(
         recipe(tokens=folder, source=str(tmp_path / "more.jsonl"), max_length=100),
         "data.train_on=last",
         f"model.chat_template={other}",
     )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     for words in (
         f"data.tokens: {folder} was prepared with other settings: other data, or another split",
         "another chat template",
         "data.max_length was 256 and is now 100",
         "data.train_on was 'assistant' and is now 'last'",
     ):
-        assert words in done.stderr, done.stderr
+        assert words in result.stderr, result.stderr
     for wrong in (tmp_path / "run/model", tmp_path / "nowhere"):
-        done = run_plugsft(recipe(tokens=str(wrong)))
-        assert done.returncode == 2 and "data.tokens: " in done.stderr, done.stderr
-    done = run_plugsft("prepare", recipe(tokens=folder))
-    assert done.returncode == 2 and "is prepared already" in done.stderr
+        result = run_plugsft(recipe(tokens=str(wrong)))
+        assert result.returncode == 2 and "data.tokens: " in result.stderr, result.stderr
+    result = run_plugsft("prepare", recipe(tokens=folder))
+    assert result.returncode == 2 and "is prepared already" in result.stderr
 
 
 def test_lines_are_counted_with_blank_ones_and_rows_of_other_files_from_0(run, tmp_path):

@@ -399,9 +399,9 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
     )
     tables["train"] |= {"steps": 2}
     tables["eval"] = {"every": 2, "split": "train[:8]"}
-    done = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables), env={"PLUGSFT_TRACE": "1"})
-    assert done.returncode == 0, done.stderr
-    lines = [line.split("trace ")[1] for line in done.stderr.splitlines() if "trace " in line]
+    result = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables), env={"PLUGSFT_TRACE": "1"})
+    assert result.returncode == 0, result.stderr
+    lines = [line.split("trace ")[1] for line in result.stderr.splitlines() if "trace " in line]
     # A call is told when it returns: what it calls itself stands before it, and deeper.
     transcript = [line.partition(")")[0] + ")" for line in lines]
     assert transcript == [
@@ -543,9 +543,9 @@ def test_the_last_verdict_reaches_the_console_and_the_first_pretends_nothing(com
     )
     tables = company(counts=COUNTS.format(raises=0), static=static)
     tables["train"] |= {"steps": 2}
-    done = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables))
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith(("plugin ", "step "))]
+    result = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables))
+    assert result.returncode == 0, result.stderr
+    said = [line for line in result.stdout.splitlines() if line.startswith(("plugin ", "step "))]
     assert [line.partition("  ")[0] for line in said] == [
         *["plugin counts: active", "plugin static: on", "step 1/2", "step 2/2"],
         "plugin counts: 2 lines heard",
@@ -557,7 +557,7 @@ def test_what_log_raises_stops_every_rank_with_everything_saved(company, tmp_pat
     tables = company(counts=COUNTS.format(raises=step))
     tables["train"] |= {"steps": 5}
     path = write_recipe(tmp_path / "recipe.toml", tables)
-    ended = [one.wait(60) for one in start_ranks(2, path)]
+    ended = [rank.wait(60) for rank in start_ranks(2, path)]
     assert "ConnectionError: the tracker is gone" in ended[0].stderr
     assert ended[0].stderr.splitlines()[-1] == "raised by plugin 'counts', in its hook 'log'"
     assert "Traceback" not in ended[1].stderr and ended[0].returncode == 1

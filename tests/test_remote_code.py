@@ -84,13 +84,13 @@ def commands(runs: Path, recipe: Path, to: Path) -> dict[str, list[list[object]]
         "check": [[recipe]],
         "inspect": [[recipe]],
         "plugins": [[recipe]],
-        "show": [[recipe], *([one] for one in folders)],
+        "show": [[recipe], *([folder] for folder in folders)],
         "diff": [[folders[0], folders[1]]],
         "schema": [[]],
-        "chat": [[one, "--ask", "hello"] for one in points],
+        "chat": [[point, "--ask", "hello"] for point in points],
         "export": [
-            [one, "--to", to / f"{number}{merge}", *merge]
-            for number, one in enumerate(points)
+            [point, "--to", to / f"{number}{merge}", *merge]
+            for number, point in enumerate(points)
             for merge in ((), ("--merge",))
         ],
         "new-plugin": [["mine", "--folder", to]],

@@ -297,9 +297,12 @@ TURNS = st.lists(st.fixed_dictionaries({"role": ROLES, "content": CONTENT}), min
 def test_the_mask_is_transformers_mask(tokenizer, messages):
     result = rendered(tokenizer, {"messages": messages})
     if result.bad:
-        spoken = {one["role"] for one in messages if not one["content"]} & {"user", "assistant"}
-        halves = any("\ud83e" in one["content"] for one in messages)
-        silent = not any(one["role"] == "assistant" for one in messages)
+        spoken = {message["role"] for message in messages if not message["content"]} & {
+            "user",
+            "assistant",
+        }
+        halves = any("\ud83e" in message["content"] for message in messages)
+        silent = not any(message["role"] == "assistant" for message in messages)
         reasons = (
             {"an empty turn of the user", "an empty turn of the assistant"} if spoken else set()
         )
@@ -355,7 +358,10 @@ def test_blocks_inside_each_other_are_refused(with_template):
 
 def parted(messages):
     """Messages as the templates of models that see images want them."""
-    return [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
 
 
 def theirs(tokenizer, row, **options):

@@ -55,9 +55,9 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, optio
         num_training_steps=20,
         scheduler_specific_kwargs=options,
     )
-    wanted = []
+    expected = []
     for _ in range(20):
-        wanted.append([group["lr"] for group in theirs_on.param_groups])
+        expected.append([group["lr"] for group in theirs_on.param_groups])
         theirs_on.step()
         theirs.step()
     ours_on = optimizer()
@@ -65,7 +65,7 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, optio
     for step in [*range(20, 0, -1), 7]:
         rate = ours.set(step)
         found = [group["lr"] for group in ours_on.param_groups]
-        assert found == wanted[step - 1] and rate == found[0], step
+        assert found == expected[step - 1] and rate == found[0], step
 
 
 def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
@@ -101,6 +101,6 @@ def test_a_warm_up_that_a_schedule_would_ignore_is_refused():
 
 
 def test_training_refuses_them_before_it_starts(tiny, tmp_path):
-    done = run_plugsft(tiny(), "train.schedule_options={foo=1}")
-    assert done.returncode == 2 and "train.schedule_options" in done.stderr
-    assert "data:" not in done.stdout
+    result = run_plugsft(tiny(), "train.schedule_options={foo=1}")
+    assert result.returncode == 2 and "train.schedule_options" in result.stderr
+    assert "data:" not in result.stdout

@@ -10,8 +10,8 @@ from forks import FORKS, start_fork_server
 
 
 def test_a_tiny_run_trains_and_leaves_everything_behind(tiny, tmp_path):
-    done = run_plugsft(tiny(train={"epochs": 3}))
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(tiny(train={"epochs": 3}))
+    assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
     losses = [line["loss"] for line in read_metrics(run)]
     assert len(losses) == 9 and losses[-1] < losses[0]
@@ -22,9 +22,9 @@ def test_a_tiny_run_trains_and_leaves_everything_behind(tiny, tmp_path):
 
 def test_a_run_imports_no_package_that_it_does_not_use(tiny):
     words = [sys.executable, "-X", "importtime", "-m", "plugsft", tiny(train={"steps": 1})]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    imported = {*re.findall(r"\| +([a-z_0-9]+)", done.stderr)}
+    result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr[-2000:]
+    imported = {*re.findall(r"\| +([a-z_0-9]+)", result.stderr)}
     # accelerate imports DeepSpeed where it is installed, and DeepSpeed mlflow: two seconds.
     # transformers.optimization imports peft: half a second.
     assert "torch" in imported and not imported & {"deepspeed", "mlflow", "peft", "wandb", "trl"}

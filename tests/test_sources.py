@@ -208,9 +208,9 @@ def test_a_broken_file_is_told_of_by_us_alone(tmp_path):
     path = write(tmp_path, "parquet")
     path.write_bytes(path.read_bytes()[:-20])
     table = tiny_tables(tmp_path / "tiny") | {"data": {"source": str(path)}}
-    done = run_plugsft("inspect", write_recipe(tmp_path / "recipe.toml", table))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    result = run_plugsft("inspect", write_recipe(tmp_path / "recipe.toml", table))
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
     assert line.startswith(
         f"error: data.source: {path} (split 'train'): cannot be read as parquet: "
     )
@@ -237,7 +237,7 @@ def test_an_evaluation_file_is_named_by_its_key(tmp_path):
     tables = tiny_tables(tmp_path) | {"eval": {"source": str(tmp_path / "empty.jsonl")}}
     recipe = write_recipe(tmp_path / "recipe.toml", tables)
     for command in ("train", "prepare", "check"):
-        done = run_plugsft(command, recipe)
-        (line,) = done.stderr.splitlines()
+        result = run_plugsft(command, recipe)
+        (line,) = result.stderr.splitlines()
         says = f"{tmp_path / 'empty.jsonl'}: the file is empty; name a file with rows"
         assert line == f"error: eval.source: {says}"

@@ -15,9 +15,9 @@ def finished(tmp_path_factory):
     tables = tiny_tables(folder, chats(20)) | {"checkpoint": {"every": 1}}
     tables["train"] |= {"batch_size": 64, "epochs": 3, "steps": 2}
     recipe = write_recipe(folder / "recipe.toml", tables)
-    done = run_plugsft(recipe)
-    assert done.returncode == 0, done.stderr
-    return recipe, folder / "run", done.stdout
+    result = run_plugsft(recipe)
+    assert result.returncode == 0, result.stderr
+    return recipe, folder / "run", result.stdout
 
 
 @pytest.fixture
@@ -40,9 +40,11 @@ def test_a_run_says_how_many_examples_a_step_has_and_what_replaces_epochs(finish
 
 def test_check_says_the_same_and_names_the_command_that_works(finished, stopped):
     recipe = finished[0]
-    done = run_plugsft("check", recipe)
-    assert done.returncode == 0 and REPLACED in done.stdout and SMALL in done.stdout, done.stderr
-    last = done.stdout.splitlines()[-1]
+    result = run_plugsft("check", recipe)
+    assert result.returncode == 0 and REPLACED in result.stdout and SMALL in result.stdout, (
+        result.stderr
+    )
+    last = result.stdout.splitlines()[-1]
     assert last == f"ready to replace a finished run: plugsft {recipe} --overwrite"
     words = recipe, f"output={stopped[1]}"
     last = run_plugsft("check", *words).stdout.splitlines()[-1]
@@ -72,25 +74,25 @@ def test_a_tokenizer_from_the_cache_is_not_said_to_be_trained(finished):
 def test_a_finished_run_says_that_nothing_is_to_be_resumed_and_the_cure(finished):
     recipe, run, _ = finished
     for words in (["--resume"], ["--resume", "auto"]):
-        done = run_plugsft(recipe, *words)
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(recipe, *words)
+        assert result.returncode == 0, result.stderr
         says = f"{run} is finished; nothing to resume. Start again with --overwrite, or choose"
-        assert done.stdout.startswith(says), done.stdout
+        assert result.stdout.startswith(says), result.stdout
 
 
 @pytest.mark.parametrize("place", ["run", "run/checkpoints", "elsewhere"])
 def test_a_wrong_checkpoint_folder_is_answered_with_those_that_exist(stopped, tmp_path, place):
     recipe, run = stopped
-    done = run_plugsft(recipe, f"output={run}", f"--resume-from={tmp_path / place}")
+    result = run_plugsft(recipe, f"output={run}", f"--resume-from={tmp_path / place}")
     names = ", ".join(f"{run}/checkpoints/step-00000{step}" for step in (1, 2))
     says = f"error: --resume-from {tmp_path / place}: is no checkpoint folder; name one of {names}"
-    assert done.returncode == 2 and done.stderr == f"{says}\n"
-    done = run_plugsft(recipe, f"output={tmp_path}/new", f"--resume-from={tmp_path}/nowhere")
-    assert done.returncode == 2 and "start without it: there is none" in done.stderr
+    assert result.returncode == 2 and result.stderr == f"{says}\n"
+    result = run_plugsft(recipe, f"output={tmp_path}/new", f"--resume-from={tmp_path}/nowhere")
+    assert result.returncode == 2 and "start without it: there is none" in result.stderr
 
 
 @pytest.mark.parametrize("word", ["--resum", "--resume-fro", "--resume-auto", "--auto"])
 def test_a_wrong_option_is_answered_with_visible_ones(tiny, word):
-    done = run_plugsft(tiny(), word)
-    assert done.returncode == 2 and AUTO not in done.stderr
-    assert ("--resume-from" in done.stderr) == (word != "--auto")
+    result = run_plugsft(tiny(), word)
+    assert result.returncode == 2 and AUTO not in result.stderr
+    assert ("--resume-from" in result.stderr) == (word != "--auto")

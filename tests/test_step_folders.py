@@ -65,17 +65,17 @@ def test_a_run_goes_on_past_a_million_steps_and_leaves_copies_alone(tiny, tmp_pa
     shutil.rmtree(tmp_path / "run/model")
     first = edited(folder / "step-000001", 999_997, **{"train.steps": 1_000_001})
     copies = [shutil.copytree(first, folder / f"step-{name}") for name in COPIES if name.isascii()]
-    done = run_plugsft(recipe, "train.steps=1000001", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "going on after step 999997" in done.stdout
+    result = run_plugsft(recipe, "train.steps=1000001", "--resume")
+    assert result.returncode == 0, result.stderr
+    assert "going on after step 999997" in result.stdout
     assert [path.name for path in list_checkpoints(folder)] == ["step-1000000", "step-1000001"]
     assert all(damage(copy) is None for copy in copies)
     # Only the person can name a copy; a new run in this folder leaves it where it is.
     shutil.rmtree(tmp_path / "run/model")
-    done = run_plugsft(recipe, "train.steps=1000001", "--resume-from", copies[0])
-    assert done.returncode == 0 and "going on after step 999997" in done.stdout, done.stderr
-    done = run_plugsft(recipe, "train.steps=1", "--overwrite")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, "train.steps=1000001", "--resume-from", copies[0])
+    assert result.returncode == 0 and "going on after step 999997" in result.stdout, result.stderr
+    result = run_plugsft(recipe, "train.steps=1", "--overwrite")
+    assert result.returncode == 0, result.stderr
     assert [path.name for path in list_checkpoints(folder)] == ["step-000001"]
     assert all(damage(copy) is None for copy in copies)
 
@@ -111,8 +111,8 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tiny, tmp_path, fault)
     shutil.rmtree(tmp_path / "run/model")
     first = edited(folder / "step-000001", 1, **{"train.steps": 3})
     with fault(first):
-        done = run_plugsft(recipe, "train.steps=3", "--resume")
-        assert done.returncode == 0, done.stderr
-        warned = [line for line in done.stdout.splitlines() if "could not be removed" in line]
-        assert warned and "step-000001" in warned[0], done.stdout
+        result = run_plugsft(recipe, "train.steps=3", "--resume")
+        assert result.returncode == 0, result.stderr
+        warned = [line for line in result.stdout.splitlines() if "could not be removed" in line]
+        assert warned and "step-000001" in warned[0], result.stdout
         assert (folder / "step-000003").is_dir() and (tmp_path / "run/model").is_dir()

@@ -37,8 +37,8 @@ def texts(run):
 def test_it_trains_with_its_options(site, tiny, tmp_path):
     options = {"times": 3, "mark": "?"}
     recipe = tiny(plugins={"shout": options})
-    done = run_fresh(site, "plugsft", recipe, "plugins.shout.times=2")
-    assert done.returncode == 0, done.stderr
+    result = run_fresh(site, "plugsft", recipe, "plugins.shout.times=2")
+    assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
     trained = texts(run)
     turns = sum(text.count("??<") for text in trained)
@@ -48,7 +48,7 @@ def test_it_trains_with_its_options(site, tiny, tmp_path):
     assert record["verdict"] == "every assistant turn shouted, with '??'"
     assert record["origin"] == "plugsft-shout 1.2.3"
     assert record["options"] == {"mark": "?", "times": 2, "who": "assistant"}
-    assert "plugin shout: every assistant turn" in done.stdout
+    assert "plugin shout: every assistant turn" in result.stdout
     # What was resolved is a recipe that runs again, and knows the plugin's options.
     tables = tomllib.loads((run / "recipe.toml").read_text())
     assert tables["plugins"] == {"shout": record["options"]}
@@ -59,11 +59,11 @@ def test_it_trains_with_its_options(site, tiny, tmp_path):
 
 
 def test_it_is_listed_with_its_distribution(site):
-    done = run_plugsft("plugins")
-    assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stdout.splitlines() if line.split()[:1] == ["shout"]]
+    result = run_plugsft("plugins")
+    assert result.returncode == 0, result.stderr
+    [line] = [line for line in result.stdout.splitlines() if line.split()[:1] == ["shout"]]
     assert "plugsft-shout 1.2.3" in line and "Make the assistant shout" in line
-    assert "length_group" in done.stdout and "echo_chamber" in done.stdout
+    assert "length_group" in result.stdout and "echo_chamber" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -79,49 +79,51 @@ def test_it_is_listed_with_its_distribution(site):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(site, tiny, tmp_path, plugins, said):
-    done = run_plugsft(tiny(plugins=plugins))
-    assert done.returncode == 2, done.stderr
-    [line] = done.stderr.splitlines()
+    result = run_plugsft(tiny(plugins=plugins))
+    assert result.returncode == 2, result.stderr
+    [line] = result.stderr.splitlines()
     for words in said:
         assert words in line
     assert not (tmp_path / "run").exists()
 
 
 def test_without_it_the_recipe_says_what_there_is(tiny):
-    done = run_plugsft(tiny(plugins={"shout": {}}))
-    assert done.returncode == 2
-    assert "plugins.shout: unknown plugin" in done.stderr and "length_group" in done.stderr
+    result = run_plugsft(tiny(plugins={"shout": {}}))
+    assert result.returncode == 2
+    assert "plugins.shout: unknown plugin" in result.stderr and "length_group" in result.stderr
 
 
 def test_a_name_that_a_bundled_plugin_has_is_an_error(tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(write_plugin(tmp_path / "site", "length_group", ""))
-    done = run_plugsft(tiny())
-    assert done.returncode == 2
-    assert "two plugins are named 'length_group': bundled and dist-length_group 1.0" in done.stderr
+    result = run_plugsft(tiny())
+    assert result.returncode == 2
+    assert (
+        "two plugins are named 'length_group': bundled and dist-length_group 1.0" in result.stderr
+    )
 
 
 def test_a_name_that_two_distributions_have_is_an_error(site, tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(write_plugin(tmp_path / "other", "shout", ""))
-    done = run_plugsft(tiny())
-    assert done.returncode == 2
-    assert "two plugins are named 'shout'" in done.stderr
-    assert "plugsft-shout 1.2.3" in done.stderr and "dist-shout 1.0" in done.stderr
+    result = run_plugsft(tiny())
+    assert result.returncode == 2
+    assert "two plugins are named 'shout'" in result.stderr
+    assert "plugsft-shout 1.2.3" in result.stderr and "dist-shout 1.0" in result.stderr
 
 
 def test_the_name_of_the_core_is_an_error(tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(write_plugin(tmp_path / "site", "core", ""))
-    done = run_plugsft(tiny())
-    assert done.returncode == 2
-    assert "dist-core 1.0: a plugin cannot be named 'core'" in done.stderr
+    result = run_plugsft(tiny())
+    assert result.returncode == 2
+    assert "dist-core 1.0: a plugin cannot be named 'core'" in result.stderr
 
 
 @pytest.mark.slow
 def test_a_new_plugin_passes_its_own_test(tmp_path):
-    done = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
+    assert result.returncode == 0, result.stderr
     made = tmp_path / "plugsft-loud-loss"
     for command in (f"cd {made}", "pip install -e '.[dev]'", "pytest"):
-        assert command in done.stdout
+        assert command in result.stdout
     site = install(made, tmp_path / "site")
     tested = run_fresh(site, "pytest", "-q", "-W", "error", cwd=made)
     assert tested.returncode == 0, tested.stdout
@@ -135,9 +137,9 @@ def test_a_new_plugin_passes_its_own_test(tmp_path):
     "name", ["Loud", "loud-loss", "1st", "class", "core1", "loud_", "length_group"]
 )
 def test_a_name_that_cannot_be_is_refused(name, tmp_path):
-    done = run_plugsft("new-plugin", "--folder", tmp_path, "--", name)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    result = run_plugsft("new-plugin", "--folder", tmp_path, "--", name)
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
     assert line.startswith(f"error: '{name}': ")
     assert not any(tmp_path.iterdir())
 
@@ -145,6 +147,6 @@ def test_a_name_that_cannot_be_is_refused(name, tmp_path):
 def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
     folder = tmp_path / "plugsft-loud-loss"
     folder.mkdir()
-    done = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
-    assert done.returncode == 2 and f"{folder} exists already" in done.stderr
+    result = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
+    assert result.returncode == 2 and f"{folder} exists already" in result.stderr
     assert not any(folder.iterdir())

@@ -23,7 +23,7 @@ def test_a_trial_gives_figures_of_each_step_and_saves_nothing(recipe, tmp_path):
     assert not trial.error and [step["step"] for step in trial.steps] == [1, 2, 3]
     assert len(trial.of("step_seconds", warmup=1)) == 2
     assert "checkpoints" not in held and "model" not in held
-    assert [one["name"] for one in trial.run["plugins"]] == ["length_group", "trial"]
+    assert [plugin["name"] for plugin in trial.run["plugins"]] == ["length_group", "trial"]
     [rank] = trial.ranks
     assert 50e6 < rank["before"] <= rank["host"]
     assert not made.folder.exists() and not (tmp_path / "run").exists()
@@ -50,7 +50,7 @@ def test_what_goes_wrong_is_told(recipe, forked_trials):
 def test_a_tracker_hears_of_no_trial(recipe, forked_trials):
     with trials(*load(recipe, ["plugins.tracker.to=['tensorboard']"])) as made:
         trial = made.run({}, steps=1)
-    assert [one["name"] for one in trial.run["plugins"]] == ["trial"]
+    assert [plugin["name"] for plugin in trial.run["plugins"]] == ["trial"]
 
 
 def test_no_step_of_a_trial_is_traced(recipe, forked_trials):

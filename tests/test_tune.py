@@ -93,13 +93,13 @@ def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, forked_t
     with trials(*load(place / "my.toml")) as runner:
         room = int((measure_peak(runner, 1) + measure_peak(runner, 8)) / 2 / 0.95)
     for _ in range(3):
-        done = run_plugsft("tune", place / "my.toml", "--memory", room, "--steps", 3, cwd=place)
-        print(done.stdout)
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft("tune", place / "my.toml", "--memory", room, "--steps", 3, cwd=place)
+        print(result.stdout)
+        assert result.returncode == 0, result.stderr
         # A test beside this one may take the core just when a larger size is measured.
-        if "nothing is written" not in done.stdout:
+        if "nothing is written" not in result.stdout:
             break
-    probes = re.findall(r"probe \d+: (.*)", done.stdout)
+    probes = re.findall(r"probe \d+: (.*)", result.stdout)
     assert len(probes) <= 6 and "train.micro_batch = 1 (yours)" in probes[0]
     assert "B, " in probes[0]
     target = place / "my.tuned.toml"
@@ -136,21 +136,21 @@ def test_layers_are_computed_again_where_memory_forces_it(tmp_path):
     print(f"{plain / 2**20:.0f} MiB, with layers computed again {again / 2**20:.0f} MiB")
     assert plain - again > 60e6
     room = int((plain + again) / 2 / 0.95)
-    done = run_plugsft(
+    result = run_plugsft(
         "tune", recipe, f"--memory={room}", "--steps=1", "--to", target, cwd=tmp_path
     )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
-    assert "train.micro_batch = 1 (yours): out of memory" in done.stdout
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr
+    assert "train.micro_batch = 1 (yours): out of memory" in result.stdout
     assert tomllib.loads(target.read_text())["plugins"] == {"gradient_checkpointing": {}}
     assert target.read_text().rstrip().endswith("[plugins.gradient_checkpointing]")
 
 
 def test_nothing_fits(place):
-    done = run_plugsft("tune", place / "my.toml", "--memory=100MB", cwd=place)
-    assert done.returncode == 2
-    assert "nothing fits in 90.6 MiB a rank; tried: train.micro_batch = 1; " in done.stderr
-    assert "[plugins.gradient_checkpointing]" in done.stderr and "--memory" in done.stderr
+    result = run_plugsft("tune", place / "my.toml", "--memory=100MB", cwd=place)
+    assert result.returncode == 2
+    assert "nothing fits in 90.6 MiB a rank; tried: train.micro_batch = 1; " in result.stderr
+    assert "[plugins.gradient_checkpointing]" in result.stderr and "--memory" in result.stderr
     assert not (place / "nothing.toml").exists()
 
 
@@ -176,9 +176,9 @@ def test_ranks_are_launched_and_share_the_memory(place):
     file = ROOT / "recipes/accelerate/cpu2.yaml"
     launch = f"{sys.executable} -m accelerate.commands.launch --config_file {file}"
     words = ("train.batch_size=4", "--steps=1", f"--launch={launch}", "--to=ranks.toml")
-    done = run_plugsft("tune", place / "my.toml", *words, cwd=place)
-    assert done.returncode == 0, done.stderr
-    sizes = re.search(r"sizes: (\d+), from 1 to (\d+); memory: ([\d.]+) GiB a rank", done.stdout)
+    result = run_plugsft("tune", place / "my.toml", *words, cwd=place)
+    assert result.returncode == 0, result.stderr
+    sizes = re.search(r"sizes: (\d+), from 1 to (\d+); memory: ([\d.]+) GiB a rank", result.stdout)
     assert sizes[1] == sizes[2] == "2"  # examples of a step for each rank
     assert float(sizes[3]) == pytest.approx(look().memory / 2**31, abs=0.1)
 
@@ -198,17 +198,17 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(place):
         ([f"{packed}scope=dataset"], {}, f'{packed}scope: with "dataset" a step is batch_size'),
         ([f"{packed}capacity=99"], {}, f"{packed}capacity: 99 is less than the longest example"),
     ]:
-        done = run_plugsft("tune", path, *words, cwd=place, env=env)
-        assert done.returncode == 2 and "probe" not in done.stdout
-        [said] = done.stderr.splitlines()
+        result = run_plugsft("tune", path, *words, cwd=place, env=env)
+        assert result.returncode == 2 and "probe" not in result.stdout
+        [said] = result.stderr.splitlines()
         assert said.startswith(f"error: {line}")
     assert foreign.read_text() == "# mine\n"
 
 
 def test_a_probe_that_goes_wrong_otherwise_ends_it(place):
-    done = run_plugsft("tune", place / "my.toml", "train.learning_rate=1e30", cwd=place)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: train.micro_batch = 1: step 2: loss ")
+    result = run_plugsft("tune", place / "my.toml", "train.learning_rate=1e30", cwd=place)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: train.micro_batch = 1: step 2: loss ")
 
 
 WAYS = [
@@ -225,10 +225,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "wanted"), WAYS)
-def test_a_key_is_set_and_the_text_stays(text, wanted):
+@pytest.mark.parametrize(("text", "expected"), WAYS)
+def test_a_key_is_set_and_the_text_stays(text, expected):
     new, kept = edit(text, {"train.micro_batch": 4})
-    assert kept and (wanted is None or new == wanted)
+    assert kept and (expected is None or new == expected)
     assert tomllib.loads(new)["train"]["micro_batch"] == 4
 
 
@@ -334,7 +334,7 @@ def sweep_and_tune(folder):
     tuning = Tuning(recipe, limit, 6)
     with trials(*loaded) as made:
         tuning.run(made)
-    took = time.perf_counter() - started
+    seconds = time.perf_counter() - started
     best, why = tuning.conclude()
     print("\n".join(why))
     started = time.perf_counter()
@@ -352,7 +352,9 @@ def sweep_and_tune(folder):
         fastest = max(swept, key=swept.get)
         rounds = [[tuning.probe(made, rival).speed for rival in (best, fastest)] for _ in range(3)]
     chosen_speed, fastest_speed = (max(speeds) for speeds in zip(*rounds, strict=True))
-    share, of_best = took / sweep, chosen_speed / fastest_speed
-    print(f"{len(swept)} settings swept in {sweep:.0f} s; tuned in {took:.0f} s, {share:.2f} of it")
+    share, of_best = seconds / sweep, chosen_speed / fastest_speed
+    print(
+        f"{len(swept)} settings swept in {sweep:.0f} s; tuned in {seconds:.0f} s, {share:.2f} of it"
+    )
     print(f"chosen {best}: {of_best:.3f} of the sweep's fastest, {fastest}, over {rounds}")
     assert share <= 1 / 3 and of_best >= 0.95

@@ -83,12 +83,12 @@ def compare(one):
     """Return the chosen speed over the best of a sweep, and the time over that of the sweep."""
     search, swept = one.search(), [*one.sweep()]
     best = max(map(one.speed, swept))
-    took, sweep = (
+    seconds, sweep = (
         sum(one.seconds(setting, best) for setting in settings)
         for settings in ([probe.setting for probe in search.probes], swept)
     )
     chosen = search.best()
-    return one.speed(chosen.setting) / best, took / sweep
+    return one.speed(chosen.setting) / best, seconds / sweep
 
 
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
@@ -115,7 +115,7 @@ def search(own, fits, **options):
 def test_where_nothing_fits_it_ends():
     made = search(Setting(8), lambda one: False)
     tried = [Setting(8), Setting(4), Setting(2), Setting(1), Setting(1, True)]
-    assert [one.setting for one in made.probes] == tried and made.best() is None
+    assert [probe.setting for probe in made.probes] == tried and made.best() is None
 
 
 def test_layers_are_recomputed_where_only_that_fits():
@@ -125,12 +125,12 @@ def test_layers_are_recomputed_where_only_that_fits():
 
 def test_layers_are_not_recomputed_where_they_cannot_be():
     made = search(Setting(8), lambda one: False, can_recompute=False)
-    assert not any(one.setting.recompute for one in made.probes)
+    assert not any(probe.setting.recompute for probe in made.probes)
 
 
 def test_a_recipe_that_recomputes_is_tried_without():
     made = search(Setting(4, True), lambda one: True)
-    assert any(not one.setting.recompute for one in made.probes)
+    assert any(not probe.setting.recompute for probe in made.probes)
 
 
 def test_of_equal_speeds_that_with_the_least_memory_is_chosen():

@@ -109,8 +109,8 @@ def test_a_row_that_means_something_else_is_never_learned(tokenizer, hooks, kind
     assert found.rows == [number for number in good for _ in range(sequences)]
     for name in WARNED:
         about = [where for said, where in found.warnings.items() if said.startswith(f"'{name}' ")]
-        wanted = [number for number in good if name in telling[number]]
-        assert about == ([wanted] if wanted else [])
+        expected = [number for number in good if name in telling[number]]
+        assert about == ([expected] if expected else [])
     others = {name for extra in extras for name in extra}
     if len(wrong) < len(rows) or kind != "preference":
         assert {*found.unread} == others
@@ -229,9 +229,9 @@ def test_check_and_inspect_name_them(tiny, tmp_path, capsys):
         said = str(refused.value)
         assert "lines 1, 2, 3, 4, 5 and 15 more: 'label' tells good answers" in said
         assert 'data.ignore = ["label"] trains without it' in said
-    done = run_plugsft(recipe)
-    assert done.returncode == 2 and "'label' tells good answers" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    result = run_plugsft(recipe)
+    assert result.returncode == 2 and "'label' tells good answers" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     rows = [ROWS["chat completion"] | {"label": None, "score": n, "url": "x"} for n in range(9)]
     rows[5]["prompt"] = [ASK, ASK]
     write_jsonl(tmp_path / "data.jsonl", rows)

@@ -82,9 +82,9 @@ def plugins(tmp_path, monkeypatch):
     ],
 )
 def test_an_optimizer_of_other_weights_is_refused(tiny, plugins, options, says):
-    done = run_plugsft(tiny(plugins={"partial": options}))
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
-    assert "step 1" not in done.stdout
+    result = run_plugsft(tiny(plugins={"partial": options}))
+    assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
+    assert "step 1" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_norms_do_not_depend_on_the_steps_before(tiny, plugins, tmp_path, used):
     run, parts = tmp_path / "run", tmp_path / "parts"
     shutil.copytree(run, parts)
     shutil.rmtree(parts / "checkpoints/step-000005")
-    done = run_plugsft(recipe, f"output={parts}", "--resume")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"output={parts}", "--resume")
+    assert result.returncode == 0, result.stderr
     norms = [[line["grad_norm"] for line in read_metrics(one)] for one in (run, parts)]
     assert norms[0] == norms[1] and len(norms[0]) == 5

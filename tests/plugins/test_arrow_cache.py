@@ -80,7 +80,10 @@ def noted(tmp_path, home, monkeypatch):
     def make(slices, seconds=0.0, **options):
         tables = tiny_tables(tmp_path, chats(4))
         sources = [write_jsonl(tmp_path / f"{n}.jsonl", chats(4, n)) for n in range(slices)]
-        tables["data"] = {"sources": [{"source": str(one)} for one in sources], "max_length": 64}
+        tables["data"] = {
+            "sources": [{"source": str(source)} for source in sources],
+            "max_length": 64,
+        }
         tables["plugins"] = {"arrow_cache": options, "noting": {"seconds": seconds}}
         return write_recipe(tmp_path / "recipe.toml", tables), tmp_path / "note"
 
@@ -248,8 +251,8 @@ def test_refresh_builds_once_in_each_run_of_two_ranks(noted):
     counts = []
     for refresh in ("false", "true", "true", "false"):
         before = len(builders(note))
-        done = run_ranks(2, "prepare", recipe, f"plugins.arrow_cache.refresh={refresh}")
-        assert done.returncode == 0, done.stderr
+        result = run_ranks(2, "prepare", recipe, f"plugins.arrow_cache.refresh={refresh}")
+        assert result.returncode == 0, result.stderr
         counts.append(len(builders(note)) - before)
     assert counts == [2, 2, 2, 0], "both slices once in each run, whatever the number of ranks"
 
@@ -336,11 +339,11 @@ def test_eight_processes_and_random_kills(noted, home, tmp_path):
         survivors = [one for one in ended if one.returncode == 0]
         assert {one.returncode for one in ended} <= {0, -signal.SIGKILL}, ended
         (entry,) = [path for path in home.iterdir() if is_published(path)]
-        assert all(f"tokens: {entry}" in one.stdout for one in survivors) and survivors
-        assert sum("from cache" not in one.stdout for one in survivors) <= 1
+        assert all(f"tokens: {entry}" in survivor.stdout for survivor in survivors) and survivors
+        assert sum("from cache" not in survivor.stdout for survivor in survivors) <= 1
         assert damage(entry) is None and content(Tokens(entry)) == content(Tokens(reference))
-        done = run_plugsft("cache", "gc", "--folder", home.parent)
-        assert done.returncode == 0 and [*home.iterdir()] == [entry], done
+        result = run_plugsft("cache", "gc", "--folder", home.parent)
+        assert result.returncode == 0 and [*home.iterdir()] == [entry], result
         shutil.rmtree(entry)
     assert killed >= ROUNDS
 

@@ -79,13 +79,13 @@ def threads():
 
 def assert_same(ours, serial):
     assert [loaded.plan.step for loaded in ours] == [loaded.plan.step for loaded in serial]
-    for one, other in zip(ours, serial, strict=True):
+    for loaded, other in zip(ours, serial, strict=True):
         a, b = (
-            {**vars(loaded.plan), "layout": flat(loaded.plan.layout)} for loaded in (one, other)
+            {**vars(loaded.plan), "layout": flat(loaded.plan.layout)} for loaded in (loaded, other)
         )
         assert a == b
-        assert len(one.micro_batches) == len(other.micro_batches)
-        for mine, plain in zip(one.micro_batches, other.micro_batches, strict=True):
+        assert len(loaded.micro_batches) == len(other.micro_batches)
+        for mine, plain in zip(loaded.micro_batches, other.micro_batches, strict=True):
             assert list(mine) == list(plain)
             for name, tensor in mine.items():
                 if isinstance(tensor, torch.Tensor):
@@ -309,8 +309,8 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
     serial, ahead = tmp_path / "serial", tmp_path / "ahead"
     mine = (recipe, f"output={ahead}", "plugins.async_collate.depth=2")
     for words in ((recipe, f"output={serial}"), mine):
-        done = run_plugsft(*words)
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(*words)
+        assert result.returncode == 0, result.stderr
     assert len(learned(serial)) == 12 + 3
     assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
     spied, verdict = (verdict_of(ahead, name) for name in ("spy", "async_collate"))
@@ -325,9 +325,9 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
     # From the middle of an epoch.
     for name in ("checkpoints/step-000012", "checkpoints/step-000008", "model"):
         shutil.rmtree(ahead / name)
-    done = run_plugsft(*mine, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "going on after step 4" in done.stdout
+    result = run_plugsft(*mine, "--resume")
+    assert result.returncode == 0, result.stderr
+    assert "going on after step 4" in result.stdout
     assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
 
 
@@ -343,7 +343,7 @@ def weights(run):
 
 def verdict_of(run, name):
     plugins = json.loads((run / "run.json").read_text())["plugins"]
-    return next(one["verdict"] for one in plugins if one["name"] == name)
+    return next(plugin["verdict"] for plugin in plugins if plugin["name"] == name)
 
 
 def test_a_run_that_fails_says_its_own_and_leaves_nothing(tiny, tmp_path, monkeypatch):
@@ -413,8 +413,8 @@ def test_building_hides_behind_training(tiny, tmp_path, monkeypatch):
     recipe = tiny(rows=chats(43), train={"steps": 10, "micro_batch": 8}, plugins=slow)
     seconds = []
     for name, words in (("serial", []), ("ahead", ["plugins.async_collate={}"])):
-        done = run_plugsft(recipe, f"output={tmp_path / name}", *words)
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(recipe, f"output={tmp_path / name}", *words)
+        assert result.returncode == 0, result.stderr
         # The least of them: what else the machine does can only add to it.
         seconds.append(min(line["step_seconds"] for line in read_metrics(tmp_path / name)))
     print(f"\n{seconds[0] / seconds[1]:.2f} times as fast")

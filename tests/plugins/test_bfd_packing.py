@@ -111,8 +111,10 @@ def test_scope_dataset_takes_every_example_once_whatever_the_ranks(lengths, rank
     lengths = np.array(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
     global_batches = [*PackedEpoch(order, lengths, ranks, size, 50, cost)]
-    assert sorted(n for one in global_batches for n in members(one)) == list(range(len(lengths)))
-    assert [members(one) for one in global_batches] == [
+    assert sorted(n for global_batch in global_batches for n in members(global_batch)) == list(
+        range(len(lengths))
+    )
+    assert [members(global_batch) for global_batch in global_batches] == [
         members(one) for one in PackedEpoch(order, lengths, 1, size, 50, cost)
     ]
     for layout in global_batches:
@@ -137,8 +139,8 @@ def test_rows_come_in_another_order_and_company_each_epoch():
 
 
 def train(recipe, folder, *words):
-    done = run_plugsft(recipe, f"output={folder}", *words)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"output={folder}", *words)
+    assert result.returncode == 0, result.stderr
     return read_metrics(folder)
 
 
@@ -186,8 +188,8 @@ def test_a_packed_run_goes_on_as_if_it_had_not_been_stopped(runs, tmp_path):
     whole = train(runs, tmp_path / "whole", PACKED, "checkpoint.every=1", "checkpoint.keep=9")
     rest = [line for line in whole if line["step"] > 2]
     words = (runs, PACKED, "--resume-from", tmp_path / "whole/checkpoints/step-000002")
-    done = run_plugsft(*words, f"output={tmp_path / 'again'}")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(*words, f"output={tmp_path / 'again'}")
+    assert result.returncode == 0, result.stderr
     assert curve(read_metrics(tmp_path / "again")) == curve(rest)
     run_ranks(2, *words, f"output={tmp_path / 'two'}")
     assert curve(read_metrics(tmp_path / "two")) == pytest.approx(curve(rest), rel=1e-5)
@@ -242,11 +244,11 @@ def test_packed_equals_padded_for_other_families(family, tmp_path, name):
 
 def test_a_model_that_leaks_is_refused_before_the_first_step(family, tmp_path):
     recipe = family(MambaConfig, {"state_size": 4, "num_attention_heads": None})
-    done = run_plugsft(recipe, f"output={tmp_path / 'leaks'}", PACKED)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "this model cannot be trained on packed rows: changing one document" in done.stderr
-    assert "remove [plugins.bfd_packing]" in done.stderr
-    assert "step 1/" not in done.stdout
+    result = run_plugsft(recipe, f"output={tmp_path / 'leaks'}", PACKED)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "this model cannot be trained on packed rows: changing one document" in result.stderr
+    assert "remove [plugins.bfd_packing]" in result.stderr
+    assert "step 1/" not in result.stdout
 
 
 OWN = {
@@ -315,10 +317,10 @@ def test_scope_dataset_learns_what_its_windows_hold(runs, tmp_path, monkeypatch,
 
 
 def test_longer_examples_stop_the_run_with_the_cure(runs):
-    done = run_plugsft(runs, "plugins.bfd_packing.capacity=30")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "of 21 examples have more than 30 tokens, the longest" in done.stderr
-    assert 'Raise capacity, or set overlong = "truncate" or "split"' in done.stderr
+    result = run_plugsft(runs, "plugins.bfd_packing.capacity=30")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "of 21 examples have more than 30 tokens, the longest" in result.stderr
+    assert 'Raise capacity, or set overlong = "truncate" or "split"' in result.stderr
 
 
 def test_truncated_examples_are_as_if_they_had_been_prepared_so(runs, tmp_path):
@@ -343,7 +345,7 @@ def test_split_examples_lose_no_trained_part_and_double_none(runs, tmp_path):
     both_epochs = sum(line["tokens"] for line in whole if "fill" in line)
     record = json.loads((tmp_path / "split/run.json").read_text())
     assert "longer examples split" in record["plugins"][0]["verdict"]
-    left_out = sum(one["count"] for one in record["data"]["bad_rows"].values())
+    left_out = sum(bad_row["count"] for bad_row in record["data"]["bad_rows"].values())
     missing = both_epochs - sum(line["tokens"] for line in lines if line.get("epoch", 9) <= 2)
     assert 2 * left_out <= missing <= 2 * 25 * left_out
 
@@ -366,8 +368,8 @@ def test_split_examples_lose_no_trained_part_and_double_none(runs, tmp_path):
 )
 def test_what_cannot_be_is_refused(tiny, words, says):
     recipe = tiny(plugins={"bfd_packing": {}}, train={"micro_batch": 1})
-    done = run_plugsft(recipe, *words)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    result = run_plugsft(recipe, *words)
+    assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
 
 
 def test_half_an_epoch_anew_each_time_cannot_fill_the_same_number_of_rows(tiny):
@@ -432,10 +434,10 @@ def test_what_is_split_or_cut_is_whole_elsewhere(tmp_path_factory, masks, room, 
     firsts = [
         (start, start + min(room, count)) for start, count in zip(starts, counts, strict=True)
     ]
-    for overlong, wanted in (("split", cuts), ("truncate", firsts)):
-        trained = [int(mask[start + 1 : stop].sum()) for start, stop in wanted]
+    for overlong, expected in (("split", cuts), ("truncate", firsts)):
+        trained = [int(mask[start + 1 : stop].sum()) for start, stop in expected]
         some_long = counts.max() > room
-        kept = [place for place, n in zip(wanted, trained, strict=True) if n or not some_long]
+        kept = [place for place, n in zip(expected, trained, strict=True) if n or not some_long]
         if not kept:
             with pytest.raises(DataError, match="for every example; raise capacity"):
                 cut_overlong(tokens, room, overlong)
@@ -447,7 +449,7 @@ def test_what_is_split_or_cut_is_whole_elsewhere(tmp_path_factory, masks, room, 
         assert fitted.lengths.tolist() == [stop - start for start, stop in kept]
         assert fitted.targets.tolist() == [int(mask[a + 1 : b].sum()) for a, b in kept]
         assert fitted.denominators.tolist() == fitted.targets.tolist()
-        assert len(fitted) == len(wanted if some_long else masks) - cuts_made.untrained
+        assert len(fitted) == len(expected if some_long else masks) - cuts_made.untrained
         assert not some_long or fitted.targets.all()
         left_out = sum(one["count"] for one in fitted.facts.get("bad_rows", {}).values())
         assert left_out == cuts_made.untrained
@@ -492,10 +494,12 @@ def test_evaluation_data_without_a_target_is_refused_before_the_first_step(tiny)
         eval={"every": 1, "split": "train[:1]"},
         plugins={"bfd_packing": {"capacity": 24, "overlong": "truncate"}},
     )
-    done = run_plugsft(recipe)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "no trained token in the first 24 tokens of an example, for every example" in done.stderr
-    assert "step 1/" not in done.stdout
+    result = run_plugsft(recipe)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert (
+        "no trained token in the first 24 tokens of an example, for every example" in result.stderr
+    )
+    assert "step 1/" not in result.stdout
 
 
 def test_check_counts_the_steps_of_packed_rows_and_finds_what_is_too_long(runs, tmp_path):

@@ -77,7 +77,7 @@ def learn(model, lengths):
     logits = model(input_ids=ids, **documents_of(np.array(lengths)), use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
     loss.backward()
-    return loss.item(), torch.cat([one.grad.flatten() for one in model.parameters()])
+    return loss.item(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_batches_of_other_documents_take_the_same_program(name, again):
     assert [*model.state_dict()] == [*plain.state_dict()]
     programs = []
     for lengths in ([9, 5], [3, 4, 30, 2, 7], [21], [2] * 40, [11, 60, 1]):
-        (loss, gradient), (wanted, others) = learn(model, lengths), learn(plain, lengths)
-        assert loss == pytest.approx(wanted, rel=1e-5)
+        (loss, gradient), (expected, others) = learn(model, lengths), learn(plain, lengths)
+        assert loss == pytest.approx(expected, rel=1e-5)
         assert (gradient - others).abs().max() <= 1e-5 * others.abs().max()
         programs.append((plugin.compilations.count, plugin.compilations.repeated))
     print(f"\n{plugin.verdict()}")
@@ -126,9 +126,9 @@ def test_lengths_hide_from_the_compiler_and_not_from_attention():
     heads = torch.randn(1, 2, 7, 8)
     attend = AttentionInterface()[attend_per_document()]
     module = torch.nn.Identity()
-    wanted = attend(module, heads, heads, heads, None, documents=(3, 4))[0]
+    expected = attend(module, heads, heads, heads, None, documents=(3, 4))[0]
     found = attend(module, heads, heads, heads, None, documents=OpaqueLengths((3, 4)))[0]
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
 
 
 def test_a_model_without_such_layers_is_refused():
@@ -178,11 +178,11 @@ def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, rank
     plain, run = tmp_path / "plain", tmp_path / "compiled"
     alone = run_plugsft(recipe, f"output={plain}", "--without", "compile")
     assert alone.returncode == 0, alone.stderr
-    done = run_ranks(ranks, recipe, f"output={run}", timeout=550)
-    assert done.returncode == 0, done.stderr
+    result = run_ranks(ranks, recipe, f"output={run}", timeout=550)
+    assert result.returncode == 0, result.stderr
     assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
     plugins = json.loads((run / "run.json").read_text())["plugins"]
-    verdict = next(one["verdict"] for one in plugins if one["name"] == "compile")
+    verdict = next(plugin["verdict"] for plugin in plugins if plugin["name"] == "compile")
     assert "programs compiled in" in verdict and not verdict.startswith("0")
     theirs, ours = (load_file(one / "model/model.safetensors") for one in (plain, run))
     assert [*ours] == [*theirs]

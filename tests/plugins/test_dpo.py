@@ -113,10 +113,10 @@ READ = [
 ]
 
 
-@pytest.mark.parametrize(("row", "wanted"), READ)
-def test_a_row_is_read_as_a_prompt_and_two_answers(row, wanted):
+@pytest.mark.parametrize(("row", "expected"), READ)
+def test_a_row_is_read_as_a_prompt_and_two_answers(row, expected):
     more = {"tools": TOOLS, "chat_template_kwargs": {"short": True}}
-    prompt, chosen, rejected = wanted
+    prompt, chosen, rejected = expected
     assert split_pair(row) == [{"prompt": prompt, "completion": one} for one in (chosen, rejected)]
     assert split_pair(row | more | {"score": 1}) == [
         {"prompt": prompt, "completion": one, **more} for one in (chosen, rejected)
@@ -201,7 +201,7 @@ CHAT = "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
 @pytest.mark.parametrize("column", [{}, {"chosen": "good", "rejected": "poor", "prompt": "asked"}])
 def test_answers_alone_are_trained(prepared, column):
     rows = [{"prompt": [ASK], **GIVEN}, {"chosen": [ASK, POOR], "rejected": [ASK, GOOD]}]
-    rows = [{column.get(name, name): it for name, it in row.items()} for row in rows]
+    rows = [{column.get(name, name): value for name, value in row.items()} for row in rows]
     tokens, words = prepared(rows, columns=column)
     sides = [(CHAT + "\n", f"{one['content']}<|im_end|>") for one in (GOOD, POOR)]
     assert words == [sides, sides[::-1]]
@@ -223,7 +223,7 @@ def test_texts_are_pairs_too(prepared):
     ]
     _, words = prepared(rows)
     answers = ["owls<|im_end|>", "cats<|im_end|>"]
-    assert words == [[(asked, one) for one in answers] for asked in ("who?\n", "why?\n")]
+    assert words == [[(asked, answer) for answer in answers] for asked in ("who?\n", "why?\n")]
 
 
 def test_tools_and_variables_reach_both_conversations(prepared, tmp_path):
@@ -286,9 +286,9 @@ def test_a_pair_is_left_out_whole_where_an_answer_is_cut_away(prepared, side):
 
 @pytest.mark.parametrize("rows", [[{"messages": [ASK, GOOD]}] * 3, [{"chosen": "x"}] * 3])
 def test_data_without_pairs_ends_in_one_line(tiny, rows):
-    done = run_plugsft(tiny(rows=rows, plugins={"dpo": {}}))
-    assert done.returncode == 2
-    [line] = done.stderr.strip().splitlines()
+    result = run_plugsft(tiny(rows=rows, plugins={"dpo": {}}))
+    assert result.returncode == 2
+    [line] = result.stderr.strip().splitlines()
     assert "no row has two answers to compare: no '" in line
     assert '[data.columns], for instance chosen = "good"' in line
 
@@ -348,9 +348,9 @@ def gradients(model):
     return {name: one.grad.clone() for name, one in named if one.requires_grad}
 
 
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
         scale = gradient.abs().max()
         assert scale > 0, name
         assert (found[name] - gradient).abs().max() <= 1e-5 * scale, name
@@ -360,9 +360,9 @@ def shaken(model, much=0.05, seed=3):
     """Move what is trained in a model."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for one in model.parameters():
-            if one.requires_grad:
-                one += torch.randn(one.shape, generator=draw) * much
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn(parameter.shape, generator=draw) * much
     return model
 
 
@@ -409,7 +409,7 @@ def assert_trl_s(run, trainer, batch):
     theirs.backward()
     assert loss == pytest.approx(float(theirs.detach()), rel=1e-5)
     assert_equal(gradients(run.model), gradients(trainer.model))
-    logged = {name: trainer._metrics["train"][it][-1] for name, it in MEASURED.items()}
+    logged = {name: trainer._metrics["train"][value][-1] for name, value in MEASURED.items()}
     # Margins are small differences of sums of some 60, times beta.
     assert measured == pytest.approx(logged, rel=1e-5, abs=1e-5 * max(1.0, trainer.beta))
     return loss, measured
@@ -490,9 +490,9 @@ def test_label_smoothing_and_nll(tmp_path, other, loss, beta):
     z = FORMULAS[loss](beta, scores, lengths)
     compared = 0.8 * torch.log(1 + torch.exp(-z)) + 0.2 * torch.log(1 + torch.exp(z))
     nll = -logps[:, 0] / lengths[:, 0]
-    wanted = (compared + 0.5 * nll).mean()
-    wanted.backward()
-    assert found == pytest.approx(wanted.item(), rel=1e-5)
+    expected = (compared + 0.5 * nll).mean()
+    expected.backward()
+    assert found == pytest.approx(expected.item(), rel=1e-5)
     assert_equal(gradients(run.model), gradients(mine))
     assert measured["nll"] == pytest.approx(nll.mean().item(), rel=1e-5)
     assert {*measured} == {*MEASURED, "nll"}
@@ -517,8 +517,8 @@ def of_kind(tiny, kind):
 
 def train(recipe, folder, *words):
     """Run; return all that it measured of what is learned."""
-    done = run_plugsft(recipe, f"output={folder}", *words)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"output={folder}", *words)
+    assert result.returncode == 0, result.stderr
     return measured(folder)
 
 
@@ -592,12 +592,14 @@ def test_however_it_is_laid_out_the_same_is_learned(tiny, tmp_path, plain, kind,
         words.append("train.micro_batch=1")
     run = tmp_path / "laid"
     assert train(of_kind(tiny, kind), run, *words) == about(plain(kind))
-    [verdict] = [one["verdict"] for one in record(run)["plugins"] if one["name"] == "dpo"]
+    [verdict] = [plugin["verdict"] for plugin in record(run)["plugins"] if plugin["name"] == "dpo"]
     assert "sigmoid loss, beta 0.1; reference: " in verdict
     saved = re.search(r"prompts shared: (\d+)% fewer tokens \(proved, \de[-+]\d\d off\)", verdict)
     assert bool(saved) == (SHARED[1] in LAYOUTS[layout])
     if saved:
-        counts = [[one["tokens"] for one in read_metrics(it)] for it in (run, plain.folder / kind)]
+        counts = [
+            [line["tokens"] for line in read_metrics(it)] for it in (run, plain.folder / kind)
+        ]
         assert sum(counts[0]) / sum(counts[1]) == pytest.approx(1 - int(saved[1]) / 100, abs=0.05)
         assert int(saved[1]) > 20
 
@@ -619,10 +621,10 @@ BLIND = """
 def test_a_prompt_that_is_not_seen_is_noticed_before_step_1(recipe, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", blind=BLIND), monkeypatch)
     words = [f"plugins.{one}" for one in (*SHARED, "blind={}")]
-    done = run_plugsft(recipe, *words, "train.micro_batch=1")
-    assert done.returncode == 2 and "step 1/" not in done.stdout
-    assert "plugins.dpo: share_prompt: losses of a pair differ by" in done.stderr
-    assert "this model's attention does not support it; remove share_prompt" in done.stderr
+    result = run_plugsft(recipe, *words, "train.micro_batch=1")
+    assert result.returncode == 2 and "step 1/" not in result.stdout
+    assert "plugins.dpo: share_prompt: losses of a pair differ by" in result.stderr
+    assert "this model's attention does not support it; remove share_prompt" in result.stderr
 
 
 def record(run):
@@ -633,14 +635,14 @@ def record(run):
 def test_two_ranks_learn_what_one_learns(tiny, tmp_path, plain, kind):
     """With global batches and evaluations of which the last ranks get fewer pairs, or none."""
     recipe, run = of_kind(tiny, kind), tmp_path / "two"
-    done = run_ranks(2, recipe, f"output={run}", "train.micro_batch=5")
-    assert done.returncode == 0, done.stderr
+    result = run_ranks(2, recipe, f"output={run}", "train.micro_batch=5")
+    assert result.returncode == 0, result.stderr
     assert measured(run) == about(plain(kind))
     # The global batch of five has one micro-batch: the other rank computes an empty one.
     shared = [f"plugins.{one}" for one in SHARED]
     run = tmp_path / "shared"
-    done = run_ranks(2, recipe, f"output={run}", *shared, "train.micro_batch=1")
-    assert done.returncode == 0, done.stderr
+    result = run_ranks(2, recipe, f"output={run}", *shared, "train.micro_batch=1")
+    assert result.returncode == 0, result.stderr
     assert measured(run) == about(plain(kind))
 
 
@@ -649,8 +651,8 @@ def test_it_goes_on_as_if_it_had_not_been_stopped(tiny, tmp_path, kind):
     recipe, whole, again = of_kind(tiny, kind), tmp_path / "whole", tmp_path / "again"
     train(recipe, whole, "checkpoint.every=1", "checkpoint.keep=9")
     words = (recipe, "--resume-from", whole / "checkpoints/step-000002")
-    done = run_plugsft(*words, f"output={again}")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(*words, f"output={again}")
+    assert result.returncode == 0, result.stderr
     there, rest = lines_of(again), [line for line in lines_of(whole) if line["step"] > 2]
     assert there == rest and len(rest) == 6
     [file] = (whole / "model").glob("*model.safetensors")
@@ -663,7 +665,7 @@ def lines_of(run):
     """Return all that a run measured but its times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = {"step", *MEASURES, *(f"eval_{name}" for name in MEASURES), "trained_tokens"}
-    return [{name: it for name, it in line.items() if name in kept} for line in lines]
+    return [{name: value for name, value in line.items() if name in kept} for line in lines]
 
 
 WEIGH = """
@@ -763,7 +765,9 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "tables", "says"), REFUSED)
 def test_what_would_not_be_heard_is_refused(tiny, options, tables, says):
     more = {"plugins": {"dpo": options, **tables.get("plugins", {})}, "data": tables.get("data")}
-    recipe = tiny(train={"micro_batch": 1}, **{name: it for name, it in more.items() if it})
+    recipe = tiny(
+        train={"micro_batch": 1}, **{name: value for name, value in more.items() if value}
+    )
     recipe, active = resolve(tomllib.loads(recipe.read_text()))
     with pytest.raises(RecipeError) as refused:
         check(active.attach(), recipe, look())
@@ -774,8 +778,10 @@ def test_what_would_not_be_heard_is_refused(tiny, options, tables, says):
     "word", ["beta=0.0", "label_smoothing=0.5", "nll=-1.0", "loss=kto", 'reference=""']
 )
 def test_options_have_bounds(tiny, word):
-    done = run_plugsft("check", tiny(rows=pairs(8), plugins={"dpo": {}}), f"plugins.dpo.{word}")
-    assert done.returncode == 2 and f"plugins.dpo.{word.partition('=')[0]}: given" in done.stderr
+    result = run_plugsft("check", tiny(rows=pairs(8), plugins={"dpo": {}}), f"plugins.dpo.{word}")
+    assert (
+        result.returncode == 2 and f"plugins.dpo.{word.partition('=')[0]}: given" in result.stderr
+    )
 
 
 NOISE = """
@@ -802,15 +808,15 @@ def test_a_model_that_differs_from_call_to_call_stops_at_step_1(
     recipe, tmp_path, monkeypatch, loss
 ):
     activate(install(tmp_path / "site", noise=NOISE), monkeypatch)
-    done = run_plugsft(recipe, f"plugins.dpo.loss={loss}", "plugins.noise={}")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(r"plugins\.dpo: the first loss is \S+, but should be", done.stderr)
-    assert "step 1/" not in done.stdout
+    result = run_plugsft(recipe, f"plugins.dpo.loss={loss}", "plugins.noise={}")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert re.search(r"plugins\.dpo: the first loss is \S+, but should be", result.stderr)
+    assert "step 1/" not in result.stdout
 
 
 def test_the_dropout_of_a_model_is_left_out_and_that_of_adapters_stays(recipe, tmp_path):
-    done = run_plugsft(recipe, "train.steps=1")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, "train.steps=1")
+    assert result.returncode == 0, result.stderr
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
     sizes = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -850,11 +856,11 @@ def test_tokens_do_not_depend_on_how_pairs_are_compared(tiny):
 def test_a_reference_that_is_not_there_is_named(tiny, tmp_path):
     recipe = tiny(rows=pairs(8), plugins={"dpo": {}})
     for command in ("check", "train"):
-        done = run_plugsft(command, recipe, f"plugins.dpo.reference={tmp_path / 'nope'}")
-        assert done.returncode == 2, done.stdout
-        assert f"plugins.dpo: reference: {tmp_path / 'nope'}: no such folder" in done.stderr
-    done = run_plugsft(recipe, "plugins.dpo.reference=nobody/nothing")
-    assert done.returncode == 2 and "plugins.dpo.reference: " in done.stderr
+        result = run_plugsft(command, recipe, f"plugins.dpo.reference={tmp_path / 'nope'}")
+        assert result.returncode == 2, result.stdout
+        assert f"plugins.dpo: reference: {tmp_path / 'nope'}: no such folder" in result.stderr
+    result = run_plugsft(recipe, "plugins.dpo.reference=nobody/nothing")
+    assert result.returncode == 2 and "plugins.dpo.reference: " in result.stderr
 
 
 def test_a_system_column_stands_before_the_prompt():

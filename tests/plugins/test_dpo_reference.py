@@ -50,9 +50,9 @@ def recipe(tiny):
 
 
 def ran(*words, **options):
-    done = run_plugsft(*words, **options)
-    assert done.returncode == 0, done.stderr
-    return done
+    result = run_plugsft(*words, **options)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 def curve(run):
@@ -197,8 +197,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe, tmp_path):
 
 
 def test_it_needs_the_objective_that_asks_for_it(tiny):
-    done = run_plugsft("check", tiny(plugins={"dpo_reference": {}}))
-    assert done.returncode == 2 and "dpo" in done.stderr
+    result = run_plugsft("check", tiny(plugins={"dpo_reference": {}}))
+    assert result.returncode == 2 and "dpo" in result.stderr
 
 
 @pytest.mark.slow
@@ -239,8 +239,8 @@ def test_all_ranks_build_again_where_the_disk_of_the_main_one_is_full(
     """The main rank alone would build again, and the others wait in another exchange."""
     activate(install(tmp_path / "site", fill=FILL), monkeypatch)
     words = ("plugins.arrow_cache={}", REFERENCE, f"plugins.fill.folder={small_disk}")
-    done = run_ranks(2, recipe, *words, env={"PLUGSFT_CACHE": str(small_disk)}, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "cache: not used" in done.stdout and "the disk is full" in done.stdout
-    assert "23 of 23 pairs computed in" in said(done)
-    assert str(tmp_path / "run/tokens") in said(done)
+    result = run_ranks(2, recipe, *words, env={"PLUGSFT_CACHE": str(small_disk)}, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "cache: not used" in result.stdout and "the disk is full" in result.stdout
+    assert "23 of 23 pairs computed in" in said(result)
+    assert str(tmp_path / "run/tokens") in said(result)

@@ -90,7 +90,9 @@ def pieces(normalizer=None, splitter=None):
     learned.train_from_iterator(CORPUS[:3], trainer)
     described = json.loads(learned.to_str())
     described["added_tokens"] = [
-        one for one in described["added_tokens"] if one["content"] in special
+        added_token
+        for added_token in described["added_tokens"]
+        if added_token["content"] in special
     ]
     made = Tokenizer.from_str(json.dumps(described))
     made.normalizer, made.pre_tokenizer = normalizer, splitter
@@ -222,9 +224,12 @@ def test_masks_by_bytes_are_those_by_offsets(name, by, text, data):
 def test_a_character_of_any_plane_is_read_alike(by):
     mine, step = kind("llama3"), 1 if FULL else 7
     planes = [*range(0, 0x40000, step), *range(0x40000, 0x110000, 97 * step)]
-    characters = [chr(one) for one in planes if not 0xD800 <= one < 0xE000]
+    characters = [chr(code) for code in planes if not 0xD800 <= code < 0xE000]
     texts = [
-        "".join(f"a{one}b {one}{one}1{one}'s" for one in characters[start : start + 16])
+        "".join(
+            f"a{character}b {character}{character}1{character}'s"
+            for character in characters[start : start + 16]
+        )
         for start in range(0, len(characters), 16)
     ]
     encoded = encode(texts, mine, False, engine("llama3", by), by)
@@ -481,9 +486,9 @@ def test_an_engine_takes_one_thread_where_it_is_told_to(by, tmp_path):
     command = [sys.executable, "-c", THREADS, str(tmp_path / "tokenizer.json"), by]
 
     def seconds_of_others(**env):
-        done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return tuple(map(float, done.stdout.split()))
+        result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return tuple(map(float, result.stdout.split()))
 
     seconds, _ = seconds_of_others(RAYON_NUM_THREADS="1")
     assert seconds < 0.02
@@ -515,9 +520,9 @@ def test_a_run_says_who_encoded(tiny, tmp_path):
     rows = chats(24)
     rows[7]["messages"][0]["content"] += " \U000323b0, which is younger than most programs"
     recipe = tiny(rows, plugins={"fast_tokenizer": {}}, eval={"split": "train[:4]"})
-    done = run_plugsft(recipe)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"tokens by gigatoken and transformers, \d+% trained on", done.stdout)
+    result = run_plugsft(recipe)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"tokens by gigatoken and transformers, \d+% trained on", result.stdout)
     [record] = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
     assert record["verdict"] == (
         "gigatoken encoded 23 of 24 texts, the model's own tokenizer 1 "

@@ -259,10 +259,10 @@ def assert_same(model, other, seen=None):
     weights = torch.from_numpy(np.random.default_rng(1).standard_normal(ours.shape)).float()
     for logits in (ours, theirs):
         (logits * weights).sum().backward()
-    wanted = dict(other.named_parameters())
+    expected = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
-        scale = wanted[name].grad.abs().max()
-        assert (parameter.grad - wanted[name].grad).abs().max() <= 2e-5 * scale, name
+        scale = expected[name].grad.abs().max()
+        assert (parameter.grad - expected[name].grad).abs().max() <= 2e-5 * scale, name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -377,12 +377,16 @@ def test_a_run_learns_the_same(options, packed):
 
 def test_a_run_says_what_it_took_and_stops_where_it_cannot(tiny, tmp_path):
     recipe = tiny(train={"micro_batch": 1}, plugins={"flash_attention": {}, "bfd_packing": {}})
-    done = run_plugsft(recipe, "train.steps=1")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, "train.steps=1")
+    assert result.returncode == 0, result.stderr
     plugins = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
-    verdict = next(one["verdict"] for one in plugins if one["name"] == "flash_attention")
+    verdict = next(plugin["verdict"] for plugin in plugins if plugin["name"] == "flash_attention")
     assert verdict.startswith("SDPA, document by document; not fa3, fa2, torch: no NVIDIA GPU")
     for command in ([], ["check"]):
-        done = run_plugsft(*command, recipe, "plugins.flash_attention.kernel=torch", "output=other")
-        assert done.returncode == 2
-        assert 'plugins.flash_attention: kernel = "torch" cannot run: no NVIDIA GPU' in done.stderr
+        result = run_plugsft(
+            *command, recipe, "plugins.flash_attention.kernel=torch", "output=other"
+        )
+        assert result.returncode == 2
+        assert (
+            'plugins.flash_attention: kernel = "torch" cannot run: no NVIDIA GPU' in result.stderr
+        )

@@ -454,8 +454,8 @@ def test_ranks_learn_what_one_plain_process_learns(tiny, tmp_path):
     recipe = tiny(rows=chats(21), train=TRAIN, eval={"every": 5, "split": "train[:5]"})
     assert run_plugsft(recipe, f"output={tmp_path / 'plain'}").returncode == 0
     run = tmp_path / "two"
-    done = run_ranks(2, recipe, f"output={run}", "plugins.fused_loss.chunk=9")
-    assert done.returncode == 0, done.stderr
+    result = run_ranks(2, recipe, f"output={run}", "plugins.fused_loss.chunk=9")
+    assert result.returncode == 0, result.stderr
     assert len(read_metrics(run)) == 5 and len(curve(run)) == 11
     assert curve(run) == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
 
@@ -523,5 +523,5 @@ print("equal")
 def test_ligers_kernel_gives_the_same():
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests")}
     words = [sys.executable, "-c", LIGER]
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
-    assert done.stdout.strip().endswith("equal"), done.stderr
+    result = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert result.stdout.strip().endswith("equal"), result.stderr

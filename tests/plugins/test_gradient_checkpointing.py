@@ -50,7 +50,7 @@ def learn(model):
     """Return the gradients of a packed row, and the bytes kept for the backward pass."""
     lengths = np.array([40, 7, 64, 17])
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 97, (1, int(lengths.sum()))))
-    own, kept = {one.data_ptr() for one in model.parameters()}, {}
+    own, kept = {parameter.data_ptr() for parameter in model.parameters()}, {}
 
     def keep(tensor):
         if tensor.data_ptr() not in own:
@@ -70,11 +70,11 @@ def learn(model):
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_with_dropout_are_the_same_bit_for_bit_in_half_the_memory(name, lora):
     plain, again = pair(name, lora)
-    (wanted, all_of_it), (found, little) = learn(plain), learn(again)
-    assert found.keys() == wanted.keys()
-    for key, gradient in wanted.items():
+    (expected, all_of_it), (found, little) = learn(plain), learn(again)
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
         assert gradient is not None and torch.equal(found[key], gradient), key
-    assert any(gradient.abs().max() > 0 for gradient in wanted.values())
+    assert any(gradient.abs().max() > 0 for gradient in expected.values())
     assert 0 < little < all_of_it / 2
     print(f"\n{name}: {little:,} of {all_of_it:,} bytes kept")
 

@@ -73,7 +73,7 @@ def test_a_window_is_laid_out_when_it_is_asked_for():
     global_batches = SortedSteps(Counting(np.arange(1_000_000), 2, train), lengths, LengthGroup())
     assert len(global_batches) == 100_000 and asked == []
     assert flat(global_batches[7]) == list(range(70, 80)) and asked == [7]
-    assert [flat(one)[0] for one in global_batches[2:4]] == [20, 30]
+    assert [flat(global_batch)[0] for global_batch in global_batches[2:4]] == [20, 30]
     with pytest.raises(IndexError):
         global_batches[100_000]
 
@@ -81,8 +81,8 @@ def test_a_window_is_laid_out_when_it_is_asked_for():
 def test_a_run_learns_the_same_with_less_padding(tiny, tmp_path):
     recipe = tiny(train={"micro_batch": 2, "epochs": 2})
     for name, plugin in (("with", ["plugins.length_group={}"]), ("without", [])):
-        done = run_plugsft(recipe, f"output={tmp_path / name}", *plugin)
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(recipe, f"output={tmp_path / name}", *plugin)
+        assert result.returncode == 0, result.stderr
     steps = [read_metrics(tmp_path / name) for name in ("with", "without")]
     assert len(steps[0]) == 6
     for ours, plain in zip(*steps, strict=True):
@@ -109,10 +109,10 @@ def test_pairs_are_counted_as_they_are_padded(tiny, tmp_path, batch):
     ]
     train = {"batch_size": batch, "micro_batch": 3, "log_every": 100}
     recipe = tiny(rows, train=train, plugins={"dpo": {}, "length_group": {}})
-    done = run_plugsft(recipe)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe)
+    assert result.returncode == 0, result.stderr
     run = json.loads((tmp_path / "run/run.json").read_text())
-    [verdict] = [one["verdict"] for one in run["plugins"] if one["name"] == "length_group"]
+    [verdict] = [plugin["verdict"] for plugin in run["plugins"] if plugin["name"] == "length_group"]
     _, before, after = map(int, re.findall(r"(\d+)%", verdict))
     # What was measured of the tensors themselves.
     assert after == pytest.approx(100 * (1 - run["feeding"]["fill"]), abs=0.51)

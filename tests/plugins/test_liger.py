@@ -140,8 +140,8 @@ def refuse(path):
 def test_a_machine_that_cannot_run_it_is_refused(tiny, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "need a GPU, and there is none; remove" in refuse(tiny(plugins={"liger": {}}))
-    done = run_plugsft(tiny(plugins={"liger": {}}))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    result = run_plugsft(tiny(plugins={"liger": {}}))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     off = dict.fromkeys(["rms_norm", "layer_norm", "mlp", "rope"], False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "every kernel is switched off" in refuse(tiny(plugins={"liger": off}))
@@ -204,14 +204,14 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_loss_and_gradients_are_those_of_the_model_without_it(tmp_path):
     script = PARITY.replace("SMALL", repr(json.dumps(SMALL))).replace("FOLDER", repr(str(tmp_path)))
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests")},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
     assert {name: one["patched"] for name, one in found.items()} == {
         "llama": {"rms_norm": 5, "mlp": 2, "rope": 2},
         "qwen3": {"rms_norm": 9, "mlp": 2, "rope": 2},

@@ -77,7 +77,7 @@ def gradients(model):
     """Return the loss of IDS, and the gradient of all that is trained."""
     loss = model(IDS, labels=IDS).loss
     loss.backward()
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return loss.detach(), torch.cat([one.grad.flatten() for one in trained]).float()
 
 
@@ -105,9 +105,9 @@ def test_losses_and_gradients_are_those_of_plain_peft(base, case):
     plain = AutoModelForCausalLM.from_pretrained(folder)
     peft = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **theirs))
     shake(ours, peft)
-    (loss, mine), (wanted, yours) = gradients(ours), gradients(peft)
+    (loss, mine), (expected, yours) = gradients(ours), gradients(peft)
     assert mine.norm() > 0.1
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert float((mine - yours).norm() / yours.norm()) < 1e-5
 
 
@@ -119,15 +119,15 @@ def test_a_run_begins_with_the_model_as_it_is(base, init):
     again, _ = adapt(folder, r=4, init=init)
     torch.testing.assert_close(ours(IDS).logits, plain(IDS).logits, rtol=0, atol=1e-6)
     assert gradients(ours)[1].norm() > 0
-    for one, other in zip(ours.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(ours.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_adapters_are_the_same_where_weights_are_still_in_their_files(base):
     options = {"r": 4, "targets": ["q_proj", "embed_tokens"]}
     here, _ = adapt(base(), **options)
     there, _ = adapt(base(), empty=True, **options)
-    assert any(one.is_meta for one in there.parameters())
+    assert any(parameter.is_meta for parameter in there.parameters())
     for (name, one), other in zip(here.named_parameters(), there.parameters(), strict=True):
         assert not one.requires_grad or torch.equal(one, other), name
 
@@ -138,10 +138,12 @@ def test_on_bfloat16_what_is_trained_is_float32(base, options):
     exact, _ = adapt(folder, r=4, **options)
     rough, _ = adapt(folder, torch.bfloat16, r=4, **options)
     shake(exact, rough)
-    assert {one.dtype for one in rough.parameters() if one.requires_grad} == {torch.float32}
-    (loss, wanted), (about, found) = gradients(exact), gradients(rough)
+    assert {parameter.dtype for parameter in rough.parameters() if parameter.requires_grad} == {
+        torch.float32
+    }
+    (loss, expected), (about, found) = gradients(exact), gradients(rough)
     assert float(about) == pytest.approx(float(loss), rel=5e-3)
-    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
 def test_no_input_is_copied_into_float32(base):
@@ -194,20 +196,22 @@ def test_every_reader_finds_all_that_is_saved(base, tmp_path, monkeypatch, tied,
     ours, _ = adapt("base", r=4, **options)
     shake(ours)
     ours.eval()
-    wanted = ours(IDS).logits.detach()
+    expected = ours(IDS).logits.detach()
     # Given are, as in a run, the trained parameters, each once.
-    trained = {name: one for name, one in ours.named_parameters() if one.requires_grad}
+    trained = {
+        name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad
+    }
     (tmp_path / "adapters").mkdir()
     ours.save_pretrained(tmp_path / "adapters", state_dict=trained)
     monkeypatch.chdir("/")
     config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert float((plain(IDS).logits.detach() - wanted).abs().max()) > 0.1
+    assert float((plain(IDS).logits.detach() - expected).abs().max()) > 0.1
     peft = PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()
     auto = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval()
     for reader in (peft, auto):
-        torch.testing.assert_close(reader(IDS).logits, wanted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(reader(IDS).logits, expected, rtol=0, atol=1e-6)
 
 
 def test_a_name_on_the_hub_and_its_revision_are_kept(base):
@@ -303,9 +307,9 @@ def trained_model(run):
 
 def test_a_run_s_adapters_answer_and_it_goes_on_as_if_it_had_not_been_stopped(recipe, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
-    done = run_plugsft(recipe, f"output={whole}", "checkpoint.every=1", "checkpoint.keep=9")
-    assert done.returncode == 0, done.stderr
-    assert "plugin lora: 14 modules with adapters of rank 4" in done.stdout
+    result = run_plugsft(recipe, f"output={whole}", "checkpoint.every=1", "checkpoint.keep=9")
+    assert result.returncode == 0, result.stderr
+    assert "plugin lora: 14 modules with adapters of rank 4" in result.stdout
     record = json.loads((whole / "run.json").read_text())
     assert record["model"]["trained_parameters"] == 5888
     found, bare = trained_model(whole)
@@ -314,8 +318,8 @@ def test_a_run_s_adapters_answer_and_it_goes_on_as_if_it_had_not_been_stopped(re
     assert answer.returncode == 0, answer.stderr
     assert answer.stderr == ""
     from_third = whole / "checkpoints/step-000003"
-    done = run_plugsft(recipe, f"output={again}", "--resume-from", from_third)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"output={again}", "--resume-from", from_third)
+    assert result.returncode == 0, result.stderr
     rest = read_metrics(whole)[3:]
     assert [line["loss"] for line in read_metrics(again)] == [line["loss"] for line in rest]
     file = "model/adapter_model.safetensors"
@@ -332,8 +336,8 @@ def test_dropout_is_used_and_the_base_stays_as_it_is(recipe, tmp_path):
     lines = []
     for dropout in (0.0, 0.5):
         run = tmp_path / str(dropout)
-        done = run_plugsft(recipe, f"output={run}", f"plugins.lora.dropout={dropout}")
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(recipe, f"output={run}", f"plugins.lora.dropout={dropout}")
+        assert result.returncode == 0, result.stderr
         lines.append([line["loss"] for line in read_metrics(run)])
     # The first loss is that of the model alone.
     assert lines[0][0] == lines[1][0] and lines[0][1:] != lines[1][1:]
@@ -341,21 +345,21 @@ def test_dropout_is_used_and_the_base_stays_as_it_is(recipe, tmp_path):
 
 def test_packed_and_on_two_ranks_the_same_is_learned(recipe, tmp_path):
     zero = "plugins.lora.dropout=0.0"
-    done = run_plugsft(recipe, f"output={tmp_path / 'plain'}", zero)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"output={tmp_path / 'plain'}", zero)
+    assert result.returncode == 0, result.stderr
     packed = ("plugins.bfd_packing.capacity=96", "train.micro_batch=1")
-    done = run_ranks(2, recipe, f"output={tmp_path / 'packed'}", zero, *packed)
-    assert done.returncode == 0, done.stderr
-    assert "documents proved apart" in done.stdout
+    result = run_ranks(2, recipe, f"output={tmp_path / 'packed'}", zero, *packed)
+    assert result.returncode == 0, result.stderr
+    assert "documents proved apart" in result.stdout
     assert curve(tmp_path / "packed") == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
 
 
 def test_layers_that_are_computed_again_learn_the_same(recipe, tmp_path):
-    done = run_plugsft(recipe, f"output={tmp_path / 'plain'}")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"output={tmp_path / 'plain'}")
+    assert result.returncode == 0, result.stderr
     words = (f"output={tmp_path / 'again'}", "plugins.gradient_checkpointing={}")
-    done = run_plugsft(recipe, *words)
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, *words)
+    assert result.returncode == 0, result.stderr
     # With dropout, too.
     assert curve(tmp_path / "again") == pytest.approx(curve(tmp_path / "plain"), rel=1e-6)
 
@@ -379,12 +383,12 @@ def test_sharded_ranks_learn_and_save_what_one_process_does(recipe, tmp_path, ki
     tables["train"] |= {"steps": 20, "micro_batch": 1}
     recipe = write_recipe(recipe, tables)
     alone, run = tmp_path / "alone", tmp_path / kind
-    done = run_plugsft(recipe, f"output={alone}")
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, f"output={alone}")
+    assert result.returncode == 0, result.stderr
     words = (f"output={run}", *(f"plugins.{one}" for one in beside))
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, *words)
     assert code == 0, err
     assert curve(run) == pytest.approx(curve(alone), rel=1e-5)
-    (found, bare), (wanted, _) = trained_model(run), trained_model(alone)
-    assert float((wanted - bare).abs().max()) > 0.1
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    (found, bare), (expected, _) = trained_model(run), trained_model(alone)
+    assert float((expected - bare).abs().max()) > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

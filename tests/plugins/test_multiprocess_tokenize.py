@@ -214,7 +214,7 @@ def test_a_worker_has_one_thread_and_no_torch(run, tmp_path, monkeypatch):
     recipe, active = resolve(tables)
     active.attach(DataDefaults(recipe.folder))
     made = prepare.prepare(recipe, active)
-    texts = {made.tokenizer.decode(made.tokens.example(one)[0]) for one in range(40)}
+    texts = {made.tokenizer.decode(made.tokens.example(number)[0]) for number in range(40)}
     assert {text for text in texts if "another" not in text} == {"['1', '1'] torch False"}
     assert "RAYON_NUM_THREADS" not in os.environ, "one thread was for the while only"
 
@@ -272,9 +272,9 @@ def test_after_a_kill_no_worker_stays_and_finished_shards_serve(long, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     psutil.wait_procs(workers, timeout=20)
-    assert not any(one.is_running() for one in workers)
-    done = run_plugsft("prepare", long)
-    assert done.returncode == 0 and "continuing after" in done.stdout, done
+    assert not any(worker.is_running() for worker in workers)
+    result = run_plugsft("prepare", long)
+    assert result.returncode == 0 and "continuing after" in result.stdout, result
     fresh = run_plugsft(
         "prepare", long, f"output={tmp_path / 'fresh'}", "--without=multiprocess_tokenize"
     )
@@ -292,8 +292,8 @@ def test_ctrl_c_ends_the_workers(long, tmp_path):
 
 
 def test_progress_is_told_where_nobody_watches(long):
-    done = run_plugsft("prepare", long, env={"PLUGSFT_PROGRESS_SECONDS": "0"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("tokenizing: ")]
+    result = run_plugsft("prepare", long, env={"PLUGSFT_PROGRESS_SECONDS": "0"})
+    lines = [line for line in result.stdout.splitlines() if line.startswith("tokenizing: ")]
     assert lines and all("rows/s, " in line and " tokens/s, about 0:" in line for line in lines)
 
 

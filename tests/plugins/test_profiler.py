@@ -109,8 +109,8 @@ def test_nothing_else_is_learned(tiny, tmp_path):
     curves = []
     for name, plugins in (("plain", {}), ("profiled", {"profiler": {}})):
         recipe = tiny(train=TRAIN | {"micro_batch": 3}, eval={"every": 4}, plugins=plugins)
-        done = run_plugsft(recipe, f"output={tmp_path / name}")
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(recipe, f"output={tmp_path / name}")
+        assert result.returncode == 0, result.stderr
         curves.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)])
     assert curves[0] == curves[1] and len(curves[0]) == 10
 
@@ -209,7 +209,7 @@ def test_a_head_that_takes_the_memory(tiny, tmp_path):
     lines = "".join(f'{name} = "{value}"\n' for name, value in model.items())
     recipe.write_text(f"{text[:start]}[model]\n{lines}\n{text[end:]}")
     profile, _ = profiled(recipe, run_plugsft, "--overwrite")
-    [said] = [one for one in profile["findings"] if "loss head" in one]
+    [said] = [finding for finding in profile["findings"] if "loss head" in finding]
     share = int(re.fullmatch(r"loss head (\d\d)% of memory: add \[plugins.fused_loss\]", said)[1])
     with_head = json.loads((tmp_path / "run/run.json").read_text())["memory"]["peak_gib"]
     recipe.write_text(recipe.read_text() + "\n[plugins.fused_loss]\n")
@@ -229,7 +229,8 @@ def test_the_slowest_rank(tiny, sleeper):
     assert len(profile["seconds_a_step"]) == 2
     assert spent(profile, "forward", 1) > spent(profile, "forward", 0) + 0.3
     assert any(
-        re.match(r"others wait \d\d% for rank 1, the slowest", one) for one in profile["findings"]
+        re.match(r"others wait \d\d% for rank 1, the slowest", finding)
+        for finding in profile["findings"]
     )
     assert said.count("profile: others wait") == 1
 
@@ -254,7 +255,7 @@ def test_a_trace_is_written_for_perfetto(tiny, tmp_path):
     profile, _ = profiled(recipe)
     assert profile["steps"] == 1, "what is traced does not count"
     files = sorted((tmp_path / "run/profile").glob("*"))
-    assert [one.name for one in files] == [f"step-00000{n}-rank-0.json.gz" for n in (3, 5)]
+    assert [file.name for file in files] == [f"step-00000{n}-rank-0.json.gz" for n in (3, 5)]
     events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"forward", "aten::mm"} & names == {"forward", "aten::mm"}
@@ -263,16 +264,16 @@ def test_a_trace_is_written_for_perfetto(tiny, tmp_path):
 
 def test_a_step_that_never_comes_is_not_waited_for(tiny, tmp_path):
     recipe = tiny(train=TRAIN | {"steps": 5}, plugins={"profiler": {"trace": [3, 99]}})
-    done = run_plugsft(recipe)
-    assert done.returncode == 2 and not (tmp_path / "run/run.json").exists()
-    assert done.stderr == (
+    result = run_plugsft(recipe)
+    assert result.returncode == 2 and not (tmp_path / "run/run.json").exists()
+    assert result.stderr == (
         "error: plugins.profiler.trace: step 99 does not exist; the run has 5 steps\n"
     )
 
 
 def test_a_run_that_is_stopped_early_has_no_profile(tiny, tmp_path):
-    done = run_plugsft(tiny(train=TRAIN | {"steps": 2}, plugins={"profiler": {}}))
-    assert done.returncode == 0 and not (tmp_path / "run/profile.json").exists()
+    result = run_plugsft(tiny(train=TRAIN | {"steps": 2}, plugins={"profiler": {}}))
+    assert result.returncode == 0 and not (tmp_path / "run/profile.json").exists()
 
 
 @pytest.mark.slow

@@ -54,13 +54,13 @@ def ran(tmp_path_factory):
         checkpoint={"every": 2},
         eval={"source": str(folder / "data.jsonl"), "every": 2},
     )
-    done = run_plugsft(recipe, env=places(folder))
-    assert done.returncode == 0, done.stderr
+    result = run_plugsft(recipe, env=places(folder))
+    assert result.returncode == 0, result.stderr
     for name in ("checkpoints/step-000004", "model"):
         shutil.rmtree(folder / "run" / name)
-    done = run_plugsft(recipe, "--resume", env=places(folder))
-    assert done.returncode == 0, done.stderr
-    assert "going on after step 2" in done.stdout
+    result = run_plugsft(recipe, "--resume", env=places(folder))
+    assert result.returncode == 0, result.stderr
+    assert "going on after step 2" in result.stdout
     return folder
 
 
@@ -76,9 +76,9 @@ def read_with(script, folder, *words):
     """Return what a script prints, in a process that knows the trackers' places."""
     env = {**os.environ, **places(folder)}
     command = [sys.executable, "-c", script, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def in_tensorboard(folder, name="run"):
@@ -133,7 +133,7 @@ def in_wandb(folder):
             if record.HasField("exit"):
                 codes.append(record.exit.exit_code)
             items = record.history.item
-            row = {one.key or one.nested_key[0]: json.loads(one.value_json) for one in items}
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
             for name, value in row.items():
                 values.setdefault(name, []).append([row["step"], value])
     return values, config, ids, codes
@@ -222,8 +222,8 @@ def test_the_verdict_counts_what_was_sent(ran):
 def test_a_new_run_in_its_place_is_a_new_one_there(tmp_path):
     recipe = recipe_of(tmp_path, {"to": ["mlflow", "tensorboard"]}, train={"steps": 2})
     for more in [], ["--overwrite", "train.learning_rate=0.1"]:
-        done = run_plugsft(recipe, *more, env=places(tmp_path))
-        assert done.returncode == 0, done.stderr
+        result = run_plugsft(recipe, *more, env=places(tmp_path))
+        assert result.returncode == 0, result.stderr
     assert in_mlflow(tmp_path)[2] == ["FINISHED", "FINISHED"]
     values = in_tensorboard(tmp_path)[0]
     assert [step for step, _ in values["loss"]] == [1, 2]
@@ -231,8 +231,8 @@ def test_a_new_run_in_its_place_is_a_new_one_there(tmp_path):
 
 def test_ranks_tell_once(tmp_path):
     recipe = recipe_of(tmp_path, {"to": ["tensorboard"], "name": "two"})
-    done = run_ranks(2, recipe, env=places(tmp_path))
-    assert done.returncode == 0, done.stderr
+    result = run_ranks(2, recipe, env=places(tmp_path))
+    assert result.returncode == 0, result.stderr
     values, _, begun = in_tensorboard(tmp_path, "two")
     ensure_told(values, tmp_path / "run")
     assert begun == 1 and len(list(tmp_path.rglob("events.out.*"))) == 2, "and the configuration's"
@@ -262,12 +262,12 @@ def test_one_that_fails_on_the_way_stops_nothing(tmp_path, monkeypatch, again):
     activate(install(tmp_path / "site", breaks=BREAKS), monkeypatch)
     more = {"breaks": {"folder": str(tmp_path / "mlruns"), "again": again}}
     recipe = recipe_of(tmp_path, {"to": ["tensorboard", "mlflow"]}, plugins=more)
-    done = run_plugsft(recipe, env=places(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("warning: mlflow failed, and the run continues without it") == 1
+    result = run_plugsft(recipe, env=places(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("warning: mlflow failed, and the run continues without it") == 1
     steps, _, record = told_to(tmp_path / "run")
     assert len(steps) == 4
-    verdict = {one["name"]: one["verdict"] for one in record["plugins"]}["tracker"]
+    verdict = {plugin["name"]: plugin["verdict"] for plugin in record["plugins"]}["tracker"]
     assert verdict.startswith("tensorboard: 5 of 5 entries; mlflow: ")
     ensure_told(in_tensorboard(tmp_path)[0], tmp_path / "run")
     if again:
@@ -287,8 +287,8 @@ def test_a_run_that_fails_is_no_success_there(tmp_path, monkeypatch):
     """
     activate(install(tmp_path / "site", fails=fails), monkeypatch)
     to = {"to": ["wandb", "mlflow"]}
-    done = run_plugsft(recipe_of(tmp_path, to, plugins={"fails": {}}), env=places(tmp_path))
-    assert done.returncode == 2
+    result = run_plugsft(recipe_of(tmp_path, to, plugins={"fails": {}}), env=places(tmp_path))
+    assert result.returncode == 2
     assert in_mlflow(tmp_path)[2] == ["FAILED"]
     assert in_wandb(tmp_path)[3] == [1]
 
@@ -298,9 +298,9 @@ def test_one_that_cannot_begin_stops_the_run_and_replaces_nothing(tmp_path):
     assert run_plugsft(recipe, env=places(tmp_path)).returncode == 0
     (tmp_path / "file").write_text("")
     other = f"plugins.tracker.folder={tmp_path / 'file'}"
-    done = run_plugsft(recipe, other, "--overwrite", env=places(tmp_path))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "plugins.tracker: tensorboard cannot start: NotADirectoryError" in done.stderr
+    result = run_plugsft(recipe, other, "--overwrite", env=places(tmp_path))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "plugins.tracker: tensorboard cannot start: NotADirectoryError" in result.stderr
     assert (tmp_path / "run/model").is_dir(), "the earlier run's stands"
 
 
@@ -324,18 +324,18 @@ def test_a_package_that_is_missing_stops_the_run_with_the_cure(tmp_path, monkeyp
 
 def test_no_login_stops_the_run_before_anything_is_read(tmp_path):
     env = places(tmp_path) | {"WANDB_MODE": "online", "WANDB_API_KEY": ""}
-    done = run_plugsft(recipe_of(tmp_path, {"to": ["wandb"]}), env=env)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert 'to: "wandb" has no API key: run `wandb login`, or' in done.stderr
-    assert "WANDB_MODE=offline" in done.stderr and "tokenizer" not in done.stdout
+    result = run_plugsft(recipe_of(tmp_path, {"to": ["wandb"]}), env=env)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert 'to: "wandb" has no API key: run `wandb login`, or' in result.stderr
+    assert "WANDB_MODE=offline" in result.stderr and "tokenizer" not in result.stdout
 
 
 def test_a_server_that_does_not_answer_stops_the_run_before_anything_is_read(tmp_path):
     env = places(tmp_path) | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
-    done = run_plugsft(recipe_of(tmp_path, {"to": ["mlflow"]}), env=env)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert 'to: "mlflow" cannot use http://127.0.0.1:9: MlflowException' in done.stderr
-    assert "MLFLOW_TRACKING_URI" in done.stderr and "tokenizer" not in done.stdout
+    result = run_plugsft(recipe_of(tmp_path, {"to": ["mlflow"]}), env=env)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert 'to: "mlflow" cannot use http://127.0.0.1:9: MlflowException' in result.stderr
+    assert "MLFLOW_TRACKING_URI" in result.stderr and "tokenizer" not in result.stdout
 
 
 def test_what_no_tracker_is_and_what_stands_there_twice(tmp_path):
@@ -360,10 +360,10 @@ check(active.attach(), recipe, look())
 print(*{"tensorboard", "wandb", "trackio", "mlflow"} & set(sys.modules))
 """
     recipe = recipe_of(tmp_path, {"to": ["trackio"]})
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script, recipe], capture_output=True, text=True, cwd=ROOT
     )
-    assert done.stdout.split() == ["trackio"], done.stderr
+    assert result.stdout.split() == ["trackio"], result.stderr
 
 
 def test_one_that_fails_is_tried_again_later_and_later(monkeypatch):
