@@ -30,7 +30,6 @@ from plugsft import (
     say,
     state,
 )
-from plugsft.kit.tokens import opened
 
 BUILT = "built.json"
 """File of an entry: the run that built it, and how long that took."""
@@ -76,6 +75,8 @@ class ArrowCache:
         self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., CacheEntry]
     ) -> CacheEntry | None:
         """Open an entry, or build it; if the disk refuses, let the core store the tokens."""
+        from plugsft.kit.tokens import opened  # imports Arrow, which reading a recipe never does
+
         started = time.perf_counter()
         home = Path(self.folder) if self.folder else cache_folder()
         entry = home / "tokens" / digest(key)

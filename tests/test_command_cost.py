@@ -122,6 +122,23 @@ def test_every_rank_refuses_a_finished_run_before_anything_heavy(rank, tmp_path,
     assert code == 2 and packages & HEAVY == set()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        [QUICKSTART, "train.batchsize=4"],
+        [TULU, "plugins.lora.rr=4"],
+        *(
+            [name, QUICKSTART, "train.batchsize=4"]
+            for name in ("check", "prepare", "bench", "plan")
+        ),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_mistake_in_a_recipe_is_told_before_arrays_are_imported(words):
+    done, packages = imported(*words)
+    assert done == 2 and packages & {*HEAVY, "numpy", "pyarrow", "jinja2", "tokenizers"} == set()
+
+
 def test_preparing_and_checking_a_model_from_scratch_imports_no_torch(tmp_path):
     words = QUICKSTART, f"output={tmp_path / 'run'}"
     for command in ("check", "prepare", "prepare"):

@@ -31,12 +31,14 @@ def train(
     ] = False,
 ) -> None:
     """Train. The same as `plugsft RECIPE`."""
-    from ..base.machine import look
     from ..registry.active import load
+
+    loaded, active = load(recipe, overrides or [], without or [])
+    # A mistake in the recipe is reported before numpy and Arrow are imported.
+    from ..base.machine import look
     from .runs.inputs import check_inputs
     from .runs.start import Resume, output_folder
 
-    loaded, active = load(recipe, overrides or [], without or [])
     check_inputs(loaded, active, recipe)
     start, machine = Resume(resume, resume_auto, resume_from, overwrite), look()
     with output_folder(loaded, active, machine, start) as checkpoints:
