@@ -42,7 +42,7 @@ def layout(recipe: Path, folder: Path, ranks: int, micro: int, env=None) -> list
     return curve(folder)
 
 
-def test_every_layout_of_a_window_learns_the_same(tiny, tmp_path):
+def test_every_layout_of_a_global_batch_learns_the_same(tiny, tmp_path):
     recipe = tiny(rows=chats(43), train=LONG)
     reference = layout(recipe, tmp_path / "1x8", 1, 8)
     assert len(reference) == 40
@@ -200,7 +200,7 @@ def test_broken_numbers_stop_the_run_before_they_reach_the_weights(tiny, tmp_pat
     )
     result = run_plugsft(recipe)
     assert result.returncode == 1, result.stdout
-    assert "gradient norm" in result.stderr and "data.jsonl:" in result.stderr
+    assert "gradient norm" in result.stderr and "data.jsonl rows " in result.stderr
     assert "Traceback" not in result.stderr
     step = int(result.stderr.split("error: step ")[1].split(":")[0])
     kept = sorted((tmp_path / "run/checkpoints").glob("step-*"))

@@ -119,9 +119,11 @@ class BatchLoader:
 
 
 def name_rows(tokens: Tokens, micro_batches: Sequence[Ints]) -> str:
-    """Name the rows of some micro-batches: "chats.jsonl:3, chats.jsonl:17"."""
+    """Name the rows of micro-batches: "chats.jsonl rows 3, 17 (counting from 0)"."""
     examples = [int(number) for examples in micro_batches for number in examples]
-    rows = [tokens.source_of(number) for number in examples[:MAX_ROWS]]
-    names = [f"{tokens.facts['sources'][source]['name']}:{row}" for source, row in rows]
+    by_source: dict[str, list[str]] = {}
+    for source, row in map(tokens.source_of, examples[:MAX_ROWS]):
+        by_source.setdefault(tokens.facts["sources"][source]["name"], []).append(str(row))
+    names = [f"{name} rows {', '.join(rows)}" for name, rows in by_source.items()]
     more = f" and {len(examples) - MAX_ROWS} more" if len(examples) > MAX_ROWS else ""
-    return (", ".join(names) or "no row") + more
+    return f"{', '.join(names)}{more} (counting from 0)" if names else "no row"
