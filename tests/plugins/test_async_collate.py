@@ -79,13 +79,13 @@ def threads():
 
 def assert_same(ours, serial):
     assert [loaded.plan.step for loaded in ours] == [loaded.plan.step for loaded in serial]
-    for loaded, other in zip(ours, serial, strict=True):
+    for loaded, expected in zip(ours, serial, strict=True):
         a, b = (
-            {**vars(loaded.plan), "layout": flat(loaded.plan.layout)} for loaded in (loaded, other)
+            {**vars(step.plan), "layout": flat(step.plan.layout)} for step in (loaded, expected)
         )
         assert a == b
-        assert len(loaded.micro_batches) == len(other.micro_batches)
-        for mine, plain in zip(loaded.micro_batches, other.micro_batches, strict=True):
+        assert len(loaded.micro_batches) == len(expected.micro_batches)
+        for mine, plain in zip(loaded.micro_batches, expected.micro_batches, strict=True):
             assert list(mine) == list(plain)
             for name, tensor in mine.items():
                 if isinstance(tensor, torch.Tensor):
