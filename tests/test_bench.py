@@ -8,12 +8,12 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from html.parser import HTMLParser
 from itertools import pairwise
 
+import psutil
 import pytest
 from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_tables, write_recipe
 from plugin_packages import activate, install
@@ -461,7 +461,7 @@ def test_benches_of_other_work_are_not_compared():
 
 
 @pytest.mark.slow
-def test_planted_plugins_come_out_as_they_are(recipe, tmp_path):
+def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     path = recipe(louder={}, slow={}, sleeper={"seconds": 1e-3}, broken={})
     words = ["--rounds", 1, "--steps", 2, "--warmup", 1, "--keep", "sleeper"]
     result = run_plugsft("bench", path, "--without", "broken", *words)
@@ -511,21 +511,20 @@ def test_a_baseline_that_does_not_run_names_the_cure(recipe, forked_trials):
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=only_full)])
 def test_a_bench_that_is_stopped_keeps_whole_rounds_and_leaves_no_process(recipe, tmp_path, number):
     path = recipe(nothing={})
-    running = start_plugsft("bench", path, "--rounds", 50, "--steps", 1, "--warmup", 0)
+    words = ["--rounds", 50, "--steps", 1, "--warmup", 0, "--prepare-rounds", 0]
+    running = start_plugsft("bench", path, *words)
     kept, end = tmp_path / "run-bench/bench.json", time.monotonic() + 120
     while not kept.exists():
         assert time.monotonic() < end and running.process.is_alive()
         time.sleep(0.1)
-    time.sleep(1)
+    while not (trials := psutil.Process(running.pid).children(recursive=True)):
+        assert time.monotonic() < end
     os.kill(running.pid, number)
     done = running.wait(60)
     assert done.returncode == 130 and " of steps and " in done.stderr
     found = json.loads(kept.read_text())
     assert found["status"] == "stopped" and found["rounds"]
-    mine = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert not [
-        line for line in mine.splitlines() if "commands.trial" in line and str(tmp_path) in line
-    ]
+    assert not [trial for trial in trials if trial.is_running()]
 
 
 TWENTY = 20
