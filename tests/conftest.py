@@ -140,9 +140,9 @@ def run_launch(
     Returns the exit code, and the output of all ranks.
     """
     options = [str(word) for word in words]
-    start = options.index("plugsft") + 1
+    start = options.index("-m")
     count = int(options[options.index("--num_processes") + 1])
-    environment = {"OMP_NUM_THREADS": "1", **_launch_environment(tuple(options[:start]))}
+    environment = {"OMP_NUM_THREADS": "1", **_launch_environment(tuple(options[: start + 2]))}
     ranks = start_ranks(count, *options[start:], env=environment | (env or {}))
     running, end = list(ranks), time.monotonic() + timeout
     while running and time.monotonic() < end:

@@ -73,7 +73,11 @@ def run_program(words: list[str], env: dict[str, str], cwd: str, out: str, err: 
     console.out.quiet = env.get("RANK", "0") != "0"
     if FORK_TRIALS in env:
         trial_runner.run_process = bench_runner.run_process = run_fork
-    cli.main(words)
+    if words[:1] == ["-m"] and words[1] != "plugsft":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        cli.main(words[2:] if words[:1] == ["-m"] else words)
 
 
 def run_fork(words: list[str], output_file: Path, **environment: str) -> tuple[int, float]:

@@ -1,6 +1,6 @@
 """On each rank: load model families sharded, many times, and compare with the files.
 
-accelerate launch --config_file FILE tests/load_on_ranks.py RECIPE FOLDER LOADS REPORT: FOLDER has a
+accelerate launch --config_file FILE -m load_on_ranks RECIPE FOLDER LOADS REPORT: FOLDER has a
 model's folder for each family. The main rank writes what it found into REPORT.
 """
 

@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import FULL, ROOT, only_full
+from conftest import FULL, only_full, run_launch
 from families import FAMILIES, build
 from family_runs import COLUMNS, FINE, Bench, family_results, read_committed
+from test_launch import config
 
 from plugsft.base import console
 
@@ -33,19 +32,9 @@ def save_all(families, folder: Path):
 def test_ranks_read_what_plain_transformers_loads(tiny, tmp_path, kind):
     """Again and again in one pair of processes, where ids and memory of freed tensors come back."""
     save_all(RENAMED, tmp_path / "models")
-    result = subprocess.run(
-        [
-            *(Path(sys.executable).with_name("accelerate"), "launch"),
-            *("--config_file", ROOT / f"recipes/accelerate/{kind}.yaml", "--num_processes", "2"),
-            *(ROOT / "tests/load_on_ranks.py", tiny(), tmp_path / "models"),
-            *("50" if FULL else "2", tmp_path / "report"),
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    words = (tiny(), tmp_path / "models", "50" if FULL else "2", tmp_path / "report")
+    code, _, err = run_launch(*config(kind), "-m", "load_on_ranks", *words)
+    assert code == 0, err[-3000:]
     for rank in range(2):
         found = json.loads((tmp_path / f"report-{rank}").read_text())
         assert found == {family: {"empty": True, "wrong": []} for family in RENAMED}
