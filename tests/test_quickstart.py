@@ -24,7 +24,9 @@ def lessons():
 
 
 def test_the_first_losses_are_what_they_always_were(tmp_path):
-    done = run_plugsft("recipes/quickstart.toml", f"output={tmp_path}", "train.steps=20")
+    words = [f"train.{size}=16" for size in ("batch_size", "micro_batch")]
+    words += ["train.learning_rate=5e-3", "train.log_every=50", "train.steps=20"]
+    done = run_plugsft("recipes/quickstart.toml", f"output={tmp_path}", *words)
     assert done.returncode == 0, done.stderr
     # The schedule knows the number of steps: a run of its own, not the first part of a longer one.
     found = [line["loss"] for line in read_metrics(tmp_path)]
