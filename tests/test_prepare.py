@@ -168,7 +168,7 @@ def test_long_rows_are_cut_dropped_or_refused(run):
 def test_what_is_cut_before_its_answer_says_so(run):
     with pytest.raises(
         DataError,
-        match=r"line 2: no trained token among the first 64 tokens .*\. Raise data.max_length, or",
+        match=r"line 2: no trained token within data.max_length\. Raise data.max_length, or",
     ):
         run([GOOD, LATE])
     _, tokens, _ = run([GOOD, LATE], on_bad_row="drop")

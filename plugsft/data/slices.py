@@ -27,8 +27,8 @@ from .render import judge_columns, without
 Mask = NDArray[np.bool_]
 """A boolean for each token, text or row."""
 
-CUT = "no trained token among the first"
-"""Beginning of the reason of a row that was cut before its first trained token."""
+CUT = "no trained token within data.max_length"
+"""Reason of a row that is cut before its first trained token."""
 CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
 
 
@@ -171,7 +171,7 @@ def describe_bad_rows(bad: dict[str, list[int]], rows: Rows | None, first: int =
 def cure_bad(bad: Mapping[str, Sequence[int]], drop: bool = True) -> str:
     """Return what to do about bad rows; with `drop`, how to train without them."""
     first = "Correct them" if sum(map(len, bad.values())) > 1 else "Correct it"
-    if all(reason.startswith(CUT) for reason in bad):
+    if {*bad} == {CUT}:
         first = "Raise data.max_length"
     return f". {first}" + (', or set data.on_bad_row = "drop"' if drop else "")
 
@@ -250,8 +250,7 @@ def _record_too_long(shard: Shard, rows: Ints, cut: Mask, trained: Mask, data: D
     truncate = data.too_long == "truncate"
     shard.truncated += rows[cut & trained].tolist() if truncate else []
     shard.too_long += [] if truncate else rows[cut].tolist()
-    beyond = f"{CUT} {data.max_length} tokens (data.max_length)"
-    for lost, why in ((~trained & ~cut, "no trained token"), (~trained & cut & truncate, beyond)):
+    for lost, why in ((~trained & ~cut, "no trained token"), (~trained & cut & truncate, CUT)):
         if lost.any():
             shard.bad.setdefault(why, []).extend(rows[lost].tolist())
 
