@@ -162,12 +162,12 @@ class Speaker:
 class Streamer(TextStreamer):
     """Prints an answer word by word; says so if it has none."""
 
-    said = False
+    has_text = False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the next words."""
-        self.said |= bool(text.strip())
-        if self.said:
+        self.has_text |= bool(text.strip())
+        if self.has_text:
             super().on_finalized_text(text, stream_end)
         elif stream_end:
             out.print(EMPTY, style="dim")
