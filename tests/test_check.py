@@ -192,7 +192,7 @@ def test_plugins_of_the_data_tell_what_they_lack(tiny, tmp_path, monkeypatch, ch
         (4, 1, 8, "warn", "raise train.batch_size to 8"),
     ],
 )
-def test_a_window_is_measured_against_the_ranks(tiny, check, size, micro, ranks, mark, says):
+def test_a_global_batch_is_compared_with_the_ranks(tiny, check, size, micro, ranks, mark, says):
     found = check(tiny(train={"batch_size": size, "micro_batch": micro}), ranks=ranks)
     [line] = [line for line in found.ok + found.warn if line.startswith("ranks")]
     assert says in line and line in getattr(found, mark)

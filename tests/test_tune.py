@@ -349,7 +349,7 @@ def sweep_and_tune(folder):
                 if not probe.speed:
                     break
         sweep = time.perf_counter() - started
-        # The best of so many single measurements is partly luck: measure both again, in turn.
+        # Each setting was measured once, so the fastest may be lucky: measure both again, in turn.
         fastest = max(swept, key=swept.get)
         rounds = [[tuning.probe(made, rival).speed for rival in (best, fastest)] for _ in range(3)]
     chosen_speed, fastest_speed = (max(speeds) for speeds in zip(*rounds, strict=True))

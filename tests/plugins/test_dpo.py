@@ -633,7 +633,7 @@ def record(run):
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_two_ranks_learn_what_one_learns(tiny, tmp_path, plain, kind):
-    """With global batches and evaluations of which the last ranks get fewer pairs, or none."""
+    """In some global batches and evaluations, the last rank gets fewer pairs, or none."""
     recipe, run = of_kind(tiny, kind), tmp_path / "two"
     result = run_ranks(2, recipe, f"output={run}", "train.micro_batch=5")
     assert result.returncode == 0, result.stderr
