@@ -145,7 +145,7 @@ class ArrowCache:
         return "refresh = true" if self.refresh and built["launch"] != launch_id() else None
 
     @hookimpl
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """Report hits and misses."""
         return "; ".join(self.results) or "not asked for any data"
 

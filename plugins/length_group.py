@@ -35,21 +35,21 @@ class LengthGroup:
             )
 
     @hookimpl(wrapper=True)
-    def annotate(self) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self) -> Generator[None, Tokens, Tokens]:
         """Keep the tokens: each answer of a pair is padded as its own row."""
         tokens = yield
         self.seen.append(tokens)
         return tokens
 
     @hookimpl(wrapper=True)
-    def batches(self, lengths: Ints) -> Generator[None, Layouts, Layouts]:
+    def plan_batches(self, lengths: Ints) -> Generator[None, Layouts, Layouts]:
         """Sort the examples of each step, longest first."""
         layouts = yield
         tokens = next((tokens for tokens in self.seen if tokens.lengths is lengths), None)
         return SortedSteps(layouts, lengths, self, *(shapes_of(tokens) if tokens else ()))
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report the share of the padding that was saved."""
         if not self.tokens:
             return None

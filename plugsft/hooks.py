@@ -9,7 +9,8 @@ wrap it:
         model = yield
         return model                                  # the result for the next wrapper
 
-A *notice* goes to every plugin; the order does not matter.
+A *notice* goes to each plugin in turn, in the declared order, on every rank. Each call is guarded
+by itself: a plugin that fails ends the run in good order, and the others still hear the notice.
 An implementation names only the arguments that it needs.
 """
 
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, dataclass_transf
 import pluggy
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from .base.errors import PluginError, did_you_mean
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -38,15 +41,15 @@ if TYPE_CHECKING:
         Build,
         CacheEntry,
         Encoded,
-        Feed,
         Ints,
         Layouts,
+        LoadedSteps,
         ModelLoad,
         Rendered,
         Row,
-        Score,
         Shard,
         Slice,
+        TokenNll,
         Work,
     )
     from .recipe.tables import Data, Recipe, Train
@@ -72,10 +75,12 @@ class Contract:
     """The arguments of @plugin(...)."""
 
     after: tuple[str, ...]
+    before: tuple[str, ...]
     requires: tuple[str, ...]
     conflicts: dict[str, str]
-    learns: tuple[str, ...]
-    tokens: tuple[str, ...] | None
+    provides: dict[str, str | None]
+    affects_results: tuple[str, ...]
+    affects_tokens: tuple[str, ...] | None
 
 
 T = TypeVar("T")
@@ -85,24 +90,30 @@ T = TypeVar("T")
 def plugin(
     *,
     after: Sequence[str] = (),
+    before: Sequence[str] = (),
     requires: Sequence[str] = (),
     conflicts: dict[str, str] | None = None,
-    learns: Sequence[str] = (),
-    tokens: Sequence[str] | None = None,
+    provides: dict[str, str | None] | None = None,
+    affects_results: Sequence[str] = (),
+    affects_tokens: Sequence[str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Turn a class into a plugin: fields are options, methods marked @hookimpl are hooks.
 
-    `after`: plugins that this one wraps. `requires`: plugins that must be active too. `conflicts`:
-    plugins that must not be active -> reason. `learns`: options that affect results, unless at
-    their defaults; resuming with other values is refused. `tokens`: options that affect tokens;
-    default: all options of a plugin with hooks of data. Declare state with `state(default)`.
+    `after`, `before`: plugins that this one wraps, and that wrap this one. `requires`: plugins that
+    must be active too. `conflicts`: plugins that must not be active -> reason. `provides`:
+    capability -> the option that tunes it, or None. `affects_results`: options that affect results,
+    unless at their defaults; resuming with other values is refused. `affects_tokens`: options that
+    affect tokens; default: all options of a plugin with hooks of data. Declare state with
+    `state(default)`.
     """
     contract = Contract(
         tuple(after),
+        tuple(before),
         tuple(requires),
         dict(conflicts or {}),
-        tuple(learns),
-        None if tokens is None else tuple(tokens),
+        dict(provides or {}),
+        tuple(affects_results),
+        None if affects_tokens is None else tuple(affects_tokens),
     )
     config = ConfigDict(
         extra="forbid",
@@ -114,10 +125,29 @@ def plugin(
 
     def declare(cls: type[T]) -> type[T]:
         plugin_class: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
+        _ensure_options_exist(contract, plugin_class)
         setattr(plugin_class, PLUGIN, contract)
         return cast("type[T]", plugin_class)
 
     return declare
+
+
+def _ensure_options_exist(contract: Contract, cls: Any) -> None:
+    """Refuse names in the contract that are no options of the plugin."""
+    options = [field.name for field in dataclasses.fields(cls) if field.init]
+    named = {
+        "affects_results": contract.affects_results,
+        "affects_tokens": contract.affects_tokens or (),
+        "provides": [option for option in contract.provides.values() if option is not None],
+    }
+    for argument, names in named.items():
+        for name in names:
+            if name not in options:
+                raise PluginError(
+                    f"class {cls.__name__}: @plugin({argument}=...) names '{name}', which is no "
+                    f"option{did_you_mean(name, options) or ';'} options: "
+                    f"{', '.join(options) or 'none'}"
+                )
 
 
 def state(default: Any = None) -> Any:
@@ -128,7 +158,7 @@ def state(default: Any = None) -> Any:
 
 
 class Prelude(Protocol):
-    """The model, the ranks and the cache before step 1, for `annotate`."""
+    """The model, the ranks and the cache before step 1, for `add_columns`."""
 
     rank: int
     ranks: int
@@ -203,11 +233,11 @@ class Hooks(Protocol):
         """Create the optimizer."""
 
     @stage
-    def annotate(self, model: Module, tokens: Tokens, prelude: Prelude) -> Tokens:
+    def add_columns(self, model: Module, tokens: Tokens, prelude: Prelude) -> Tokens:
         """Add columns that need the model, before step 1; return the tokens."""
 
     @stage
-    def batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
+    def plan_batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
         """Lay out an epoch's examples as global batches: [step][rank][micro-batch] -> examples.
 
         `order` is the epoch's shuffled order, `lengths` the tokens of each example. Every rank
@@ -215,7 +245,7 @@ class Hooks(Protocol):
         """
 
     @stage
-    def feed(self, build: Build, steps: range) -> Feed:
+    def load_batches(self, build: Build, steps: range) -> LoadedSteps:
         """Iterate over `build(step)` in order. `build` is pure and may be called ahead of time."""
 
     @stage
@@ -223,40 +253,40 @@ class Hooks(Protocol):
         """Turn examples into tensors; no examples give a batch without targets."""
 
     @stage
-    def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
-        """Return a micro-batch's loss: the sum over its targets, divided by `total`.
+    def step(self, model: Module, batch: Batch, denominator: int, token_nll: TokenNll) -> Tensor:
+        """Return a micro-batch's loss: the sum over its targets, divided by `denominator`.
 
-        `score` calls the next stage.
+        `token_nll` calls the next stage.
         """
 
     @stage
-    def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
+    def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:
         """Return -log p of each target in float32, in order; or their sum, if `summed`."""
 
     @notice
-    def measure(self) -> dict[str, Tensor]:
+    def add_metrics(self) -> dict[str, Tensor]:
         """Return sums over this rank's micro-batches since the last call; same names on all ranks.
 
-        The core sums them over ranks, divides by the step's `total`, and logs them; metrics of
-        an evaluation as `eval_NAME`. Names of other metrics are refused.
+        The core sums them over ranks, divides by the step's `denominator`, and logs them; metrics
+        of an evaluation as `eval_NAME`. Names of other metrics are refused.
         """
 
     @notice
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
+    def logged(self, step: int, metrics: dict[str, Any]) -> None:
         """Receive a step's metrics, on the main process."""
 
     @notice
     def record(self, run: dict[str, Any]) -> None:
         """Receive run.json's content, on the main process, before the first step and at the end.
 
-        The verdicts of the end are added after this hook.
+        The summaries of the end are added after this hook.
 
         `run["status"]` is "running" before the first step. `run["steps"]["done"]` is the last
         finished step, which is not 0 at the start of a resumed run.
         """
 
     @notice
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Return a line about what the plugin did; called once the model is loaded, and at the end.
 
         `plugsft prepare` calls it without a model, for plugins with hooks of data.

@@ -69,14 +69,16 @@ def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
 def compute_loss(run: OpenRun, micro_batch: Batch, denominator: int) -> Tensor:
     """Return a micro-batch's loss: its sum over targets, divided by the global batch's targets."""
     hooks = run.hooks  # without plugins, model/defaults.py answers
-    return hooks.step(model=run.model, batch=micro_batch, total=denominator, score=hooks.score)
+    return hooks.step(
+        model=run.model, batch=micro_batch, denominator=denominator, token_nll=hooks.token_nll
+    )
 
 
 def all_reduce(
     run: OpenRun, losses: list[Tensor], counts: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """Sum losses, the plugins' metrics and counts over all ranks, in one reduction."""
-    measured: Any = run.hooks.measure()  # a notice returns a list
+    measured: Any = run.hooks.add_metrics()  # a notice returns a list
     metrics = {name: value for plugin in measured for name, value in plugin.items()}
     # Counts need float64, which Apple's GPUs do not have.
     exact = torch.float32 if run.accelerator.device.type == "mps" else torch.float64
@@ -130,7 +132,7 @@ def log_metrics(run: OpenRun, step: int, metrics: dict[str, Any]) -> None:
     """Log metrics; an error there ends all ranks after the next step, with a checkpoint."""
     if run.accelerator.is_main_process:
         with run.stop.defer_error():
-            run.hooks.log(step=step, metrics=metrics)
+            run.hooks.logged(step=step, metrics=metrics)
 
 
 @torch.no_grad()

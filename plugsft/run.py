@@ -78,8 +78,10 @@ class OpenRun:
         self.model, self.optimizer = self._load_model()
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
         prelude = RunPrelude(self.accelerator, self.hooks, self.loader, self.load)
-        self.tokens = prelude.annotate(self.model, data.tokens)
-        self.evaluation_tokens = data.evaluation and prelude.annotate(self.model, data.evaluation)
+        self.tokens = prelude.add_columns(self.model, data.tokens)
+        self.evaluation_tokens = data.evaluation and prelude.add_columns(
+            self.model, data.evaluation
+        )
         self.plan, self.schedule = self._plan_steps()
         self.train_state = train_state_of(self.accelerator, self.model, self.optimizer)
         self.checkpoints = Checkpoints(
@@ -189,7 +191,7 @@ def describe(run: OpenRun) -> None:
     if recipe.model.weights == "bfloat16":
         say(f"warning: {LOSSY}")
     for plugin in record.run["plugins"]:
-        say(f"plugin {plugin['name']}: {plugin['verdict']}")
+        say(f"plugin {plugin['name']}: {plugin['summary']}")
     saved = run.checkpoints.saved
     say(
         f"steps: {plan.steps} of {plan.describe_step()}, {plan.per_epoch} an epoch"

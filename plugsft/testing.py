@@ -39,7 +39,7 @@ TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that r
 CURES = {
     "trained_tokens": "examples or targets were lost, doubled or moved to another step. 'batches' "
     "may only rearrange the examples of a step; 'render' and 'encode' may not change targets",
-    "loss": "it must be the sum over the micro-batch's targets, divided by `total` only: the "
+    "loss": "it must be the sum over the micro-batch's targets, divided by `denominator` only: the "
     "core does all other scaling",
     "grad_norm": "the loss is equal, but its gradient is not. Look for a scaled or detached "
     "loss, hooks on gradients, frozen parameters, or lower precision in the backward pass",
@@ -63,8 +63,8 @@ def keeps_gradients(
         bare = {**recipe, "plugins": others, "output": recipe["output"] + "-without"}
         (without, _), (with_it, _) = _run(_train, [bare, recipe], f"plugin '{name}'")
     assert len(without) == len(with_it), (
-        f"plugin '{name}': {len(with_it)} steps with it and {len(without)} without: 'batches' may "
-        "only rearrange the examples of a step"
+        f"plugin '{name}': {len(with_it)} steps with it and {len(without)} without: "
+        "'plan_batches' may only rearrange the examples of a step"
     )
     for before, after in zip(without, with_it, strict=True):
         for metric, cure in CURES.items():
@@ -97,11 +97,11 @@ def returns_what_it_wrapped(
         _run(_train, [recipe], f"plugin '{name}'")
 
 
-def verdict(name: str, options: Tables | None = None, tables: Tables | None = None) -> str:
-    """Return the plugin's `verdict` at the end of a tiny run."""
+def summary(name: str, options: Tables | None = None, tables: Tables | None = None) -> str:
+    """Return the plugin's `summary` at the end of a tiny run."""
     with _recipe(name, options, tables) as recipe:
-        [(_, verdicts)] = _run(_train, [recipe], f"plugin '{name}'")
-    return verdicts[name]
+        [(_, summaries)] = _run(_train, [recipe], f"plugin '{name}'")
+    return summaries[name]
 
 
 @contextmanager
@@ -152,12 +152,12 @@ def _run(function: Callable[[Job], Result], jobs: Sequence[Job], who: str) -> li
 
 
 def _train(raw: dict[str, Any]) -> tuple[list[Tables], dict[str, str]]:
-    """Train; return the metrics of every step, and the verdicts."""
+    """Train; return the metrics of every step, and the summaries."""
     recipe, active = resolve(raw)
     # A tiny model gains nothing from threads, and several runs share the cores.
     loop.train(run.open(recipe, active, replace(look(), cores=1)))
     lines = read_metrics(recipe.folder / "metrics.jsonl")
-    return [line for line in lines if "loss" in line], active.verdicts()
+    return [line for line in lines if "loss" in line], active.summaries()
 
 
 def _prepare(raw: dict[str, Any]) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:

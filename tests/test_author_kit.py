@@ -27,7 +27,7 @@ class Good:
         return ModelDefaults().collate(tokens, examples, pad)
 
     @hookimpl
-    def verdict(self):
+    def summary(self):
         return f"{self.seen} seen"
 """
 
@@ -59,7 +59,7 @@ def test_a_good_plugin_passes_every_check(install):
     testing.survives_worker("bad")
     testing.returns_what_it_wrapped("bad")
     # Six steps of four micro-batches.
-    assert testing.verdict("bad", {"times": 2}) == "48 seen"
+    assert testing.summary("bad", {"times": 2}) == "48 seen"
 
 
 WRAPPER = """
@@ -80,14 +80,20 @@ def wrapper(hook, after="return given", before="pass"):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (wrapper("step(self)", "return given * 1.0001"), ["step 1: loss", "divided by `total`"]),
+        (
+            wrapper("step(self)", "return given * 1.0001"),
+            ["step 1: loss", "divided by `denominator`"],
+        ),
         (
             wrapper("step(self)", "return given.detach() + 0.5 * (given - given.detach())"),
             ["step 1: grad_norm", "its gradient is not"],
         ),
-        (wrapper("batches(self)", "return [one for one in given][:-1]"), ["4 steps with it and 6"]),
         (
-            wrapper("batches(self)", "return [*given[1:], given[0]]"),
+            wrapper("plan_batches(self)", "return [one for one in given][:-1]"),
+            ["4 steps with it and 6"],
+        ),
+        (
+            wrapper("plan_batches(self)", "return [*given[1:], given[0]]"),
             ["step 1: trained_tokens", "moved to another step"],
         ),
         (
@@ -160,7 +166,7 @@ def test_what_depends_on_its_process_does_not_survive_a_worker(install, code, wo
     ("code", "words"),
     [
         (wrapper("step(self)", "pass"), ["wrapper of 'step' returned nothing", "return what"]),
-        (wrapper("feed(self)", "pass"), ["wrapper of 'feed' returned nothing"]),
+        (wrapper("load_batches(self)", "pass"), ["wrapper of 'load_batches' returned nothing"]),
         (wrapper("render(self)", "pass"), ["wrapper of 'render' returned nothing"]),
         (
             "@plugin()\nclass Bad:\n    @hookimpl\n    def optimizer(self, model):\n        pass",
@@ -172,11 +178,19 @@ def test_what_depends_on_its_process_does_not_survive_a_worker(install, code, wo
         ),
         (wrapper("step(self, modell)"), ["no argument 'modell'", "did you mean 'model'?"]),
         (
-            "@plugin()\nclass Bad:\n    @hookimpl\n    def log(self):\n        1 / 0",
+            "@plugin()\nclass Bad:\n    @hookimpl\n    def logged(self):\n        1 / 0",
             ["ZeroDivisionError"],
         ),
     ],
-    ids=["step", "feed", "render", "answer", "misspelt hook", "misspelt argument", "raises"],
+    ids=[
+        "step",
+        "load_batches",
+        "render",
+        "answer",
+        "misspelt hook",
+        "misspelt argument",
+        "raises",
+    ],
 )
 def test_what_returns_nothing_or_raises_is_refused(install, code, words):
     install(code)

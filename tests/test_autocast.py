@@ -88,8 +88,8 @@ def stepped(tmp_path, folder, plugins, dtype):
     if dtype == "bfloat16":
         cast = torch.autocast("cpu", torch.bfloat16)
         model.forward = convert_outputs_to_fp32(cast(model.forward))
-    batch, score = batch_of("bfd_packing" in plugins), active.hooks.score
-    loss = active.hooks.step(model=model, batch=batch, total=20, score=score)
+    batch, score = batch_of("bfd_packing" in plugins), active.hooks.token_nll
+    loss = active.hooks.step(model=model, batch=batch, denominator=20, token_nll=score)
     loss.backward()
     grads = {
         name: parameter.grad

@@ -78,7 +78,7 @@ class Base:
         """Return the loss of weights, in float32, over all rows."""
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
         model.load_state_dict(weights, strict=False)
-        return float(ModelDefaults().score(model, self.batch, True)) / self.count
+        return float(ModelDefaults().token_nll(model, self.batch, True)) / self.count
 
     def learn(self, steps, kind=None, micro=EXAMPLES, dtype="bfloat16", **keys):
         """Train from here on at 1e-5; return the fall of the loss and how the weights moved."""

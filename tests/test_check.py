@@ -176,7 +176,7 @@ def test_columns_that_nothing_knows_are_problems(tiny, tmp_path, monkeypatch, ch
 
 
 def test_plugins_of_the_data_tell_what_they_lack(tiny, tmp_path, monkeypatch, check):
-    lacking = LOUD + "        @hookimpl\n        def verdict(self):\n            return 'no horn'\n"
+    lacking = LOUD + "        @hookimpl\n        def summary(self):\n            return 'no horn'\n"
     activate(install(tmp_path, loud=lacking), monkeypatch)
     assert "plugins     loud: no horn" in check(tiny(plugins={"loud": {}})).ok
 

@@ -61,8 +61,8 @@ def test_runs_that_differ(runs):
     assert {*cells(parts["recipe"])} - {""} == keys
     assert cells(parts["recipe"])["train.learning_rate"] == ["0.003", "0.001"]
     assert cells(parts["plugins"])["length_group"] == ["off", "on"]
-    verdict = json.loads((runs / "other/run.json").read_text())["plugins"][0]["verdict"]
-    assert any(verdict in line for line in parts["plugins"])
+    summary = json.loads((runs / "other/run.json").read_text())["plugins"][0]["summary"]
+    assert any(summary in line for line in parts["plugins"])
     data = cells(parts["data"])
     assert data["examples"] == ["24", "30", "+25%"]
     assert "tokens of B: other data, or another split of it" in data
@@ -95,36 +95,36 @@ def test_equal_runs_are_said_to_be_equal(runs):
     assert cells(parts["results"])["loss"][0] == cells(parts["results"])["loss"][1]
 
 
-def test_a_plugin_has_other_options_another_version_and_another_verdict(runs):
+def test_a_plugin_has_other_options_another_version_and_another_summary(runs):
     shutil.copytree(runs / "other", runs / "more")
     facts = json.loads((runs / "other/run.json").read_text())
     for name, origin, size in (("other", "site 1.2", 7), ("more", "site 1.3", [7, 8])):
         options = {"size": size, "deep": {"x": 1}}
-        plugin = {"name": "loud", "origin": origin, "options": options, "verdict": f"heard {size}"}
+        plugin = {"name": "loud", "origin": origin, "options": options, "summary": f"heard {size}"}
         changed = facts | {"plugins": [plugin], "versions": facts["versions"] | {"torch": origin}}
         (runs / name / "run.json").write_text(json.dumps(changed))
     _, parts = told(run_plugsft("diff", runs / "other", runs / "more"))
     assert cells(parts["plugins"]) == {
         "loud.size": ["7", "[7, 8]"],
         "loud: from": ["site 1.2", "site 1.3"],
-        "loud: verdict": ["heard 7", "heard [7, 8]"],
+        "loud: summary": ["heard 7", "heard [7, 8]"],
     }
     assert cells(parts["versions"]) == {"torch": ["site 1.2", "site 1.3"]}
 
 
-def test_times_in_verdicts_are_no_difference(runs):
+def test_times_in_summaries_are_no_difference(runs):
     shutil.copytree(runs / "one", runs / "later")
     facts = json.loads((runs / "one/run.json").read_text())
     for name, hit, built in (("one", "2 ms", "0.41 s"), ("later", "1,310 ms", "3.00 s")):
         plugins = [
-            {"name": "cache", "options": {}, "verdict": f"hit: abc, opened in {hit}"},
-            {"name": "ahead", "options": {"wait": hit}, "verdict": f"{name}, built in {built}"},
+            {"name": "cache", "options": {}, "summary": f"hit: abc, opened in {hit}"},
+            {"name": "ahead", "options": {"wait": hit}, "summary": f"{name}, built in {built}"},
         ]
         (runs / name / "run.json").write_text(json.dumps(facts | {"plugins": plugins}))
     _, parts = told(run_plugsft("diff", runs / "one", runs / "later"))
     assert cells(parts["plugins"]) == {
         "ahead.wait": ["2 ms", "1,310 ms"],
-        "ahead: verdict": ["one, built in 0.41 s", "later, built in 3.00 s"],
+        "ahead: summary": ["one, built in 0.41 s", "later, built in 3.00 s"],
     }
 
 
@@ -237,7 +237,7 @@ def test_the_page_runs_nothing_of_a_runs(runs):
     plain, evil = runs / "plain.html", runs / "evil.html"
     assert run_plugsft("diff", runs / "one", runs / "other", "--html", plain).returncode == 0
     facts = json.loads((runs / "one/run.json").read_text())
-    plugin = {"name": EVIL, "origin": EVIL, "options": {EVIL: EVIL}, "verdict": EVIL}
+    plugin = {"name": EVIL, "origin": EVIL, "options": {EVIL: EVIL}, "summary": EVIL}
     facts |= {"started": EVIL, "reason": EVIL, "status": EVIL, "plugins": [plugin]}
     facts["versions"] = facts["versions"] | {EVIL: EVIL}
     (runs / "one/run.json").write_text(json.dumps(facts))

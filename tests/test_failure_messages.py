@@ -46,16 +46,16 @@ FAILS = """
             return batch
 
         @hookimpl
-        def log(self, step, metrics):
-            self.fail("log")
+        def logged(self, step, metrics):
+            self.fail("logged")
 
         @hookimpl
         def record(self, run):
             self.fail("record")
 
         @hookimpl
-        def verdict(self):
-            self.fail("verdict")
+        def summary(self):
+            self.fail("summary")
             return f"asked {self.calls} times"
 """
 # The hook that fails, at which of its calls, whether over a file, and whether run.json is there.
@@ -63,18 +63,18 @@ CASES = [
     ("check", 1, True, False),
     ("render", 1, True, False),
     ("collate", 4, False, True),
-    ("log", 4, True, True),
+    ("logged", 4, True, True),
     ("record", 2, False, True),
-    ("verdict", 2, False, True),
+    ("summary", 2, False, True),
     *(
         pytest.param(*case, marks=only_full)
         for case in [
             ("optimize_model", 1, True, False),
             ("record", 1, False, False),
-            ("verdict", 1, True, False),
+            ("summary", 1, True, False),
             ("collate", 1, True, True),
-            ("log", 1, False, True),
-            ("log", 3, False, True),
+            ("logged", 1, False, True),
+            ("logged", 3, False, True),
         ]
     ),
 ]

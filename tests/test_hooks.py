@@ -22,14 +22,14 @@ class Squeeze:
     seen: list = state([])
 
     @hookimpl
-    def verdict(self):
+    def summary(self):
         return f"depth {self.depth}"
 
 
 def test_fields_are_options_and_state_is_none():
     assert [name for name, _ in fields(Squeeze)] == ["depth", "name"]
     made = Squeeze(name="x")
-    assert (made.depth, made.name, made.seen, made.verdict()) == (3, "x", [], "depth 3")
+    assert (made.depth, made.name, made.seen, made.summary()) == (3, "x", [], "depth 3")
     with pytest.raises(ValidationError, match="seen"):
         Squeeze(name="x", seen=[1])
     made.seen.append(1)

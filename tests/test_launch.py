@@ -301,7 +301,7 @@ WATCH = """
             return model
 
         @hookimpl(wrapper=True)
-        def annotate(self, model):
+        def add_columns(self, model):
             self.on = False
             # DeepSpeed makes its float32 copies and buffers in the same breath as it spreads.
             zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"

@@ -37,7 +37,7 @@ class Loud:
         return rendered
 
     @hookimpl
-    def verdict(self):
+    def summary(self):
         return f"volume {self.volume}"
 '''
 KINDS = '''
@@ -58,7 +58,7 @@ class Quiet:
         return (yield)
 
     @hookimpl
-    def batches(self, order, ranks, train):
+    def plan_batches(self, order, ranks, train):
         return [[[order]]]
 """
 MISSING = "import nowhere_to_be_found\n@plugin()\nclass Missing:\n    x: int = 1\n"
@@ -92,9 +92,9 @@ def test_hooks_say_who_answers_and_who_wraps_from_the_inside(installed, tiny, ca
     overview.list_hooks(path, [], [])
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert lines["render"].split(maxsplit=2)[1:] == ["stage", "core, wrapped by loud, then quiet"]
-    assert lines["batches"].split(maxsplit=2)[1:] == ["stage", "quiet, else core"]
+    assert lines["plan_batches"].split(maxsplit=2)[1:] == ["stage", "quiet, else core"]
     assert lines["check"].split(maxsplit=2)[1:] == ["notice", "nobody"]
-    assert lines["log"].split(maxsplit=2)[1:] == ["notice", "core"]
+    assert lines["logged"].split(maxsplit=2)[1:] == ["notice", "core"]
     assert list(lines)[: len(SPECS)] == list(SPECS)
 
     overview.list_hooks(path, [], ["quiet"])
@@ -111,12 +111,12 @@ def test_the_core_answers_every_stage_and_hears_what_is_listed(tiny):
     assert answered == [hook for hook in SPECS if is_stage(hook) or hook in overview.CORE_NOTICES]
 
 
-def test_hooks_come_with_the_verdicts_of_the_last_run(installed, tiny, tmp_path, capsys):
+def test_hooks_come_with_the_summaries_of_the_last_run(installed, tiny, tmp_path, capsys):
     path = tiny(plugins={"loud": {"kind": {"name": "horn"}}}, train={"steps": 1})
     result = run_plugsft(path, env={"PYTHONPATH": str(installed)})
     assert result.returncode == 0, result.stderr
     overview.list_hooks(path, [], [])
-    assert "verdict  volume 3 (last run)" in capsys.readouterr().out
+    assert "summary  volume 3 (last run)" in capsys.readouterr().out
     show_run(tmp_path / "run")
     assert "loud: volume 3" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ LIMIT = """
         set: bool = state(False)
 
         @hookimpl(wrapper=True)
-        def feed(self):
+        def load_batches(self):
             feed = yield
             import os
             if os.environ.get("RANK", "0") == self.rank and not self.set:

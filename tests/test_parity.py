@@ -41,7 +41,9 @@ def ours(tmp_path_factory):
     loss = 0.0
     for examples in step_plan.layout[0]:
         batch = hook.collate(tokens=tokens, examples=examples, pad=pad_id(data.tokenizer))
-        part = hook.step(model=model, batch=batch, total=step_plan.denominator, score=hook.score)
+        part = hook.step(
+            model=model, batch=batch, denominator=step_plan.denominator, token_nll=hook.token_nll
+        )
         part.backward()
         loss += float(part.detach())
     return loss, gradients(model), folder, data.tokenizer

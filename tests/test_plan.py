@@ -184,7 +184,7 @@ def test_batches_must_give_every_epoch_the_same_number():
         number = 4
 
         @hookimpl
-        def batches(self, order, ranks, train):
+        def plan_batches(self, order, ranks, train):
             self.number -= 1
             return InOrder(order[: 4 * self.number], ranks, train)
 

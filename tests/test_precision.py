@@ -51,7 +51,7 @@ SEES = """
             self.states = sorted({str(one.dtype) for one in states})
 
         @hookimpl
-        def verdict(self):
+        def summary(self):
             return "head: " + ", ".join(self.seen) + "; " + ", ".join(self.states)
 """
 
@@ -64,9 +64,9 @@ def told_of(weights, computes):
     )
 
 
-def verdict(run):
+def summary(run):
     record = json.loads((run / "run.json").read_text())
-    return record["precision"], record["plugins"][0]["verdict"]
+    return record["precision"], record["plugins"][0]["summary"]
 
 
 def dtype_of(run):
@@ -92,7 +92,7 @@ def test_one_line_of_truth(tiny, tmp_path, monkeypatch, dtype, launcher, weights
     says = told_of(weights, computes)
     assert f"precision: {says}" in result.stdout
     assert ("rounds away most of a step" in result.stdout) == (weights == "bfloat16")
-    told, seen = verdict(tmp_path / "run")
+    told, seen = summary(tmp_path / "run")
     assert told == says
     computed, states = seen.split("; ")
     assert f"torch.{computes}" in computed
@@ -169,7 +169,7 @@ GRADS = """
             return (yield)
 
         @hookimpl
-        def verdict(self):
+        def summary(self):
             return f"{self.most} {self.own}"
 """
 
@@ -177,7 +177,7 @@ GRADS = """
 def ensure_sharded(run, whole=False):
     """Judge the gradients of a rank by the weights that it stores: 4 bytes of each of its own."""
     plugins = json.loads((run / "run.json").read_text())["plugins"]
-    [said] = [plugin["verdict"] for plugin in plugins if plugin["name"] == "grads"]
+    [said] = [plugin["summary"] for plugin in plugins if plugin["name"] == "grads"]
     most, own = map(int, said.split())
     print(f"{most:,} bytes of gradients for {own:,} weights of this rank")
     assert most > 0

@@ -291,7 +291,7 @@ QUIET = """
     @plugin()
     class Quiet:
         @hookimpl(wrapper=True)
-        def feed(self):
+        def load_batches(self):
             return (yield)
 """
 OWN = """

@@ -38,13 +38,13 @@ FAULT = """
             return (yield)
 
         @hookimpl(wrapper=True)
-        def annotate(self):
-            self.fail("annotate")
+        def add_columns(self):
+            self.fail("add_columns")
             return (yield)
 
         @hookimpl(wrapper=True)
-        def batches(self):
-            self.fail("batches")
+        def plan_batches(self):
+            self.fail("plan_batches")
             return (yield)
 
         @hookimpl(wrapper=True)
@@ -65,22 +65,22 @@ FAULT = """
             return (yield)
 
         @hookimpl(wrapper=True)
-        def score(self):
+        def token_nll(self):
             if self.steps == 1:
-                self.fail("score")
+                self.fail("token_nll")
             return (yield)
 
         @hookimpl
-        def measure(self):
+        def add_metrics(self):
             self.steps += 1
             if self.steps == 2:
-                self.fail("measure")
+                self.fail("add_metrics")
             return {}
 
         @hookimpl
-        def log(self, step):
+        def logged(self, step):
             if step == 2:
-                self.fail("log")
+                self.fail("logged")
 
         @hookimpl
         def record(self, run):
@@ -88,15 +88,15 @@ FAULT = """
                 self.fail("record")
 
         @hookimpl
-        def verdict(self):
-            self.fail("verdict")
+        def summary(self):
+            self.fail("summary")
 """
-EARLY = ("optimize_model", "optimizer", "annotate", "batches", "verdict")
-LATE = ("collate", "step", "score", "measure", "collate for evaluation")
+EARLY = ("optimize_model", "optimizer", "add_columns", "plan_batches", "summary")
+LATE = ("collate", "step", "token_nll", "add_metrics", "collate for evaluation")
 QUICK = {("optimize_model", 1), ("step", 0), ("write", 0)}
 PLACES = [
     *((place, rank) for place in (*EARLY, *LATE) for rank in (1, 0)),
-    *((place, 0) for place in ("record", "log", "write")),  # the main rank's alone
+    *((place, 0) for place in ("record", "logged", "write")),  # the main rank's alone
 ]
 SECONDS = 30
 """Between the end of one rank and that of the other; some five of them are the second's own."""
@@ -139,7 +139,7 @@ def test_a_fault_on_one_rank_ends_both_with_its_reason(tiny, tmp_path, monkeypat
     assert said in failed.stderr
     assert f"rank {rank} failed" in other.stderr and said in other.stderr, other.stderr
     assert "Traceback" not in other.stderr
-    if place in (*LATE, "log"):
+    if place in (*LATE, "logged"):
         assert damage(tmp_path / "run/checkpoints/step-000001") is None
     if place not in (*EARLY, "record"):
         run = json.loads((tmp_path / "run/run.json").read_text())

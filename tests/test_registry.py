@@ -24,7 +24,7 @@ class Wraps:
     depth: int = 1
 
     @hookimpl(wrapper=True)
-    def feed(self):
+    def load_batches(self):
         result = yield
         return result
 """
@@ -32,7 +32,7 @@ ANSWERS = """
 @plugin()
 class Answers:
     @hookimpl
-    def feed(self, build, steps):
+    def load_batches(self, build, steps):
         return map(build, steps)
 """
 
@@ -148,11 +148,12 @@ def test_a_module_holds_one_plugin(company, source):
         ("@hookimpl\ndef zzz(self): ...", "zzz() is no hook"),
         (
             "@hookimpl\ndef step(self, modle): ...",
-            "step() has no argument 'modle'; did you mean 'model'? allowed: model, batch, total",
+            "step() has no argument 'modle'; did you mean 'model'? allowed: model, batch, "
+            "denominator, token_nll",
         ),
         (
             "@hookimpl\ndef step(self, zzz): ...",
-            "step() has no argument 'zzz'; allowed: model, batch, total",
+            "step() has no argument 'zzz'; allowed: model, batch, denominator, token_nll",
         ),
         ("@hookimpl\ndef step(self, *args): ...", "step() has no argument 'args'"),
         ("@hookimpl\ndef step(self, model=None): ...", "write 'model' as a plain argument"),
@@ -162,7 +163,10 @@ def test_a_module_holds_one_plugin(company, source):
         ("@hookimpl(trylast=True)\ndef step(self): ...", "only wrapper=True is understood"),
         ("@hookimpl(hookwrapper=True)\ndef step(self): yield", "only wrapper=True is understood"),
         ("@hookimpl\ndef step(self): yield", "a wrapper is marked @hookimpl(wrapper=True)"),
-        ("@hookimpl(wrapper=True)\ndef log(self): yield", "'log' is a notice to every plugin"),
+        (
+            "@hookimpl(wrapper=True)\ndef logged(self): yield",
+            "'logged' is a notice to every plugin",
+        ),
     ],
 )
 def test_slips_that_pluggy_passes_over(company, body, expected):
@@ -181,7 +185,7 @@ def dedent_in(body):
 def test_one_plugin_replaces_a_stage(company):
     tables = company(one=ANSWERS, two=ANSWERS, three=WRAPS.format(contract=""))
     (line,) = refused(tables)
-    assert "plugins.two: answers 'feed', and so does 'one': remove one, or" in line
+    assert "plugins.two: answers 'load_batches', and so does 'one': remove one, or" in line
     assert "--without" in line
     assert [*resolve(tables, ["one"])[1].plugins] == ["three", "two"]
 
@@ -191,7 +195,7 @@ def test_an_inherited_answer_counts(company):
         ANSWERS.replace("@plugin()\n", "") + "\n@plugin()\nclass Two(Answers):\n    x: int = 1"
     )
     (line,) = refused(company(one=ANSWERS, two=inherits))
-    assert "plugins.two: answers 'feed', and so does 'one'" in line
+    assert "plugins.two: answers 'load_batches', and so does 'one'" in line
 
 
 def test_requires_and_conflicts_have_reasons(company):
@@ -233,7 +237,7 @@ def test_order_comes_from_after_and_names_never_from_the_recipe(company):
         tables["plugins"] = {name: {} for name in shuffle}
         active = resolve(tables)[1].attach(DataDefaults(None))
         wraps = {hook: wraps for hook, _, _, wraps in active.describe()}
-        assert list(active.plugins) == wraps["feed"]
+        assert list(active.plugins) == wraps["load_batches"]
         seen.add(tuple(active.plugins))
     (only,) = seen
     assert all(only.index(first) < only.index(name) for name in names for first in after[name])
@@ -269,7 +273,7 @@ class Wraps:
     assert key["seen"] == ["outer in", "inner in", "answer", "inner out", "outer out"]
     described = {hook: (stage, answers, wraps) for hook, stage, answers, wraps in active.describe()}
     assert described["cache"] == (True, ["answer", "core"], ["inner", "a_outer"])
-    assert described["log"] == (False, [], [])
+    assert described["logged"] == (False, [], [])
 
 
 def wrapping(body):
@@ -300,9 +304,11 @@ def test_a_wrapper_may_pass_on_that_nobody_answered(company):
 
 def test_an_answer_of_nothing_is_named_unless_it_passes_the_question_on(company, tmp_path):
     answer = "@plugin()\nclass Answers:\n    @hookimpl\n    def {hook}(self):\n        pass\n"
-    active = resolve(company(one=answer.format(hook="batches")))[1].attach(DataDefaults(tmp_path))
-    with pytest.raises(PluginError, match="plugin 'one': its answer to 'batches' is None"):
-        active.hooks.batches(order=None, lengths=None, ranks=1, train=None)
+    active = resolve(company(one=answer.format(hook="plan_batches")))[1].attach(
+        DataDefaults(tmp_path)
+    )
+    with pytest.raises(PluginError, match="plugin 'one': its answer to 'plan_batches' is None"):
+        active.hooks.plan_batches(order=None, lengths=None, ranks=1, train=None)
     active = resolve(company(two=answer.format(hook="tokenize")))[1].attach(DataDefaults(tmp_path))
     assert active.hooks.tokenize(slices=[], work=None) == []
 
@@ -350,25 +356,27 @@ def test_check_hears_every_objection(company):
     ]
 
 
-def test_verdicts(company):
+def test_summaries(company):
     speaks = """
         @plugin()
         class Speaks:
             count: int = state(0)
 
             @hookimpl
-            def verdict(self):
+            def summary(self):
                 return f"{self.count} modules patched"
     """
     _, active = resolve(company(one=speaks, two=WRAPS.format(contract="")))
     active.plugins["one"].count = 49
-    assert active.attach().verdicts() == {"one": "49 modules patched", "two": "active"}
+    assert active.attach().summaries() == {"one": "49 modules patched", "two": "active"}
 
 
 def test_a_plugin_s_source_is_part_of_what_it_makes(company):
     _, active = resolve(company(one=ANSWERS, two=WRAPS.format(contract="")))
     assert active.source_digest("one") != active.source_digest("two")
-    assert active.implements("one", ["render", "feed"]) and not active.implements("one", ["render"])
+    assert active.implements("one", ["render", "load_batches"]) and not active.implements(
+        "one", ["render"]
+    )
 
 
 def test_every_file_of_a_plugins_package_is_part_of_its_source(tmp_path, monkeypatch):
@@ -394,7 +402,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
             @plugin()
             class Listen:
                 @hookimpl
-                def log(self, step, metrics): ...
+                def logged(self, step, metrics): ...
         """
     )
     tables["train"] |= {"steps": 2}
@@ -416,22 +424,22 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "cache(key, build, read)",
         "optimize_model(load)",
         "optimizer(model, train)",
-        *["annotate(model, tokens, prelude)"] * 2,  # what is trained on, and what is evaluated
-        "batches(order, lengths, ranks, train)",
+        *["add_columns(model, tokens, prelude)"] * 2,  # what is trained on, and what is evaluated
+        "plan_batches(order, lengths, ranks, train)",
         "record(run)",
-        "feed(build, steps)",
+        "load_batches(build, steps)",
         *["collate(tokens, examples, pad)"] * 2,
-        *["  score(model, batch, summed)", "step(model, batch, total, score)"] * 2,
+        *["  token_nll(model, batch, summed)", "step(model, batch, denominator, token_nll)"] * 2,
         "measure()",
         "log(step, metrics)",
         *["collate(tokens, examples, pad)"] * 2,
-        *["  score(model, batch, summed)", "step(model, batch, total, score)"] * 2,
+        *["  token_nll(model, batch, summed)", "step(model, batch, denominator, token_nll)"] * 2,
         "measure()",
         "log(step, metrics)",
-        "batches(order, lengths, ranks, train)",
-        "feed(build, steps)",
+        "plan_batches(order, lengths, ranks, train)",
+        "load_batches(build, steps)",
         *["collate(tokens, examples, pad)"] * 2,
-        *["  score(model, batch, summed)", "step(model, batch, total, score)"] * 2,
+        *["  token_nll(model, batch, summed)", "step(model, batch, denominator, token_nll)"] * 2,
         "measure()",
         "log(step, metrics)",
         "record(run)",
@@ -444,21 +452,21 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
 def test_tracing_is_off_unless_asked_for(company, monkeypatch, capsys, tmp_path):
     tables = company(one=ANSWERS)
     monkeypatch.delenv("PLUGSFT_TRACE", raising=False)
-    resolve(tables)[1].attach().hooks.feed(build=str, steps=range(2))
+    resolve(tables)[1].attach().hooks.load_batches(build=str, steps=range(2))
     assert "trace" not in capsys.readouterr().err
     monkeypatch.setenv("PLUGSFT_TRACE", "1")
-    resolve(tables)[1].attach().hooks.feed(build=str, steps=range(2))
-    assert "trace feed(build, steps) by one -> map, " in capsys.readouterr().err
+    resolve(tables)[1].attach().hooks.load_batches(build=str, steps=range(2))
+    assert "trace load_batches(build, steps) by one -> map, " in capsys.readouterr().err
 
 
 def test_hooks_are_stages_or_notices():
     stages = {hook for hook, is_stage, _, _ in Active({}, {}).describe() if is_stage}
     assert {hook for hook, *_ in Active({}, {}).describe()} - stages == {
         "check",
-        "measure",
-        "log",
+        "add_metrics",
+        "logged",
         "record",
-        "verdict",
+        "summary",
     }
     assert all(hasattr(Hooks, hook) for hook in stages)
 
@@ -494,7 +502,7 @@ class Breaks:
     fails: bool = False
 
     @hookimpl(wrapper=True)
-    def feed(self):
+    def load_batches(self):
         1 / (not self.fails)
         return (yield)
 """
@@ -503,20 +511,20 @@ class Breaks:
 def test_an_unforeseen_error_names_the_plugin_and_the_hook_it_came_from(company):
     class Core:
         @hookimpl
-        def feed(self, build, steps):
+        def load_batches(self, build, steps):
             return build(steps)
 
     tables = company(one=BREAKS, two=BREAKS)
     # Both wrap; the inner one, the core, or what the core calls, goes wrong.
     for fails, build, notes in (
-        (True, len, ["raised by plugin 'one', in its hook 'feed'"]),
+        (True, len, ["raised by plugin 'one', in its hook 'load_batches'"]),
         (False, lambda steps: 1 / 0, []),
         (False, None, []),
     ):
         tables["plugins"]["one"]["fails"] = fails
         active = resolve(tables)[1].attach(Core())
         with pytest.raises((ZeroDivisionError, TypeError)) as caught, active.name_failing_plugin():
-            active.hooks.feed(build=build, steps=range(2))
+            active.hooks.load_batches(build=build, steps=range(2))
         assert getattr(caught.value, "__notes__", []) == notes
 
 
@@ -526,20 +534,20 @@ class Counts:
     seen: int = state(0)
 
     @hookimpl
-    def log(self, step, metrics):
+    def logged(self, step, metrics):
         self.seen += 1
         if step == {raises}:
             raise ConnectionError("the tracker is gone")
 
     @hookimpl
-    def verdict(self):
+    def summary(self):
         return f"{{self.seen}} lines heard" if self.seen else None
 """
 
 
-def test_the_last_verdict_reaches_the_console_and_the_first_pretends_nothing(company, tmp_path):
+def test_the_last_summary_reaches_the_console_and_the_first_pretends_nothing(company, tmp_path):
     static = (
-        "@plugin()\nclass Static:\n    @hookimpl\n    def verdict(self):\n        return 'on'\n"
+        "@plugin()\nclass Static:\n    @hookimpl\n    def summary(self):\n        return 'on'\n"
     )
     tables = company(counts=COUNTS.format(raises=0), static=static)
     tables["train"] |= {"steps": 2}
@@ -559,7 +567,7 @@ def test_what_log_raises_stops_every_rank_with_everything_saved(company, tmp_pat
     path = write_recipe(tmp_path / "recipe.toml", tables)
     ended = [rank.wait(60) for rank in start_ranks(2, path)]
     assert "ConnectionError: the tracker is gone" in ended[0].stderr
-    assert ended[0].stderr.splitlines()[-1] == "raised by plugin 'counts', in its hook 'log'"
+    assert ended[0].stderr.splitlines()[-1] == "raised by plugin 'counts', in its hook 'logged'"
     assert "Traceback" not in ended[1].stderr and ended[0].returncode == 1
     last = min(step + 1, 5)
     assert (tmp_path / f"run/checkpoints/step-{last:06d}/manifest.json").is_file()

@@ -28,7 +28,7 @@ PLUGIN = {
     "origin": "bundled",
     "version": "1.2",
     "options": {"x": 4096, "scope": "window"},
-    "verdict": "12 % less padding",
+    "summary": "12 % less padding",
 }
 RUN: dict[str, Any] = {
     "format": 1,
@@ -142,7 +142,7 @@ def test_page_stays_small_whatever_it_holds() -> None:
 
 
 def test_everything_from_the_run_is_escaped() -> None:
-    plugin = {"name": EVIL, "origin": EVIL, "options": {EVIL: EVIL}, "verdict": EVIL}
+    plugin = {"name": EVIL, "origin": EVIL, "options": {EVIL: EVIL}, "summary": EVIL}
     data = {"bad_rows": {EVIL: {"count": 1, "rows": [EVIL]}}, "mask": EVIL, EVIL: EVIL}
     run: dict[str, Any] = dict.fromkeys(("name", "status", "reason", "started", "output"), EVIL)
     run |= {"plugins": [plugin], "data": data, "warnings": [EVIL], EVIL: {EVIL: {EVIL: [EVIL]}}}

@@ -45,7 +45,7 @@ def test_it_trains_with_its_options(site, tiny, tmp_path):
     assert turns == sum(text.count("<|im_start|>assistant") for text in trained) >= 24
     assert "???" not in "".join(trained)
     [record] = json.loads((run / "run.json").read_text())["plugins"]
-    assert record["verdict"] == "every assistant turn shouted, with '??'"
+    assert record["summary"] == "every assistant turn shouted, with '??'"
     assert record["origin"] == "plugsft-shout 1.2.3"
     assert record["options"] == {"mark": "?", "times": 2, "who": "assistant"}
     assert "plugin shout: every assistant turn" in result.stdout

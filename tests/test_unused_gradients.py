@@ -54,7 +54,7 @@ THAWS = """
             return (yield)
 
         @hookimpl
-        def measure(self):
+        def add_metrics(self):
             for one in self.vectors:
                 one.requires_grad_(False)  # its gradient stays
             return {}

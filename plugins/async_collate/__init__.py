@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from plugsft import Build, Feed, LoadedStep, hookimpl, plugin, state
+from plugsft import Build, LoadedStep, LoadedSteps, hookimpl, plugin, state
 
 PATIENCE = 10.0
 """Seconds to wait at the end for batches that are being built, and are no longer needed."""
@@ -28,7 +28,7 @@ class AsyncCollate:
     """Seconds that the loop waited for them."""
 
     @hookimpl
-    def feed(self, build: Build, steps: range) -> Feed:
+    def load_batches(self, build: Build, steps: range) -> LoadedSteps:
         """Build batches ahead of the loop."""
         return self._build_ahead(build, steps)
 
@@ -49,7 +49,7 @@ class AsyncCollate:
             self.waited += ahead.waited
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report the time that building took, and the time that the loop waited."""
         if not self.steps:
             return None

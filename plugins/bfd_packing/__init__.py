@@ -31,7 +31,7 @@ COUNTING = Lock()
 """Training and evaluation batches may be collated in different threads."""
 
 
-@plugin(learns=["scope", "overlong"])
+@plugin(affects_results=["scope", "overlong"])
 class BfdPacking:
     """Pack examples into full micro-batches, best fit first, without attention across examples.
 
@@ -103,7 +103,7 @@ class BfdPacking:
         return model
 
     @hookimpl(wrapper=True)
-    def annotate(
+    def add_columns(
         self, model: Any, tokens: Tokens, prelude: Prelude
     ) -> Generator[None, Tokens, Tokens]:
         """Prove that documents do not attend to each other; cut overlong examples."""
@@ -118,7 +118,7 @@ class BfdPacking:
         return fitting
 
     @hookimpl(wrapper=True)
-    def batches(
+    def plan_batches(
         self, order: Ints, lengths: Ints, ranks: int, train: Train
     ) -> Generator[None, Layouts, Layouts]:
         """Pack the examples of each step; or fill rows from the whole epoch."""
@@ -126,7 +126,7 @@ class BfdPacking:
         from .overlong import limit_lengths
 
         layouts = yield
-        # `annotate` cuts examples before a run, but `plugsft check` plans without it.
+        # `add_columns` cuts examples before a run, but `plugsft check` plans without it.
         lengths = limit_lengths(lengths, self.max_tokens, self.overlong)
         if self.scope == "step":
             return PackedSteps(layouts, lengths, ranks, self.max_tokens, self.cost)
@@ -146,7 +146,7 @@ class BfdPacking:
         return pack(tokens, examples, self.max_tokens if self.scope == "dataset" else None)
 
     @hookimpl
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """Describe the packing, and the result of the probes."""
         from .overlong import describe_cuts
 

@@ -43,7 +43,7 @@ class Compile:
         return model
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report the number of programs and recompilations, and the seconds spent."""
         if not self.layers:
             return None

@@ -10,14 +10,14 @@ from pydantic import Field
 from plugsft import (
     Batch,
     Data,
-    Feed,
     Ints,
+    LoadedSteps,
     Place,
     Prelude,
     Recipe,
     Rendered,
     Row,
-    Score,
+    TokenNll,
     hookimpl,
     plugin,
     state,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from plugsft.kit.tokens import Tokenizer, Tokens
 
 
-@plugin(learns=["loss", "beta", "label_smoothing", "nll", "reference"], tokens=[])
+@plugin(affects_results=["loss", "beta", "label_smoothing", "nll", "reference"], affects_tokens=[])
 class Dpo:
     """Learn which of two answers is preferred (DPO): affects results.
 
@@ -91,7 +91,7 @@ class Dpo:
         return model
 
     @hookimpl(wrapper=True)
-    def annotate(
+    def add_columns(
         self, model: Any, tokens: Tokens, prelude: Prelude
     ) -> Generator[None, Tokens, Tokens]:
         """Divide the loss by the number of pairs, share prompts, and load the reference."""
@@ -116,18 +116,18 @@ class Dpo:
         return batch | pair_columns(tokens, examples)
 
     @hookimpl(wrapper=True)
-    def feed(self, steps: range) -> Generator[None, Feed, Feed]:
+    def load_batches(self, steps: range) -> Generator[None, LoadedSteps, LoadedSteps]:
         """Remember the first step of this run."""
         self.first_step = self.first_step or steps.start
         return (yield)
 
     @hookimpl
-    def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
+    def step(self, model: Module, batch: Batch, denominator: int, token_nll: TokenNll) -> Tensor:
         """Compare the answers of each pair, as the model and the reference score them."""
         from .losses import ensure_initial_loss, mean_nll, pair_metrics, preference_losses
         from .scorer import score_pairs
 
-        pairs = score_pairs(model, batch, score, self.scorer)
+        pairs = score_pairs(model, batch, token_nll, self.scorer)
         losses, metrics = preference_losses(self, pairs), pair_metrics(self.beta, pairs)
         if self.first_step == 1 and model.training:
             self.first_step = -1
@@ -137,10 +137,10 @@ class Dpo:
             losses = losses + self.nll * metrics["nll"]
         for name, values in metrics.items():
             self.sums[name] = self.sums.get(name, 0) + values.detach().sum()
-        return losses.sum() / total
+        return losses.sum() / denominator
 
     @hookimpl
-    def measure(self) -> dict[str, Tensor]:
+    def add_metrics(self) -> dict[str, Tensor]:
         """Return the sums of all metrics over pairs."""
         from .losses import with_zeros
 
@@ -148,7 +148,7 @@ class Dpo:
         return with_zeros(sums, bool(self.nll))
 
     @hookimpl
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """Report the loss, the reference, and what shared prompts save."""
         smoothing = f", label smoothing {self.label_smoothing:g}" if self.label_smoothing else ""
         nll = f", {self.nll:g} x the chosen answer's loss per token" if self.nll else ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Module
 
-from plugsft import Batch, Prelude, RecipeError, Score
+from plugsft import Batch, Prelude, RecipeError, TokenNll
 
 
 class Pairs(NamedTuple):
@@ -42,22 +42,22 @@ class Scorer:
         else:
             self.name, self.adapted = "the base without adapters", module
 
-    def score(self, model: Module, batch: Batch, score: Score) -> Tensor:
+    def token_nll(self, model: Module, batch: Batch, token_nll: TokenNll) -> Tensor:
         """Return the reference's -log p of each target."""
         if self.frozen is not None:
-            return score(model=self.frozen, batch=batch, summed=False)
+            return token_nll(model=self.frozen, batch=batch, summed=False)
         with self.adapted.disable_adapter():
-            return score(model=model, batch=batch, summed=False)
+            return token_nll(model=model, batch=batch, summed=False)
 
 
-def score_pairs(model: Module, batch: Batch, score: Score, reference: Scorer) -> Pairs:
+def score_pairs(model: Module, batch: Batch, token_nll: TokenNll, reference: Scorer) -> Pairs:
     """Compute the log-probability of each answer by the model and by the reference."""
     targets = batch["_targets"]
-    log_probs = sum_per_answer(score(model=model, batch=batch, summed=False), targets)
+    log_probs = sum_per_answer(token_nll(model=model, batch=batch, summed=False), targets)
     known = batch.get("_reference")
     if known is None:
         with torch.no_grad():
-            known = sum_per_answer(reference.score(model, batch, score), targets)
+            known = sum_per_answer(reference.token_nll(model, batch, token_nll), targets)
     return Pairs(log_probs, known, targets.view(-1, 2))
 
 

@@ -56,7 +56,7 @@ class DpoReference:
         self.epochs = recipe.train.epochs
 
     @hookimpl(wrapper=True)
-    def annotate(
+    def add_columns(
         self, model: Any, tokens: Tokens, prelude: Prelude
     ) -> Generator[None, Tokens, Tokens]:
         """Load the log-probabilities or compute them; recompute some as a check."""
@@ -72,7 +72,7 @@ class DpoReference:
         return tokens
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report what the pass took, and what it saves."""
         return "; ".join(self.results) or None
 

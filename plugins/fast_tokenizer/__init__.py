@@ -94,7 +94,7 @@ class FastTokenizer:
         return OWN, None
 
     @hookimpl(wrapper=True)
-    def annotate(self) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self) -> Generator[None, Tokens, Tokens]:
         """Read how many texts each engine encoded, in all processes."""
         tokens = yield
         # The first tokens are the training data.
@@ -102,7 +102,7 @@ class FastTokenizer:
         return tokens
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report how many texts each engine encoded, and why other engines were not chosen."""
         total, own = sum(self.counts.values()), self.counts.get(OWN, 0)
         fast = [f"{name} encoded {count:,}" for name, count in self.counts.items() if name != OWN]

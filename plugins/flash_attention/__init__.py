@@ -71,7 +71,7 @@ class FlashAttention:
         return model
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Name the kernel, and why better ones cannot run."""
         return self.result or None
 

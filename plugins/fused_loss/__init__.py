@@ -78,7 +78,7 @@ class FusedLoss:
         self.package, self.chosen = name, f"{name} kernel"
 
     @hookimpl(wrapper=True)
-    def annotate(self, model: Module) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self, model: Module) -> Generator[None, Tokens, Tokens]:
         """Measure the transform of the logits, and compare the loss, on all ranks together."""
         from .loss import ensure_equal_loss
 
@@ -92,19 +92,19 @@ class FusedLoss:
         return (yield)
 
     @hookimpl
-    def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
+    def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:
         """Compute the losses inside the model's head.
 
         The whole model is called, so that its wrappers run and gather the head's weight. The head
         returns zeros with the gradients of the losses; the losses themselves bypass whatever the
         model does to its logits.
         """
-        from .loss import score
+        from .loss import token_nll
 
-        return score(self, model, batch, summed)
+        return token_nll(self, model, batch, summed)
 
     @hookimpl
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """Report the kernel, the transform, and the share of positions in the loss."""
         results = [self.chosen, *map(str, [*self.heads.values()][:1]), self.proved]
         if self.positions:

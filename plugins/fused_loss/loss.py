@@ -35,7 +35,7 @@ TOKENS = 16
 """Number of tokens on which the fused loss is compared with the plain loss."""
 
 
-def score(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> Tensor:
+def token_nll(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> Tensor:
     """Return the losses of a batch, computed inside the model's head."""
     results: list[Tensor] = []
     head = head_of(unwrap(model))
@@ -109,7 +109,7 @@ def ensure_equal_loss(plugin: FusedLoss, model: Module) -> None:
         with replaced_forward(head, lambda hidden: probes):
             logits_of(model, batch)
         plugin.heads[head] = LogitTransform.fit(outputs.pop())
-        fused = score(plugin, model, batch, summed=True)
+        fused = token_nll(plugin, model, batch, summed=True)
         logits_of(model, batch)
         logits = outputs.pop()[0, :-1].float()
         plain = cross_entropy(logits, batch["labels"][0, 1:], ignore_index=IGNORED, reduction="sum")

@@ -28,6 +28,6 @@ class GradientCheckpointing:
         return model
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report the number of layers."""
         return self.result or None

@@ -69,7 +69,7 @@ class Liger:
         return model
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report the number of modules per kernel."""
         if not self.patched:
             return None

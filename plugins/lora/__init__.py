@@ -11,7 +11,16 @@ from plugsft import ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
 
 
 @plugin(
-    learns=["r", "alpha", "dropout", "targets", "modules_to_save", "rslora", "dora", "init"],
+    affects_results=[
+        "r",
+        "alpha",
+        "dropout",
+        "targets",
+        "modules_to_save",
+        "rslora",
+        "dora",
+        "init",
+    ],
 )
 class Lora:
     """Train small adapters on the frozen weights (LoRA): affects results.
@@ -73,6 +82,6 @@ class Lora:
         return add_adapters(self, load, model)
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report the number of modules with adapters, and the share of trained parameters."""
         return self.result or None

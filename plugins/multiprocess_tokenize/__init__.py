@@ -46,7 +46,7 @@ class MultiprocessTokenize:
         return max(1, min(machine.cores, by_memory, num_slices // MIN_SLICES))
 
     @hookimpl
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """Report the number of processes."""
         if not self.used:
             return "nothing to tokenize"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from plugsft import Batch, Feed, Machine, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Batch, LoadedSteps, Machine, Recipe, RecipeError, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class Profiler:
         return optimizer
 
     @hookimpl(wrapper=True)
-    def annotate(self) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self) -> Generator[None, Tokens, Tokens]:
         """Keep the training data, whose lengths give the floating-point operations."""
         tokens = yield
         # Training data comes before evaluation data.
@@ -64,10 +64,10 @@ class Profiler:
         return tokens
 
     @hookimpl(wrapper=True)
-    def feed(self) -> Generator[None, Feed, Feed]:
+    def load_batches(self) -> Generator[None, LoadedSteps, LoadedSteps]:
         """Mark when the loop asks for a global batch, and when it gets one."""
         feed = yield
-        result: Feed = self.recorder.record_steps(feed)
+        result: LoadedSteps = self.recorder.record_steps(feed)
         return result
 
     @hookimpl(wrapper=True)
@@ -77,13 +77,13 @@ class Profiler:
         return loss
 
     @hookimpl
-    def measure(self) -> dict[str, Tensor]:
+    def add_metrics(self) -> dict[str, Tensor]:
         """Mark the end of the last backward; exchange the figures of all ranks now and then."""
         self.recorder.end_backward()
         return {}
 
     @hookimpl
-    def log(self, metrics: dict[str, Any]) -> None:
+    def logged(self, metrics: dict[str, Any]) -> None:
         """Mark the end of logging."""
         self.recorder.clock.mark("evaluation" if "eval_loss" in metrics else "logging")
 
@@ -103,6 +103,6 @@ class Profiler:
             self.result = summarize(self.recorder, run)
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report the seconds of a step, and the share of each part."""
         return self.result or None

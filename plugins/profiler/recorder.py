@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from plugsft import Batch, Feed, LoadedStep, Machine, Recipe, StepPlan
+from plugsft import Batch, LoadedStep, LoadedSteps, Machine, Recipe, StepPlan
 from plugsft.kit.model import shapes_of
 from plugsft.kit.tokens import Tokens
 
@@ -61,7 +61,7 @@ class StepRecorder:
         optimizer.register_step_pre_hook(lambda *_: self.clock.mark("norm"))
         optimizer.register_step_post_hook(lambda *_: self.clock.mark("optimizer"))
 
-    def record_steps(self, feed: Feed) -> Feed:
+    def record_steps(self, feed: LoadedSteps) -> LoadedSteps:
         """Record training steps; an evaluation is a part of the step before it."""
         return self._record_steps(feed) if torch.is_grad_enabled() else feed
 

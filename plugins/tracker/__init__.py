@@ -20,7 +20,7 @@ class Tracker:
     """Send configuration, metrics and results to TensorBoard, Weights & Biases, trackio, MLflow.
 
     A tracker that fails during the run does not stop it: the metrics that it missed are sent
-    later, or counted in the verdict, and stay in metrics.jsonl. A resumed run continues the run
+    later, or counted in the summary, and stay in metrics.jsonl. A resumed run continues the run
     that the tracker has.
     """
 
@@ -37,7 +37,7 @@ class Tracker:
     recipe: Recipe = state()
     senders: list[Any] = state([])
     """One for each tracker."""
-    summary: str = state("")
+    sent: str = state("")
 
     @hookimpl
     def check(self, recipe: Recipe, machine: Machine) -> None:
@@ -63,18 +63,18 @@ class Tracker:
         for sender in self.senders:
             sender.send(run["steps"]["done"], results(run))
             sender.finish(run["status"])
-        self.summary = "; ".join(sender.describe() for sender in self.senders)
+        self.sent = "; ".join(sender.describe() for sender in self.senders)
 
     @hookimpl
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
+    def logged(self, step: int, metrics: dict[str, Any]) -> None:
         """Send the metrics of a step."""
         for sender in self.senders:
             sender.send(step, metrics)
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report how many entries were sent, and how many were lost."""
-        return self.summary or None
+        return self.sent or None
 
     def _start(self, step: int) -> None:
         from .runs import NewRun, start

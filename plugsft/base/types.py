@@ -67,8 +67,8 @@ class Encoded:
     """Number of texts that each engine encoded, for run.json."""
 
 
-class Score(Protocol):
-    """The stage `score`, as `step` calls it: a token's negative log-likelihood."""
+class TokenNll(Protocol):
+    """The stage `token_nll`, as `step` calls it."""
 
     def __call__(self, *, model: Module, batch: Batch, summed: bool) -> Tensor:
         """Return -log p of each target; or their sum, if `summed`."""
@@ -170,7 +170,7 @@ class LoadedStep:
 
 
 Build: TypeAlias = Callable[[int], LoadedStep]
-Feed: TypeAlias = Iterator[LoadedStep]
+LoadedSteps: TypeAlias = Iterator[LoadedStep]
 Layouts: TypeAlias = Sequence[Layout]
 
 

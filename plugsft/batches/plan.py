@@ -104,7 +104,7 @@ class Plan:
             self._epochs = {n: layouts for n, layouts in self._epochs.items() if n >= epoch - 1}
             order = shuffle(self._sources, self._train.seed, epoch)
             self.examples = len(order)
-            layouts = self._hooks.batches(
+            layouts = self._hooks.plan_batches(
                 order=order,
                 lengths=self.tokens.lengths,
                 ranks=self.ranks,
@@ -112,8 +112,8 @@ class Plan:
             )
             if self._epochs and len(layouts) != self.per_epoch:
                 raise PluginError(
-                    f"'batches' gave {len(layouts)} steps for epoch {epoch} and {self.per_epoch} "
-                    "for the first; every epoch must have the same number"
+                    f"'plan_batches' gave {len(layouts)} steps for epoch {epoch} and "
+                    f"{self.per_epoch} for the first; every epoch must have the same number"
                 )
             self._epochs[epoch] = layouts
         return self._epochs[epoch]

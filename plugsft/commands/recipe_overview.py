@@ -13,7 +13,7 @@ from ..registry import active as registry
 from ..registry.contracts import SPECS
 from ..registry.discover import CORE, find
 
-CORE_NOTICES = ("log",)
+CORE_NOTICES = ("logged",)
 """The notices that the core implements; it answers every stage. Listed here to avoid torch."""
 
 
@@ -37,7 +37,7 @@ def show_recipe(path: Path, overrides: Sequence[str]) -> None:
 
 
 def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> None:
-    """Print who answers and who wraps each hook, then each plugin's options and verdict."""
+    """Print who answers and who wraps each hook, then each plugin's options and summary."""
     recipe, active = registry.load(path, overrides, without)
     active.attach()
     width = max(map(len, SPECS))
@@ -47,7 +47,7 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
         wrapped = f", wrapped by {', then '.join(wrappers)}" if wrappers else ""
         kind = "stage " if is_stage else "notice"
         out.print(Text.assemble((f"{hook:<{width}}", "bold"), f"  {kind}  {text}{wrapped}"))
-    verdicts = _last_verdicts(recipe.folder)
+    summaries = _last_summaries(recipe.folder)
     for name, plugin in active.plugins.items():
         options = registry.options_of(plugin)
         shown = ", ".join(
@@ -56,13 +56,13 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
         say("")
         out.print(Text.assemble((name, "bold"), f"  {active.found[name].origin}"))
         say(f"  options  {shown or 'none'}")
-        say(f"  verdict  {verdicts.get(name, 'not run yet')}")
+        say(f"  summary  {summaries.get(name, 'not run yet')}")
 
 
-def _last_verdicts(folder: Path) -> dict[str, str]:
-    """Return the plugins' verdicts in the last run of this output folder."""
+def _last_summaries(folder: Path) -> dict[str, str]:
+    """Return the plugins' summaries in the last run of this output folder."""
     try:
         run = read_record(folder)
-        return {plugin["name"]: f"{plugin['verdict']} (last run)" for plugin in run["plugins"]}
+        return {plugin["name"]: f"{plugin['summary']} (last run)" for plugin in run["plugins"]}
     except (OSError, ValueError, LookupError, TypeError):
         return {}

@@ -53,7 +53,7 @@ def plugin_versions(active: Active, hooks: tuple[str, ...]) -> dict[str, Any]:
 
 def _token_options(plugin: Any) -> dict[str, Any]:
     """Return the options of a plugin that affect tokens. Default: all."""
-    declared = contract_of(plugin).tokens
+    declared = contract_of(plugin).affects_tokens
     return {
         name: value
         for name, value in options_of(plugin).items()

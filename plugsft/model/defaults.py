@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
-from ..base.types import Batch, Ints, Score
+from ..base.types import Batch, Ints, TokenNll
 from ..batches.labels import IGNORED, buffer, make_labels, model_inputs
 from ..hooks import hookimpl
 from ..recipe.tables import Train
@@ -26,7 +26,7 @@ class ModelDefaults:
         return load.build()
 
     @hookimpl
-    def annotate(self, tokens: Tokens) -> Tokens:
+    def add_columns(self, tokens: Tokens) -> Tokens:
         """Add no columns."""
         return tokens
 
@@ -74,12 +74,12 @@ class ModelDefaults:
         return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 
     @hookimpl
-    def step(self, model: Module, batch: Batch, total: int, score: Score) -> Tensor:
+    def step(self, model: Module, batch: Batch, denominator: int, token_nll: TokenNll) -> Tensor:
         """Compute the token cross-entropy."""
-        return score(model=model, batch=batch, summed=True) / total
+        return token_nll(model=model, batch=batch, summed=True) / denominator
 
     @hookimpl
-    def score(self, model: Module, batch: Batch, summed: bool) -> Tensor:
+    def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:
         """Compute the cross-entropy of float32 logits."""
         # With packed rows, a key-value cache would let documents attend to each other.
         logits = model(**model_inputs(batch), use_cache=False).logits

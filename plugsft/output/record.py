@@ -110,7 +110,7 @@ class Record:
         self._metrics = path.open("a", encoding="utf8")
 
     @hookimpl(tryfirst=True)
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
+    def logged(self, step: int, metrics: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and every `log_every` steps to the console."""
         assert self._metrics is not None
         # JSON has no NaN: null instead.
@@ -136,7 +136,7 @@ class Record:
             )
 
     def _close(self) -> None:
-        """Write the run's end and means, notify the plugins, and collect their verdicts."""
+        """Write the run's end and means, notify the plugins, and collect their summaries."""
         if self._metrics is not None:
             self._metrics.close()
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
@@ -146,10 +146,10 @@ class Record:
         if self._metrics is not None:
             self.write()  # before the plugins, which may hang or be killed
             self._active.hooks.record(run=self.run)
-        # After the hook, in which a plugin may still compute its verdict.
+        # After the hook, in which a plugin may still compute its summary.
         before, now = self.run.get("plugins", []), self.plugins()
         for plugin in (plugin for plugin in now if plugin not in before):
-            say(f"plugin {plugin['name']}: {plugin['verdict']}")
+            say(f"plugin {plugin['name']}: {plugin['summary']}")
         self.run["plugins"] = now
         if self._rows:
             say(
@@ -175,14 +175,14 @@ class Record:
             write_text(self.folder / "run.json", json.dumps(self.run, indent=1) + "\n")
 
     def plugins(self) -> list[dict[str, Any]]:
-        """Return the active plugins with their options and verdicts."""
-        verdicts = self._active.verdicts()
+        """Return the active plugins with their options and summaries."""
+        summaries = self._active.summaries()
         return [
             {
                 "name": name,
                 "origin": self._active.found[name].origin,
                 "options": options_of(plugin),
-                "verdict": verdicts[name],
+                "summary": summaries[name],
             }
             for name, plugin in self._active.plugins.items()
         ]

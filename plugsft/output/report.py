@@ -49,7 +49,7 @@ class _Steps(BaseModel):
 class _Plugin(BaseModel):
     name: str
     options: dict[str, Any] = {}
-    verdict: str | None = None
+    summary: str | None = None
 
 
 class _Run(BaseModel):
@@ -76,6 +76,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
+    for entry in record.get("plugins", ()):
+        if "verdict" in entry:  # plugsft 0.1
+            entry["summary"] = entry.pop("verdict")
     return record
 
 
@@ -276,7 +279,7 @@ def _sections(run: dict[str, Any]) -> str:
     for item in run.get("plugins") or ():
         options = [f"{k} = {json.dumps(v)}" for k, v in table_of(item, "options").items()]
         origin = " ".join(filter(None, [item.get("origin"), item.get("version")]))
-        texts = [item.get("verdict") or "no verdict", origin, ", ".join(options)]
+        texts = [item.get("summary") or "no summary", origin, ", ".join(options)]
         plugins[str(item.get("name"))] = texts if options else texts[:2]
     if plugins:
         page += f'<h2>Plugins</h2>\n<div class="plugins">{_facts(plugins, spaced=False)}</div>\n'

@@ -70,7 +70,9 @@ class BatchLoader:
 
         A batch is yielded once all ranks have made theirs, or all ranks raise.
         """
-        batches = iter(self._hooks.feed(build=self._builder(plan_step, tokens), steps=steps))
+        batches = iter(
+            self._hooks.load_batches(build=self._builder(plan_step, tokens), steps=steps)
+        )
         try:
             while True:
                 started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Model, ranks and cache for plugins that add columns before step 1, in `annotate`."""
+"""Model, ranks and cache for plugins that add columns before step 1, in `add_columns`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,9 +38,9 @@ class RunPrelude:
         self._left_by_all = False
         """Whether all ranks left the last build together, because one failed."""
 
-    def annotate(self, model: Module, tokens: Tokens) -> Tokens:
+    def add_columns(self, model: Module, tokens: Tokens) -> Tokens:
         """Let plugins add columns that need the model."""
-        return self._hooks.annotate(model=model, tokens=tokens, prelude=self)
+        return self._hooks.add_columns(model=model, tokens=tokens, prelude=self)
 
     @torch.no_grad()
     def losses(self, model: Module, tokens: Tokens, examples: Ints) -> Tensor:
@@ -49,7 +49,7 @@ class RunPrelude:
         Under ZeRO-3 and FSDP2 all ranks must call it together, even without examples.
         """
         batch = self._loader.load_batch(tokens, examples)
-        return self._hooks.score(model=model, batch=batch, summed=False)
+        return self._hooks.token_nll(model=model, batch=batch, summed=False)
 
     @contextmanager
     def agreed(self, operation: str) -> Iterator[None]:

@@ -56,9 +56,9 @@ class Active:
         metrics: dict[str, str] = {}
         for hook in SPECS:
             for impl in self._impls(hook):
-                if is_core(impl.plugin_name) or not (is_stage(hook) or hook == "measure"):
+                if is_core(impl.plugin_name) or not (is_stage(hook) or hook == "add_metrics"):
                     continue
-                if hook == "measure":
+                if hook == "add_metrics":
                     checked = refuse_taken_metric_names(impl.function, impl.plugin_name, metrics)
                 else:
                     guard = refuse_lost_result if impl.wrapper else refuse_none
@@ -74,10 +74,10 @@ class Active:
             answers = [name for name, wrapper in reversed(names) if not wrapper]
             yield hook, is_stage(hook), answers, [name for name, wrapper in names if wrapper]
 
-    def verdicts(self, hooks: Sequence[str] | None = None) -> dict[str, str]:
-        """Return each plugin's `verdict`; only of plugins with one of these hooks, if any."""
+    def summaries(self, hooks: Sequence[str] | None = None) -> dict[str, str]:
+        """Return each plugin's `summary`; only of plugins with one of these hooks, if any."""
         names = [name for name in self.plugins if hooks is None or self.implements(name, hooks)]
-        impls = [impl for impl in self._impls("verdict") if impl.plugin_name in names]
+        impls = [impl for impl in self._impls("summary") if impl.plugin_name in names]
         texts = {impl.plugin_name: impl.function() for impl in impls}
         return {name: str(texts.get(name) or "active") for name in names}
 
@@ -90,7 +90,7 @@ class Active:
         changed = {}
         for name, plugin in self.plugins.items():
             options, fields = options_of(plugin), type(plugin).__pydantic_fields__
-            for option in contract_of(plugin).learns:
+            for option in contract_of(plugin).affects_results:
                 default = fields[option].get_default(call_default_factory=True)
                 if options.get(option) != default:
                     changed[f"plugins.{name}.{option}"] = options[option]
@@ -191,10 +191,14 @@ def rebuild(plugins: Mapping[str, dict[str, Any]]) -> Active:
 
 
 def order(plugins: Mapping[str, Any]) -> list[str]:
-    """Sort plugins by `after`, then by name."""
+    """Sort plugins by `after` and `before`, then by name."""
     sorter = TopologicalSorter[str]()
     for name, plugin in sorted(plugins.items()):
-        sorter.add(name, *(other for other in contract_of(plugin).after if other in plugins))
+        contract = contract_of(plugin)
+        sorter.add(name, *(other for other in contract.after if other in plugins))
+        for other in contract.before:
+            if other in plugins:
+                sorter.add(other, name)
     try:
         sorter.prepare()
     except CycleError as error:

@@ -51,7 +51,7 @@ NOTING = """
 
 @pytest.fixture
 def run(tmp_path, home):
-    """Give `run(output, **options)`: prepares data; returns the tokens and the plugin's verdict."""
+    """Give `run(output, **options)`: prepares data; returns the tokens and the plugin's summary."""
 
     def make(output="run", rows=None, tables=None, **options):
         recipe, active = resolve(
@@ -65,7 +65,7 @@ def run(tmp_path, home):
         active.attach(DataDefaults(recipe.folder))
         check(active, recipe, look())
         tokens = prepare.prepare(recipe, active).tokens
-        return tokens, active.verdicts()["arrow_cache"]
+        return tokens, active.summaries()["arrow_cache"]
 
     return make
 
@@ -103,12 +103,12 @@ def builders(note):
 
 
 def test_a_second_run_finds_what_the_first_has_built(run, home, tmp_path, capsys):
-    first, verdict = run("one")
+    first, summary = run("one")
     (entry,) = home.iterdir()
-    assert verdict.startswith("miss: built in ") and verdict.endswith(f" s, stored in {entry}")
+    assert summary.startswith("miss: built in ") and summary.endswith(f" s, stored in {entry}")
     assert "from cache" not in capsys.readouterr().out
-    second, verdict = run("two")
-    assert verdict.startswith(f"hit: {entry.name}, opened in ") and verdict.endswith(" ms")
+    second, summary = run("two")
+    assert summary.startswith(f"hit: {entry.name}, opened in ") and summary.endswith(" ms")
     assert "from cache" in capsys.readouterr().out
     assert first.folder == second.folder == entry and content(first) == content(second)
     assert not (tmp_path / "one/tokens").exists() and not (tmp_path / "two/tokens").exists()
@@ -182,31 +182,31 @@ def test_a_damaged_entry_is_noticed_and_built_again(run, home, capsys, harm, say
     expected, entry = content(tokens), tokens.folder
     del tokens
     harm(entry)
-    tokens, verdict = run("two", read_only=True)
+    tokens, summary = run("two", read_only=True)
     assert tokens.folder.parent != home, "it may only read, so the run prepares its own"
-    assert verdict.startswith("not used: ") and says in verdict
+    assert summary.startswith("not used: ") and says in summary
     capsys.readouterr()
-    tokens, verdict = run("three")
+    tokens, summary = run("three")
     said = capsys.readouterr().out
     assert f"cache: rebuilding {entry}: " in said and says in said
-    assert verdict.startswith("miss: built in ") and content(tokens) == expected
+    assert summary.startswith("miss: built in ") and content(tokens) == expected
     assert damage(entry) is None and left_over(home) == []
 
 
 def test_read_only_takes_what_is_there_and_writes_nothing(run, home, tmp_path):
-    tokens, verdict = run("one", read_only=True)
-    assert "the entry does not exist" in verdict and not home.exists()
+    tokens, summary = run("one", read_only=True)
+    assert "the entry does not exist" in summary and not home.exists()
     assert tokens.folder.parent == tmp_path / "one/tokens"
     run("two")
-    tokens, verdict = run("three", read_only=True)
-    assert verdict.startswith("hit") and tokens.folder.parent == home
+    tokens, summary = run("three", read_only=True)
+    assert summary.startswith("hit") and tokens.folder.parent == home
 
 
 @pytest.mark.parametrize("small_disk", ["200k"], indirect=True)
 def test_on_a_full_disk_the_run_goes_on_without_it(run, small_disk, tmp_path, capsys):
-    tokens, verdict = run(rows=chats(2000), folder=str(small_disk))
+    tokens, summary = run(rows=chats(2000), folder=str(small_disk))
     assert tokens.folder.parent == tmp_path / "run/tokens" and len(tokens) == 2000
-    assert verdict.startswith(f"not used: {small_disk}") and "the disk is full" in verdict
+    assert summary.startswith(f"not used: {small_disk}") and "the disk is full" in summary
     (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("cache: ")]
     assert line.startswith("cache: not used, the run continues without it: ")
     assert "output=" not in line, "another output would not help"
@@ -217,17 +217,17 @@ def test_on_a_full_disk_the_run_goes_on_without_it(run, small_disk, tmp_path, ca
 def test_on_a_read_only_disk_hits_still_serve(run, small_disk, tmp_path):
     entry = run("one", folder=str(small_disk))[0].folder
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    tokens, verdict = run("two", folder=str(small_disk))
-    assert verdict.startswith("hit") and tokens.folder == entry
-    tokens, verdict = run("three", rows=chats(7), folder=str(small_disk))
-    assert verdict.startswith("not used: ") and "read-only file system" in verdict
+    tokens, summary = run("two", folder=str(small_disk))
+    assert summary.startswith("hit") and tokens.folder == entry
+    tokens, summary = run("three", rows=chats(7), folder=str(small_disk))
+    assert summary.startswith("not used: ") and "read-only file system" in summary
     assert tokens.folder.parent == tmp_path / "three/tokens"
 
 
 @pytest.mark.parametrize("folder", ["/proc/plugsft", "/dev/null"])
 def test_a_folder_that_cannot_be_made_is_told(run, tmp_path, folder):
-    tokens, verdict = run(folder=folder)
-    assert verdict.startswith(f"not used: {folder}") and "cannot be written" in verdict
+    tokens, summary = run(folder=folder)
+    assert summary.startswith(f"not used: {folder}") and "cannot be written" in summary
     assert tokens.folder.parent == tmp_path / "run/tokens"
 
 
@@ -352,5 +352,5 @@ def test_it_keeps_the_laws(tmp_path):
     options = {"folder": str(tmp_path)}
     testing.keeps_gradients("arrow_cache", options)
     (entry,) = (tmp_path / "tokens").iterdir()
-    assert testing.verdict("arrow_cache", options).startswith(f"hit: {entry.name}")
+    assert testing.summary("arrow_cache", options).startswith(f"hit: {entry.name}")
     testing.keeps_gradients("arrow_cache", options)

@@ -99,7 +99,7 @@ def flat(layout):
 
 
 def assert_identical(world, depth=1, ranks=1, rank=0, **plugins):
-    """Feed from every step on, over the end of an epoch, ahead and serially."""
+    """LoadedSteps from every step on, over the end of an epoch, ahead and serially."""
     for first in (*STEPS, len(STEPS) + 1):
         where = {"steps": range(first, len(STEPS) + 1), "ranks": ranks, "rank": rank}
         ahead = world.feed(**where, async_collate={"depth": depth}, **plugins)
@@ -198,8 +198,8 @@ def failing(world, at, error):
 
 
 def global_batches_of(build, depth=1):
-    """Feed as the plugin does."""
-    return async_collate.AsyncCollate(depth=depth).feed(build, STEPS)
+    """LoadedSteps as the plugin does."""
+    return async_collate.AsyncCollate(depth=depth).load_batches(build, STEPS)
 
 
 @pytest.mark.parametrize("depth", [1, 5])
@@ -290,7 +290,7 @@ SPY = """
             return (yield)
 
         @hookimpl
-        def verdict(self):
+        def summary(self):
             names = [one.name for one in threading.enumerate()]
             steps = sum(isinstance(value, LoadedStep) for value in gc.get_objects())
             return f"{names.count('async_collate')} threads, {steps} steps"
@@ -313,14 +313,14 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
         assert result.returncode == 0, result.stderr
     assert len(learned(serial)) == 12 + 3
     assert learned(ahead) == learned(serial) and weights(ahead) == weights(serial)
-    spied, verdict = (verdict_of(ahead, name) for name in ("spy", "async_collate"))
+    spied, summary = (summary_of(ahead, name) for name in ("spy", "async_collate"))
     # The loop's own last one is still named there.
     assert spied == "0 threads, 0 steps"
     # 12 steps, and three evaluations of two global batches.
     assert re.fullmatch(
         r"up to 2 steps ahead: the batches of 18 steps took \d+\.\d\d s to build; "
         r"the loop waited \d+\.\d\d s",
-        verdict,
+        summary,
     )
     # From the middle of an epoch.
     for name in ("checkpoints/step-000012", "checkpoints/step-000008", "model"):
@@ -341,9 +341,9 @@ def weights(run):
     return (run / "model/model.safetensors").read_bytes()
 
 
-def verdict_of(run, name):
+def summary_of(run, name):
     plugins = json.loads((run / "run.json").read_text())["plugins"]
-    return next(plugin["verdict"] for plugin in plugins if plugin["name"] == name)
+    return next(plugin["summary"] for plugin in plugins if plugin["name"] == name)
 
 
 def test_a_run_that_fails_says_its_own_and_leaves_nothing(tiny, tmp_path, monkeypatch):
@@ -365,11 +365,11 @@ def test_a_run_that_fails_says_its_own_and_leaves_nothing(tiny, tmp_path, monkey
     assert thread.returncode == 1 and len(read_metrics(tmp_path / "run")) == 2
     assert "KeyError: 'the third step'" in thread.stderr
     assert "raised by plugin 'broken', in its hook 'collate'" in thread.stderr
-    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 1 steps"  # the error has the last
+    assert summary_of(tmp_path / "run", "spy") == "0 threads, 1 steps"  # the error has the last
     loop = run_plugsft(recipe, "plugins.broken={}", "plugins.spy.fails_at=6", "--overwrite")
     assert loop.returncode == 1 and "ValueError: the loop's own" in loop.stderr
     assert "KeyError" not in loop.stderr
-    assert verdict_of(tmp_path / "run", "spy") == "0 threads, 0 steps"
+    assert summary_of(tmp_path / "run", "spy") == "0 threads, 0 steps"
 
 
 SLOW = """
@@ -425,12 +425,12 @@ def test_building_hides_behind_training(tiny, tmp_path, monkeypatch):
     # Each step of the serial run waits for its collating, which the other hides.
     assert min(waits[0]) > 0.05 and min(waits[1]) < min(waits[0]) / 5
     assert seconds[0] / seconds[1] >= 1.4
-    built, waited = re.findall(r"(\d+\.\d\d) s", verdict_of(tmp_path / "ahead", "async_collate"))
+    built, waited = re.findall(r"(\d+\.\d\d) s", summary_of(tmp_path / "ahead", "async_collate"))
     assert float(built) >= 1.5 and float(waited) < float(built) / 2
 
 
-def test_the_verdict_waits_for_something_to_say():
-    assert async_collate.AsyncCollate().verdict() is None
+def test_the_summary_waits_for_something_to_say():
+    assert async_collate.AsyncCollate().summary() is None
 
 
 def test_it_keeps_the_laws():

@@ -173,8 +173,8 @@ def test_a_packed_run_learns_what_a_padded_one_learns(runs, tmp_path):
     assert all(line["documents"] > 1.5 and line["imbalance"] == 1 for line in steps)
     record = json.loads((tmp_path / "packed/run.json").read_text())
     [plugin] = record["plugins"]
-    assert "each step packed into micro-batches of at most 96 tokens" in plugin["verdict"]
-    assert "documents proved apart" in plugin["verdict"]
+    assert "each step packed into micro-batches of at most 96 tokens" in plugin["summary"]
+    assert "documents proved apart" in plugin["summary"]
     assert record["feeding"]["fill"] == 1
 
 
@@ -288,7 +288,7 @@ UNPACKED = """
         "The global batches of packed rows, an example at a time."
 
         @hookimpl
-        def batches(self, order, lengths, ranks, train):
+        def plan_batches(self, order, lengths, ranks, train):
             global_batches = PackedEpoch(order, lengths, 1, train.batch_size, 96, lambda some: some)
             return [
                 [[one[None] for part in rank for one in part] for rank in global_batch]
@@ -310,7 +310,7 @@ def test_scope_dataset_learns_what_its_windows_hold(runs, tmp_path, monkeypatch,
     packed = read_metrics(tmp_path / "packed")
     assert curve(packed) == pytest.approx(curve(plain), rel=1e-5)
     [record] = json.loads((tmp_path / "packed/run.json").read_text())["plugins"]
-    assert "21 examples in" in record["verdict"] and "a step is 2 rows" in record["verdict"]
+    assert "21 examples in" in record["summary"] and "a step is 2 rows" in record["summary"]
 
 
 # Examples of more tokens than fit.
@@ -335,7 +335,7 @@ def test_truncated_examples_are_as_if_they_had_been_prepared_so(runs, tmp_path):
     )
     assert curve(cut) == pytest.approx(curve(short), rel=1e-5)
     [record] = json.loads((tmp_path / "cut/run.json").read_text())["plugins"]
-    assert "longer examples cut" in record["verdict"]
+    assert "longer examples cut" in record["summary"]
 
 
 def test_split_examples_lose_no_trained_part_and_double_none(runs, tmp_path):
@@ -344,7 +344,7 @@ def test_split_examples_lose_no_trained_part_and_double_none(runs, tmp_path):
     whole = train(runs, tmp_path / "whole")
     both_epochs = sum(line["tokens"] for line in whole if "fill" in line)
     record = json.loads((tmp_path / "split/run.json").read_text())
-    assert "longer examples split" in record["plugins"][0]["verdict"]
+    assert "longer examples split" in record["plugins"][0]["summary"]
     left_out = sum(bad_row["count"] for bad_row in record["data"]["bad_rows"].values())
     missing = both_epochs - sum(line["tokens"] for line in lines if line.get("epoch", 9) <= 2)
     assert 2 * left_out <= missing <= 2 * 25 * left_out
@@ -478,7 +478,7 @@ def test_parts_without_a_target_are_left_out_and_counted(tiny, tmp_path, overlon
     assert all(line["trained_tokens"] > 0 for line in lines if "fill" in line)
     record = json.loads((tmp_path / "one/run.json").read_text())
     [plugin] = record["plugins"]
-    assert "of them or their parts left out: no trained token" in plugin["verdict"]
+    assert "of them or their parts left out: no trained token" in plugin["summary"]
     [(reason, count)] = record["data"]["bad_rows"].items()
     assert reason.startswith("no trained token in ") and count["count"] > 3
     assert record["steps"]["per_epoch"] == record["data"]["examples"]

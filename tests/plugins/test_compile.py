@@ -93,7 +93,7 @@ def test_batches_of_other_documents_take_the_same_program(name, again):
     if again:
         model = apply(model, GradientCheckpointing())
     model = apply(model, plugin)
-    assert plugin.verdict() == "2 layers, compiled when they are first called"
+    assert plugin.summary() == "2 layers, compiled when they are first called"
     assert [*model.state_dict()] == [*plain.state_dict()]
     programs = []
     for lengths in ([9, 5], [3, 4, 30, 2, 7], [21], [2] * 40, [11, 60, 1]):
@@ -101,7 +101,7 @@ def test_batches_of_other_documents_take_the_same_program(name, again):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert (gradient - others).abs().max() <= 1e-5 * others.abs().max()
         programs.append((plugin.compilations.count, plugin.compilations.repeated))
-    print(f"\n{plugin.verdict()}")
+    print(f"\n{plugin.summary()}")
     # Something was compiled at the first batch, and nothing after it.
     assert programs[0][0] > 0 and {*programs} == {programs[0]}
 
@@ -182,8 +182,8 @@ def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, rank
     assert result.returncode == 0, result.stderr
     assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
     plugins = json.loads((run / "run.json").read_text())["plugins"]
-    verdict = next(plugin["verdict"] for plugin in plugins if plugin["name"] == "compile")
-    assert "programs compiled in" in verdict and not verdict.startswith("0")
+    summary = next(plugin["summary"] for plugin in plugins if plugin["name"] == "compile")
+    assert "programs compiled in" in summary and not summary.startswith("0")
     theirs, ours = (load_file(one / "model/model.safetensors") for one in (plain, run))
     assert [*ours] == [*theirs]
     _, info = AutoModelForCausalLM.from_pretrained(run / "model", output_loading_info=True)

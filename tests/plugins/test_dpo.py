@@ -331,14 +331,14 @@ class Run:
 
     def losses(self):
         """Return the loss and what is measured of it, as means, and leave gradients behind."""
-        total, score = self.plan.denominator, self.hooks.score
+        total, score = self.plan.denominator, self.hooks.token_nll
         parts = [
-            self.hooks.step(model=self.model, batch=batch, total=total, score=score)
+            self.hooks.step(model=self.model, batch=batch, denominator=total, token_nll=score)
             for batch in self.batches
         ]
         for part in parts:
             part.backward()
-        [sums] = self.hooks.measure()
+        [sums] = self.hooks.add_metrics()
         measured = {name: float(value) / len(self.rows) for name, value in sums.items()}
         return sum(float(part.detach()) for part in parts), measured
 
@@ -592,9 +592,9 @@ def test_however_it_is_laid_out_the_same_is_learned(tiny, tmp_path, plain, kind,
         words.append("train.micro_batch=1")
     run = tmp_path / "laid"
     assert train(of_kind(tiny, kind), run, *words) == about(plain(kind))
-    [verdict] = [plugin["verdict"] for plugin in record(run)["plugins"] if plugin["name"] == "dpo"]
-    assert "sigmoid loss, beta 0.1; reference: " in verdict
-    saved = re.search(r"prompts shared: (\d+)% fewer tokens \(proved, \de[-+]\d\d off\)", verdict)
+    [summary] = [plugin["summary"] for plugin in record(run)["plugins"] if plugin["name"] == "dpo"]
+    assert "sigmoid loss, beta 0.1; reference: " in summary
+    saved = re.search(r"prompts shared: (\d+)% fewer tokens \(proved, \de[-+]\d\d off\)", summary)
     assert bool(saved) == (SHARED[1] in LAYOUTS[layout])
     if saved:
         counts = [
@@ -678,7 +678,7 @@ WEIGH = """
         folder: str
 
         @hookimpl(wrapper=True)
-        def annotate(self, model, tokens, prelude):
+        def add_columns(self, model, tokens, prelude):
             make = prelude.frozen
 
             def frozen(*words):

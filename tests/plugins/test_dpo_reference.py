@@ -123,7 +123,7 @@ KILLER = """
         seen: int = state(0)
 
         @hookimpl(wrapper=True)
-        def score(self):
+        def token_nll(self):
             self.seen += 1
             if self.seen > self.after:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -220,7 +220,7 @@ FILL = """
         folder: str
 
         @hookimpl(wrapper=True)
-        def score(self):
+        def token_nll(self):
             # The first pass has begun: its folder is there, and what it writes finds a full disk.
             if os.environ["RANK"] == "0" and not os.path.exists(f"{self.folder}/fill"):
                 with open(f"{self.folder}/fill", "wb", buffering=0) as file:

@@ -325,11 +325,11 @@ def test_engines_that_are_not_installed(monkeypatch):
     for first in (True, False):
         made = plugin(first=first)
         made.encode(CORPUS, mine, False)
-        assert choice(made, mine) == "fastokens" and made.verdict() == missing("gigatoken")
+        assert choice(made, mine) == "fastokens" and made.summary() == missing("gigatoken")
     monkeypatch.setitem(sys.modules, "fastokens", None)
     made = plugin()
     assert made.encode(CORPUS, mine, False).engines == {OWN: 12}
-    assert made.verdict() == f"{missing('gigatoken')}; {missing('fastokens')}"
+    assert made.summary() == f"{missing('gigatoken')}; {missing('fastokens')}"
 
 
 def test_no_engine_is_needed_to_import_the_plugin():
@@ -383,7 +383,7 @@ def test_wrong_ids_are_caught_by_the_proof(monkeypatch):
     made = plugin()
     encoded = made.encode([*CORPUS, BAD], mine, False)
     assert encoded.ids.tolist() == encode([*CORPUS, BAD], mine, False).ids.tolist()
-    assert choice(made, mine) == "fastokens" and re.fullmatch(said + r"\w*", made.verdict())
+    assert choice(made, mine) == "fastokens" and re.fullmatch(said + r"\w*", made.summary())
     # In a worker process, others may have trusted it by now.
     for other in (plugin("gigatoken"), plugin(first=False)):
         with pytest.raises(PluginError, match=said + r"\. Set .* = \"transformers\"$"):
@@ -450,7 +450,7 @@ def test_an_engine_that_panics_while_loading_is_passed_over(monkeypatch):
     monkeypatch.setitem(ENGINES, "gigatoken", panic)
     made = plugin()
     made.encode(CORPUS, kind("gpt2"), False)
-    assert made.verdict() == "gigatoken cannot load the tokenizer: index out of bounds"
+    assert made.summary() == "gigatoken cannot load the tokenizer: index out of bounds"
 
 
 def test_a_sample_is_from_all_over_and_small():
@@ -524,7 +524,7 @@ def test_a_run_says_who_encoded(tiny, tmp_path):
     assert result.returncode == 0, result.stderr
     assert re.search(r"tokens by gigatoken and transformers, \d+% trained on", result.stdout)
     [record] = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
-    assert record["verdict"] == (
+    assert record["summary"] == (
         "gigatoken encoded 23 of 24 texts, the model's own tokenizer 1 "
         "(texts that it normalizes, or with characters that engines encode differently)"
     )
@@ -539,10 +539,10 @@ def test_a_run_says_who_encoded(tiny, tmp_path):
         ({"gigatoken": 3, "fastokens": 4}, "gigatoken encoded 3, fastokens encoded 4 of 7 texts"),
     ],
 )
-def test_the_verdict_is_what_was_counted(counts, says):
+def test_the_summary_is_what_was_counted(counts, says):
     made = plugin()
     made.counts = counts
-    assert made.verdict() == says
+    assert made.summary() == says
 
 
 def test_it_keeps_the_laws():

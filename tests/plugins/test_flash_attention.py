@@ -179,7 +179,7 @@ def test_auto_takes_the_best_that_can_run_and_says_why_none_before(place, config
     plugin = FlashAttention()
     plugin.conditions = place
     assert plugin.choose(config) == chosen
-    assert said in plugin.verdict()
+    assert said in plugin.summary()
 
 
 def test_auto_takes_what_is_installed(tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_auto_takes_what_is_installed(tmp_path, monkeypatch):
     plugin = FlashAttention()
     plugin.conditions = conditions()
     assert plugin.choose(MODELS["llama"]) == "fa2"
-    assert plugin.verdict() == "flash-attn 2.8.3; not fa3: flash-attn-3 is not installed"
+    assert plugin.summary() == "flash-attn 2.8.3; not fa3: flash-attn-3 is not installed"
     # It takes padded rows, but not 32 bits.
     plugin.conditions = conditions(packed=False)
     assert plugin.choose(MODELS["llama"]) == "fa2"
@@ -380,8 +380,8 @@ def test_a_run_says_what_it_took_and_stops_where_it_cannot(tiny, tmp_path):
     result = run_plugsft(recipe, "train.steps=1")
     assert result.returncode == 0, result.stderr
     plugins = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
-    verdict = next(plugin["verdict"] for plugin in plugins if plugin["name"] == "flash_attention")
-    assert verdict.startswith("SDPA, document by document; not fa3, fa2, torch: no NVIDIA GPU")
+    summary = next(plugin["summary"] for plugin in plugins if plugin["name"] == "flash_attention")
+    assert summary.startswith("SDPA, document by document; not fa3, fa2, torch: no NVIDIA GPU")
     for command in ([], ["check"]):
         result = run_plugsft(
             *command, recipe, "plugins.flash_attention.kernel=torch", "output=other"

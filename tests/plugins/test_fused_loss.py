@@ -102,7 +102,7 @@ def packed(lengths=(13, 1, 22, 2)):
 def stepped(plugin, model, batch, total=7):
     """Return the loss and every gradient."""
     model.zero_grad()
-    loss = plugin.score(model=model, batch=batch, summed=True) / total
+    loss = plugin.token_nll(model=model, batch=batch, summed=True) / total
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), {name: gradient.clone() for name, gradient in found.items()}
@@ -111,14 +111,14 @@ def stepped(plugin, model, batch, total=7):
 def fused(model, packed=False, **options):
     plugin = FusedLoss(**options)
     plugin.packed = packed
-    list(plugin.annotate(model))
+    list(plugin.add_columns(model))
     return plugin
 
 
 def weighed(plugin, model, batch):
     """Return the gradients of losses that count differently, and the losses."""
     model.zero_grad()
-    losses = plugin.score(model=model, batch=batch, summed=False)
+    losses = plugin.token_nll(model=model, batch=batch, summed=False)
     (losses * torch.linspace(-1, 2, len(losses))).sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return losses.detach(), {name: gradient.clone() for name, gradient in found.items()}
@@ -247,10 +247,10 @@ def test_another_model_s_head_is_read_for_itself():
     stepped(plugin, model, batch)
     counted = plugin.trained
     with torch.no_grad():
-        ours = plugin.score(reference, batch, summed=False)
-        theirs = ModelDefaults().score(reference, batch, summed=False)
+        ours = plugin.token_nll(reference, batch, summed=False)
+        theirs = ModelDefaults().token_nll(reference, batch, summed=False)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert plugin.trained == 2 * counted and "soft cap 1.7" in plugin.verdict()
+    assert plugin.trained == 2 * counted and "soft cap 1.7" in plugin.summary()
     assert_equal(model, batch, plugin)
 
 
@@ -323,8 +323,8 @@ def test_without_gradients_nothing_is_computed_for_them():
     plugin, widest = fused(model, chunk=4), Widest()
     with torch.no_grad():
         with widest:
-            loss = plugin.score(model, batch, summed=True)
-        plain = ModelDefaults().score(model, batch, summed=True)
+            loss = plugin.token_nll(model, batch, summed=True)
+        plain = ModelDefaults().token_nll(model, batch, summed=True)
     assert float(loss) == pytest.approx(float(plain), rel=1e-5)
     assert tuple(model.get_output_embeddings().weight.shape) not in widest.made
 
@@ -335,8 +335,8 @@ def test_a_freed_model_says_nothing_about_the_next_one_at_its_address():
         config = Gemma2Config(**HEADS, final_logit_softcapping=0.5 + number)
         model, batch = make(config), padded()
         with torch.no_grad():
-            loss = plugin.score(model, batch, summed=True)
-            plain = ModelDefaults().score(model, batch, summed=True)
+            loss = plugin.token_nll(model, batch, summed=True)
+            plain = ModelDefaults().token_nll(model, batch, summed=True)
         assert float(loss) == pytest.approx(float(plain), rel=1e-5), number
         del model
         gc.collect()
@@ -429,7 +429,7 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_is_loaded(tiny, mon
 
 
 def test_auto_says_why_it_is_torch(tiny):
-    said = testing.verdict("fused_loss")
+    said = testing.summary("fused_loss")
     assert said.startswith("torch kernel (cut_cross_entropy is not installed")
     assert "proved on 16 tokens" in said and "of the positions reach the head" in said
 
@@ -466,7 +466,7 @@ LOOKS = """
     @plugin(after=["fused_loss"])
     class Looks:
         @hookimpl(wrapper=True)
-        def annotate(self, model):
+        def add_columns(self, model):
             tokens = yield
             whole = [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
             if hasattr(model, "reshard") and whole:

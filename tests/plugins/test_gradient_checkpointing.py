@@ -108,8 +108,8 @@ def test_a_run_learns_the_same(packed):
     )
 
 
-def test_the_verdict_counts_layers():
-    said = testing.verdict("gradient_checkpointing", {"every": 2})
+def test_the_summary_counts_layers():
+    said = testing.summary("gradient_checkpointing", {"every": 2})
     assert said == "1 of 2 layers recomputed in the backward pass"
 
 

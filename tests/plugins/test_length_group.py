@@ -90,8 +90,8 @@ def test_a_run_learns_the_same_with_less_padding(tiny, tmp_path):
         for metric in ("loss", "grad_norm"):
             assert ours[metric] == pytest.approx(plain[metric], rel=1e-5)
     [record] = json.loads((tmp_path / "with/run.json").read_text())["plugins"]
-    saved, before, after = map(int, re.findall(r"(\d+)%", record["verdict"]))
-    assert record["verdict"].startswith(f"{saved}% of the padding saved")
+    saved, before, after = map(int, re.findall(r"(\d+)%", record["summary"]))
+    assert record["summary"].startswith(f"{saved}% of the padding saved")
     assert saved > 30 and after < before / 1.4
 
 
@@ -112,8 +112,8 @@ def test_pairs_are_counted_as_they_are_padded(tiny, tmp_path, batch):
     result = run_plugsft(recipe)
     assert result.returncode == 0, result.stderr
     run = json.loads((tmp_path / "run/run.json").read_text())
-    [verdict] = [plugin["verdict"] for plugin in run["plugins"] if plugin["name"] == "length_group"]
-    _, before, after = map(int, re.findall(r"(\d+)%", verdict))
+    [summary] = [plugin["summary"] for plugin in run["plugins"] if plugin["name"] == "length_group"]
+    _, before, after = map(int, re.findall(r"(\d+)%", summary))
     # What was measured of the tensors themselves.
     assert after == pytest.approx(100 * (1 - run["feeding"]["fill"]), abs=0.51)
     plain = run_plugsft(recipe, "--without", "length_group", f"output={tmp_path}/plain")
@@ -122,16 +122,16 @@ def test_pairs_are_counted_as_they_are_padded(tiny, tmp_path, batch):
     assert before == pytest.approx(100 * (1 - fill), abs=0.51) and after < before
 
 
-def test_the_verdict_is_the_padding_that_was_measured():
+def test_the_summary_is_the_padding_that_was_measured():
     plugin = LengthGroup()
-    assert plugin.verdict() is None
+    assert plugin.summary() is None
     layout, lengths = layout_of([10, 30, 10, 30], 1, 2)
     after = SortedSteps([layout], lengths, plugin)[0]
     assert places(lengths, layout) == 120 and places(lengths, after) == 80
-    assert plugin.verdict() == "100% of the padding saved: 33% of all tokens before, 0% now"
+    assert plugin.summary() == "100% of the padding saved: 33% of all tokens before, 0% now"
     even = LengthGroup()
     _ = SortedSteps([layout], np.full(4, 9), even)[0]
-    assert even.verdict() == "no padding to save"
+    assert even.summary() == "no padding to save"
 
 
 def test_it_keeps_the_laws():

@@ -47,7 +47,7 @@ def test_each_kernel_is_counted_and_named(tmp_path):
     plugin, model = loaded(tmp_path, LlamaConfig(**SMALL))
     assert plugin.patched == {"rms_norm": 5, "mlp": 2, "rope": 2}
     assert kernels_of(model) == {"LlamaRMSNorm", "LlamaMLP"}
-    assert plugin.verdict().endswith("modules: 2 mlp, 5 rms_norm, 2 rope")
+    assert plugin.summary().endswith("modules: 2 mlp, 5 rms_norm, 2 rope")
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "mlp", "rope"])

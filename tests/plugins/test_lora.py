@@ -177,7 +177,7 @@ def test_gpt2_s_layers_are_of_another_kind(base):
     ours.eval(), peft.eval()
     shake(ours, peft)
     torch.testing.assert_close(ours(IDS).logits, peft(IDS).logits, rtol=1e-4, atol=1e-5)
-    assert "8 modules with adapters of rank 4 (c_attn, c_fc, c_proj)" in plugin.verdict()
+    assert "8 modules with adapters of rank 4 (c_attn, c_fc, c_proj)" in plugin.summary()
 
 
 @pytest.mark.parametrize(

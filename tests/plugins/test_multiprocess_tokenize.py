@@ -242,10 +242,10 @@ def test_auto_asks_what_is_granted(monkeypatch, slices, cores, memory, expected)
 
 def test_small_data_starts_no_process(run):
     folder, plugin = run(chats(10), "auto")
-    assert plugin.verdict() == "one process: the data is small"
+    assert plugin.summary() == "one process: the data is small"
     assert len(content(folder)) > 3
     _, plugin = run(chats(10), "auto")
-    assert plugin.verdict() == "nothing to tokenize"
+    assert plugin.summary() == "nothing to tokenize"
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ SLEEPER = """
             return optimizer
 
         @hookimpl
-        def log(self):
+        def logged(self):
             self.sleep("logging")
 """
 
@@ -291,7 +291,7 @@ def test_every_rank_of_every_kind(tiny, tmp_path, name):
     steps = [line["step_seconds"] for line in read_metrics(tmp_path / "run")][2:]
     shares = profile["shares"]
     inside = 1 - sum(shares[part] for part in ("logging", "evaluation", "checkpoint"))
-    whole = json.loads((tmp_path / "run/run.json").read_text())["plugins"][0]["verdict"]
+    whole = json.loads((tmp_path / "run/run.json").read_text())["plugins"][0]["summary"]
     seconds = float(re.match(r"([\d.e-]+) s a step", whole)[1])
     assert inside * seconds == pytest.approx(sum(steps) / len(steps), rel=0.1)
 

@@ -213,10 +213,10 @@ def test_mlflow_holds_all_and_goes_on(ran):
     assert states == ["FINISHED"]
 
 
-def test_the_verdict_counts_what_was_sent(ran):
+def test_the_summary_counts_what_was_sent(ran):
     _, _, record = told_to(ran / "run")
     # Two steps, an evaluation, and the results.
-    assert record["plugins"][0]["verdict"] == "; ".join(f"{one}: 4 of 4 entries" for one in ALL)
+    assert record["plugins"][0]["summary"] == "; ".join(f"{one}: 4 of 4 entries" for one in ALL)
 
 
 def test_a_new_run_in_its_place_is_a_new_one_there(tmp_path):
@@ -248,7 +248,7 @@ BREAKS = """
         again: bool = True
 
         @hookimpl
-        def log(self, step: int) -> None:
+        def logged(self, step: int) -> None:
             if step == 2:
                 Path(self.folder).rename(self.folder + "-away")
             if step == 4 and self.again:
@@ -267,14 +267,14 @@ def test_one_that_fails_on_the_way_stops_nothing(tmp_path, monkeypatch, again):
     assert result.stdout.count("warning: mlflow failed, and the run continues without it") == 1
     steps, _, record = told_to(tmp_path / "run")
     assert len(steps) == 4
-    verdict = {plugin["name"]: plugin["verdict"] for plugin in record["plugins"]}["tracker"]
-    assert verdict.startswith("tensorboard: 5 of 5 entries; mlflow: ")
+    summary = {plugin["name"]: plugin["summary"] for plugin in record["plugins"]}["tracker"]
+    assert summary.startswith("tensorboard: 5 of 5 entries; mlflow: ")
     ensure_told(in_tensorboard(tmp_path)[0], tmp_path / "run")
     if again:
-        assert verdict.endswith("mlflow: 5 of 5 entries, late")
+        assert summary.endswith("mlflow: 5 of 5 entries, late")
         ensure_told(in_mlflow(tmp_path)[0], tmp_path / "run")
     else:
-        assert "of 5 entries, " in verdict and verdict.endswith("metrics.jsonl has all")
+        assert "of 5 entries, " in summary and summary.endswith("metrics.jsonl has all")
 
 
 def test_a_run_that_fails_is_no_success_there(tmp_path, monkeypatch):
@@ -282,7 +282,7 @@ def test_a_run_that_fails_is_no_success_there(tmp_path, monkeypatch):
         @plugin()
         class Fails:
             @hookimpl
-            def log(self, step: int) -> None:
+            def logged(self, step: int) -> None:
                 raise PluginError("enough")
     """
     activate(install(tmp_path / "site", fails=fails), monkeypatch)
@@ -371,7 +371,7 @@ def test_one_that_fails_is_tried_again_later_and_later(monkeypatch):
     clock, tried = [0.0], []
 
     class Dead:
-        def log(self, values, step):
+        def logged(self, values, step):
             tried.append(clock[0])
             raise OSError("gone")
 

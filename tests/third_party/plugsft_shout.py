@@ -34,6 +34,6 @@ class Shout:
         return rendered
 
     @hookimpl
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """Say how loud it was."""
         return f"every {self.who} turn shouted, with '{self.mark * self.times}'"

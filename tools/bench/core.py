@@ -32,7 +32,7 @@ class EmptyHooks:
         return 0
 
     @hookimpl
-    def log(self, step, metrics):
+    def logged(self, step, metrics):
         return None
 
 
@@ -66,8 +66,8 @@ def time_hook_calls(calls=20_000):
     def through_hooks():
         for _ in range(calls):
             hook.collate(tokens=0, examples=0, pad=0)
-            hook.step(model=0, batch=0, total=0, score=0)
-            hook.log(step=0, metrics=0)
+            hook.step(model=0, batch=0, denominator=0, token_nll=0)
+            hook.logged(step=0, metrics=0)
 
     def plain():
         for _ in range(calls):

@@ -56,7 +56,7 @@ class Slow:
     """Compute instead of sleeping, and leave training one thread less."""
 
     @hookimpl(wrapper=True)
-    def annotate(self):
+    def add_columns(self):
         torch.set_num_threads(max(1, torch.get_num_threads() - self.busy))
         return (yield)
 

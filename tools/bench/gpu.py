@@ -272,7 +272,7 @@ class Bench:
         if len(lines) < self.steps:
             return explain_failure(log.read_text(), refused=process.returncode == 2)
         facts = json.loads((run / "run.json").read_text())
-        verdicts = {plugin["name"]: plugin["verdict"] for plugin in facts["plugins"]}
+        summaries = {plugin["name"]: plugin["summary"] for plugin in facts["plugins"]}
         measured = lines[WARM : self.steps]
         return {
             "loss": lines[0]["loss"],
@@ -280,7 +280,7 @@ class Bench:
             "speed": tokens_per_second(measured),
             "median_step_speed": statistics.median(tokens_per_second([line]) for line in measured),
             "peak_gib": lines[self.steps - 1]["memory_gib"],
-            "notes": verdicts | {"precision": facts["precision"]},
+            "notes": summaries | {"precision": facts["precision"]},
         }
 
     def run_with_plugins(self, name: str) -> dict[str, Any]:

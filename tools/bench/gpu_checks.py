@@ -81,8 +81,8 @@ class Check:
     def __str__(self) -> str:
         if self.error is None:
             return f"NOT RUN  {self.name}: {self.reason}"
-        verdict = "FAILED " if self.failed else "ok     "
-        return f"{verdict}  {self.name}: off by {self.error:.1e}, of {self.tolerance:.0e} allowed"
+        summary = "FAILED " if self.failed else "ok     "
+        return f"{summary}  {self.name}: off by {self.error:.1e}, of {self.tolerance:.0e} allowed"
 
 
 def run_checks() -> Iterator[Check]:
@@ -396,7 +396,7 @@ def check_loading_ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]
     """Collate rows with async_collate while the device computes; compare with serial collation."""
     plugin = AsyncCollate(depth=2)
     hook = SimpleNamespace(
-        feed=plugin.feed, collate=lambda tokens, examples, pad: pack(tokens, examples)
+        feed=plugin.load_batches, collate=lambda tokens, examples, pad: pack(tokens, examples)
     )
     loader = BatchLoader(hook, Accelerator(cpu=not GPU), 0)
 

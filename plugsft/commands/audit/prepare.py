@@ -29,9 +29,9 @@ def prepare_data(recipe: Recipe, active: Active, path: Path) -> None:
         check_recipe(recipe, active, look(), DATA)
         data = prepare(recipe, active)
         check_ids(recipe, data.largest_id)
-    for name, verdict in active.verdicts(DATA).items():
-        if verdict != "active":
-            say(f"plugin {name}: {verdict}")
+    for name, summary in active.summaries(DATA).items():
+        if summary != "active":
+            say(f"plugin {name}: {summary}")
     if recipe.model.scratch and not recipe.model.tokenizer:
         say(f"tokenizer: {data.tokenizer_folder}")
     say(f"tokens: {data.tokens.folder}")

@@ -65,9 +65,9 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         check_schedule(recipe.train)
         findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
     lengths, tokens = check_data(findings, recipe, active, wrong)
-    for name, verdict in active.verdicts(TOKEN_HOOKS).items():
-        if verdict != "active":
-            findings.ok("plugins", f"{name}: {verdict}")
+    for name, summary in active.summaries(TOKEN_HOOKS).items():
+        if summary != "active":
+            findings.ok("plugins", f"{name}: {summary}")
     _ranks(findings, recipe.train, machine.world_size, active)
     steps = None
     with findings.about("steps"):
@@ -122,13 +122,15 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
 
 def _planners(active: Active) -> list[str]:
     """Return the plugins that plan batches."""
-    return [name for name, plugin in active.plugins.items() if hook_mark(type(plugin), "batches")]
+    return [
+        name for name, plugin in active.plugins.items() if hook_mark(type(plugin), "plan_batches")
+    ]
 
 
 def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ranks: int) -> int:
     """Return the steps of the run, estimated from the lengths of a sample."""
     train, examples = recipe.train, len(lengths)
-    layouts = active.hooks.batches(
+    layouts = active.hooks.plan_batches(
         order=np.arange(examples), lengths=lengths, ranks=ranks, train=train
     )
     per_epoch = max(1, len(layouts))

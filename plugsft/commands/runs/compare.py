@@ -175,20 +175,20 @@ def _keys(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plugins(run: Run, names: list[str]) -> dict[str, Any]:
-    """Return the plugins of a run, with their options, verdicts and origins."""
+    """Return the plugins of a run, with their options, summaries and origins."""
     values: dict[str, Any] = dict.fromkeys(names, "off")
     for entry in run.facts.get("plugins", []):
         name = entry["name"]
         values |= {**flatten({name: entry["options"]}), name: "on"}
-        values[f"{name}: verdict"] = entry.get("verdict")
+        values[f"{name}: summary"] = entry.get("summary")
         if entry.get("origin") != BUNDLED:
             values[f"{name}: from"] = entry.get("origin")
     return values
 
 
 def _only_times_differ(row: Row) -> bool:
-    """Tell whether two verdicts differ only in seconds, which no two runs share."""
-    return row.name.endswith(": verdict") and TIME.sub("", row.a) == TIME.sub("", row.b)
+    """Tell whether two summaries differ only in seconds, which no two runs share."""
+    return row.name.endswith(": summary") and TIME.sub("", row.a) == TIME.sub("", row.b)
 
 
 def _data(title: str, a: dict[str, Any], b: dict[str, Any]) -> Section:

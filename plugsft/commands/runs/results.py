@@ -66,7 +66,7 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
         if facts := run.get(name):
             yield name, _data(facts)
     for plugin in run.get("plugins", ()):
-        yield "plugin", f"{plugin['name']}: {plugin['verdict']}"
+        yield "plugin", f"{plugin['name']}: {plugin['summary']}"
     for warning in run.get("warnings", ()):
         yield "warning", warning
     if (folder / "report.html").is_file():

@@ -30,7 +30,7 @@ class MyPlugin:
         return loss
 
     @hookimpl
-    def verdict(self) -> str | None:
+    def summary(self) -> str | None:
         """Report the counts, after the first micro-batch."""
         if not self.seen:
             return None

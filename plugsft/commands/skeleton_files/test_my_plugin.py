@@ -17,5 +17,5 @@ def test_every_hook_gives_a_result() -> None:
 
 def test_it_counts() -> None:
     # 24 rows, two at a time, two epochs.
-    assert testing.verdict("my_plugin", {"longer_than": 1}).startswith("24 of 24 ")
-    assert testing.verdict("my_plugin", {"longer_than": 999}).startswith("0 of 24 ")
+    assert testing.summary("my_plugin", {"longer_than": 1}).startswith("24 of 24 ")
+    assert testing.summary("my_plugin", {"longer_than": 999}).startswith("0 of 24 ")

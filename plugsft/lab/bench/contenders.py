@@ -10,7 +10,7 @@ from ...registry.contracts import SPECS, hook_mark
 from ..trials.runner import LEFT_OUT_ALWAYS
 
 BASELINE, ALL = "baseline", "all on"
-SILENT = ("check", "verdict", "record")
+SILENT = ("check", "summary", "record")
 """Notices outside of steps."""
 READS, LEARNS = "it renders the rows", "it computes the loss"
 BOTH = "it changes both rows and steps; bench a recipe without it"

@@ -36,7 +36,7 @@ from .workload import Epoch, Workload, epoch_of, workload_of
 
 LEFT_OUT = ("flash_attention", "fused_loss", "liger", "compile", "tracker")
 """Plugins that need the real machine or weights; their memory is forecast without them."""
-HOOKS = ("optimize_model", "batches", "collate", "step")
+HOOKS = ("optimize_model", "plan_batches", "collate", "step")
 MAX_RANKS = 4096
 """Most ranks that are tried."""
 STEPS = 3

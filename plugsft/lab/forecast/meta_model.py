@@ -163,7 +163,7 @@ class MetaModel:
 
     def _loss(self, batch: Batch, positions: int, device: str) -> Tensor:
         if not self.recipe.has("fused_loss"):
-            return ModelDefaults().score(self.model, batch, True)
+            return ModelDefaults().token_nll(self.model, batch, True)
         causal = getattr(self.model, "get_base_model", lambda: self.model)()
         head, losses = causal.get_output_embeddings(), list[Tensor]()
         chunk = self.recipe.plugins["fused_loss"].get("chunk")

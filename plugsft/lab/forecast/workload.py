@@ -107,7 +107,7 @@ def _fit(recipe: Recipe, tokens: Tokens) -> Tokens:
 def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:
     """Lay out steps of an epoch; find the largest micro-batch."""
     lengths = epoch.tokens.lengths[epoch.examples]
-    layouts = active.hooks.batches(
+    layouts = active.hooks.plan_batches(
         order=epoch.order, lengths=lengths, ranks=ranks, train=recipe.train
     )
     packed = recipe.has("bfd_packing")

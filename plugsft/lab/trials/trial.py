@@ -17,7 +17,7 @@ import torch
 from ... import loop
 from ...base.errors import PlugsftError, out_of_memory
 from ...base.machine import look, peak_memory
-from ...base.types import Feed
+from ...base.types import LoadedSteps
 from ...hooks import hookimpl, plugin, state
 from ...ranks.precision import on_cpu
 from ...registry.active import load
@@ -52,12 +52,12 @@ class Trial:
         return (yield)
 
     @hookimpl(wrapper=True)
-    def feed(self) -> Any:
-        """Feed the steps of the trial."""
+    def load_batches(self) -> Any:
+        """LoadedSteps the steps of the trial."""
         feed = yield
         return self._until(feed)
 
-    def _until(self, feed: Feed) -> Feed:
+    def _until(self, feed: LoadedSteps) -> LoadedSteps:
         for loaded in feed:
             if loaded.plan.step == self.last:
                 raise TrialOver
