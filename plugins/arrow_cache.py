@@ -36,7 +36,7 @@ BUILT = "built.json"
 ABSENT = "the entry does not exist"
 
 
-@plugin()
+@plugin(provides={"cached_tokens": "folder"})
 class ArrowCache:
     """Keep prepared tokens in a folder that all runs share, and open them there in milliseconds.
 

@@ -12,7 +12,10 @@ COUNTING = Lock()
 """Steps of training and evaluation may be laid out in different threads."""
 
 
-@plugin(conflicts={"bfd_packing": "packed micro-batches hold no padding to save"})
+@plugin(
+    conflicts={"bfd_packing": "packed micro-batches hold no padding to save"},
+    provides={"sorted_lengths": None},
+)
 class LengthGroup:
     """Sort the examples inside each step by length, so that micro-batches pad less."""
 

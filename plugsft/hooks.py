@@ -26,6 +26,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from .base.errors import PluginError, did_you_mean
+from .recipe.capabilities import ensure_complete
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -125,15 +126,20 @@ def plugin(
 
     def declare(cls: type[T]) -> type[T]:
         plugin_class: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
-        _ensure_options_exist(contract, plugin_class)
+        _ensure_names_exist(contract, plugin_class)
         setattr(plugin_class, PLUGIN, contract)
         return cast("type[T]", plugin_class)
 
     return declare
 
 
-def _ensure_options_exist(contract: Contract, cls: Any) -> None:
-    """Refuse names in the contract that are no options of the plugin."""
+def _ensure_names_exist(contract: Contract, cls: Any) -> None:
+    """Refuse names in the contract that are no options of the plugin, or no capabilities."""
+    where = f"class {cls.__name__}: @plugin("
+    try:
+        ensure_complete(contract.provides)
+    except PluginError as error:
+        raise PluginError(f"{where}provides=...): {error}") from error
     options = [field.name for field in dataclasses.fields(cls) if field.init]
     named = {
         "affects_results": contract.affects_results,
@@ -144,7 +150,7 @@ def _ensure_options_exist(contract: Contract, cls: Any) -> None:
         for name in names:
             if name not in options:
                 raise PluginError(
-                    f"class {cls.__name__}: @plugin({argument}=...) names '{name}', which is no "
+                    f"{where}{argument}=...) names '{name}', which is no "
                     f"option{did_you_mean(name, options) or ';'} options: "
                     f"{', '.join(options) or 'none'}"
                 )

@@ -219,7 +219,32 @@ def test_a_circle_is_named(company):
     )
     with pytest.raises(PluginError, match="cannot be ordered") as caught:
         resolve(tables)
-    assert all(name in str(caught.value) for name in ("one", "two", "three"))
+    # "one" comes after "two", so "two" comes before "one".
+    circle = "three before two before one before three before two before one"
+    assert str(caught.value).split(": ")[1].partition(";")[0] in circle
+
+
+def test_before_puts_a_plugin_inside_another(company):
+    tables = company(
+        one=WRAPS.format(contract="before=['absent']"),
+        two=WRAPS.format(contract="before=['one']"),
+        zero=WRAPS.format(contract="before=['two'], after=['absent']"),
+    )
+    assert list(resolve(tables)[1].plugins) == ["zero", "two", "one"]
+    assert list(resolve(tables, ["two"])[1].plugins) == ["one", "zero"]
+
+
+@pytest.mark.parametrize(
+    "contracts", [("before=['two']", "before=['one']"), ("before=['two'], after=['two']", "")]
+)
+def test_after_and_before_that_contradict_are_a_message_to_the_user(company, tmp_path, contracts):
+    sources = [WRAPS.format(contract=contract) for contract in contracts]
+    tables = company(**dict(zip(("one", "two"), sources, strict=True)))
+    result = run_plugsft("check", write_recipe(tmp_path / "recipe.toml", tables))
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: plugins cannot be ordered, as their `after` and `before` say: ")
+    assert "one before two before one" in line or "two before one before two" in line
 
 
 def test_order_comes_from_after_and_names_never_from_the_recipe(company):

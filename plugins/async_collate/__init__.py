@@ -11,7 +11,7 @@ PATIENCE = 10.0
 """Seconds to wait at the end for batches that are being built, and are no longer needed."""
 
 
-@plugin()
+@plugin(provides={"batches_ahead": "depth"})
 class AsyncCollate:
     """Build the batches of the next steps in a thread: sliced, collated, copied to the device.
 

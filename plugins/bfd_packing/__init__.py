@@ -31,7 +31,7 @@ COUNTING = Lock()
 """Training and evaluation batches may be collated in different threads."""
 
 
-@plugin(affects_results=["scope", "overlong"])
+@plugin(provides={"packed_rows": "capacity"}, affects_results=["scope", "overlong"])
 class BfdPacking:
     """Pack examples into full micro-batches, best fit first, without attention across examples.
 

@@ -6,7 +6,10 @@ from typing import Any, Literal
 from plugsft import Recipe, hookimpl, plugin, state
 
 
-@plugin(after=["flash_attention", "gradient_checkpointing", "liger", "lora"])
+@plugin(
+    after=["flash_attention", "gradient_checkpointing", "liger", "lora"],
+    provides={"compiled_layers": None},
+)
 class Compile:
     """Compile the decoder layers with torch.compile: one program for rows of any length.
 

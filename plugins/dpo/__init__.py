@@ -32,7 +32,15 @@ if TYPE_CHECKING:
     from plugsft.kit.tokens import Tokenizer, Tokens
 
 
-@plugin(affects_results=["loss", "beta", "label_smoothing", "nll", "reference"], affects_tokens=[])
+@plugin(
+    provides={
+        "preference_pairs": None,
+        "reference_model": "reference",
+        "shared_prompts": "share_prompt",
+    },
+    affects_results=["loss", "beta", "label_smoothing", "nll", "reference"],
+    affects_tokens=[],
+)
 class Dpo:
     """Learn which of two answers is preferred (DPO): affects results.
 

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from .reference_pass import ReferencePass
 
 
-@plugin(after=["dpo", "bfd_packing", "fused_loss", "lora"], requires=["dpo"])
+@plugin(
+    after=["dpo", "bfd_packing", "fused_loss", "lora"],
+    requires=["dpo"],
+    provides={"stored_reference": None},
+)
 class DpoReference:
     """Compute the reference's log-probabilities once, before step 1, and store them.
 

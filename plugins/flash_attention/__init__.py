@@ -29,7 +29,7 @@ class Conditions:
     """Whether two answers share a prompt."""
 
 
-@plugin()
+@plugin(provides={"fast_attention": "kernel"})
 class FlashAttention:
     """Compute attention in one launch a layer, with flash-attn or the kernel that torch brings.
 

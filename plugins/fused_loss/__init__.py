@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from plugsft.kit.tokens import Tokens
 
 
-@plugin()
+@plugin(provides={"fused_head": "chunk"})
 class FusedLoss:
     """Compute the loss from hidden states in chunks, without a micro-batch's whole logits.
 

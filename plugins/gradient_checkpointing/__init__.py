@@ -8,7 +8,7 @@ from pydantic import Field
 from plugsft import hookimpl, plugin, state
 
 
-@plugin(after=["lora"])
+@plugin(after=["lora"], provides={"recomputed_activations": "every"})
 class GradientCheckpointing:
     """Store only the input of each layer; recompute the rest in the backward pass."""
 

@@ -12,7 +12,8 @@ from plugsft import ModelLoad, RecipeError, hookimpl, plugin, state
     conflicts={
         "lora": "Liger's kernels are for full fine-tuning: they gain nothing with LoRA, and can "
         "take twice the time"
-    }
+    },
+    provides={"fused_kernels": None},
 )
 class Liger:
     """Use Liger's fused kernels for norms, MLPs and rotary embeddings, in full fine-tuning.

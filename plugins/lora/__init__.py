@@ -11,6 +11,7 @@ from plugsft import ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
 
 
 @plugin(
+    provides={"adapters": None},
     affects_results=[
         "r",
         "alpha",

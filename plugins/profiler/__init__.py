@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from plugsft.kit.tokens import Tokens
 
 
-@plugin(after=["bfd_packing", "compile", "dpo", "dpo_reference", "gradient_checkpointing", "lora"])
+@plugin(
+    after=["bfd_packing", "compile", "dpo", "dpo_reference", "gradient_checkpointing", "lora"],
+    provides={"traced_steps": "trace"},
+)
 class Profiler:
     """Measure the parts of a step, name bottlenecks, and the recipe lines that remove them.
 

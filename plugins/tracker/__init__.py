@@ -15,7 +15,7 @@ RUN_IDS = "trackers.json"
 """File in the output: the ids that trackers gave to the run, to continue it after a resume."""
 
 
-@plugin()
+@plugin(provides={"external_reports": None})
 class Tracker:
     """Send configuration, metrics and results to TensorBoard, Weights & Biases, trackio, MLflow.
 

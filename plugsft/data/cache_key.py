@@ -5,7 +5,8 @@ from typing import Any
 
 from ..base.checksums import digest
 from ..recipe.parse import flatten
-from ..registry.active import Active, contract_of, options_of
+from ..registry.active import Active, options_of
+from ..registry.contracts import contract_of
 from ..tokens.shards import FORMAT
 from .chat import training_template
 from .slices import ShardWriter

@@ -13,11 +13,13 @@ from pydantic import (
     Field,
     JsonValue,
     PlainSerializer,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
 
 from ..base.errors import reason_of
+from .capabilities import Capability, ensure_known
 
 Schedule = Literal[
     "constant",
@@ -332,6 +334,8 @@ class Recipe(Table):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Active plugins by name, with their options."""
+    _provided: dict[str, list[tuple[str, str | None]]] = PrivateAttr(default_factory=dict)
+    """Capability -> the active plugins that provide it, with the option that tunes it."""
 
     @model_validator(mode="after")
     def _evaluates_on_something(self) -> Self:
@@ -355,6 +359,27 @@ class Recipe(Table):
         """Return the most tokens of a packed micro-batch."""
         longest = self.data.max_length * (1 + self.has("dpo"))
         return int(self.plugins["bfd_packing"].get("capacity") or longest)
+
+    def provides(self, capability: str) -> Capability | None:
+        """Return the capability if an active plugin provides it."""
+        return next(iter(self.providers(capability)), None)
+
+    def providers(self, capability: str) -> list[Capability]:
+        """Return a capability that several plugins may provide, once for each of them."""
+        ensure_known(capability)
+        provided = [
+            Capability(plugin, option, self.plugins[plugin].get(option or ""))
+            for plugin, option in self._provided.get(capability, ())
+            if plugin in self.plugins
+        ]
+        # An option that is true or false turns the capability on or off.
+        return [each for each in provided if each.value is not False]
+
+    def with_provided(self, provided: dict[str, list[tuple[str, str | None]]]) -> Self:
+        """Return a copy that knows which plugins provide which capabilities."""
+        copy = self.model_copy()
+        copy._provided = provided
+        return copy
 
     def has(self, plugin: str) -> bool:
         """Tell whether a plugin is active."""

@@ -19,11 +19,13 @@ from ..base.checksums import digest, file_digest
 from ..base.console import print_error
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine
-from ..hooks import PLUGIN, Contract, Hooks
+from ..hooks import Hooks
 from ..recipe import parse as reading
 from ..recipe.tables import COLUMNS, Recipe, short
+from .capabilities import provided_by, provided_twice
 from .contracts import (
     SPECS,
+    contract_of,
     hook_mark,
     inspect_hooks,
     is_stage,
@@ -178,6 +180,9 @@ def resolve(
     problems = (
         wrong + problems + [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
     )
+    if recipe is not None:
+        recipe = recipe.with_provided(provided_by(created))
+        problems += [f"{path}: {line}" for line in provided_twice(recipe)]
     if problems or recipe is None:
         raise RecipeError(problems)
     return recipe, Active({name: created[name] for name in order(created)}, found)
@@ -202,9 +207,10 @@ def order(plugins: Mapping[str, Any]) -> list[str]:
     try:
         sorter.prepare()
     except CycleError as error:
-        circle = " after ".join(error.args[1])
+        circle = " before ".join(error.args[1])
         raise PluginError(
-            f"plugins cannot be ordered, each comes after the next: {circle}"
+            f"plugins cannot be ordered, as their `after` and `before` say: {circle}; change one "
+            "of these, or remove a plugin"
         ) from error
     ordered: list[str] = []
     while sorter.is_active():
@@ -212,11 +218,6 @@ def order(plugins: Mapping[str, Any]) -> list[str]:
         ordered += ready
         sorter.done(*ready)
     return ordered
-
-
-def contract_of(plugin: Any) -> Contract:
-    """Return the arguments of a plugin's @plugin(...)."""
-    return cast(Contract, getattr(plugin, PLUGIN))
 
 
 def options_of(plugin: Any) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from ..base.errors import PluginError, did_you_mean
-from ..hooks import PASSES, Hooks
+from ..hooks import PASSES, PLUGIN, Contract, Hooks
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 
@@ -31,6 +31,11 @@ METRICS = frozenset(
     ]
 )
 """The core's metrics, and the counts that are all-reduced with them."""
+
+
+def contract_of(plugin: Any) -> Contract:
+    """Return the arguments of a plugin's @plugin(...)."""
+    return cast(Contract, getattr(plugin, PLUGIN))
 
 
 def inspect_hooks(cls: type[Any], name: str) -> None:

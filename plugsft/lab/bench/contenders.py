@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from ...base.errors import RecipeError, did_you_mean
 from ...hooks import DATA
-from ...registry.active import Active, contract_of
-from ...registry.contracts import SPECS, hook_mark
+from ...registry.active import Active
+from ...registry.contracts import SPECS, contract_of, hook_mark
 from ..trials.runner import LEFT_OUT_ALWAYS
 
 BASELINE, ALL = "baseline", "all on"

@@ -1,0 +1,76 @@
+"""Capabilities: what a recipe's plugins can do, asked without naming a plugin."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..base.errors import PluginError, did_you_mean
+
+CAPABILITIES = {
+    "adapters": "lora",
+    "batches_ahead": "async_collate",
+    "cached_tokens": "arrow_cache",
+    "compiled_layers": "compile",
+    "external_reports": "tracker",
+    "fast_attention": "flash_attention",
+    "fused_head": "fused_loss",
+    "fused_kernels": "liger",
+    "packed_rows": "bfd_packing",
+    "preference_pairs": "dpo",
+    "recomputed_activations": "gradient_checkpointing",
+    "reference_model": "dpo",
+    "shared_prompts": "dpo",
+    "sorted_lengths": "length_group",
+    "stored_reference": "dpo_reference",
+    "traced_steps": "profiler",
+}
+"""Capability -> the bundled plugin that provides it. plugins/README.md explains each."""
+OPTION_NEEDED = {"packed_rows"}
+"""Capabilities that must name the option that tunes them."""
+SHARED = {"external_reports", "fused_kernels", "traced_steps"}
+"""Capabilities that several active plugins may provide."""
+
+
+class Capability(NamedTuple):
+    """A capability that an active plugin provides."""
+
+    plugin: str
+    option: str | None
+    """The option that tunes it."""
+    value: Any
+    """The value of that option; None by default."""
+
+    @property
+    def table(self) -> str:
+        """The plugin's table in the recipe: [plugins.bfd_packing]."""
+        return f"[plugins.{self.plugin}]"
+
+    @property
+    def key(self) -> str:
+        """The option's key in the recipe: plugins.bfd_packing.capacity."""
+        return f"plugins.{self.plugin}.{self.option}"
+
+
+def bundled_plugin(capability: str) -> str:
+    """Return the bundled plugin to suggest for a capability."""
+    ensure_known(capability)
+    return CAPABILITIES[capability]
+
+
+def ensure_complete(provides: Mapping[str, str | None]) -> None:
+    """Refuse capabilities that are unknown, or lack the option that tunes them."""
+    for capability, option in provides.items():
+        ensure_known(capability)
+        if option is None and capability in OPTION_NEEDED:
+            raise PluginError(
+                f"'{capability}' needs the option that tunes it: "
+                f'provides={{"{capability}": "OPTION"}}'
+            )
+
+
+def ensure_known(capability: str) -> None:
+    """Refuse an unknown capability, which nobody asks for."""
+    if capability not in CAPABILITIES:
+        hint = did_you_mean(capability, CAPABILITIES) or ";"
+        raise PluginError(
+            f"unknown capability '{capability}'{hint} known: {', '.join(CAPABILITIES)}"
+        )
