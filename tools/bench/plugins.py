@@ -1,11 +1,12 @@
-"""Measure each bundled plugin on a CPU with `plugsft bench`: the table in README.md.
+"""Measure each bundled plugin on a CPU with `plugsft bench`: the table in docs/benchmarks.md.
 
     .venv/bin/python tools/bench/plugins.py [--rounds 5] [--steps 10] [--warmup 4] [--rows 2000]
-        [--tiny] [--json tools/bench/results/plugins.json] [--readme README.md]
+        [--tiny] [--json tools/bench/results/plugins.json]
+        [--page docs/benchmarks.md]
 
 A new decoder with about ten million weights trains on chats of many lengths. Plugins that conflict
 have separate benches; plugins that need a GPU or preferences are not measured. The script writes
-the figures, and the table between its marks in README.md.
+the figures, and the table between its marks in docs/benchmarks.md.
 """
 
 import json
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2_000)
     parser.add_argument("--tiny", action="store_true", help="use a tiny model, for a test")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/benchmarks.md")
     options = parser.parse_args()
     counts = {name: getattr(options, name) for name in ("rounds", "steps", "warmup")}
     words = [f"--{name}={count}" for name, count in counts.items()]
@@ -69,10 +70,10 @@ def main() -> None:
         compiled = bench(folder, scratch, COMPILED, {}, [*words, *keep])
     report = {"benches": [together, apart, compiled]}
     shared.write_report(report, options.json)
-    readme = options.readme.read_text(encoding="utf8")
-    before, _, rest = readme.partition(BEGIN)
+    page = options.page.read_text(encoding="utf8")
+    before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    options.readme.write_text(before + BEGIN + table(report) + END + after, encoding="utf8")
+    options.page.write_text(before + BEGIN + table(report) + END + after, encoding="utf8")
 
 
 def bench(

@@ -1,0 +1,290 @@
+"""The pages agree with the program: commands run, recipes load, links lead somewhere.
+
+Most commands run as written, once, whatever the number of pages that name them. TOO_SLOW names
+the others and the reason: of these, only the words, the options and the files are checked.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from statistics import median
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from conftest import ROOT, chats, run_launch, run_plugsft, tiny_tables, write_jsonl, write_recipe
+
+from plugsft import cli
+from plugsft.registry.active import load
+from plugsft.registry.contracts import SPECS
+from plugsft.registry.discover import find
+
+README = (ROOT / "README.md").read_text(encoding="utf8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# families.md is written by tests/family_runs.py, with the errors of other programs in it.
+TEXTS = {page: page.read_text(encoding="utf8") for page in PAGES if page.stem != "families"}
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
+
+TOOLS = {"tools/quickstart", ".venv/bin/plugsft chat runs/quickstart", "tools/test"}
+"""The first two run in test_quickstart.py; the third runs this."""
+TOO_SLOW = {
+    "tools/install dev,deepspeed,fast,liger,lora,trackers": "tools/test runs it",
+    "tools/check": "its parts are in tools/test",
+    "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it, with its own model",
+    "tools/test --full": "takes an hour",
+    "accelerate launch --config_file recipes/accelerate/zero3.yaml --num_processes 2 "
+    "-m plugsft my.toml": "DeepSpeed's start; test_launch.py trains with this file",
+}
+"""Command -> why it is only parsed."""
+SILENT = {"plugsft cache gc --keep-days 30", "plugsft chat runs/my-model"}
+"""Commands that print nothing if there is nothing to remove, or nothing on the keyboard."""
+# But for plain training, which shows that the console script starts.
+PLAIN = re.compile(r"plugsft (?!my\.toml$)[^|>&$*]*")
+
+
+def blocks(language):
+    """Return (page, text) of each block in a language."""
+    return [
+        (page, text)
+        for page, content in TEXTS.items()
+        for name, text in BLOCK.findall(content)
+        if name == language
+    ]
+
+
+def commands(text):
+    """Return the commands of a block, without comments."""
+    lines = [line.partition(" #")[0].strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+COMMANDS = list(dict.fromkeys(line for _, text in blocks("bash") for line in commands(text)))
+RUN = [command for command in COMMANDS if command not in TOOLS and command not in TOO_SLOW]
+
+
+def test_every_command_runs_here_or_is_named_with_its_reason():
+    assert set(COMMANDS) >= TOOLS | set(TOO_SLOW)
+    assert commands(BLOCK.search(README)[2])[0] == "tools/quickstart"
+    assert "\ntools/test\n" in (ROOT / ".ci/run").read_text()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Give a folder with what the README's recipe names: a model, rows, and the recipe."""
+    folder = tmp_path_factory.mktemp("docs")
+    tables = tiny_tables(folder / "tiny", chats(70))
+    tables["model"]["scratch"]["context"] = 2048
+    tables["train"]["steps"] = 1
+    done = run_plugsft(write_recipe(folder / "tiny/recipe.toml", tables))
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(folder / "tiny/run/model", folder / "Qwen/Qwen3-0.6B")
+    write_jsonl(folder / "chats.jsonl", chats(70))
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    # Smaller steps than the README's, for speed.
+    recipe = BLOCK.findall(README)[1][1].replace("batch_size = 64", "batch_size = 16")
+    (folder / "my.toml").write_text(recipe, encoding="utf8")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_of_the_pages(place, command, forked_trials):
+    for results in ("runs", "shipped", "tenth-step"):
+        shutil.rmtree(place / results, ignore_errors=True)
+    prepare_for(command, place)
+    if command.startswith("accelerate launch") and "fsdp2" in command:
+        code, out, err = run_launch(*in_folder(shlex.split(command)[2:], place))
+        done = subprocess.CompletedProcess(command, code, out, err)
+    elif PLAIN.fullmatch(command):
+        done = plugsft(place, command)
+    else:
+        done = in_a_shell(place, command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() or command in SILENT
+    # Nothing stands between our lines, of the launcher's or of anybody's.
+    assert not done.stderr
+
+
+def prepare_for(command, place):
+    """Make the runs that a command needs."""
+    if "--resume" in command or "--overwrite" in command or " runs/my-model" in command:
+        adapters = " plugins.lora.r=4" if "--merge" in command else ""
+        plugsft(place, f"plugsft my.toml{adapters}")
+    if " diff " in command:
+        plugsft(place, "plugsft my.toml output=runs/other")
+
+
+def plugsft(place, command):
+    """Run a command that a shell would only split into words, in a fork."""
+    done = run_plugsft(*shlex.split(command)[1:], cwd=place)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def in_folder(words, place):
+    """Name the recipe and the output of launch words for ranks that start in the clone."""
+    names = {"my.toml": str(place / "my.toml")}
+    return [names.get(word, word) for word in words] + [
+        f"output={place}/runs/my-model",
+        f"model.path={place}/Qwen/Qwen3-0.6B",
+        f"data.source={place}/chats.jsonl",
+    ]
+
+
+def in_a_shell(place, command):
+    """Run a command as a user would."""
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(
+        command,
+        shell=True,
+        cwd=place,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_the_options_and_files_that_it_names(command):
+    words = shlex.split(command)
+    if "plugsft" in words:
+        parse(words[words.index("plugsft") + 1 :])
+    for word in words:
+        if word.startswith(("tools/", "recipes/")):
+            assert (ROOT / word).is_file(), word
+
+
+def parse(words):
+    """Parse the words of a plugsft command; an unknown option or a wrong value is an error."""
+    command = typer.main.get_command(cli.app)
+    rest = cli.with_auto(cli.with_command(words))
+    while hasattr(command, "commands"):
+        command, rest = command.commands[rest[0]], rest[1:]
+    command.make_context("plugsft", rest)
+
+
+# A page's fragment stands in a recipe like this.
+BASE = {
+    "output": "runs/my-model",
+    "model": {"path": "Qwen/Qwen3-0.6B"},
+    "data": {"source": "chats.jsonl"},
+    "train": {"batch_size": 64, "learning_rate": 1e-5},
+}
+
+
+@pytest.mark.parametrize("page, text", blocks("toml"), ids=lambda value: getattr(value, "name", ""))
+def test_a_recipe_of_the_pages_loads(page, text, tmp_path):
+    tables = tomllib.loads(text)
+    for name, table in BASE.items():
+        tables[name] = table if isinstance(table, str) else {**table, **tables.get(name, {})}
+    if "sources" in tables["data"]:
+        del tables["data"]["source"]
+    load(write_recipe(tmp_path / "recipe.toml", tables), [], [])
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+        if target.startswith("http"):
+            continue
+        name, _, heading = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        if heading:
+            assert heading in anchors(path), target
+
+
+def anchors(path):
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_index():
+    index = TEXTS[ROOT / "docs/README.md"]
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_the_readme_has_every_bundled_plugin():
+    table = README.split("\n## Plugins\n")[1].split("\n## ")[0]
+    names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(names) == sorted(
+        plugin.name for plugin in find().values() if plugin.origin == "bundled"
+    )
+
+
+def test_the_readme_is_read_in_five_minutes():
+    assert len(README.splitlines()) <= 150
+
+
+def test_every_hook_is_in_the_picture():
+    picture = ElementTree.parse(ROOT / "docs/road.svg")
+    texts = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert set(SPECS) <= texts
+
+
+def seconds(result, *names):
+    """Return the median of a committed bench's figures."""
+    figures = json.loads((ROOT / "tools/bench/results" / result).read_text())
+    for name in names:
+        figures = figures[name]
+    return median(figures)
+
+
+def dpo_step(name):
+    """Return the median seconds of a step in the committed bench of DPO."""
+    figures = json.loads((ROOT / "tools/bench/results/dpo.json").read_text())
+    return median(figures[name]["step"] for figures in figures["rounds"])
+
+
+def test_measured_figures_are_those_of_the_committed_results():
+    figures = {
+        "prepare 20,000 chats, the same": (
+            seconds("prepare-20k.json", "seconds", "trl"),
+            seconds("prepare-20k.json", "seconds", "plugsft-transformers"),
+        ),
+        "prepare 20,000 chats, `fast": (
+            seconds("prepare-20k.json", "seconds", "trl"),
+            seconds("prepare-20k.json", "seconds", "plugsft-auto"),
+        ),
+        "prepare 200,000 chats": (
+            seconds("prepare-200k.json", "seconds", "trl"),
+            seconds("prepare-200k.json", "seconds", "plugsft-auto"),
+        ),
+        "pack 100,000 documents": (
+            seconds("packing.json", "trl", "seconds", "trl"),
+            seconds("packing.json", "trl", "seconds", "gathered"),
+        ),
+        "build batches": (
+            seconds("collate.json", "seconds", "joined"),
+            seconds("collate.json", "seconds", "plugsft"),
+        ),
+        "a DPO step, with the reference in": (dpo_step("trl"), dpo_step("shared")),
+        "a DPO step": (dpo_step("trl precomputed"), dpo_step("shared+cached")),
+        "time of the loss": (
+            seconds("head.json", "seconds", "trl_trained"),
+            seconds("head.json", "seconds", "fused"),
+        ),
+    }
+    peaks = json.loads((ROOT / "tools/bench/results/head.json").read_text())["peaks"]
+    memory = (peaks["trl_trained"] / 2**30, peaks["fused"] / 2**30)
+    figures |= dict.fromkeys(("memory of the loss", "peak memory of the loss"), memory)
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([\d.]+) \w+ \| ([\d.]+) \w+ \| ([\d.]+) \|",
+        README + TEXTS[ROOT / "docs/benchmarks.md"],
+        re.MULTILINE,
+    )
+    assert len(rows) == 14
+    for task, trl, ours, ratio in rows:
+        wanted = next(value for name, value in figures.items() if task.startswith(name))
+        for figure, value in zip((trl, ours, ratio), (*wanted, wanted[0] / wanted[1]), strict=True):
+            assert f"{value:.{len(figure.partition('.')[2])}f}" == figure, task
