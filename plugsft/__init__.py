@@ -37,6 +37,7 @@ from .base.types import (
     Slice,
     StepPlan,
     TokenNll,
+    WeightSlice,
     Work,
 )
 from .hooks import Hooks, Prelude, hookimpl, plugin, state
@@ -78,6 +79,7 @@ __all__ = [
     "TokenNll",
     "Train",
     "TrainError",
+    "WeightSlice",
     "Work",
     "__version__",
     "cache_folder",

@@ -34,9 +34,8 @@ from .ranks.out_of_memory import explain_out_of_memory_in_loading
 from .ranks.precision import describe_dtypes, dtypes_of
 from .ranks.prelude import RunPrelude
 from .ranks.same_inputs import SAME_INPUTS, model_facts, recipe_facts
-from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model
+from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, train_state_of
 from .ranks.signals import Stop
-from .ranks.train_state import train_state_of
 from .recipe.tables import LOSSY, Recipe
 from .registry.active import Active
 

@@ -42,8 +42,8 @@ EXPORTED = {
         Batch Build CacheEntry CheckpointError Data DataError DiskError Encoded Folder Hooks
         Ints LaunchError Layout Layouts LoadedStep LoadedSteps Machine ModelLoad OnDemand Place
         PluginError PlugsftError Prelude Recipe RecipeError Rendered Row Shard Slice
-        StepPlan TokenNll Train TrainError Work __version__ cache_folder damage digest
-        hookimpl look once plugin progress reason_of say state
+        StepPlan TokenNll Train TrainError WeightSlice Work __version__ cache_folder damage
+        digest hookimpl look once plugin progress reason_of say state
     """,
     "plugsft.kit.model": """
         LogitTransform Positions Shapes attend_per_document decoder_layers documents_of

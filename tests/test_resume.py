@@ -31,8 +31,7 @@ from plugsft.output.checkpoint import Checkpoints
 from plugsft.output.same_run import keys_affecting_results
 from plugsft.ranks.launch import connect
 from plugsft.ranks.shard_files import write_shards
-from plugsft.ranks.sharding import shard_model
-from plugsft.ranks.train_state import train_state_of
+from plugsft.ranks.sharding import shard_model, train_state_of
 from plugsft.registry.active import load
 
 FSDP2 = {
@@ -41,6 +40,14 @@ FSDP2 = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+
+ZERO3 = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
 }
 
 
@@ -177,9 +184,10 @@ def _rank(rank, ranks, port, env, folder, work, answers):
     answers.put((rank, said))
 
 
-def on_ranks(ranks, env, folder, work):
+def on_ranks(ranks, env, folder, work, dtype="float32"):
     """Do work on so many ranks; return what each said of each piece."""
     tables = tiny_tables(folder) | {"output": str(folder / "run"), "checkpoint": {"keep": 100}}
+    tables["model"]["dtype"] = dtype
     write_recipe(folder / "recipe.toml", tables)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -193,6 +193,19 @@ class OnDemand(Sequence[Layout], ABC):
         """Lay out the global batch of one step; `number` is in range."""
 
 
+@dataclass
+class WeightSlice:
+    """This rank's part of a tensor that has the shape of a model's weight.
+
+    The part is the same as of the weight: all of it in one process and under DDP, rows under
+    FSDP2, a flat range under ZeRO-3. A checkpoint reshards it onto other ranks.
+    """
+
+    weight: str
+    """The weight's name in the model."""
+    values: Tensor
+
+
 class CacheEntry(Protocol):
     """A cache entry: tokens, or a plugin's artefact."""
 

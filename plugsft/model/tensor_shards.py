@@ -50,3 +50,11 @@ def local_shard(tensor: Any) -> TensorShard:
     start = dist.get_rank() * zero3_shard.ds_numel
     size = max(0, min(zero3_shard.numel(), tensor.ds_numel - start))
     return TensorShard(zero3_shard.detach().view(-1)[:size], start, tuple(tensor.ds_shape))
+
+
+def local_values(tensor: Any) -> Tensor:
+    """Return a view of this rank's part of a tensor: whole, rows, or flat numbers (ZeRO-3)."""
+    if getattr(tensor, "ds_tensor", None) is not None:
+        return local_shard(tensor).values
+    local = tensor.detach()
+    return local.to_local() if isinstance(local, DTensor) else local

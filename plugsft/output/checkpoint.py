@@ -115,16 +115,17 @@ class Checkpoints:
         if path is None:
             return
         state = self._state
-        with ShardReader(path, state.rank, state.ranks) as reader:
-            with agreed(self._accelerator, f"reading {path.name}"):
-                saved = ensure_same_run(path, self._recipe, self._active, self._data)
-                if not 0 < saved["step"] <= self._steps:
-                    raise CheckpointError(
-                        f"{path / STATE}: is of step {saved['step']}, and the run has "
-                        f"{self._steps}; resume from another checkpoint (--resume-from)"
-                    )
-                state.restore(reader, *read_description(path, saved, state))
-            state.update_copies(reader)
+        with (
+            ShardReader(path, state.rank, state.ranks) as reader,
+            agreed(self._accelerator, f"reading {path.name}"),
+        ):
+            saved = ensure_same_run(path, self._recipe, self._active, self._data)
+            if not 0 < saved["step"] <= self._steps:
+                raise CheckpointError(
+                    f"{path / STATE}: is of step {saved['step']}, and the run has "
+                    f"{self._steps}; resume from another checkpoint (--resume-from)"
+                )
+            state.restore(reader, *read_description(path, saved, state))
         self.saved = int(saved["step"])
 
 

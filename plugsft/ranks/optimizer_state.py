@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -58,7 +59,12 @@ class Describer:
             inner = [self.value(item, f"{name}/{n}", weight) for n, item in enumerate(value)]
             return {kind: inner}
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return {"dict": {k: self.value(v, f"{name}/{k}", weight) for k, v in value.items()}}
+            return {
+                "dict": {
+                    key: self.value(item, f"{name}/{quote(key, safe='')}", weight)
+                    for key, item in value.items()
+                }
+            }
         return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
 
     def tensor(self, tensor: Tensor, name: str, weight: Tensor | None) -> Any:

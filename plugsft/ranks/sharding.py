@@ -20,6 +20,8 @@ from ..base.errors import PluginError
 from ..model.load import Load
 from ..model.tensor_shards import local_shard, shard_of
 from .agree import agreed
+from .train_state import TrainState
+from .zero3 import ZeroTrainState
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -55,6 +57,12 @@ def shard_model(
     model = accelerator.prepare_model(model)
     plain = accelerator.unwrap_model(model)
     return model, _ensure_updates_trained_weights(plain, make(plain))
+
+
+def train_state_of(accelerator: Accelerator, model: Module, optimizer: Any) -> TrainState:
+    """Return this rank's shard of model and optimizer."""
+    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return (ZeroTrainState if zero else TrainState)(accelerator, model, optimizer)
 
 
 def _ensure_updates_trained_weights(model: Module, optimizer: Optimizer) -> Optimizer:

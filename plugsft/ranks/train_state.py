@@ -1,12 +1,10 @@
 """This rank's shard of model and optimizer, saved and restored under any strategy."""
 
-import importlib
-import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -14,19 +12,18 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..base.console import say
-from ..base.errors import CheckpointError
-from ..model.tensor_shards import TensorShard, shard_of
+from ..base.errors import PluginError
+from ..model.tensor_shards import TensorShard, local_values, shard_of
 from .optimizer_state import (
-    RESUME_ALIKE,
     STATES,
     Describer,
     Restorer,
     describe_groups,
     dtype_named,
     follow_weight_dtype,
-    is_sharded_like_weight,
     old_description,
 )
+from .plugin_state import PLUGINS, PluginDescriber, PluginRestorer
 from .shard_files import ShardReader, dtype_name
 
 WEIGHTS = "model"
@@ -66,10 +63,48 @@ class TrainState:
         """Describe the sharding; a run with an equal description can restore all state."""
         return {"kind": "whole" if self._mesh() is None else "rows", "ranks": self.ranks}
 
-    def describe(self, per_rank: bool = False) -> tuple[dict[str, Any], dict[str, TensorShard]]:
-        """Return a description of trained weights and optimizer state, and their shards.
+    def shards(self) -> dict[str, Tensor]:
+        """Return this rank's part of each trained weight, in float32 and by name.
 
-        With `per_rank`, each rank writes its own copy of unsharded state.
+        A part is the whole weight in one process and under DDP, rows under FSDP2, and flat numbers
+        under ZeRO-3. It may be a view, which training changes: clone it to keep it, and write with
+        `set_shards`.
+        """
+        return {
+            name: self.local(parameter).float() for name, parameter in self.parameters().items()
+        }
+
+    def set_shards(self, shards: Mapping[str, Tensor]) -> None:
+        """Write parts of weights, as `shards` returns them; all ranks call it alike."""
+        named = self.parameters()
+        with torch.no_grad():
+            for name, values in shards.items():
+                if name not in named:
+                    raise PluginError(f"'{name}' is no trained weight of the model")
+                if values.shape != (shape := self.local(named[name]).shape):
+                    raise PluginError(
+                        f"{name}: this rank's part has shape {[*shape]}, not {[*values.shape]}"
+                    )
+                self._set_local(named[name], values)
+        self._update_copies()
+
+    def local(self, parameter: Any) -> Tensor:
+        """Return this rank's part of a trained parameter; a view where possible."""
+        return local_values(parameter)
+
+    def _set_local(self, parameter: Any, values: Tensor) -> None:
+        local_values(parameter).copy_(values)
+
+    def _update_copies(self) -> None:
+        """Update what the forward pass computes with, where it is a copy of the weights."""
+
+    def describe(
+        self, per_rank: bool = False, plugin_states: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, TensorShard]]:
+        """Describe trained weights, optimizer and plugins; return the description and shards.
+
+        `plugin_states`: plugin -> its state: plain values and tensors, the same on all ranks, and
+        `WeightSlice`. With `per_rank`, each rank writes its own copy of unsharded state.
         """
         sharded = self.sharding()["kind"] != "whole"
         describer, weights = Describer(self.rank, self._device, sharded, per_rank), {}
@@ -84,7 +119,15 @@ class TrainState:
             "shared": describer.shared(self._base),
             "extra": describer.extra(self._base),
         }
-        return {"weights": weights, "optimizer": optimizer}, describer.shards
+        plugins = PluginDescriber(
+            self.rank, self._device, per_rank=per_rank, weights=self.parameters(trained=False)
+        )
+        described = {
+            name: plugins.value(state, f"{PLUGINS}/{name}")
+            for name, state in (plugin_states or {}).items()
+        }
+        description = {"weights": weights, "optimizer": optimizer, "plugin_states": described}
+        return description, describer.shards | plugins.shards
 
     def restore(
         self,
@@ -92,11 +135,12 @@ class TrainState:
         description: dict[str, Any] | None,
         same_sharding: bool,
         per_rank: bool,
-    ) -> None:
-        """Restore model and optimizer from a checkpoint, without collectives.
+    ) -> dict[str, Any]:
+        """Restore model and optimizer from a checkpoint; return the state of its plugins.
 
-        A checkpoint of the first format has no description. `same_sharding`: tensors are sharded as
-        in the checkpoint. `per_rank`: each rank has its own description.
+        It has no collectives. A checkpoint of the first format has no description.
+        `same_sharding`: tensors are sharded as in the checkpoint. `per_rank`: each rank has its own
+        description.
         """
         description, named = description or old_description(reader, self._base), self.parameters()
         ensure_same_parameters(reader, named, {*description["weights"]})
@@ -107,6 +151,7 @@ class TrainState:
         restorer.ensure_class(optimizer.get("class"), self._base)
         with torch.no_grad():
             self._restore_weights(reader, named)
+            self._update_copies()
             types = {
                 name: dtype_named(entry["dtype"]) for name, entry in description["weights"].items()
             }
@@ -122,9 +167,18 @@ class TrainState:
                 f"checkpoint: its weights are {dtype_name(was)} and resume in "
                 f"{dtype_name(becomes)}, as do optimizer states of the same type"
             )
+        return self._restore_plugins(reader, description.get("plugin_states", {}), per_rank)
 
-    def update_copies(self, reader: ShardReader) -> None:
-        """Update other copies of the restored weights; a collective."""
+    def _restore_plugins(
+        self, reader: ShardReader, described: dict[str, Any], per_rank: bool
+    ) -> dict[str, Any]:
+        weights = self.parameters(trained=False)
+        restorer = PluginRestorer(
+            reader, self.rank, self._device, None, True, per_rank, weights=weights
+        )
+        return {
+            name: restorer.value(state, f"{PLUGINS}/{name}") for name, state in described.items()
+        }
 
     def shard(self, parameter: Any) -> TensorShard:
         """Return this rank's shard of a parameter."""
@@ -187,141 +241,3 @@ def fill_weights(reader: ShardReader, named: dict[str, Any], exact: bool = True)
     """Read whole parameters, or under FSDP2 this rank's rows."""
     for name, parameter in named.items():
         reader.fill(f"{WEIGHTS}/{name}", shard_of(parameter), exact)
-
-
-class ZeroTrainState(TrainState):
-    """The shards of ZeRO-3: equal pieces of each flat float32 tensor, the last one padded.
-
-    The forward pass uses copies in the model's type; each rank has small ones of them whole.
-    """
-
-    flat = True
-
-    def __init__(self, accelerator: Accelerator, model: Module, optimizer: Any) -> None:
-        self._zero = optimizer.optimizer
-        self._deepspeed: Any = importlib.import_module("deepspeed")
-        self._access = self._deepspeed.utils
-        super().__init__(accelerator, model, optimizer)
-
-    @property
-    def _base(self) -> Optimizer:
-        base: Optimizer = self._zero.optimizer
-        return base
-
-    def sharding(self) -> dict[str, Any]:
-        """Describe the sharding; a run with an equal description can restore all state."""
-        flat = [parameter.numel() for parameter in self._zero.fp32_partitioned_groups_flat]
-        return {"kind": "numbers", "ranks": self.ranks, "joined": flat}
-
-    def shard(self, parameter: Any) -> TensorShard:
-        """Return this rank's shard of a parameter."""
-        trained = parameter.requires_grad
-        return self._zero_shard(
-            parameter,
-            self._access.safe_get_local_fp32_param(parameter) if trained else parameter.ds_tensor,
-        )
-
-    def whole(self, parameter: Any) -> Tensor:
-        """Gather a whole parameter; a collective."""
-        if parameter.requires_grad:
-            return self._access.safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
-        with self._deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()  # type: ignore[no-any-return]
-
-    def update_copies(self, reader: ShardReader) -> None:
-        """Update the copies in the model's type; a collective."""
-        for name, parameter in self.parameters().items():
-            with (
-                torch.no_grad(),
-                self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
-            ):
-                if self.rank == 0:
-                    reader.fill(f"{WEIGHTS}/{name}", shard_of(parameter.data), exact=False)
-
-    def _flat_tensor_of(self, parameter: Any) -> tuple[int, Tensor]:
-        """Return the number and values of the flat tensor of a parameter."""
-        number = self._zero.grad_position[self._zero.get_param_id(parameter)][0]
-        return number, self._zero.fp32_partitioned_groups_flat[number]
-
-    def _describe_states(self, describer: Describer) -> dict[str, Any]:
-        states = {}
-        for name, parameter in self.parameters().items():
-            number, flat = self._flat_tensor_of(parameter)
-            states[name] = {
-                key: self._describe_state(describer, name, key, value, flat, parameter)
-                if isinstance(value, Tensor) and value.shape == flat.shape
-                else describer.value(value, f"{STATES}/joined-{number}/{key}", flat)
-                for key, value in self._base.state.get(flat, {}).items()
-            }
-        return states
-
-    def _describe_state(
-        self,
-        describer: Describer,
-        name: str,
-        key: str,
-        value: Tensor,
-        flat: Tensor,
-        parameter: Any,
-    ) -> dict[str, Any]:
-        """Describe a state with the shape of its parameter."""
-        stored = f"{STATES}/{name}/{key}"
-        read = self._access.safe_get_local_optimizer_state
-        shard = describer.shards[stored] = self._zero_shard(parameter, read(parameter, key))
-        return {
-            "tensor": dtype_name(value.dtype),
-            "shape": shard.shape,
-            "divided": "weight",
-            "name": stored,
-        }
-
-    def _restore_weights(self, reader: ShardReader, named: dict[str, Any]) -> None:
-        for name, parameter in named.items():
-            values = torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)
-            reader.fill(f"{WEIGHTS}/{name}", self._zero_shard(parameter, values))
-            self._access.safe_set_local_fp32_param(parameter, values)
-
-    def _restore_states(
-        self, restorer: Restorer, states: dict[str, Any], types: dict[str, torch.dtype]
-    ) -> None:
-        groups: dict[int, dict[str, Any]] = {}
-        seen: set[int] = set()
-        for name, parameter in self.parameters().items():
-            number, flat = self._flat_tensor_of(parameter)
-            state = {
-                key: follow_weight_dtype(value, types[name], torch.float32)
-                for key, value in states.get(name, {}).items()
-            }
-            counts = {
-                k: None if is_sharded_like_weight(value) else value for k, value in state.items()
-            }
-            if json.dumps(groups.setdefault(number, counts)) != json.dumps(counts):
-                raise CheckpointError(
-                    f"{restorer.reader.folder}: the optimizer's state of {name} differs from that "
-                    f"of other weights, and under ZeRO-3 they share it; {RESUME_ALIKE}"
-                )
-            if number not in seen:
-                seen.add(number)
-                self._base.state[flat] = {}
-            flat_state = self._base.state[flat]
-            for key, value in state.items():
-                if not is_sharded_like_weight(value):
-                    flat_state[key] = restorer.value(value, state_name(name, key), flat)
-                    continue
-                dtype = dtype_named(value["tensor"])
-                if key not in flat_state:
-                    flat_state[key] = torch.zeros_like(flat, dtype=dtype)
-                values = torch.zeros_like(parameter.ds_tensor, dtype=dtype)
-                restorer.reader.fill(value["name"], self._zero_shard(parameter, values))
-                self._access.safe_set_local_optimizer_state(parameter, values, key)
-
-    def _zero_shard(self, parameter: Any, values: Tensor) -> TensorShard:
-        start = self.rank * parameter.ds_tensor.ds_numel
-        size = max(0, min(values.numel(), parameter.ds_numel - start))
-        return TensorShard(values[:size], start, tuple(parameter.ds_shape))
-
-
-def train_state_of(accelerator: Accelerator, model: Module, optimizer: Any) -> TrainState:
-    """Return this rank's shard of model and optimizer."""
-    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return (ZeroTrainState if zero else TrainState)(accelerator, model, optimizer)
