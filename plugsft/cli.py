@@ -43,7 +43,7 @@ app = typer.Typer(
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 """Errors of the operating system whose own message is enough."""
 
-cache_app = typer.Typer(no_args_is_help=True, help="List, explain and clean cached data.")
+cache_app = typer.Typer(no_args_is_help=True, help="List, explain and clean up cached data.")
 
 
 def _print_version(requested: bool) -> None:

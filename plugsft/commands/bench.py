@@ -7,9 +7,9 @@ import typer
 
 from .options import Launch, Overrides, RecipeFile, Without
 
-Rounds = Annotated[int, typer.Option(min=1, help="Each run takes part once in each.")]
-Steps = Annotated[int, typer.Option(min=1, help="Steps of a run that are measured.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Steps before these.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of rounds; each runs everything once.")]
+Steps = Annotated[int, typer.Option(min=1, help="Measured steps of each run.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")]
 Examples = Annotated[
     int | None,
     typer.Option(
@@ -36,11 +36,11 @@ Instead = Annotated[
 ]
 Keep = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Leave a plugin on in every run.", show_default=False),
+    typer.Option(metavar="NAME", help="Leave this plugin on in every run.", show_default=False),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Measure this plugin.", show_default=False),
+    typer.Option(metavar="NAME", help="Measure only this plugin.", show_default=False),
 ]
 Out = Annotated[
     Path | None,
@@ -48,7 +48,7 @@ Out = Annotated[
         metavar="FOLDER", help="Where to write. Default: OUTPUT-bench.", show_default=False
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier bench there.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier bench.")]
 Against = Annotated[
     Path | None,
     typer.Option(
@@ -78,7 +78,7 @@ def bench(
     against: Against = None,
     tolerance: Tolerance = 0.05,
 ) -> None:
-    """Measure what each plugin costs and brings: alone, and left out of all, in fresh processes."""
+    """Measure each plugin: its effect on speed, memory and results."""
     from ..output.folder import ensure_inputs
     from ..registry.active import load
 

@@ -26,7 +26,7 @@ def explain(
     without: Without = None,
     folder: CacheFolder = None,
 ) -> None:
-    """Say whether a recipe's data is cached, and if not, what differs from the entries."""
+    """Say whether a recipe's data is cached; if not, what differs from the entries."""
     from ..registry.active import load
 
     loaded, active = load(recipe, overrides or [], without or [])
@@ -46,7 +46,7 @@ def gc(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Remove the longest unused until the rest is within 20GiB, 500MB, ...",
+            help="Remove the longest unused until the rest fits: 20GiB, 500MB, ...",
             show_default=False,
         ),
     ] = None,
@@ -54,7 +54,7 @@ def gc(
         bool, typer.Option("--dry-run", help="List what would be removed; remove nothing.")
     ] = False,
 ) -> None:
-    """Remove unfinished builds of dead processes and, if asked to, unused entries."""
+    """Remove unfinished builds and, if you say which, unused entries."""
     from . import cache_entries
 
     cache_entries.gc(folder, keep_days, max_size, dry_run)
@@ -64,7 +64,7 @@ def verify(
     folder: CacheFolder = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove damaged entries.")] = False,
 ) -> None:
-    """Read every byte of every entry; one that is damaged ends with exit code 2."""
+    """Read every byte of every entry; exit with 2 if one is damaged."""
     from . import cache_entries
 
     cache_entries.verify(folder, remove)

@@ -10,18 +10,16 @@ from .options import Trusted
 
 def chat(
     output: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="A run's output folder, or a model's.")
+        Path, typer.Argument(metavar="OUTPUT", help="A run's output folder, or a model folder.")
     ],
     ask: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="Ask this, print the answer, and end.", show_default=False
+            metavar="TEXT", help="Ask this, print the answer, and exit.", show_default=False
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 always takes the likeliest token.")
-    ] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     trust_remote_code: Trusted = False,
 ) -> None:
     """Talk to a trained model."""

@@ -11,11 +11,12 @@ def diff(
         Path, typer.Argument(metavar="RUN_A", help="A run's output folder.", show_default=False)
     ],
     second: Annotated[
-        Path, typer.Argument(metavar="RUN_B", help="Another run's.", show_default=False)
+        Path,
+        typer.Argument(metavar="RUN_B", help="Another run's output folder.", show_default=False),
     ],
     html: Annotated[
         Path | None,
-        typer.Option(help="Write it as a page, with both runs' curves.", show_default=False),
+        typer.Option(help="Also write a page with the curves of both runs.", show_default=False),
     ] = None,
 ) -> None:
     """Compare two runs: recipe, versions, data and results."""

@@ -12,7 +12,7 @@ def export(
     output: Annotated[
         Path,
         typer.Argument(
-            metavar="OUTPUT", help="A run's output folder, a model's, or a checkpoint's."
+            metavar="OUTPUT", help="A run's output folder, a model folder, or a checkpoint."
         ),
     ],
     merge: Annotated[
@@ -21,13 +21,15 @@ def export(
     to: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="A new folder; OUTPUT/merged with --merge.", show_default=False
+            metavar="FOLDER",
+            help="A new folder. Default with --merge: OUTPUT/merged.",
+            show_default=False,
         ),
     ] = None,
     without: Without = None,
     trust_remote_code: Trusted = False,
 ) -> None:
-    """Copy a trained model, or make one from a checkpoint; or merge adapters."""
+    """Copy a trained model, make one from a checkpoint, or merge adapters."""
     from .runs.model_folder import ensure_exportable
 
     target = ensure_exportable(output, merge, to)

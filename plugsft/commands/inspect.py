@@ -12,16 +12,16 @@ def inspect(
     recipe: RecipeFile,
     overrides: Overrides = None,
     without: Without = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="The first row to show.")] = 0,
     everything: Annotated[
-        bool, typer.Option("--all", help="Look at every row, not at a sample of 1,000.")
+        bool, typer.Option("--all", help="Audit every row, not a sample of 1,000.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write it all as a page, too.", show_default=False)
+        Path | None, typer.Option(help="Also write a page to this file.", show_default=False)
     ] = None,
 ) -> None:
-    """Show rows as the model will see them, and audit the data before it costs anything."""
+    """Show rows as the model will see them, and audit the data."""
     from ..registry.active import load
 
     loaded, active = load(recipe, overrides or [], without or [])

@@ -10,9 +10,9 @@ def new_plugin(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Its name in recipes: lower case, underscores.")
     ],
-    folder: Annotated[Path, typer.Option(help="Where to make its folder.")] = Path(),
+    folder: Annotated[Path, typer.Option(help="Folder to write it to.")] = Path(),
 ) -> None:
-    """Write the skeleton of a plugin of your own, with its test."""
+    """Write the skeleton of a new plugin, with its test."""
     from .skeleton import write_skeleton
 
     write_skeleton(name, folder)

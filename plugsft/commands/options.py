@@ -10,7 +10,7 @@ RecipeFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY.PATH=VALUE", help="Set keys for this run.", show_default=False),
+    typer.Argument(metavar="KEY.PATH=VALUE", help="Change keys for this run.", show_default=False),
 ]
 Without = Annotated[
     list[str] | None,
@@ -24,7 +24,7 @@ Launch = Annotated[
     str,
     typer.Option(
         metavar="COMMAND",
-        help='Starts ranks: "accelerate launch --config_file FILE". Default: one process.',
+        help='Launch ranks with it: "accelerate launch --config_file FILE". Default: one process.',
         show_default=False,
     ),
 ]

@@ -12,12 +12,14 @@ def plan(
     overrides: Overrides = None,
     without: Without = None,
     gpus: Annotated[
-        str, typer.Option(metavar="N|MxN", help="GPUs, or machines x GPUs of each.")
+        str, typer.Option(metavar="N|MxN", help="GPUs, as 8; or machines x GPUs, as 4x8.")
     ] = "1",
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Of each GPU: 80GB. Default: the GPU's own.", show_default=False
+            metavar="SIZE",
+            help="Memory of each GPU, as 80GB. Default: that of the GPU.",
+            show_default=False,
         ),
     ] = None,
     gpu: Annotated[
@@ -29,10 +31,11 @@ def plan(
         ),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Correct the forecast by real steps on this machine.")
+        bool,
+        typer.Option("--probe", help="Train some steps on this machine, and correct the forecast."),
     ] = False,
 ) -> None:
-    """Forecast memory on any GPUs, without weights; say what fits, or what to change."""
+    """Forecast the memory of a run on any GPUs; say what fits, or what to change."""
     from ..output.folder import ensure_inputs
     from ..registry.active import load
 

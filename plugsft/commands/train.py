@@ -27,10 +27,10 @@ def train(
         Path | None, typer.Option(help="Resume from this checkpoint.", show_default=False)
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove what an earlier run left in the output.")
+        bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")
     ] = False,
 ) -> None:
-    """Train. The same as `plugsft RECIPE`."""
+    """Train a model; `plugsft RECIPE` does the same."""
     from ..registry.active import load
 
     loaded, active = load(recipe, overrides or [], without or [])

@@ -21,7 +21,7 @@ def tune(
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a probe that are measured.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each probe.")] = 8,
     launch: Launch = "",
     to: Annotated[
         Path | None,
@@ -32,7 +32,7 @@ def tune(
         ),
     ] = None,
 ) -> None:
-    """Find the fastest micro-batch or capacity that fits, by measure; write the recipe with it."""
+    """Measure which micro-batch is the fastest that fits; write a recipe with it."""
     from ..output.folder import ensure_inputs
     from ..registry.active import load
 
