@@ -224,7 +224,10 @@ class Hooks(Protocol):
 
     @stage
     def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
-        """Turn rows into texts with trained spans; return None for rows of another format."""
+        """Turn rows into texts with trained spans, and columns of numbers or booleans.
+
+        Return None for rows of another format.
+        """
 
     @stage
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:

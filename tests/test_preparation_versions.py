@@ -137,6 +137,7 @@ def arrays(examples):
     return {
         "pieces" if name == "num_sequences" else name: array
         for name, array in vars(examples).items()
+        if name != "columns"
     }
 
 

@@ -41,6 +41,9 @@ class Rendered:
     """For each text, the number of its row among the rendered rows."""
     bad: dict[int, str] = field(default_factory=dict)
     """Rows that cannot be used: number among the rendered rows -> reason."""
+    columns: dict[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns of the examples, by name: a number or boolean for each rendered row, at its number.
+    Values of rows in `bad` do not count."""
     special_tokens: bool = False
     """Whether the tokenizer adds its special tokens (a chat template writes its own)."""
     mask: str = "every token of the text"
@@ -119,6 +122,8 @@ class Shard:
     """Number of texts that each engine encoded."""
     largest: int = 0
     """The largest token id."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The columns of `render`: name -> type."""
     stamp: list[int | str] = field(default_factory=list)
     """The file's size and checksum."""
 

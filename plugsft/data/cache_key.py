@@ -7,7 +7,7 @@ from ..base.checksums import digest
 from ..recipe.parse import flatten
 from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
-from ..tokens.shards import FORMAT
+from ..tokens.schema import FORMAT
 from .chat import training_template
 from .slices import ShardWriter
 from .sources import OpenSource

@@ -81,6 +81,11 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
         evaluation = _prepare_tokens(
             data.work, [open_source(data.work.sources[0], "eval.source")], active
         )
+        if missing := sorted(tokens.columns.keys() - evaluation.columns.keys()):
+            raise DataError(
+                f"eval.source: {data.work.sources[0].source}: its rows have no column "
+                f"'{missing[0]}', but the training rows have; add it, or name another source"
+            )
     return Prepared(data.tokenizer, data.tokenizer_folder, tokens, evaluation)
 
 

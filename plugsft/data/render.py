@@ -4,9 +4,10 @@ from collections.abc import Callable, Collection
 from itertools import starmap
 from operator import lt
 
-from ..base.errors import DataError
+from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
-from ..recipe.tables import Data
+from ..recipe.tables import Data, short
+from ..tokens.schema import SCHEMA, common_type, type_of
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat, Text
 from .formats import READ, TEXTS, BadRow, check_order, ensure_read, format_of, read_chat, read_text
@@ -103,6 +104,27 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
         rendered.texts = [rendered.texts[index] for index in good]
         rendered.spans = [rendered.spans[index] for index in good]
         rendered.rows = [rendered.rows[index] for index in good]
+
+
+def check_columns(rendered: Rendered, count: int, source: str) -> None:
+    """Refuse columns that are not a number or boolean for each of `count` rows."""
+    for name, values in rendered.columns.items():
+        where = f"{source}: 'render' gave the column '{name}'"
+        if name in SCHEMA.names:
+            raise PluginError(f"{where}; plugsft has a column of this name: rename it")
+        if len(values) != count:
+            raise PluginError(
+                f"{where} {len(values):,} values for {count:,} rows; it must give one for each row"
+            )
+        types = [type_of(values[row]) for row in rendered.rows]
+        if None in types:
+            wrong = values[rendered.rows[types.index(None)]]
+            raise PluginError(
+                f"{where} the value {short(wrong)}; it must be true, false, an integer of 64 bits "
+                "or a float"
+            )
+        if types and common_type(types) is None:
+            raise PluginError(f"{where} both booleans and numbers; it must give one type")
 
 
 def renamed(row: Row, columns: dict[str, str]) -> Row:

@@ -17,12 +17,13 @@ from ..base.types import Counted, Encoded, Ints, Rendered, Row, Rows, Shard, Sli
 from ..hooks import Hooks
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
+from ..tokens.schema import column_of
 from ..tokens.shards import Examples, count_true, offsets_of, shared_prefix, write_shard
 from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .long_texts import shorten
-from .render import judge_columns, without
+from .render import check_columns, judge_columns, without
 
 Mask = NDArray[np.bool_]
 """A boolean for each token, text or row."""
@@ -70,7 +71,7 @@ class ShardWriter:
         shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
         shard.largest = int(examples.ids.max(initial=0))
         path = self.folder / shard.file
-        shard.trained = write_shard(path, examples)
+        shard.trained, shard.columns = write_shard(path, examples), examples.types
         shard.stamp = [path.stat().st_size, file_digest(path)]
         # Written last: after a kill, a shard with this file is complete and need not be rebuilt.
         write_text(path.with_suffix(".json"), json.dumps(add_checksum(asdict(shard))))
@@ -144,6 +145,7 @@ def render(
     if rendered is None:
         raise DataError(describe_unknown_columns(rows, data, source))
     judge_columns(rows, rendered, data)
+    check_columns(rendered, len(rows), source)
     return rendered
 
 
@@ -237,6 +239,11 @@ def make_examples(
         counts=counts[good_texts],
         num_sequences=num_texts[good].astype(np.int64),
         rows=numbers[rows][good],
+        columns={
+            name: column_of([values[row] for row in rows[good].tolist()])
+            for name, values in rendered.columns.items()
+            if good.any()  # without examples, their types are unknown
+        },
     )
 
 

@@ -1,20 +1,8 @@
-"""Write shards of tokens and their index; the columns of both.
-
-input_ids  list<int32>   token ids of an example
-loss_mask  list<bool>    whether each token is a trained target
-lengths    list<int32>   lengths of its sequences: one for SFT, chosen and rejected for DPO
-shared     int32         length of the untrained prefix that both sequences share
-trained    int32         number of targets, so that planning a step reads no tokens
-row        int64         row in the source
-checksum   int64         checksum of its tokens and mask in the file
-
-index.arrow has flat columns of all examples: length, length of the first sequence, shared, trained,
-row and checksum. facts.json has the checksum of the index, and its own.
-"""
+"""Write shards of tokens and their index; schema.py describes the columns of both."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,41 +16,18 @@ from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 from ..base.atomic import replace_file
 from ..base.checksums import add_checksum, parse_checksummed
 from ..base.types import Ints, Shard
-
-FORMAT = 4
-SCHEMA = pa.schema(
-    {
-        "input_ids": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.bool_()),
-        "lengths": pa.list_(pa.int32()),
-        "shared": pa.int32(),
-        "trained": pa.int32(),
-        "row": pa.int64(),
-        "checksum": pa.int64(),
-    }
+from .schema import (
+    FORMAT,
+    INDEX_COLUMNS,
+    ColumnType,
+    common_columns,
+    features,
+    index_schema,
+    shard_schema,
 )
 
-
-COLUMNS = ("length", "first", "shared", "trained", "row", "checksum")
-INDEX = pa.schema({name: pa.int64() for name in COLUMNS})
 MAX_TOKENS = 2**30
 """Most tokens in a record batch: its offsets have 32 bits."""
-
-
-def _feature(dtype: str, is_list: bool) -> dict[str, Any]:
-    value = {"dtype": dtype, "_type": "Value"}
-    return {"feature": value, "_type": "List"} if is_list else value
-
-
-# The features that `datasets` would write: importing `datasets` takes a second.
-FEATURES = {
-    field.name: _feature(
-        str(getattr(field.type, "value_type", field.type)), field.type.num_fields > 0
-    )
-    for field in SCHEMA
-}
-
-
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -85,8 +50,9 @@ class _Facts(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    format: Literal[4]
+    format: Literal[5]
     index: str
+    columns: dict[str, ColumnType]
     pairs: Number
     shards: list[_ShardFacts]
     sources: list[_SourceFacts] | None = None
@@ -104,6 +70,13 @@ class Examples:
     """Number of sequences of each example."""
     rows: NDArray[np.int64]
     """Row of each example in the source."""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """The columns of `render`."""
+
+    @property
+    def types(self) -> dict[str, Any]:
+        """The types of the columns of `render`."""
+        return {name: str(values.dtype) for name, values in self.columns.items()}
 
 
 def write_shard(path: Path, examples: Examples) -> int:
@@ -112,7 +85,7 @@ def write_shard(path: Path, examples: Examples) -> int:
     with (
         replace_file(path) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
-        pa.ipc.new_stream(sink, SCHEMA) as writer,
+        pa.ipc.new_stream(sink, shard_schema(examples.types)) as writer,
     ):
         for batch in _split(examples):
             writer.write_batch(_record_batch(batch))
@@ -135,6 +108,7 @@ def _split(examples: Examples) -> Iterator[Examples]:
             examples.counts[first_sequence[start] : first_sequence[stop]],
             examples.num_sequences[start:stop],
             examples.rows[start:stop],
+            {name: values[start:stop] for name, values in examples.columns.items()},
         )
 
 
@@ -151,8 +125,9 @@ def _record_batch(examples: Examples) -> pa.RecordBatch:
             _arrow(trained.astype(np.int32)),
             _arrow(examples.rows.astype(np.int64)),
             _arrow(_checksums(examples, offsets)),
+            *(_arrow(examples.columns[name]) for name in sorted(examples.columns)),
         ],
-        schema=SCHEMA,
+        schema=shard_schema(examples.types),
     )
 
 
@@ -191,6 +166,12 @@ def shared_prefix(
 
 def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> None:
     """Write the index, the facts, and the files that `datasets` needs to open a folder."""
+    sources = facts.get("sources", [])
+    names = [source.get("name", "data") for source in sources] or ["data"] * len(shards)
+    types = common_columns(shards, names)
+    for shard in shards:
+        if shard.columns != types:
+            _unify(folder / shard.file, types)
     state = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": facts["key"],
@@ -201,16 +182,13 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         "_split": None,
     }
     (folder / "state.json").write_text(json.dumps(state, indent=1))
-    (folder / "dataset_info.json").write_text(json.dumps({"features": FEATURES}, indent=1))
-    shard_columns = [_index_columns(folder / shard.file) for shard in shards]
-    columns = [
-        np.concatenate([np.zeros(0, np.int64), *parts])
-        for parts in zip(*shard_columns, strict=True)
-    ]
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features(types)}, indent=1))
+    shard_columns = [_index_columns(folder / shard.file, types) for shard in shards]
+    columns = [np.concatenate(parts) for parts in zip(*shard_columns, strict=True)]
     pairs = int(np.count_nonzero(columns[1] < columns[0]))
-    index = folder / "index.arrow"
-    with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, INDEX) as file:
-        file.write_batch(pa.record_batch([_arrow(column) for column in columns], schema=INDEX))
+    index, schema = folder / "index.arrow", index_schema(types)
+    with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
+        file.write_batch(pa.record_batch([_arrow(column) for column in columns], schema=schema))
     with pa.memory_map(str(index)) as mapped:
         checksum = xxh3_128_hexdigest(mapped.read_buffer())
     shard_facts = [
@@ -221,8 +199,35 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         }
         for shard in shards
     ]
-    facts = facts | {"format": FORMAT, "index": checksum, "pairs": pairs, "shards": shard_facts}
+    facts = facts | {
+        "format": FORMAT,
+        "index": checksum,
+        "pairs": pairs,
+        "columns": types,
+        "shards": shard_facts,
+    }
     (folder / "facts.json").write_text(json.dumps(add_checksum(facts), indent=1))
+
+
+def _unify(path: Path, types: Mapping[str, ColumnType]) -> None:
+    """Give a shard the columns of all shards: floats for integers; none if it has no example."""
+    schema = shard_schema(types)
+    with pa.memory_map(str(path)) as mapped:
+        batches = [*pa.ipc.open_stream(mapped)]
+        with (
+            replace_file(path) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_stream(sink, schema) as writer,
+        ):
+            for batch in batches:
+                columns = [_column(batch, field) for field in schema]
+                writer.write_batch(pa.record_batch(columns, schema=schema))
+
+
+def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    if field.name not in batch.schema.names:
+        return pa.nulls(len(batch), field.type)
+    return batch[field.name].cast(field.type)
 
 
 def read_facts(text: str) -> dict[str, Any]:
@@ -269,16 +274,22 @@ def offsets_of(counts: Any) -> Ints:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _index_columns(path: Path) -> tuple[Ints, ...]:
+def _index_columns(path: Path, types: Mapping[str, ColumnType]) -> tuple[NDArray[Any], ...]:
     """Read the columns of the index from a shard."""
     with pa.memory_map(str(path)) as mapped:
         batches = [*pa.ipc.open_stream(mapped)]
+    schema = index_schema(types)
+    own_types = zip(sorted(types), schema.types[len(INDEX_COLUMNS) :], strict=True)
     columns = (
         [np.diff(numpy_of(batch["input_ids"].offsets)) for batch in batches],
         [_first_values(batch["lengths"]) for batch in batches],
-        *([numpy_of(batch[name]) for batch in batches] for name in COLUMNS[2:]),
+        *([numpy_of(batch[name]) for batch in batches] for name in INDEX_COLUMNS[2:]),
+        *([numpy_of(batch[name].cast(kind)) for batch in batches] for name, kind in own_types),
     )
-    return tuple(np.concatenate([np.zeros(0, np.int64), *column]) for column in columns)
+    return tuple(
+        np.concatenate([np.zeros(0, kind.to_pandas_dtype()), *parts])
+        for kind, parts in zip(schema.types, columns, strict=True)
+    )
 
 
 def _first_values(lists: pa.ListArray) -> NDArray[np.int32]:

@@ -20,7 +20,8 @@ from xxhash import xxh3_128_hexdigest
 
 from ..base.errors import DataError, reason_of
 from ..base.types import Ints
-from .shards import INDEX, SCHEMA, checksum_of, count_true, numpy_of, offsets_of, read_facts
+from .schema import index_schema, shard_schema
+from .shards import checksum_of, count_true, numpy_of, offsets_of, read_facts
 
 RecordBatch = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
 """Columns of a record batch: ids, offsets, and the mask as bits."""
@@ -45,8 +46,6 @@ class Tokens:
         self.folder = folder
         self._cuts: tuple[Ints, Ints] | None = None
         self._shares_prompts = False
-        self.columns: dict[str, NDArray[Any]] = {}
-        """Columns that plugins computed before step 1."""
         self._in_memory = in_memory
         facts_file, index_file = folder / "facts.json", folder / "index.arrow"
         with self._explain_damage(facts_file):
@@ -63,13 +62,18 @@ class Tokens:
                 raise ValueError("its checksum is wrong")
             self._index_size = buffer.size
             index = pa.ipc.open_file(buffer).get_batch(0)
-            _ensure_schema(index, INDEX)
+            types = self.facts["columns"]
+            _ensure_schema(index, index_schema(types))
             columns = [numpy_of(column) for column in index.columns]
             self.lengths, self._first_lengths, self._prefixes = columns[:3]
-            self.targets, self.rows, checksums = columns[3:]
+            self.targets, self.rows, checksums, *own = columns[3:]
             self._checksums = checksums.view(np.uint64)
             if len({count, int(self._shard_offsets[-1]), *map(len, columns)}) > 1:
                 raise ValueError("its number of examples differs from facts.json")
+        self.columns: dict[str, NDArray[Any]] = {
+            name: values.view(types[name]) for name, values in zip(sorted(types), own, strict=True)
+        }
+        """The columns of `render`, and those that plugins add before step 1: a value an example."""
         self._stored_lengths = self.lengths
         """Lengths of the examples on disk, which may be longer."""
         self.denominators = self.targets
@@ -221,7 +225,8 @@ class Tokens:
             buffer = self._buffer(self._files[shard])
             if buffer.size != self._sizes[shard]:
                 raise ValueError("its size differs from facts.json")
-            batches = [_views(batch) for batch in pa.ipc.open_stream(buffer)]
+            schema = shard_schema(self.facts["columns"])
+            batches = [_views(batch, schema) for batch in pa.ipc.open_stream(buffer)]
             lengths = [np.diff(offsets) for _, offsets, _ in batches]
             indexed = self._stored_lengths[slice(*self._shard_offsets[shard : shard + 2])]
             if not np.array_equal(np.concatenate([indexed[:0], *lengths]), indexed):
@@ -263,9 +268,9 @@ def _find_batch(batches: list[RecordBatch], number: int) -> tuple[RecordBatch, i
     raise IndexError(number)
 
 
-def _views(batch: pa.RecordBatch) -> RecordBatch:
+def _views(batch: pa.RecordBatch, schema: pa.Schema) -> RecordBatch:
     """Return numpy views of a record batch."""
-    _ensure_schema(batch, SCHEMA)
+    _ensure_schema(batch, schema)
     ids, mask = batch.column("input_ids"), batch.column("loss_mask")
     bits = np.frombuffer(mask.values.buffers()[1] or b"", np.uint8)
     flat, offsets = numpy_of(ids.values), numpy_of(ids.offsets)

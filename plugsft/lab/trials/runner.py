@@ -246,8 +246,10 @@ def write_examples(tokens: Tokens, numbers: Ints, folder: Path, together: bool =
         counts = tokens.sequences(own)[0]
         ends = np.searchsorted(np.cumsum(counts), np.cumsum(tokens.lengths[own]))
         pieces = np.diff(ends, prepend=-1)
-        shard = Shard(f"data-{place:05d}.arrow", len(own))
-        write_shard(folder / shard.file, Examples(ids, mask, counts, pieces, tokens.rows[own]))
+        columns = {name: values[own] for name, values in tokens.columns.items()}
+        examples = Examples(ids, mask, counts, pieces, tokens.rows[own], columns)
+        shard = Shard(f"data-{place:05d}.arrow", len(own), columns=examples.types)
+        write_shard(folder / shard.file, examples)
         shards.append(shard)
     facts = {**tokens.facts, "examples": len(numbers), "sources": sources}
     write_index(folder, shards, facts)

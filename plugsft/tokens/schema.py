@@ -1,0 +1,126 @@
+"""The columns of tokens on disk.
+
+input_ids  list<int32>   token ids of an example
+loss_mask  list<bool>    whether each token is a trained target
+lengths    list<int32>   lengths of its sequences: one for SFT, chosen and rejected for DPO
+shared     int32         length of the untrained prefix that both sequences share
+trained    int32         number of targets, so that planning a step reads no tokens
+row        int64         row in the source
+checksum   int64         checksum of its tokens and mask in the file
+
+Then come the columns of `render`, sorted by name: bool, int64 or float64.
+
+index.arrow has flat columns of all examples: length, length of the first sequence, shared, trained,
+row, checksum and the columns of `render`. facts.json has the types of these, the checksum of the
+index, and its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ..base.errors import DataError
+from ..base.types import Shard
+
+FORMAT = 5
+SCHEMA = pa.schema(
+    {
+        "input_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "lengths": pa.list_(pa.int32()),
+        "shared": pa.int32(),
+        "trained": pa.int32(),
+        "row": pa.int64(),
+        "checksum": pa.int64(),
+    }
+)
+INDEX_COLUMNS = ("length", "first", "shared", "trained", "row", "checksum")
+
+ColumnType = Literal["bool", "int64", "float64"]
+"""Type of a column of `render`: a name that numpy, Arrow and `datasets` share."""
+ARROW: dict[ColumnType, pa.DataType] = {
+    "bool": pa.bool_(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+}
+
+
+def shard_schema(types: Mapping[str, ColumnType]) -> pa.Schema:
+    """Return the columns of a shard."""
+    return pa.schema([*SCHEMA, *((name, ARROW[types[name]]) for name in sorted(types))])
+
+
+def index_schema(types: Mapping[str, ColumnType]) -> pa.Schema:
+    """Return the columns of the index; booleans are bytes there, which numpy can map."""
+    own = [(name, pa.int64()) for name in INDEX_COLUMNS]
+    kinds = {name: pa.uint8() if types[name] == "bool" else ARROW[types[name]] for name in types}
+    return pa.schema([*own, *((f"column {name}", kinds[name]) for name in sorted(types))])
+
+
+def features(types: Mapping[str, ColumnType]) -> dict[str, Any]:
+    """Return the features that `datasets` would write; importing it takes a second."""
+    return {
+        field.name: _feature(
+            types.get(field.name, str(getattr(field.type, "value_type", field.type))),
+            field.type.num_fields > 0,
+        )
+        for field in shard_schema(types)
+    }
+
+
+def _feature(dtype: str, is_list: bool) -> dict[str, Any]:
+    value = {"dtype": dtype, "_type": "Value"}
+    return {"feature": value, "_type": "List"} if is_list else value
+
+
+def type_of(value: Any) -> ColumnType | None:
+    """Return the type of a column with this value; None if no column can hold it."""
+    if isinstance(value, bool | np.bool_):
+        return "bool"
+    if isinstance(value, int | np.integer):
+        return "int64" if -(2**63) <= value < 2**63 else None
+    return "float64" if isinstance(value, float | np.floating) else None
+
+
+def common_type(types: Iterable[ColumnType | None]) -> ColumnType | None:
+    """Return the type that holds values of all these types; None if there is none."""
+    different = {*types}
+    if different == {"int64", "float64"}:
+        return "float64"
+    return different.pop() if len(different) == 1 else None
+
+
+def column_of(values: Sequence[Any]) -> NDArray[Any]:
+    """Return values that a column can hold as an array."""
+    return np.array(values, common_type(map(type_of, values)))
+
+
+def common_columns(shards: Sequence[Shard], sources: Sequence[str]) -> dict[str, ColumnType]:
+    """Return the columns of all shards and their types; refuse a source that lacks one.
+
+    `sources` are the names of the sources.
+    """
+    shards = [shard for shard in shards if shard.examples]
+    columns: dict[str, ColumnType] = {}
+    for name in {name: None for shard in shards for name in shard.columns}:
+        having = [shard for shard in shards if name in shard.columns]
+        for shard in shards:
+            if name not in shard.columns:
+                raise DataError(
+                    f"{sources[shard.source]}: its rows have no column '{name}', but those of "
+                    f"{sources[having[0].source]} have; add it to all rows, or let the plugin that "
+                    "renders them give a default"
+                )
+        kind = common_type(shard.columns[name] for shard in having)
+        if kind is None:
+            booleans = next(shard for shard in having if shard.columns[name] == "bool")
+            numbers = next(shard for shard in having if shard.columns[name] != "bool")
+            raise DataError(
+                f"column '{name}': {sources[booleans.source]} holds booleans and "
+                f"{sources[numbers.source]} holds numbers; make them the same type"
+            )
+        columns[name] = kind
+    return columns

@@ -1,0 +1,272 @@
+"""Columns of `render` travel with the tokens to batches and steps, whatever prepares them."""
+
+import datasets
+import numpy as np
+import pytest
+from conftest import read_metrics, run_plugsft, run_ranks, tiny_tables, write_jsonl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plugin_packages import activate, install
+
+from plugsft import DataError, PluginError
+from plugsft.base.types import Shard
+from plugsft.data import prepare, sources
+from plugsft.data.defaults import DataDefaults
+from plugsft.lab.trials.runner import write_examples
+from plugsft.registry.active import resolve
+from plugsft.tokens import shards as shards_module
+from plugsft.tokens.shards import Examples, write_index, write_shard
+from plugsft.tokens.store import Tokens
+
+VALUES = {
+    "bool": st.booleans(),
+    "int64": st.integers(-(2**63), 2**63 - 1),
+    "float64": st.floats(allow_nan=False),
+}
+TELLS = """
+    @plugin()
+    class Tells:
+        "Give examples their `tells` of the row as columns."
+        tells: list[str]
+
+        @hookimpl(wrapper=True)
+        def render(self, rows):
+            rendered = yield
+            for name in self.tells:
+                if any(name in row for row in rows):
+                    rendered.columns[name] = [row.get(name) for row in rows]
+            rendered.read = {*rendered.read, *self.tells}
+            return rendered
+"""
+
+
+def write(folder, columns, counts):
+    """Write shards of examples of two tokens; `columns` hold the values of all."""
+    shards, first = [], 0
+    for number, count in enumerate(counts):
+        examples = Examples(
+            ids=np.arange(2 * count, dtype=np.int32),
+            mask=np.tile([False, True], count),
+            counts=np.full(count, 2),
+            num_sequences=np.ones(count, np.int64),
+            rows=np.arange(first, first + count),
+            columns={
+                name: np.array(values[first : first + count], kind)
+                for name, (kind, values) in columns.items()
+            },
+        )
+        shards.append(Shard(f"data-{number}.arrow", count, columns=examples.types))
+        write_shard(folder / shards[-1].file, examples)
+        first += count
+    write_index(folder, shards, {"key": "k"})
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.lists(st.integers(0, 5), min_size=1, max_size=3), st.booleans())
+def test_what_is_read_is_what_was_written(tmp_path_factory, data, counts, in_memory):
+    folder = tmp_path_factory.mktemp("tokens")
+    kinds = data.draw(st.dictionaries(st.sampled_from("cba"), st.sampled_from([*VALUES])))
+    columns = {
+        name: (kind, data.draw(st.lists(VALUES[kind], min_size=sum(counts), max_size=sum(counts))))
+        for name, kind in kinds.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards_module, "MAX_TOKENS", 4)  # several record batches in a shard
+        write(folder, columns, counts)
+    tokens, table = Tokens(folder, in_memory), datasets.load_from_disk(str(folder))
+    present = columns if sum(counts) else {}
+    assert {*tokens.columns} == {*present} == {*table.column_names} - {*BARE}
+    for name, (kind, values) in present.items():
+        assert tokens.columns[name].dtype == kind == table.features[name].dtype
+        assert tokens.columns[name].tolist() == values == list(table[name])
+    for number in range(sum(counts)):  # and each shard is opened
+        assert len(tokens.example(number)[0]) == 2
+
+
+BARE = ("input_ids", "loss_mask", "lengths", "shared", "trained", "row", "checksum")
+
+
+def prepared(folder, rows, plugins, model=None, **data):
+    """Prepare files of rows as a run does; return its tokens."""
+    tables = tiny_tables(folder, rows[0])
+    files = [write_jsonl(folder / f"rows-{n}.jsonl", each) for n, each in enumerate(rows)]
+    tables["data"] = {"sources": [{"source": str(file)} for file in files], "max_length": 64} | data
+    tables["model"] |= model or {}
+    recipe, active = resolve({**tables, "plugins": plugins})
+    active.attach(DataDefaults(recipe.folder))
+    return prepare.prepare(recipe, active).tokens
+
+
+def made_tokenizer(folder):
+    [tokenizer] = (folder / "run/scratch").glob("tokenizer-*")
+    return str(tokenizer)
+
+
+def row(number, **columns):
+    return {"text": f"owls see {number} mice", **columns}
+
+
+@pytest.fixture
+def tells(tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", tells=TELLS), monkeypatch)
+    return {"tells": {"tells": ["label", "score"]}}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_row_s_columns_stay_with_its_example(tells, tmp_path, monkeypatch, home, workers):
+    """Through slices, sources, bad rows, workers, the cache, a sample for trials, and cuts."""
+    monkeypatch.setattr(sources, "SLICE_ROWS", 7)
+    rows = [row(n, label=n % 3 == 0, score=n if n < 20 else n / 2) for n in range(40)]
+    rows[4]["text"] = ""
+    rows[30]["score"] = None  # whatever a bad row holds
+    rows[30]["text"] = 7
+    parts, plugins = [rows[:25], rows[25:]], {**tells, "arrow_cache": {}}
+    if workers > 1:
+        plugins["multiprocess_tokenize"] = {"workers": workers}
+    tokens = prepared(tmp_path, parts, plugins, on_bad_row="drop")
+    assert home.exists() and len(tokens) == 38
+    good = [each for number, each in enumerate(rows) if number not in (4, 30)]
+
+    def ensure(tokens, expected):
+        assert tokens.columns["label"].tolist() == [each["label"] for each in expected]
+        assert tokens.columns["score"].tolist() == [float(each["score"]) for each in expected]
+        assert {name: array.dtype.name for name, array in tokens.columns.items()} == {
+            "label": "bool",
+            "score": "float64",
+        }
+
+    ensure(tokens, good)
+    assert tokens.facts["columns"] == {"label": "bool", "score": "float64"}
+    named = {"tokens": str(tokens.folder), "model": {"tokenizer": made_tokenizer(tmp_path)}}
+    for again in ({}, named):
+        ensure(prepared(tmp_path, parts, plugins, on_bad_row="drop", **again), good)
+    numbers = np.array([5, 9, 30])
+    ensure(tokens.cut(numbers, np.zeros(3, np.int64), np.full(3, 2)), [good[n] for n in numbers])
+    write_examples(tokens, numbers, tmp_path / "sample")
+    ensure(Tokens(tmp_path / "sample"), [good[n] for n in numbers])
+
+
+def test_a_pair_has_one_value(tells, tmp_path):
+    pairs = [
+        {"prompt": "who? ", "chosen": f"owls {n}", "rejected": "elks", "score": n} for n in range(9)
+    ]
+    pairs[2]["rejected"] = ""
+    tokens = prepared(tmp_path, [pairs], {**tells, "dpo": {}}, on_bad_row="drop")
+    assert tokens.facts["pairs"] == 8
+    scores = [0, 1, 3, 4, 5, 6, 7, 8]
+    assert tokens.columns["score"].tolist() == scores
+    assert tokens.share_prompts().columns["score"].tolist() == scores
+    assert tokens.columns["score"].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, None], "the value None; it must be true, false, an integer of 64 bits or a float"),
+        ([1, "2"], "the value '2'; it must be"),
+        ([[1], [2]], r"the value \[1\]; it must be"),
+        ([2**63, 1], "the value 9223372036854775808; it must be"),
+        ([True, 1], "both booleans and numbers; it must give one type"),
+    ],
+)
+def test_values_that_no_column_can_hold_are_refused(tells, tmp_path, values, message):
+    rows = [row(n, score=value) for n, value in enumerate(values)]
+    with pytest.raises(PluginError, match=rf"rows-0\.jsonl: .* the column 'score' {message}"):
+        prepared(tmp_path, [rows], tells)
+
+
+def test_a_source_without_the_column_is_named(tells, tmp_path):
+    parts = [[row(n, score=n) for n in range(3)], [row(n) for n in range(3)]]
+    message = r"rows-1\.jsonl: its rows have no column 'score', but those of .*rows-0\.jsonl have; "
+    with pytest.raises(DataError, match=message + "add it to all rows"):
+        prepared(tmp_path, parts, tells)
+    parts[1] = [row(n, score=True) for n in range(3)]
+    message = r"column 'score': .*rows-1\.jsonl holds booleans and .*rows-0\.jsonl holds numbers"
+    with pytest.raises(DataError, match=message):
+        prepared(tmp_path, parts, tells)
+
+
+WRONG = """
+    @plugin()
+    class Wrong:
+        name: str = "score"
+        count: int = 0
+
+        @hookimpl(wrapper=True)
+        def render(self, rows):
+            rendered = yield
+            rendered.columns[self.name] = [1] * (len(rows) + self.count)
+            return rendered
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 1}, "'render' gave the column 'score' 4 values for 3 rows; it must give one"),
+        ({"name": "lengths"}, "'lengths'; plugsft has a column of this name: rename it"),
+    ],
+)
+def test_a_plugin_that_gives_wrong_columns_is_refused(tmp_path, monkeypatch, options, message):
+    activate(install(tmp_path / "site", wrong=WRONG), monkeypatch)
+    with pytest.raises(PluginError, match=message):
+        prepared(tmp_path, [[row(n) for n in range(3)]], {"wrong": options})
+
+
+def test_evaluation_data_without_the_column_is_refused(tells, tiny, tmp_path):
+    bare = write_jsonl(tmp_path / "bare.jsonl", [row(n) for n in range(9)])
+    recipe = tiny([row(n, score=n) for n in range(9)], plugins=tells, eval={"source": str(bare)})
+    result = run_plugsft(recipe)
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert f"eval.source: {bare}: its rows have no column 'score', but the training rows" in line
+
+
+# A loss of its own for good and bad answers, as in KTO.
+JUDGES = """
+    import numpy as np
+    import torch
+
+    @plugin()
+    class Judges:
+        @hookimpl(wrapper=True)
+        def render(self, rows):
+            rendered = yield
+            rendered.columns["label"] = [row["label"] for row in rows]
+            rendered.read = {*rendered.read, "label"}
+            return rendered
+
+        @hookimpl(wrapper=True)
+        def collate(self, tokens, examples):
+            batch = yield
+            labels = tokens.columns["label"][examples]
+            assert (labels == (tokens.rows[examples] % 3 == 0)).all()
+            signs = np.repeat(np.where(labels, 1.0, -1.0), tokens.targets[examples])
+            return batch | {"_signs": torch.from_numpy(signs)}
+
+        @hookimpl
+        def step(self, model, batch, denominator, token_nll):
+            nll = token_nll(model=model, batch=batch, summed=False)
+            return torch.sigmoid(nll * batch["_signs"].to(nll)).sum() / denominator
+"""
+
+
+def test_a_label_travels_from_its_row_to_its_step(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", judges=JUDGES), monkeypatch)
+    rows = [row("x" * (n % 7), label=n % 3 == 0) for n in range(21)]
+    data = write_jsonl(tmp_path / "eval.jsonl", rows[:5])
+    recipe = tiny(
+        rows, plugins={"judges": {}}, train={"micro_batch": 2}, eval={"source": str(data)}
+    )
+    runs = {"one": [], "two": [], "packed": ["plugins.bfd_packing={}", "train.micro_batch=1"]}
+    metrics = {}
+    for name, words in runs.items():
+        ranks = 1 + (name == "two")
+        result = run_ranks(ranks, recipe, f"output={tmp_path / name}", *words)
+        assert result.returncode == 0, result.stderr
+        metrics[name] = read_metrics(tmp_path / name)
+    assert len(metrics["one"]) == 3
+    for name in ("two", "packed"):
+        for ours, theirs in zip(metrics["one"], metrics[name], strict=True):
+            for metric in ("loss", "grad_norm"):
+                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5), name
