@@ -40,7 +40,7 @@ from .base.types import (
     WeightSlice,
     Work,
 )
-from .hooks import Hooks, Prelude, hookimpl, plugin, state
+from .hooks import Hooks, Ranks, Run, RunModel, Status, hookimpl, plugin, state
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 
 __version__ = "0.1.0"
@@ -68,13 +68,16 @@ __all__ = [
     "Place",
     "PluginError",
     "PlugsftError",
-    "Prelude",
+    "Ranks",
     "Recipe",
     "RecipeError",
     "Rendered",
     "Row",
+    "Run",
+    "RunModel",
     "Shard",
     "Slice",
+    "Status",
     "StepPlan",
     "TokenNll",
     "Train",

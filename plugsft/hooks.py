@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, dataclass_transform
 
 import pluggy
 from pydantic import ConfigDict
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
+    from transformers import PreTrainedTokenizerBase
 
     from .base.machine import Machine
     from .base.types import (
@@ -60,6 +61,10 @@ if TYPE_CHECKING:
 hookimpl = pluggy.HookimplMarker("plugsft")
 notice = pluggy.HookspecMarker("plugsft")
 stage = notice(firstresult=True)
+
+Purpose = Literal["evaluate", "generate", "save"]
+Kind = Literal["checkpoint", "model"]
+Status = Literal["completed", "stopped", "failed"]
 
 PASSES = ("cache", "tokenize", "render")
 """Stages where returning None passes the call on: to other plugins, then to the core."""
@@ -100,12 +105,12 @@ def plugin(
 ) -> Callable[[type[T]], type[T]]:
     """Turn a class into a plugin: fields are options, methods marked @hookimpl are hooks.
 
-    `after`, `before`: plugins that this one wraps, and that wrap this one. `requires`: plugins that
-    must be active too. `conflicts`: plugins that must not be active -> reason. `provides`:
-    capability -> the option that tunes it, or None. `affects_results`: options that affect results,
-    unless at their defaults; resuming with other values is refused. `affects_tokens`: options that
-    affect tokens; default: all options of a plugin with hooks of data. Declare state with
-    `state(default)`.
+    `after`, `before`: plugins that this one wraps, and that wrap this one; after=["*"]: all.
+    `requires`: plugins that must be active too. `conflicts`: plugins that must not be active ->
+    reason. `provides`: capability -> the option that tunes it, or None. `affects_results`: options
+    that affect results, unless at their defaults; resuming with other values is refused.
+    `affects_tokens`: options that affect tokens; default: all options of a plugin with hooks of
+    data. Declare state with `state(default)`.
     """
     contract = Contract(
         tuple(after),
@@ -163,11 +168,45 @@ def state(default: Any = None) -> Any:
     )
 
 
-class Prelude(Protocol):
-    """The model, the ranks and the cache before step 1, for `add_columns`."""
+class Run(Protocol):
+    """What notices see of a run."""
 
-    rank: int
-    ranks: int
+    recipe: Recipe
+    output: Path
+    tokenizer: PreTrainedTokenizerBase
+    is_main: bool
+    step: int
+    """The last finished step; 0 before the first."""
+    facts: dict[str, Any]
+    """The content of run.json. A plugin may add a table under its own name."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the whole run."""
+
+    @property
+    def epoch(self) -> float:
+        """The epochs that are done."""
+
+    @property
+    def model(self) -> RunModel:
+        """The trained model."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the run."""
+
+    def stop(self, reason: str) -> None:
+        """End the run in good order after this step, from any rank.
+
+        Checkpoint, model and report are written, and the exit code is 0.
+        """
+
+
+class RunModel(Protocol):
+    """The trained model. All ranks must enter its operations together."""
+
+    module: Module
     exact: bool
     """Whether the model computes in float32 everywhere."""
 
@@ -175,25 +214,40 @@ class Prelude(Protocol):
     def load(self) -> ModelLoad:
         """How the model was loaded."""
 
-    def losses(self, model: Module, tokens: Tokens, examples: Ints) -> Tensor:
+    def score(self, tokens: Tokens, examples: Ints, module: Module | None = None) -> Tensor:
         """Return -log p of the targets of examples, computed as one micro-batch of the run.
 
-        Under ZeRO-3 and FSDP2 all ranks must call it together, even without examples.
+        All ranks call it, even without examples. `module`: a frozen model to use instead.
         """
 
-    def added(self, values: Tensor) -> Tensor:
-        """All-reduce values: return their sums over all ranks."""
+    def generate(
+        self, prompts: Sequence[str], max_tokens: int = 64, temperature: float = 0.0
+    ) -> list[str]:
+        """Answer prompts with the chat template, on all ranks alike; temperature 0 is greedy."""
 
-    def agreed(self, operation: str) -> AbstractContextManager[None]:
+    def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
+        """Load a model for inference: the run's own base again, or the one at `path`."""
+
+
+class Ranks(Protocol):
+    """The ranks of a run."""
+
+    rank: int
+    size: int
+    data_rank: int
+    """The rank's number among those that train on different examples."""
+    data_size: int
+
+    def agree(self, operation: str) -> AbstractContextManager[None]:
         """Run a block on all ranks; if it fails on one, all ranks raise.
 
         For code without collectives that may fail on a single rank, such as writing a file.
         """
 
-    def frozen(self, path: str = "", revision: str | None = None) -> Module:
-        """Load a model for inference: the run's own base again, or the one at `path`."""
+    def reduce(self, values: Tensor) -> Tensor:
+        """Return the sums of values over all ranks."""
 
-    def keep(
+    def artefact(
         self, key: dict[str, Any], build: Callable[[Path | None], None], read: Callable[..., Any]
     ) -> Any:
         """Return `read(entry)` of a key's cache entry; build the entry if it is missing.
@@ -242,7 +296,7 @@ class Hooks(Protocol):
         """Create the optimizer."""
 
     @stage
-    def add_columns(self, model: Module, tokens: Tokens, prelude: Prelude) -> Tokens:
+    def add_columns(self, model: RunModel, tokens: Tokens, ranks: Ranks) -> Tokens:
         """Add columns that need the model, before step 1; return the tokens."""
 
     @stage
@@ -272,6 +326,13 @@ class Hooks(Protocol):
     def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:
         """Return -log p of each target in float32, in order; or their sum, if `summed`."""
 
+    @stage
+    def use_weights(self, run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:
+        """Return `work()`, which evaluates, generates or saves with the weights in place.
+
+        A wrapper puts other weights in place before its yield, and the trained ones back after it.
+        """
+
     @notice
     def add_metrics(self) -> dict[str, Tensor]:
         """Return sums over this rank's micro-batches since the last call; same names on all ranks.
@@ -281,18 +342,31 @@ class Hooks(Protocol):
         """
 
     @notice
-    def logged(self, step: int, metrics: dict[str, Any]) -> None:
-        """Receive a step's metrics, on the main process."""
+    def ready(self, run: Run) -> None:
+        """Hear that all is loaded, and that the next step is `run.step + 1`."""
 
     @notice
-    def record(self, run: dict[str, Any]) -> None:
-        """Receive run.json's content, on the main process, before the first step and at the end.
+    def stepped(self, run: Run) -> None:
+        """Hear that an optimizer step is done."""
 
-        The summaries of the end are added after this hook.
+    @notice
+    def logged(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        """Receive the metrics of a step, or of an evaluation after it, on every rank.
 
-        `run["status"]` is "running" before the first step. `run["steps"]["done"]` is the last
-        finished step, which is not 0 at the start of a resumed run.
+        Speed and memory are this rank's own; all others are the same on every rank.
         """
+
+    @notice
+    def evaluated(self, run: Run, metrics: dict[str, Any]) -> None:
+        """Receive the metrics of an evaluation, the same on every rank."""
+
+    @notice
+    def saved(self, run: Run, folder: Path, kind: Kind, step: int) -> None:
+        """Hear that a checkpoint or the final model is published in a folder."""
+
+    @notice
+    def finished(self, run: Run, status: Status) -> None:
+        """Hear that the run has ended; only "completed" still has all ranks."""
 
     @notice
     def summary(self) -> str | None:

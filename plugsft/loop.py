@@ -1,8 +1,8 @@
 """The loop: global batches, gradients, optimizer steps, metrics, evaluations, checkpoints."""
 
 import math
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from .base.errors import TrainError
 from .base.types import Batch
-from .output.final_model import save_model
 from .output.record import memory_gib
-from .ranks.agree import ending_together
 from .ranks.launch import disconnect, seed_step
 from .ranks.load_batches import GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory
@@ -21,36 +19,42 @@ from .run import OpenRun
 
 def train(run: OpenRun) -> None:
     """Train to the last step, from step 1 or from the step after a checkpoint."""
-    recipe, model, stop = run.recipe, run.model, run.stop
-    with (
-        stop,
-        run.record,
-        stop.raise_deferred(),
-        closing(run.global_batches()) as global_batches,
-        ending_together(recipe.output),  # innermost: the record gets the failing rank's reason
-    ):
+    with run.lifecycle(), closing(run.global_batches()) as global_batches, saving_at_failure(run):
         for batch in global_batches:
-            seed_step(recipe.train.seed, batch.step, batch.rank)
+            seed_step(run.recipe.train.seed, batch.step, batch.rank)
             learning_rate = run.schedule.set(batch.step)
             losses = forward_backward(run, batch)
-            loss, sums = all_reduce(run, losses, batch.counts() | {"stop": stop.requested})
+            loss, sums = all_reduce(run, losses, batch.counts())
             grad_norm = clip_gradients(run)
             ensure_finite(batch, loss, grad_norm)
-            with explain_out_of_memory(recipe, batch, losses):
+            with explain_out_of_memory(run.recipe, batch, losses):
                 run.optimizer.step()
-            model.zero_grad()  # the optimizer would zero only the gradients of its own weights
+            run.module.zero_grad()  # the optimizer would zero only its own weights' gradients
 
-            stopping = sums.pop("stop") > 0
+            run.step = batch.step
+            run.notify("stepped")
             metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
-            log_metrics(run, batch.step, metrics | step_metrics(run, batch, sums))
-            if run.evaluation_due(batch.step):
-                log_metrics(run, batch.step, evaluate(run))
-            if stopping or run.checkpoint_due(batch.step):
-                run.checkpoints.save(batch.step)
-            if stopping:
-                stop.raise_stopped(run.accelerator, batch.step, recipe.output)
-        save_model(run.accelerator, run.train_state, run.tokenizer, recipe)
-    disconnect(run.accelerator, model)
+            log_metrics(run, metrics | step_metrics(run, batch, sums))
+            if run.evaluation_due():
+                log_metrics(run, evaluation := evaluate(run))
+                run.notify("evaluated", metrics=evaluation)
+            if run.checkpoint_due():
+                run.save_checkpoint()
+        run.save_checkpoint()  # of a run that was stopped early
+        run.stopping.raise_stopped(run.step, run.recipe.output)
+        run.save_model()
+    disconnect(run.accelerator, run.module)
+
+
+@contextmanager
+def saving_at_failure(run: OpenRun) -> Iterator[None]:
+    """Save the last finished step if a notice fails: the weights are fine then."""
+    try:
+        yield
+    except Exception:
+        if run.stopping.can_save:
+            run.save_checkpoint()
+        raise
 
 
 def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
@@ -70,7 +74,7 @@ def compute_loss(run: OpenRun, micro_batch: Batch, denominator: int) -> Tensor:
     """Return a micro-batch's loss: its sum over targets, divided by the global batch's targets."""
     hooks = run.hooks  # without plugins, model/defaults.py answers
     return hooks.step(
-        model=run.model, batch=micro_batch, denominator=denominator, token_nll=hooks.token_nll
+        model=run.module, batch=micro_batch, denominator=denominator, token_nll=hooks.token_nll
     )
 
 
@@ -92,7 +96,7 @@ def all_reduce(
 def clip_gradients(run: OpenRun) -> float:
     """Clip gradients to the recipe's norm (0: no limit); return the norm before."""
     limit = run.recipe.train.max_grad_norm or math.inf
-    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), limit)
+    norm = run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
     return math.nan if norm is None else float(norm)
 
 
@@ -128,28 +132,42 @@ def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> di
     }
 
 
-def log_metrics(run: OpenRun, step: int, metrics: dict[str, Any]) -> None:
-    """Log metrics; an error there ends all ranks after the next step, with a checkpoint."""
-    if run.accelerator.is_main_process:
-        with run.stop.defer_error():
-            run.hooks.logged(step=step, metrics=metrics)
+def log_metrics(run: OpenRun, metrics: dict[str, Any]) -> None:
+    """Notify record and plugins of metrics."""
+    run.notify("logged", step=run.step, metrics=metrics)
 
 
 @torch.no_grad()
 def evaluate(run: OpenRun) -> dict[str, Any]:
     """Return the mean loss and metrics of the evaluation data."""
-    tokens, global_batches = run.evaluation_tokens, run.evaluation_batches()
-    assert tokens is not None
+
+    def work() -> dict[str, Any]:
+        run.module.eval()
+        losses = evaluation_losses(run)
+        run.module.train()
+        return evaluation_metrics(run, losses)
+
+    metrics: dict[str, Any] = run.hooks.use_weights(run=run, purpose="evaluate", work=work)
+    return metrics
+
+
+def evaluation_losses(run: OpenRun) -> list[Tensor]:
+    """Return this rank's losses of the evaluation data, summed over targets."""
     losses: list[Tensor] = []
-    run.model.eval()
-    with closing(global_batches):
+    with closing(run.evaluation_batches()) as global_batches:
         for batch in global_batches:
             batch_losses: list[Tensor] = []
             with explain_out_of_memory(run.recipe, batch, batch_losses, "evaluation, "):
                 for micro_batch in batch.micro_batches:
                     batch_losses.append(compute_loss(run, micro_batch, denominator=1))
             losses += batch_losses
-    run.model.train()
+    return losses
+
+
+def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
+    """Sum losses and metrics over all ranks; return their means over the targets."""
+    tokens = run.evaluation_tokens
+    assert tokens is not None
     loss, sums = all_reduce(run, losses, {})
     denominator = int(tokens.denominators.sum())
     return {

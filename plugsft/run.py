@@ -1,7 +1,8 @@
 """Open a run: prepare everything that the loop needs, in order."""
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.optim import Optimizer
 from .base.build_once import once
 from .base.checksums import digest
 from .base.console import say
+from .base.errors import Stopped
 from .base.machine import Machine
+from .base.step_folders import step_folder
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
 from .data.defaults import DataDefaults
@@ -25,17 +28,18 @@ from .model.defaults import ModelDefaults
 from .model.load import make_load, make_scratch_model
 from .model.schedule import Schedule
 from .output.checkpoint import Checkpoints
-from .output.final_model import ensure_saveable
+from .output.final_model import ensure_saveable, save_model
 from .output.record import Record, data_facts
-from .ranks.agree import agreed, ensure_alike
+from .ranks.agree import agreed, ending_together, ensure_alike
 from .ranks.launch import connect, gradient_sync, silence_libraries, strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory_in_loading
 from .ranks.precision import describe_dtypes, dtypes_of
-from .ranks.prelude import RunPrelude
+from .ranks.rank_group import RankGroup
 from .ranks.same_inputs import SAME_INPUTS, model_facts, recipe_facts
 from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, train_state_of
-from .ranks.signals import Stop
+from .ranks.stopping import Stopping
+from .ranks.trained_model import TrainedModel
 from .recipe.tables import LOSSY, Recipe
 from .registry.active import Active
 
@@ -47,21 +51,27 @@ def open(
     silence_libraries()
     run = OpenRun(recipe, active, machine)
     run.checkpoints.restore(checkpoints)
+    run.step = run.checkpoints.saved
     describe(run)
-    with agreed(run.accelerator, "beginning the record"):
-        steps = {"total": run.plan.steps, "per_epoch": run.plan.per_epoch}
-        run.record.open(steps, run.checkpoints.saved)
     return run
 
 
 class OpenRun:
-    """A run: its data, ranks, model, optimizer, plan, checkpoints and record."""
+    """A run: its data, ranks, model, optimizer, plan, checkpoints and record.
+
+    Plugins see it as `Run`, its `model` as `RunModel`, its `ranks` as `Ranks`.
+    """
 
     def __init__(self, recipe: Recipe, active: Active, machine: Machine) -> None:
-        self.recipe, self.stop = recipe, Stop()
+        self.recipe, self.output, self.is_main = recipe, recipe.folder, machine.is_main
+        self.step = 0
+        """The last finished step."""
+        self.stopping = Stopping()
         self.record = Record(recipe, machine, active)
+        self.facts = self.record.run
         defaults = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
-        self.hooks = active.attach(*defaults, self.record).hooks
+        self.active = active.attach(*defaults, self.record)
+        self.hooks = active.hooks
         check_recipe(recipe, active, machine)
         # Before there is a process group: preparing may take hours, and transformers lets only
         # rank 0 of a group save a model.
@@ -74,44 +84,150 @@ class OpenRun:
         facts = recipe_facts(recipe) | active.facts() | data.facts()
         ensure_alike(self.accelerator, facts, SAME_INPUTS)
         self.load = make_load(recipe.model, scratch, empty=is_sharded(self.accelerator))
-        self.model, self.optimizer = self._load_model()
+        self.module, self.optimizer = self._load_model()
+        self.train_state = train_state_of(self.accelerator, self.module, self.optimizer)
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
-        prelude = RunPrelude(self.accelerator, self.hooks, self.loader, self.load)
-        self.tokens = prelude.add_columns(self.model, data.tokens)
-        self.evaluation_tokens = data.evaluation and prelude.add_columns(
-            self.model, data.evaluation
+        self.ranks = RankGroup(self.accelerator, self.hooks)
+        self.model = TrainedModel(
+            self.module,
+            self.accelerator,
+            self.hooks,
+            self.loader,
+            self.load,
+            self.train_state,
+            self.tokenizer,
         )
+        add_columns = partial(self.hooks.add_columns, model=self.model, ranks=self.ranks)
+        self.tokens = add_columns(tokens=data.tokens)
+        self.evaluation_tokens = data.evaluation and add_columns(tokens=data.evaluation)
         self.plan, self.schedule = self._plan_steps()
-        self.train_state = train_state_of(self.accelerator, self.model, self.optimizer)
         self.checkpoints = Checkpoints(
             recipe, active, self.tokens, self.accelerator, self.train_state, self.plan.steps
         )
 
+    @property
+    def steps(self) -> int:
+        """The number of steps of the whole run."""
+        return self.plan.steps
+
+    @property
+    def epoch(self) -> float:
+        """The epochs that are done."""
+        return self.step / self.plan.per_epoch
+
+    def stop(self, reason: str) -> None:
+        """End the run in good order after this step, with checkpoint, model and report."""
+        self.stopping.request(reason)
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Call a notice of all plugins; if one fails, all ranks end at their next agreement."""
+        for plugin, error in self.active.notify(hook, run=self, **arguments):
+            # Where a plugin with state failed, a checkpoint could hold half of its step.
+            keeps_state = plugin in self.active.plugins and self.active.implements(
+                plugin, ["state_dict"]
+            )
+            self.stopping.fail(error, fatal=keeps_state)
+
+    def agreed(self, operation: str) -> AbstractContextManager[None]:
+        """Run a block on all ranks; agree on failures and on stopping before going on."""
+        return self.stopping.agreed(self.accelerator, operation)
+
+    @contextmanager
+    def lifecycle(self) -> Iterator[None]:
+        """End the run, however it ends: notify the plugins, write record and report."""
+        try:
+            with (
+                self.stopping,
+                ending_together(self.recipe.output),
+                self.active.name_failing_plugin(),
+            ):
+                self._begin()
+                yield
+                with self.agreed("ending the run"):
+                    self.record.end("completed", self.stopping.reason or None)
+                    self.notify("finished", status="completed")
+                with self.agreed("notifying plugins of the end"):
+                    self.record.close()
+        except BaseException as error:
+            self._end_early(error)
+            raise
+        finally:
+            self.record.write_report()
+
+    def _begin(self) -> None:
+        """Notify the plugins, then begin the record in place of an earlier run's results."""
+        with self.agreed("notifying plugins that the run is ready"):
+            self.facts["steps"] = {
+                "done": self.step,
+                "total": self.steps,
+                "per_epoch": self.plan.per_epoch,
+            }
+            self.notify("ready")
+        with self.agreed("beginning the record"):
+            self.record.open(self.step)
+
+    def _end_early(self, error: BaseException) -> None:
+        """Write how the run failed or was stopped; what fails here must not hide it."""
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        status, was_told = "stopped" if stopped else "failed", self.facts["status"] != "running"
+        try:
+            self.record.end(status, describe_error(error))
+            if not was_told:
+                for _, another in self.active.notify("finished", run=self, status=status):
+                    error.add_note(f"then, as the run ended: {describe_error(another)}")
+            self.record.close()
+        except Exception as closing_error:  # a full disk, or a plugin's summary
+            error.add_note(f"then, as the record was closed: {describe_error(closing_error)}")
+
     def global_batches(self) -> Generator[GlobalBatch, None, None]:
-        """Load the global batches of all steps that are still to train."""
+        """Load the global batches of all steps that are still to train, until a stop."""
         steps = range(self.checkpoints.saved + 1, self.plan.steps + 1)
-        return self.loader.load(self.plan.plan_step, self.tokens, steps)
+        batches = self.loader.load(self.plan.plan_step, self.tokens, steps, self.agreed)
+        with closing(batches):
+            for batch in batches:
+                if self.stopping.reason:
+                    return
+                yield batch
 
     def evaluation_batches(self) -> Generator[GlobalBatch, None, None]:
         """Load the evaluation data once."""
         assert self.evaluation_tokens is not None
-        ranks = self.accelerator.num_processes
-        plan = Plan.once_through(self.evaluation_tokens, self.recipe, ranks, self.hooks)
-        return self.loader.load(plan.plan_step, plan.tokens, range(1, plan.steps + 1))
+        with self.agreed("planning the evaluation"):
+            ranks = self.accelerator.num_processes
+            plan = Plan.once_through(self.evaluation_tokens, self.recipe, ranks, self.hooks)
+        return self.loader.load(
+            plan.plan_step, plan.tokens, range(1, plan.steps + 1), self.ranks.agree
+        )
 
-    def evaluation_due(self, step: int) -> bool:
+    def evaluation_due(self) -> bool:
         """Tell whether the model is evaluated after this step."""
-        due = step == self.plan.steps or self.recipe.evaluates(step)
+        due = self.step == self.plan.steps or self.recipe.evaluates(self.step)
         return due and self.evaluation_tokens is not None
 
-    def checkpoint_due(self, step: int) -> bool:
+    def checkpoint_due(self) -> bool:
         """Tell whether a checkpoint is written after this step."""
-        return step == self.plan.steps or self.checkpoints.due(step)
+        return self.step == self.plan.steps or self.checkpoints.due(self.step)
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of the last finished step."""
+        if self.step > self.checkpoints.saved:
+            self.checkpoints.save(self.step)
+            path = step_folder(self.checkpoints.folder, self.step)
+            self.notify("saved", folder=path, kind="checkpoint", step=self.step)
+
+    def save_model(self) -> None:
+        """Write the trained model, with the weights that plugins want saved."""
+
+        def work() -> None:
+            save_model(self.accelerator, self.train_state, self.tokenizer, self.recipe)
+
+        self.hooks.use_weights(run=self, purpose="save", work=work)
+        self.notify("saved", folder=self.output / "model", kind="model", step=self.step)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Reduce gradients over ranks in the last backward of a step, or in each if sharded."""
         whole = self.recipe.train.keep_whole_gradients
-        return gradient_sync(self.accelerator, self.model, last, whole)
+        return gradient_sync(self.accelerator, self.module, last, whole)
 
     def _load_model(self) -> tuple[Module, Optimizer]:
         """Load the model, shard it over the ranks, and make its optimizer."""
@@ -143,6 +259,12 @@ class OpenRun:
             facts = plan.facts()
         ensure_alike(self.accelerator, facts, SAME_INPUTS)
         return plan, schedule
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's message with its notes, which name the plugin."""
+    text = str(error) or type(error).__name__
+    return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
 def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:

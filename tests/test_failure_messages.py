@@ -50,8 +50,12 @@ FAILS = """
             self.fail("logged")
 
         @hookimpl
-        def record(self, run):
-            self.fail("record")
+        def ready(self):
+            self.fail("ready")
+
+        @hookimpl
+        def finished(self):
+            self.fail("finished")
 
         @hookimpl
         def summary(self):
@@ -64,13 +68,13 @@ CASES = [
     ("render", 1, True, False),
     ("collate", 4, False, True),
     ("logged", 4, True, True),
-    ("record", 2, False, True),
+    ("finished", 1, False, True),
     ("summary", 2, False, True),
     *(
         pytest.param(*case, marks=only_full)
         for case in [
             ("optimize_model", 1, True, False),
-            ("record", 1, False, False),
+            ("ready", 1, False, False),
             ("summary", 1, True, False),
             ("collate", 1, True, True),
             ("logged", 1, False, True),
@@ -98,7 +102,8 @@ def test_a_plugin_that_fails_is_named_and_its_run_has_failed(
     assert (run / "run.json").exists() == recorded
     if recorded:
         facts = json.loads((run / "run.json").read_text())
-        assert (facts["status"], facts["reason"]) == ("failed", says)
+        assert facts["status"] == "failed" and facts["reason"].startswith(says)
+        assert f"plugin 'fails', in its hook '{hook}'" in facts["reason"]
         assert says.partition("'")[0] in (run / "report.html").read_text()
     if hook == "collate":
         [said] = [line for line in done.stderr.splitlines() if line.startswith("as rank ")]

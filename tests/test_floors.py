@@ -36,13 +36,13 @@ ROOMS = _words("""
     base recipe tokens hooks registry data batches model ranks kit output run loop lab commands
     testing __init__ cli __main__
 """)
-ENTRIES, ARROWS = 20, 90
+ENTRIES, ARROWS = 20, 91
 EXPORTED = {
     "plugsft": """
         Batch Build CacheEntry CheckpointError Data DataError DiskError Encoded Folder Hooks
         Ints LaunchError Layout Layouts LoadedStep LoadedSteps Machine ModelLoad OnDemand Place
-        PluginError PlugsftError Prelude Recipe RecipeError Rendered Row Shard Slice
-        StepPlan TokenNll Train TrainError WeightSlice Work __version__ cache_folder damage
+        PluginError PlugsftError Ranks Recipe RecipeError Rendered Row Run RunModel Shard Slice
+        Status StepPlan TokenNll Train TrainError WeightSlice Work __version__ cache_folder damage
         digest hookimpl look once plugin progress reason_of say state
     """,
     "plugsft.kit.model": """

@@ -62,25 +62,55 @@ HEARS = """
         file: str
         refuse: bool = False
 
+        def write(self, *facts) -> None:
+            with open(self.file, "a") as file:
+                file.write(json.dumps(facts) + "\\n")
+
         @hookimpl
-        def record(self, run: dict) -> None:
+        def ready(self, run) -> None:
             if self.refuse:
                 raise PluginError("not here")
-            with open(self.file, "a") as file:
-                told = [run["status"], run["steps"]["done"], run.get("final"), "throughput" in run]
-                file.write(json.dumps(told) + "\\n")
+            self.write("ready", run.step, run.steps, run.facts.get("final"))
+
+        @hookimpl
+        def stepped(self, run) -> None:
+            self.write("stepped", run.step, run.epoch)
+
+        @hookimpl
+        def evaluated(self, run, metrics) -> None:
+            self.write("evaluated", run.step, sorted(metrics))
+
+        @hookimpl
+        def saved(self, run, folder, kind, step) -> None:
+            self.write("saved", kind, folder.name, folder.is_dir(), step)
+
+        @hookimpl
+        def finished(self, run, status) -> None:
+            self.write("finished", status, run.step, run.facts["final"])
 """
 
 
-def test_the_record_is_heard_before_the_first_step_and_at_the_end(tiny, tmp_path, monkeypatch):
+def test_a_plugin_hears_the_whole_life_of_a_run(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path, hears=HEARS), monkeypatch)
     file = tmp_path / "heard"
-    recipe = tiny(train={"steps": 2}, plugins={"hears": {"file": str(file)}})
+    recipe = tiny(
+        train={"steps": 2, "batch_size": 8},
+        checkpoint={"every": 1},
+        eval={"split": "train[:2]", "every": 2},
+        plugins={"hears": {"file": str(file)}},
+    )
     assert run_plugsft(recipe).returncode == 0
     run = json.loads((tmp_path / "run/run.json").read_text())
+    per_epoch = run["steps"]["per_epoch"]
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
-        ["running", 0, None, False],
-        ["finished", 2, run["final"], True],
+        ["ready", 0, 2, None],
+        ["stepped", 1, 1 / per_epoch],
+        ["saved", "checkpoint", "step-000001", True, 1],
+        ["stepped", 2, 2 / per_epoch],
+        ["evaluated", 2, ["eval_loss", "eval_tokens"]],
+        ["saved", "checkpoint", "step-000002", True, 2],
+        ["saved", "model", "model", True, 2],
+        ["finished", "completed", 2, run["final"]],
     ]
     # Who refuses, refuses before anything is replaced.
     result = run_plugsft(recipe, "plugins.hears.refuse=true", "--overwrite")

@@ -261,7 +261,7 @@ def test_a_process_that_a_shell_leaves_behind_goes_on(tiny, tmp_path):
     while is_alive(pid):
         time.sleep(0.1)
     record = json.loads((run / "run.json").read_text())
-    assert (record["status"], record["steps"]["done"]) == ("finished", 200), record["reason"]
+    assert (record["status"], record["steps"]["done"]) == ("completed", 200), record["reason"]
     assert not left.exists() and mine.exists()
 
 

@@ -138,7 +138,7 @@ def test_a_run_is_shown(tiny, tmp_path, capsys):
     result = run_plugsft("show", tmp_path / "run")
     shown = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     run = json.loads((tmp_path / "run/run.json").read_text())
-    assert shown["status"] == "finished"
+    assert shown["status"] == "completed"
     assert shown["steps"] == "2 of 2, 3 an epoch"
     assert shown["loss"] == f"{run['final']['loss']:.4f}"
     assert shown["report"] == str(tmp_path / "run/report.html")

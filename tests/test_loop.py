@@ -155,7 +155,7 @@ def test_a_signal_to_one_rank_stops_all_of_them(tiny, tmp_path):
     wait_for_lines(tmp_path / "run/metrics.jsonl", 5)
     os.kill(ranks[1].pid, signal.SIGHUP)
     ended = [rank.wait() for rank in ranks]
-    assert [one.returncode for one in ended] == [143, 129], ended[0].stderr
+    assert [one.returncode for one in ended] == [129, 129], ended[0].stderr
     # One of them says so.
     assert "saved; resume with --resume" in ended[0].stderr and not ended[1].stderr
     assert list((tmp_path / "run/checkpoints").glob("step-*"))

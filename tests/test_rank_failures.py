@@ -83,9 +83,25 @@ FAULT = """
                 self.fail("logged")
 
         @hookimpl
-        def record(self, run):
-            if run["status"] == "running":
-                self.fail("record")
+        def ready(self):
+            self.fail("ready")
+
+        @hookimpl
+        def stepped(self, run):
+            if run.step == 2:
+                self.fail("stepped")
+
+        @hookimpl
+        def evaluated(self):
+            self.fail("evaluated")
+
+        @hookimpl
+        def saved(self, kind, step):
+            self.fail(f"saved {kind} {step}")
+
+        @hookimpl
+        def finished(self):
+            self.fail("finished")
 
         @hookimpl
         def summary(self):
@@ -93,10 +109,20 @@ FAULT = """
 """
 EARLY = ("optimize_model", "optimizer", "add_columns", "plan_batches", "summary")
 LATE = ("collate", "step", "token_nll", "add_metrics", "collate for evaluation")
+NOTICES = (
+    "ready",
+    "stepped",
+    "logged",
+    "evaluated",
+    "saved checkpoint 2",
+    "saved checkpoint 3",
+    "saved model 3",
+    "finished",
+)
 QUICK = {("optimize_model", 1), ("step", 0), ("write", 0)}
 PLACES = [
-    *((place, rank) for place in (*EARLY, *LATE) for rank in (1, 0)),
-    *((place, 0) for place in ("record", "logged", "write")),  # the main rank's alone
+    *((place, rank) for place in (*EARLY, *LATE, *NOTICES) for rank in (1, 0)),
+    ("write", 0),  # the main rank's alone
 ]
 SECONDS = 30
 """Between the end of one rank and that of the other; some five of them are the second's own."""

@@ -449,29 +449,33 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "cache(key, build, read)",
         "optimize_model(load)",
         "optimizer(model, train)",
-        *["add_columns(model, tokens, prelude)"] * 2,  # what is trained on, and what is evaluated
-        "plan_batches(order, lengths, ranks, train)",
-        "record(run)",
-        "load_batches(build, steps)",
-        *["collate(tokens, examples, pad)"] * 2,
-        *["  token_nll(model, batch, summed)", "step(model, batch, denominator, token_nll)"] * 2,
-        "add_metrics()",
-        "logged(step, metrics)",
-        *["collate(tokens, examples, pad)"] * 2,
-        *["  token_nll(model, batch, summed)", "step(model, batch, denominator, token_nll)"] * 2,
-        "add_metrics()",
-        "logged(step, metrics)",
+        *["add_columns(model, ranks, tokens)"] * 2,  # what is trained on, and what is evaluated
         "plan_batches(order, lengths, ranks, train)",
         "load_batches(build, steps)",
         *["collate(tokens, examples, pad)"] * 2,
         *["  token_nll(model, batch, summed)", "step(model, batch, denominator, token_nll)"] * 2,
         "add_metrics()",
-        "logged(step, metrics)",
-        "record(run)",
+        "logged(run, step, metrics)",  # the record's
+        "logged(run, step, metrics)",  # the plugin's
+        *["collate(tokens, examples, pad)"] * 2,
+        *["  token_nll(model, batch, summed)", "step(model, batch, denominator, token_nll)"] * 2,
+        "add_metrics()",
+        "logged(run, step, metrics)",  # the record's
+        "logged(run, step, metrics)",  # the plugin's
+        "  plan_batches(order, lengths, ranks, train)",
+        "  load_batches(build, steps)",
+        *["  collate(tokens, examples, pad)"] * 2,
+        *["    token_nll(model, batch, summed)", "  step(model, batch, denominator, token_nll)"]
+        * 2,
+        "  add_metrics()",
+        "use_weights(run, purpose, work)",  # to evaluate
+        "logged(run, step, metrics)",  # the record's
+        "logged(run, step, metrics)",  # the plugin's
+        "use_weights(run, purpose, work)",  # to save the model
     ]
     assert "by core -> Rendered, " in lines[0] and lines[0].endswith(" ms")
     assert any("log(step, metrics) by listen" in line or "listen" in line for line in lines)
-    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "finished"
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "completed"
 
 
 def test_tracing_is_off_unless_asked_for(company, monkeypatch, capsys, tmp_path):
@@ -489,8 +493,12 @@ def test_hooks_are_stages_or_notices():
     assert {hook for hook, *_ in Active({}, {}).describe()} - stages == {
         "check",
         "add_metrics",
+        "ready",
+        "stepped",
         "logged",
-        "record",
+        "evaluated",
+        "saved",
+        "finished",
         "summary",
     }
     assert all(hasattr(Hooks, hook) for hook in stages)
@@ -559,9 +567,9 @@ class Counts:
     seen: int = state(0)
 
     @hookimpl
-    def logged(self, step, metrics):
+    def logged(self, run, step, metrics):
         self.seen += 1
-        if step == {raises}:
+        if step == {raises} and run.ranks.rank == {rank}:
             raise ConnectionError("the tracker is gone")
 
     @hookimpl
@@ -574,7 +582,7 @@ def test_the_last_summary_reaches_the_console_and_the_first_pretends_nothing(com
     static = (
         "@plugin()\nclass Static:\n    @hookimpl\n    def summary(self):\n        return 'on'\n"
     )
-    tables = company(counts=COUNTS.format(raises=0), static=static)
+    tables = company(counts=COUNTS.format(raises=0, rank=0), static=static)
     tables["train"] |= {"steps": 2}
     result = run_plugsft(write_recipe(tmp_path / "recipe.toml", tables))
     assert result.returncode == 0, result.stderr
@@ -585,15 +593,18 @@ def test_the_last_summary_reaches_the_console_and_the_first_pretends_nothing(com
     ]
 
 
-@pytest.mark.parametrize("step", [2, 5])
-def test_what_log_raises_stops_every_rank_with_everything_saved(company, tmp_path, step):
-    tables = company(counts=COUNTS.format(raises=step))
+@pytest.mark.parametrize(("step", "rank"), [(2, 0), (5, 1)])
+def test_a_notice_that_fails_ends_every_rank_with_everything_saved(company, tmp_path, step, rank):
+    tables = company(counts=COUNTS.format(raises=step, rank=rank))
     tables["train"] |= {"steps": 5}
     path = write_recipe(tmp_path / "recipe.toml", tables)
     ended = [rank.wait(60) for rank in start_ranks(2, path)]
-    assert "ConnectionError: the tracker is gone" in ended[0].stderr
-    assert ended[0].stderr.splitlines()[-1] == "raised by plugin 'counts', in its hook 'logged'"
-    assert "Traceback" not in ended[1].stderr and ended[0].returncode == 1
-    last = min(step + 1, 5)
-    assert (tmp_path / f"run/checkpoints/step-{last:06d}/manifest.json").is_file()
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [*range(1, last + 1)]
+    failed, other = ended[rank], ended[1 - rank]
+    assert "ConnectionError: the tracker is gone" in failed.stderr
+    assert failed.stderr.splitlines()[-1] == "raised by plugin 'counts', in its hook 'logged'"
+    assert "Traceback" not in other.stderr and [failed.returncode, other.returncode] == [1, 1]
+    assert (tmp_path / f"run/checkpoints/step-{step:06d}/manifest.json").is_file()
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [*range(1, step + 1)]
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["status"] == "failed" and "plugin 'counts'" in record["reason"]
+    assert not (tmp_path / "run/model").exists()

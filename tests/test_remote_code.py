@@ -60,7 +60,7 @@ def foreign(tmp_path, monkeypatch):
         run = runs / name
         run.mkdir(parents=True)
         write_recipe(run / "recipe.toml", tables | {"output": str(run)})
-        facts = {"format": 1, "status": "finished", "trust_remote_code": True, "plugins": []}
+        facts = {"format": 1, "status": "completed", "trust_remote_code": True, "plugins": []}
         facts |= {"started": "now", "machine": {}, "steps": {"done": 1, "total": 1, "per_epoch": 1}}
         (run / "run.json").write_text(json.dumps(facts))
         (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')

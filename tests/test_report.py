@@ -32,7 +32,7 @@ PLUGIN = {
 }
 RUN: dict[str, Any] = {
     "format": 1,
-    "status": "finished",
+    "status": "completed",
     "reason": None,
     "name": "quickstart",
     "output": "runs/quickstart",

@@ -13,9 +13,9 @@ from plugsft import (
     Ints,
     Layouts,
     ModelLoad,
-    Prelude,
     Recipe,
     RecipeError,
+    RunModel,
     Train,
     hookimpl,
     plugin,
@@ -103,16 +103,16 @@ class BfdPacking:
         return model
 
     @hookimpl(wrapper=True)
-    def add_columns(
-        self, model: Any, tokens: Tokens, prelude: Prelude
-    ) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Prove that documents do not attend to each other; cut overlong examples."""
         from plugsft.kit.model import prove_on_model
 
         from .overlong import cut_overlong
 
         tokens = yield
-        self.probe = self.probe or f"{prove_on_model(model, prelude.exact)}, {self.small_probe}"
+        self.probe = (
+            self.probe or f"{prove_on_model(model.module, model.exact)}, {self.small_probe}"
+        )
         fitting, cuts = cut_overlong(tokens, self.max_tokens, self.overlong)
         self.cuts.append(cuts)
         return fitting

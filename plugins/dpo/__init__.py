@@ -13,10 +13,10 @@ from plugsft import (
     Ints,
     LoadedSteps,
     Place,
-    Prelude,
     Recipe,
     Rendered,
     Row,
+    RunModel,
     TokenNll,
     hookimpl,
     plugin,
@@ -99,9 +99,7 @@ class Dpo:
         return model
 
     @hookimpl(wrapper=True)
-    def add_columns(
-        self, model: Any, tokens: Tokens, prelude: Prelude
-    ) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Divide the loss by the number of pairs, share prompts, and load the reference."""
         from .pairs import count_pairs, ensure_same_losses
         from .scorer import Scorer
@@ -109,10 +107,10 @@ class Dpo:
         plain = yield
         tokens = count_pairs(plain, self.share_prompt)
         if self.share_prompt and not self.sharing:
-            self.sharing = ensure_same_losses(model, plain, tokens, prelude)
+            self.sharing = ensure_same_losses(model, plain, tokens)
         if self.scorer is None:
-            self.exact = prelude.exact
-            self.scorer = Scorer(model, prelude, self.reference or "", self.precomputed)
+            self.exact = model.exact
+            self.scorer = Scorer(model, self.reference or "", self.precomputed)
         return tokens
 
     @hookimpl(wrapper=True)

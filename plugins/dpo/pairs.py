@@ -1,11 +1,10 @@
 """Pairs of answers as texts and tokens, and their shared prompts. Imports no torch."""
 
 import copy
-from typing import Any
 
 import numpy as np
 
-from plugsft import DataError, Prelude, RecipeError
+from plugsft import DataError, RecipeError, RunModel
 from plugsft.kit.tokens import Tokens, render_pairs
 
 __all__ = ["count_pairs", "ensure_same_losses", "render_pairs"]
@@ -26,20 +25,15 @@ def count_pairs(tokens: Tokens, share_prompt: bool) -> Tokens:
     return pairs
 
 
-def ensure_same_losses(model: Any, plain: Tokens, shared: Tokens, prelude: Prelude) -> str:
+def ensure_same_losses(model: RunModel, plain: Tokens, shared: Tokens) -> str:
     """Compare losses of pairs with and without a shared prompt; return what sharing saves."""
     largest = 0.0
-    training = model.training
-    model.eval()
-    try:
-        for number in range(min(TESTED_PAIRS, len(plain))):
-            pair = np.array([number])
-            expected, losses = (prelude.losses(model, tokens, pair) for tokens in (plain, shared))
-            difference = (expected - losses).abs().mean() / expected.abs().mean()
-            largest = max(largest, float(difference))
-    finally:
-        model.train(training)
-    if not largest <= TOLERANCE[prelude.exact]:
+    for number in range(min(TESTED_PAIRS, len(plain))):
+        pair = np.array([number])
+        expected, losses = (model.score(tokens, pair) for tokens in (plain, shared))
+        difference = (expected - losses).abs().mean() / expected.abs().mean()
+        largest = max(largest, float(difference))
+    if not largest <= TOLERANCE[model.exact]:
         raise RecipeError(
             f"plugins.dpo: share_prompt: losses of a pair differ by {largest:.1e} with a shared "
             "prompt; this model's attention does not support it; remove share_prompt"

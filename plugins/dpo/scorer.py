@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Module
 
-from plugsft import Batch, Prelude, RecipeError, TokenNll
+from plugsft import Batch, RecipeError, RunModel, TokenNll
 
 
 class Pairs(NamedTuple):
@@ -25,10 +25,10 @@ class Pairs(NamedTuple):
 class Scorer:
     """Computes the reference's log-probabilities in each step, unless they are precomputed."""
 
-    def __init__(self, model: Any, prelude: Prelude, reference: str, precomputed: bool) -> None:
+    def __init__(self, model: RunModel, reference: str, precomputed: bool) -> None:
         self.frozen: Module | None = None
         self.adapted: Any = None
-        module = getattr(model, "module", model)
+        module: Any = getattr(model.module, "module", model.module)
         has_adapters = hasattr(module, "disable_adapter")
         if precomputed:
             base = "the base without adapters" if has_adapters else "the initial model"
@@ -36,7 +36,7 @@ class Scorer:
         elif reference or not has_adapters:
             self.name = reference or "a frozen copy"
             try:
-                self.frozen = prelude.frozen(reference)
+                self.frozen = model.load_frozen(reference)
             except RecipeError as error:
                 raise RecipeError(f"plugins.dpo.reference: {error}") from error
         else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from plugsft import Prelude, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Ranks, Recipe, RecipeError, RunModel, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from plugsft.kit.tokens import Tokens
@@ -60,16 +60,14 @@ class DpoReference:
         self.epochs = recipe.train.epochs
 
     @hookimpl(wrapper=True)
-    def add_columns(
-        self, model: Any, tokens: Tokens, prelude: Prelude
-    ) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
         """Load the log-probabilities or compute them; recompute some as a check."""
         from .log_probs import LogProbs
         from .reference_pass import ReferencePass
 
         tokens = yield
-        with ReferencePass(self, model, tokens, prelude) as reference_pass:
-            log_probs = prelude.keep(reference_pass.key, reference_pass.build, LogProbs)
+        with ReferencePass(self, model, tokens, ranks) as reference_pass:
+            log_probs = ranks.artefact(reference_pass.key, reference_pass.build, LogProbs)
             reference_pass.recheck(log_probs)
         tokens.columns = {**tokens.columns, "reference": log_probs.values}
         self.results.append(self.describe(reference_pass, log_probs))

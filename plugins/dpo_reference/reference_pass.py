@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from plugsft import Ints, Prelude, TrainError, digest, progress
+from plugsft import Ints, Ranks, RunModel, TrainError, digest, progress
 from plugsft.kit.model import weights_digest
 from plugsft.kit.tokens import Tokens
 
@@ -31,10 +31,11 @@ TOLERANCE = {True: (1e-4, 1e-3), False: (2e-2, 0.5)}
 class ReferencePass:
     """Computes the reference's log-probabilities of one data set."""
 
-    def __init__(self, plugin: DpoReference, model: Any, tokens: Tokens, prelude: Prelude) -> None:
-        self.plugin, self.tokens, self.prelude = plugin, tokens, prelude
-        self.trained = self.reference = model
-        module = getattr(model, "module", model)
+    def __init__(self, plugin: DpoReference, model: RunModel, tokens: Tokens, ranks: Ranks) -> None:
+        self.plugin, self.tokens, self.model, self.ranks = plugin, tokens, model, ranks
+        self.reference: Any = None
+        """Another model than the trained one, once it is loaded."""
+        module: Any = getattr(model.module, "module", model.module)
         self.kernel = module.config.get_text_config()._attn_implementation
         self.without_adapters: Any = None
         if not plugin.reference:
@@ -42,21 +43,18 @@ class ReferencePass:
         # Without this plugin, each rank would hold its shard of a frozen copy.
         self.saved_bytes = 0 if self.without_adapters else local_bytes(module)
         self.seconds, self.computed, self.difference = 0.0, 0, 0.0
-        self._training = model.training
 
     def __enter__(self) -> ReferencePass:
-        self.trained.eval()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Return the model to training, and free a loaded reference."""
-        self.trained.train(self._training)
-        self.reference = self.trained
+        """Free a loaded reference."""
+        self.reference = None
 
     @cached_property
     def key(self) -> dict[str, Any]:
         """Everything that the log-probabilities depend on."""
-        load = self.prelude.load
+        load = self.model.load
         path = self.plugin.reference or load.path
         revision = None if self.plugin.reference else load.kwargs.get("revision")
         # Attention per document calls SDPA for each document.
@@ -64,7 +62,7 @@ class ReferencePass:
         reference = {
             "weights": weights_digest(path, revision),
             "dtype": str(load.kwargs.get("dtype")),
-            "exact": self.prelude.exact,
+            "exact": self.model.exact,
             "kernel": kernels.get(self.kernel, self.kernel),
             "device": self.device.type,
         }
@@ -73,7 +71,7 @@ class ReferencePass:
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        device: torch.device = next(iter(self.trained.parameters())).device
+        device: torch.device = next(iter(self.model.module.parameters())).device
         return device
 
     def build(self, folder: Path | None) -> None:
@@ -82,11 +80,11 @@ class ReferencePass:
         count = len(self.tokens)
         values, known = np.zeros((count, 2), np.float32), np.zeros(count, np.float32)
         ids = np.zeros(0, np.uint64)
-        with self.prelude.agreed("reading known log-probabilities"):
+        with self.ranks.agree("reading known log-probabilities"):
             if folder is not None:
                 ids = pair_ids(self.tokens)
                 load_known(folder, self.key, ids, values, known)
-        known = self.prelude.added(torch.from_numpy(known)).cpu().numpy()
+        known = self.ranks.reduce(torch.from_numpy(known)).cpu().numpy()
         missing = np.flatnonzero(known == 0)
         first = len([*folder.glob("data-*")]) if folder is not None else 0
         num_tokens = 0
@@ -94,14 +92,14 @@ class ReferencePass:
             for number, micro_batches in enumerate(self._blocks(missing), start=first):
                 pairs = np.concatenate(micro_batches)
                 log_probs = self.compute(micro_batches)
-                with self.prelude.agreed("writing log-probabilities"):
+                with self.ranks.agree("writing log-probabilities"):
                     if folder is not None:
                         write_block(block_file(folder, number), pairs, ids[pairs], log_probs)
                 num_tokens += int(self.tokens.lengths[pairs].sum())
                 self.seconds = time.perf_counter() - started
                 advance(len(pairs), f"{num_tokens / self.seconds:,.0f} tokens/s")
         self.computed = len(missing)
-        with self.prelude.agreed("writing log-probabilities"):
+        with self.ranks.agree("writing log-probabilities"):
             if folder is not None:
                 self._write_facts(folder)
 
@@ -120,15 +118,15 @@ class ReferencePass:
     def _blocks(self, pairs: Ints) -> Iterator[list[Ints]]:
         """Yield the micro-batches of each block, the longest pairs first."""
         micro_batches = lay_out(self.tokens, pairs, self.plugin.max_tokens, self.plugin.packed)
-        size = BLOCK * self.prelude.ranks
+        size = BLOCK * self.ranks.size
         for start in range(0, len(micro_batches), size):
             yield micro_batches[start : start + size]
 
     def compute(self, micro_batches: list[Ints]) -> Values:
         """Return the log-probabilities of all pairs; each rank computes its share."""
-        rank, ranks = self.prelude.rank, self.prelude.ranks
-        if self.plugin.reference and self.reference is self.trained:
-            self.reference = self.prelude.frozen(self.plugin.reference)
+        rank, ranks = self.ranks.rank, self.ranks.size
+        if self.plugin.reference and self.reference is None:
+            self.reference = self.model.load_frozen(self.plugin.reference)
         log_probs = torch.zeros(sum(map(len, micro_batches)), 2, device=self.device)
         starts = np.cumsum([0, *map(len, micro_batches)])
         for step in range(0, len(micro_batches), ranks):
@@ -139,26 +137,26 @@ class ReferencePass:
             own = self._compute_micro_batch(pairs)
             if len(pairs):
                 log_probs[starts[number] : starts[number + 1]] = own
-        reduced: Values = self.prelude.added(log_probs).cpu().numpy()
+        reduced: Values = self.ranks.reduce(log_probs).cpu().numpy()
         return reduced
 
     def _compute_micro_batch(self, pairs: Ints) -> torch.Tensor:
         targets = torch.from_numpy(self.tokens.sequence_targets(pairs)).to(self.device)
         with self.without_adapters() if self.without_adapters else nullcontext():
-            losses = self.prelude.losses(self.reference, self.tokens, pairs)
+            losses = self.model.score(self.tokens, pairs, self.reference)
         sums = torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
         return -sums.view(-1, 2)
 
     def recheck(self, stored: LogProbs) -> None:
         """Compute random pairs again; stop if they differ from the stored ones."""
         drawn = torch.zeros(self.plugin.probes, device=self.device, dtype=torch.float64)
-        if self.prelude.rank == 0:
+        if self.ranks.rank == 0:
             numbers = np.random.default_rng().integers(0, len(self.tokens), self.plugin.probes)
             drawn += torch.from_numpy(numbers).to(drawn)
-        relative, absolute = TOLERANCE[self.prelude.exact]
-        for number in self.prelude.added(drawn).cpu().numpy().astype(np.int64):
+        relative, absolute = TOLERANCE[self.model.exact]
+        for number in self.ranks.reduce(drawn).cpu().numpy().astype(np.int64):
             # Every rank computes the same pair.
-            actual = self.compute([np.array([number])] * self.prelude.ranks)[0]
+            actual = self.compute([np.array([number])] * self.ranks.size)[0]
             expected = stored.values[number]
             difference = np.abs(actual - expected)
             self.difference = max(self.difference, float(difference.max()))

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import Field
 
-from plugsft import Batch, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Batch, Recipe, RecipeError, RunModel, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,17 +78,18 @@ class FusedLoss:
         self.package, self.chosen = name, f"{name} kernel"
 
     @hookimpl(wrapper=True)
-    def add_columns(self, model: Module) -> Generator[None, Tokens, Tokens]:
+    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Measure the transform of the logits, and compare the loss, on all ranks together."""
         from .loss import ensure_equal_loss
 
         if not self.proved:
-            training = model.training
-            model.eval()
+            module = model.module
+            training = module.training
+            module.eval()
             try:
-                ensure_equal_loss(self, model)
+                ensure_equal_loss(self, module)
             finally:
-                model.train(training)
+                module.train(training)
         return (yield)
 
     @hookimpl

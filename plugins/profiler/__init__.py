@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from plugsft import Batch, LoadedSteps, Machine, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Batch, LoadedSteps, Machine, Recipe, RecipeError, Run, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from plugsft.kit.tokens import Tokens
 
 
-@plugin(
-    after=["bfd_packing", "compile", "dpo", "dpo_reference", "gradient_checkpointing", "lora"],
-    provides={"traced_steps": "trace"},
-)
+@plugin(after=["*"], provides={"traced_steps": "trace"})
 class Profiler:
     """Measure the parts of a step, name bottlenecks, and the recipe lines that remove them.
 
@@ -86,24 +83,32 @@ class Profiler:
         return {}
 
     @hookimpl
+    def ready(self, run: Run) -> None:
+        """Refuse trace steps beyond the last."""
+        if missing := [step for step in self.trace if step > run.steps]:
+            raise RecipeError(
+                f"plugins.profiler.trace: step {missing[0]} does not exist; "
+                f"the run has {run.steps} steps"
+            )
+
+    @hookimpl
     def logged(self, metrics: dict[str, Any]) -> None:
-        """Mark the end of logging."""
+        """Mark the end of logging, or of an evaluation."""
         self.recorder.clock.mark("evaluation" if "eval_loss" in metrics else "logging")
 
     @hookimpl
-    def record(self, run: dict[str, Any]) -> None:
-        """Refuse trace steps beyond the last; at the end, print and write the profile."""
+    def saved(self, kind: str) -> None:
+        """Mark the end of saving a checkpoint."""
+        if kind == "checkpoint":
+            self.recorder.clock.mark("checkpoint")
+
+    @hookimpl
+    def finished(self, run: Run) -> None:
+        """Print and write the profile."""
         from .summary import summarize
 
-        if run["status"] == "running":
-            steps = run["steps"]["total"]
-            if missing := [step for step in self.trace if step > steps]:
-                raise RecipeError(
-                    f"plugins.profiler.trace: step {missing[0]} does not exist; "
-                    f"the run has {steps} steps"
-                )
-        elif self.recorder.steps:
-            self.result = summarize(self.recorder, run)
+        if run.is_main and self.recorder.steps:
+            self.result = summarize(self.recorder, run.facts)
 
     @hookimpl
     def summary(self) -> str | None:

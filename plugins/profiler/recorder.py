@@ -67,15 +67,13 @@ class StepRecorder:
 
     def _record_steps(self, feed: Any) -> Iterator[LoadedStep]:
         self.clock.mark("rest")
-        checkpoint_time = self._last_checkpoint_time()
         try:
             for number, loaded in enumerate(feed, start=1):
                 self.clock.mark("wait")
                 self._tracer.start(loaded.plan.step)
                 yield loaded
                 self._tracer.stop()
-                previous, checkpoint_time = checkpoint_time, self._last_checkpoint_time()
-                self.clock.mark("logging" if checkpoint_time == previous else "checkpoint")
+                self.clock.mark("logging")
                 self._count_pending()
                 marks = self.clock.end_step()
                 if number > WARMUP and loaded.plan.step not in self._traced:
@@ -85,11 +83,6 @@ class StepRecorder:
             self._tracer.stop()
             if hasattr(feed, "close"):
                 feed.close()
-
-    def _last_checkpoint_time(self) -> int:
-        """Return when a checkpoint was last saved or removed."""
-        folder = self.recipe.folder / "checkpoints"
-        return folder.stat().st_mtime_ns if folder.exists() else 0
 
     def _count_pending(self) -> None:
         """Count the step before the last, which the GPU has finished."""

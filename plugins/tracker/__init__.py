@@ -8,7 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import Folder, Machine, PluginError, Recipe, RecipeError, hookimpl, plugin, say, state
+from plugsft import (
+    Folder,
+    Machine,
+    PluginError,
+    Recipe,
+    RecipeError,
+    Run,
+    Status,
+    hookimpl,
+    plugin,
+    say,
+    state,
+)
 
 Kind = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 RUN_IDS = "trackers.json"
@@ -53,16 +65,19 @@ class Tracker:
             raise RecipeError(problems)
 
     @hookimpl
-    def record(self, run: dict[str, Any]) -> None:
-        """Start the run in each tracker, or continue it; at the end, send the results."""
+    def ready(self, run: Run) -> None:
+        """Start the run in each tracker, or continue it."""
+        if run.is_main:
+            self._start(run.step)
+
+    @hookimpl
+    def finished(self, run: Run, status: Status) -> None:
+        """Send the results."""
         from .values import results
 
-        if run["status"] == "running":
-            self._start(run["steps"]["done"])
-            return
         for sender in self.senders:
-            sender.send(run["steps"]["done"], results(run))
-            sender.finish(run["status"])
+            sender.send(run.step, results(run.facts))
+            sender.finish(status)
         self.sent = "; ".join(sender.describe() for sender in self.senders)
 
     @hookimpl

@@ -97,11 +97,11 @@ def _start_mlflow(tracker_class: Any, run: NewRun) -> StartedRun:
 
 
 def finish(kind: str, tracker: Any, status: str) -> None:
-    """Finish a run with its status: "finished", "stopped" or "failed"."""
+    """Finish a run with its status: "completed", "stopped" or "failed"."""
     if kind == "wandb":
         tracker.tracker.finish(exit_code=int(status == "failed"))
     elif kind == "mlflow":
-        mlflow_status = {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED")
+        mlflow_status = {"completed": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED")
         importlib.import_module("mlflow").end_run(mlflow_status)
     elif kind == "trackio":
         with redirect_stdout(StringIO()):

@@ -1,5 +1,6 @@
 """The core's answers to the hooks of the model: from examples to losses."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,11 @@ class ModelDefaults:
     def step(self, model: Module, batch: Batch, denominator: int, token_nll: TokenNll) -> Tensor:
         """Compute the token cross-entropy."""
         return token_nll(model=model, batch=batch, summed=True) / denominator
+
+    @hookimpl
+    def use_weights(self, work: Callable[[], Any]) -> Any:
+        """Work with the trained weights."""
+        return work()
 
     @hookimpl
     def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:

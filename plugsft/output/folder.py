@@ -279,7 +279,7 @@ def is_finished(recipe: Recipe, checkpoint: Path) -> bool:
     """Tell whether a recipe's run has finished, with this checkpoint."""
     folder, run = recipe.folder, read_run(recipe.folder)
     options = {plugin["name"]: plugin["options"] for plugin in run.get("plugins", [])}
-    if run.get("status") != "finished" or not is_published(folder / "model"):
+    if run.get("status") != "completed" or not is_published(folder / "model"):
         return False
     if parse_step(checkpoint) != run["steps"]["total"]:
         return False

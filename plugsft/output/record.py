@@ -6,14 +6,14 @@ import platform
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 
 from ..base.atomic import discard, is_published, write_text, writing
 from ..base.console import say
-from ..base.errors import PlugsftError, Stopped, reason_of
+from ..base.errors import PlugsftError, reason_of
 from ..base.machine import Machine, peak_memory
 from ..base.step_folders import list_checkpoints
 from ..hooks import hookimpl
@@ -65,36 +65,13 @@ class Record:
             "warnings": [],
         }
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        status = "finished" if error is None else "stopped" if stopped else "failed"
-        self.run.update(status=status, reason=_reason(error))
-        try:
-            self._close()
-        except Exception as closing_error:
-            if error is None:
-                self.run.update(status="failed", reason=_reason(closing_error))
-                raise
-            # The first error matters more than this one.
-            error.add_note(f"and as the record was closed: {_reason(closing_error)}")
-        finally:
-            self._write_report()
-
-    def open(self, steps: dict[str, Any], done: int) -> None:
+    def open(self, done: int) -> None:
         """Begin in place of an earlier run's results, or resume after step `done`.
 
         Lines of steps after `done` are removed. Prepared data stays.
         """
-        self.run["steps"] = {"done": done, **steps}
         if not self.writes:
             return
-        # First, so that a plugin's error leaves the folder unchanged.
-        self._active.hooks.record(run=self.run)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.write()  # marks the other files as a run's
         if not done:
@@ -109,10 +86,11 @@ class Record:
         self._rows = [[line[name] for name in AVERAGED] for line in known]
         self._metrics = path.open("a", encoding="utf8")
 
-    @hookimpl(tryfirst=True)
+    @hookimpl
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, and every `log_every` steps to the console."""
-        assert self._metrics is not None
+        if self._metrics is None:
+            return
         # JSON has no NaN: null instead.
         line = {name: _number(value) for name, value in metrics.items()}
         with writing(self.folder / "metrics.jsonl"):
@@ -135,18 +113,21 @@ class Record:
                 f"left {self._time_left(total - step)}"
             )
 
-    def _close(self) -> None:
-        """Write the run's end and means, notify the plugins, and collect their summaries."""
-        if self._metrics is not None:
-            self._metrics.close()
+    def end(self, status: str, reason: str | None) -> None:
+        """Write how the run ended and its means, before the plugins hear of it."""
+        self.run.update(status=status, reason=reason)
+        if self._metrics is None:
+            return
+        self._metrics.close()
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
         if self._rows:
             self.run["throughput"], self.run["feeding"] = _means(self._rows)
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
-        if self._metrics is not None:
-            self.write()  # before the plugins, which may hang or be killed
-            self._active.hooks.record(run=self.run)
-        # After the hook, in which a plugin may still compute its summary.
+        self.write()
+
+    def close(self) -> None:
+        """Write the plugins' summaries and the report; print what is new."""
+        # After the notice `finished`, in which a plugin may still compute its summary.
         before, now = self.run.get("plugins", []), self.plugins()
         for plugin in (plugin for plugin in now if plugin not in before):
             say(f"plugin {plugin['name']}: {plugin['summary']}")
@@ -159,9 +140,9 @@ class Record:
                 )
             )
 
-    def _write_report(self) -> None:
+    def write_report(self) -> None:
         """Write run.json and the report; an error here must not hide how the run ended."""
-        if not self.writes or self._metrics is None:
+        if self._metrics is None:
             return
         try:
             self.write()
@@ -260,10 +241,6 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
-
-
-def _reason(error: BaseException | None) -> str | None:
-    return None if error is None else str(error) or type(error).__name__
 
 
 def _number(value: Any) -> Any:

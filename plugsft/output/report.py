@@ -76,8 +76,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
+    # Words of plugsft 0.1.
+    if record.get("status") == "finished":
+        record["status"] = "completed"
     for entry in record.get("plugins", ()):
-        if "verdict" in entry:  # plugsft 0.1
+        if "verdict" in entry:
             entry["summary"] = entry.pop("verdict")
     return record
 
@@ -243,7 +246,7 @@ def _result(run: dict[str, Any], series: dict[str, Points]) -> str:
     names = ("loss", "eval_loss", "eval_accuracy")
     losses, evals, right = (finite(series.get(key, [])) for key in names)
     text = "No finite loss was recorded" if loss is None else f"Final loss {_show(loss)}"
-    if losses and (loss is None or run.get("status") != "finished"):
+    if losses and (loss is None or run.get("status") != "completed"):
         text = f"Loss {_show(losses[-1][1])} at step {_show(losses[-1][0])}"
     text += f"; evaluation loss {_show(evals[-1][1])}" if evals else ""
     text += f", accuracy {_show(right[-1][1])}" if evals and right else ""

@@ -8,8 +8,9 @@ Where a rank fails elsewhere, as in a forward, `ending_together` ends the others
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,6 +26,10 @@ PATIENCE = 60.0
 """Seconds that a failed rank waits for the others to agree, before it notifies them."""
 LONGEST = timedelta(hours=4)
 """Longest time for one rank to read or write while the others wait."""
+IN_OPERATION = 5.0
+"""The same, for a rank that failed inside an operation, where the others may wait for it."""
+KNOWN = "plugsft_known_to_all"
+"""Attribute of an error that the ranks agreed on."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Gloo's messages for a lost process."""
 
@@ -33,6 +38,11 @@ T = TypeVar("T")
 
 class PeerError(TrainError):
     """Another rank failed; this one ends with that rank's reason."""
+
+
+def is_known_to_all(error: BaseException) -> bool:
+    """Tell whether the other ranks know of this error, and end too."""
+    return isinstance(error, PeerError) or hasattr(error, KNOWN)
 
 
 @functools.cache
@@ -47,44 +57,97 @@ def host_group() -> dist.ProcessGroup | None:
     return group
 
 
+@dataclass(frozen=True)
+class Vote:
+    """What a rank tells the others as it enters an operation."""
+
+    operation: str
+    error: Exception | None = None
+    fatal: bool = True
+    """Whether this rank cannot even save a checkpoint after its error."""
+    stop: str = ""
+    """Why this rank asks to end the run in good order."""
+
+    @property
+    def level(self) -> int:
+        """How bad it is: 0 fine, 1 stop or failed but able to save, 2 failed."""
+        return 2 if self.error and self.fatal else int(bool(self.error or self.stop))
+
+
+@dataclass(frozen=True)
+class Report:
+    """A vote as the other ranks see it."""
+
+    operation: str
+    failure: str | None
+    fatal: bool
+    stop: str
+
+
+def vote(accelerator: Accelerator, ballot: Vote, patience: float = PATIENCE) -> list[Report]:
+    """Exchange votes before an operation; return the ranks' reports unless all are fine.
+
+    One small all-reduce on the host; texts are sent only if a rank failed or asks to stop.
+    """
+    if accelerator.num_processes == 1:
+        return [_report(ballot)] if ballot.level else []
+    late = threading.Timer(patience, failure.publish, [ballot.error])
+    try:
+        if ballot.error is not None:
+            late.start()
+        if _equal(ballot.operation, ballot.level):
+            return []
+        return _gathered(_report(ballot))
+    except Exception as lost:
+        # The others have ended, and this rank's own error says why.
+        raise ballot.error or lost from lost
+    finally:
+        late.cancel()
+
+
+def raise_failures(reports: Sequence[Report], error: Exception | None) -> None:
+    """Raise this rank's own error, another rank's failure, or that the operations differ."""
+    if error is not None:
+        setattr(error, KNOWN, True)
+        raise error
+    for rank, report in enumerate(reports):
+        if report.failure is not None:
+            raise PeerError(f"rank {rank} failed in {report.operation}: {report.failure}")
+    operations = [report.operation for report in reports]
+    if len({*operations}) > 1:
+        raise TrainError(f"the ranks are at different operations: {_groups(operations)}")
+
+
 @contextmanager
-def agreed(accelerator: Accelerator, operation: str) -> Iterator[None]:
+def agreed(accelerator: Accelerator, operation: str, patience: float = PATIENCE) -> Iterator[None]:
     """Run a block without collectives on every rank; if it fails on one, raise on all.
 
     The failed rank raises its own error, all others a PeerError with its number and reason.
     """
-    if accelerator.num_processes == 1:
-        yield
-        return
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    late = threading.Timer(PATIENCE, failure.publish, [error])
-    try:
-        if error is not None:
-            late.start()
-        if _equal(operation, failed=error is not None):
-            return
-        reports = _gathered((operation, None if error is None else reason_of(error)))
-    finally:
-        late.cancel()
-        # Even if the gathering failed because the others have ended.
-        if error is not None:
-            raise error
-    for rank, (_, reason) in enumerate(reports):
-        if reason is not None:
-            raise PeerError(f"rank {rank} failed in {operation}: {reason}")
-    names = [name for name, _ in reports]
-    raise TrainError(f"the ranks are at different operations: {_groups(names)}")
+    raise_failures(vote(accelerator, Vote(operation, error), patience), error)
+
+
+@contextmanager
+def together(accelerator: Accelerator, operation: str) -> Iterator[None]:
+    """Run a block with collectives, which all ranks must enter; if it fails on one, raise on all.
+
+    A rank that comes to another operation, or has failed before, ends all with its reason.
+    """
+    raise_failures(vote(accelerator, Vote(operation)), None)
+    with agreed(accelerator, f"{operation}, inside", IN_OPERATION):
+        yield
 
 
 def ensure_alike(accelerator: Accelerator, facts: Mapping[str, str], cure: str) -> None:
     """Refuse ranks whose facts differ; name the facts."""
     if accelerator.num_processes == 1:
         return
-    if _equal(repr(sorted(facts.items())), failed=False):
+    if _equal(repr(sorted(facts.items()))):
         return
     reports = _gathered(dict(facts))
     names = sorted({name for report in reports for name in report})
@@ -97,7 +160,7 @@ def ensure_alike(accelerator: Accelerator, facts: Mapping[str, str], cure: str) 
 
 def are_alike(accelerator: Accelerator, text: str) -> bool:
     """Tell whether a text is the same on all ranks."""
-    return accelerator.num_processes == 1 or _equal(text, failed=False)
+    return accelerator.num_processes == 1 or _equal(text)
 
 
 def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
@@ -136,12 +199,17 @@ def _is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and lost
 
 
-def _equal(text: str, failed: bool) -> bool:
-    """Tell whether all ranks have the same text and none has failed, in one all-reduce."""
+def _equal(text: str, level: int = 0) -> bool:
+    """Tell whether all ranks have the same text and level 0, in one all-reduce."""
     number = xxhash.xxh3_64_intdigest(text.encode()) >> 2  # fits in 64 bits, negated too
-    largest = torch.tensor([number, -number, int(failed)])
+    largest = torch.tensor([number, -number, level])
     dist.all_reduce(largest, dist.ReduceOp.MAX, host_group())
     return bool(largest[0] == -largest[1]) and not largest[2]
+
+
+def _report(ballot: Vote) -> Report:
+    reason = None if ballot.error is None else reason_of(ballot.error)
+    return Report(ballot.operation, reason, ballot.fatal, ballot.stop)
 
 
 def _gathered(value: Any) -> list[Any]:

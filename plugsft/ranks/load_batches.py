@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from accelerate import Accelerator
@@ -10,7 +11,6 @@ from torch import Tensor
 from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
 from ..hooks import Hooks
 from ..tokens.store import Tokens
-from .agree import agreed
 
 MAX_ROWS = 20
 """Most rows that a message names."""
@@ -64,11 +64,15 @@ class BatchLoader:
         self._rank, self._device = accelerator.process_index, accelerator.device
 
     def load(
-        self, plan_step: Callable[[int], StepPlan], tokens: Tokens, steps: range
+        self,
+        plan_step: Callable[[int], StepPlan],
+        tokens: Tokens,
+        steps: range,
+        agree: Callable[[str], AbstractContextManager[None]],
     ) -> Generator[GlobalBatch, None, None]:
         """Iterate over global batches, in order, with their tensors on the device.
 
-        A batch is yielded once all ranks have made theirs, or all ranks raise.
+        A batch is yielded once all ranks agree that they have made theirs, or all ranks raise.
         """
         batches = iter(
             self._hooks.load_batches(build=self._builder(plan_step, tokens), steps=steps)
@@ -76,7 +80,7 @@ class BatchLoader:
         try:
             while True:
                 started = time.perf_counter()
-                with agreed(self._accelerator, "making batches"):
+                with agree("making batches"):
                     loaded = next(batches, None)
                 if loaded is None:
                     return

@@ -35,6 +35,9 @@ from .contracts import (
 )
 from .discover import BUNDLED, CORE, FoundPlugin, find, is_core, load_class
 
+EVERY = "*"
+"""In @plugin(after=...): every plugin that does not say so too."""
+
 
 class Active:
     """The core's answers and the plugins of one recipe, in order."""
@@ -44,7 +47,8 @@ class Active:
         self.found = found
         self._manager = pluggy.PluginManager("plugsft")
         self._manager.add_hookspecs(Hooks)
-        if os.environ.get("PLUGSFT_TRACE") == "1":
+        self._traced = os.environ.get("PLUGSFT_TRACE") == "1"
+        if self._traced:
             _trace(self._manager)
         # Typed as the specs, so that mypy checks arguments and results of each call.
         self.hooks = cast(Hooks, self._manager.hook)
@@ -68,6 +72,19 @@ class Active:
                 # pluggy cannot wrap a single implementation.
                 object.__setattr__(impl, "function", checked)
         return self
+
+    def notify(self, hook: str, **arguments: Any) -> Iterator[tuple[str, Exception]]:
+        """Call a notice's plugins in the declared order; yield each that fails, with its error."""
+        for impl in self._impls(hook):
+            started = time.perf_counter()
+            try:
+                impl.function(*(arguments[name] for name in impl.argnames))
+            except Exception as error:
+                if not is_core(impl.plugin_name):
+                    _name_plugin(error, impl.plugin_name, hook)
+                yield impl.plugin_name, error
+            if self._traced:
+                _print_call(0, hook, arguments, impl.plugin_name, "None", started)
 
     def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
         """Yield each hook: name, whether a stage, answering plugins, wrappers (outermost last)."""
@@ -137,7 +154,7 @@ class Active:
             called = [places.get(id(frame.f_code)) for frame, _ in walk_tb(error.__traceback__)]
             name, hook = next(filter(None, reversed(called)), (CORE, ""))
             if not is_core(name):
-                error.add_note(f"raised by plugin '{name}', in its hook '{hook}'")
+                _name_plugin(error, name, hook)
             raise
 
     def _impls(self, hook: str) -> list[pluggy.HookImpl]:
@@ -196,11 +213,14 @@ def rebuild(plugins: Mapping[str, dict[str, Any]]) -> Active:
 
 
 def order(plugins: Mapping[str, Any]) -> list[str]:
-    """Sort plugins by `after` and `before`, then by name."""
+    """Sort plugins by `after` and `before`, then by name; after=["*"] comes after all others."""
     sorter = TopologicalSorter[str]()
-    for name, plugin in sorted(plugins.items()):
-        contract = contract_of(plugin)
-        sorter.add(name, *(other for other in contract.after if other in plugins))
+    contracts = {name: contract_of(plugin) for name, plugin in sorted(plugins.items())}
+    for name, contract in contracts.items():
+        after = contract.after
+        if EVERY in after:
+            after = tuple(o for o, c in contracts.items() if not {EVERY, name} & {*c.after})
+        sorter.add(name, *(other for other in after if other in plugins))
         for other in contract.before:
             if other in plugins:
                 sorter.add(other, name)
@@ -317,10 +337,24 @@ def _trace(manager: pluggy.PluginManager) -> None:
         local.started = [*getattr(local, "started", ()), time.perf_counter()]
 
     def after(outcome: pluggy.Result[Any], hook: str, impls: Any, args: Any) -> None:
-        took = (time.perf_counter() - local.started.pop()) * 1e3
+        started = local.started.pop()
         who = ", ".join(impl.plugin_name for impl in reversed(impls))
         result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
-        depth = "  " * len(local.started)
-        print_error(f"trace {depth}{hook}({', '.join(args)}) by {who} -> {result}, {took:.3f} ms")
+        _print_call(len(local.started), hook, args, who, result, started)
 
     manager.add_hookcall_monitoring(before, after)
+
+
+def _print_call(
+    depth: int, hook: str, arguments: Mapping[str, Any], who: str, result: str, started: float
+) -> None:
+    took = (time.perf_counter() - started) * 1e3
+    call = f"{'  ' * depth}{hook}({', '.join(arguments)})"
+    print_error(f"trace {call} by {who} -> {result}, {took:.3f} ms")
+
+
+def _name_plugin(error: Exception, name: str, hook: str) -> None:
+    """Add the plugin and hook that raised it to an error, once."""
+    note = f"raised by plugin '{name}', in its hook '{hook}'"
+    if note not in getattr(error, "__notes__", ()) and f"plugins.{name}" not in str(error):
+        error.add_note(note)

@@ -678,8 +678,8 @@ WEIGH = """
         folder: str
 
         @hookimpl(wrapper=True)
-        def add_columns(self, model, tokens, prelude):
-            make = prelude.frozen
+        def add_columns(self, model, tokens, ranks):
+            make = model.load_frozen
 
             def frozen(*words):
                 model = make(*words)
@@ -689,10 +689,10 @@ WEIGH = """
                     whole += getattr(one, "ds_numel", one.numel())
                     part = getattr(one, "ds_tensor", one)
                     held += getattr(part, "to_local", lambda: part)().numel()
-                Path(self.folder, f"share-{prelude.rank}").write_text(str(held / whole))
+                Path(self.folder, f"share-{ranks.rank}").write_text(str(held / whole))
                 return model
 
-            prelude.frozen = frozen
+            model.load_frozen = frozen
             return (yield)
 """
 

@@ -468,6 +468,7 @@ LOOKS = """
         @hookimpl(wrapper=True)
         def add_columns(self, model):
             tokens = yield
+            model = model.module
             whole = [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
             if hasattr(model, "reshard") and whole:
                 raise PluginError(f"{whole} are whole")

@@ -371,7 +371,7 @@ def test_one_that_fails_is_tried_again_later_and_later(monkeypatch):
     clock, tried = [0.0], []
 
     class Dead:
-        def logged(self, values, step):
+        def log(self, values, step):
             tried.append(clock[0])
             raise OSError("gone")
 

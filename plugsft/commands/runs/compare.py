@@ -116,7 +116,7 @@ def read_run(name: str, folder: Path) -> Run:
         run.notes.append(f"{name}: {path}: {lines} cannot be read; skipped")
     if not run.series:
         run.notes.append(f"{name}: {path}: holds no metrics, so it has no curves")
-    if facts["status"] != "finished":
+    if facts["status"] != "completed":
         why = f" ({' '.join(str(facts['reason']).split())})" if facts.get("reason") else ""
         run.notes.append(f"{name}: {facts['status']}{why}; results are those of its last step")
     return run

@@ -163,7 +163,7 @@ def has_checkpoint(recipe: Recipe) -> bool:
 def finished_without_checkpoints(recipe: Recipe) -> bool:
     """Tell whether the run has finished and its checkpoints are gone."""
     folder = recipe.folder
-    if list_checkpoints(folder / "checkpoints") or read_run(folder).get("status") != "finished":
+    if list_checkpoints(folder / "checkpoints") or read_run(folder).get("status") != "completed":
         return False
     results = describe_results(folder)
     with suppress(OSError, ValueError):

@@ -1,0 +1,96 @@
+"""Generate answers with a model: for `plugsft chat`, and for plugins during a run."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from ..base.errors import PlugsftError
+from ..data.load_tokenizer import pad_id, stop_ids
+from .config import max_context
+
+FREE = 0.25
+"""Share of the context that stays free for the answer."""
+
+Turns = list[dict[str, str]]
+
+
+@dataclass
+class Speaker:
+    """A model that answers."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    temperature: float
+    synced: bool = False
+    """Whether all ranks must call the forward equally often: their model is sharded."""
+
+    def __post_init__(self) -> None:
+        self.stops = stop_ids(self.model, self.tokenizer)
+        self.context = max_context(self.model.config)
+
+    def ask(self, question: str) -> Turns:
+        """Return a chat with one question."""
+        return [{"role": "user", "content": question}]
+
+    def encode(self, chats: Sequence[Turns]) -> Any:
+        """Encode chats with the chat template; without one, their last turns."""
+        templated = bool(self.tokenizer.chat_template)
+        texts = [
+            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            if templated
+            else chat[-1]["content"]
+            for chat in chats
+        ]
+        return self.tokenizer(
+            texts,
+            # A template writes the special tokens.
+            add_special_tokens=not templated,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        )
+
+    def shorten(self, chat: Turns) -> Turns:
+        """Drop the oldest turns of a chat that leaves no room for the answer."""
+        limit = (self.context or sys.maxsize) * (1 - FREE)
+        while len(chat) > 2 and self.encode([chat])["input_ids"].shape[1] > limit:
+            chat = chat[2:]
+        return chat
+
+    def answer(self, chats: Sequence[Turns], streamer: TextStreamer | None = None) -> list[str]:
+        """Answer several chats in one batch."""
+        encoded = self.encode(chats)
+        ids = encoded["input_ids"]
+        room = (self.context or sys.maxsize) - ids.shape[1]
+        if room < 1:
+            raise PlugsftError(
+                f"a question of {ids.shape[1]:,} tokens; the model's context is {self.context:,}"
+            )
+        sampling: dict[str, Any] = {"do_sample": False}
+        if self.temperature:
+            sampling = {"do_sample": True, "temperature": self.temperature}
+        config = GenerationConfig(  # type: ignore[no-untyped-call]  # untyped upstream
+            max_new_tokens=min(self.max_tokens, room),
+            eos_token_id=self.stops or None,
+            pad_token_id=pad_id(self.tokenizer),
+            use_cache=True,
+            **sampling,
+        )
+        generate: Any = self.model.generate
+        generated = generate(
+            input_ids=ids.to(self.model.device),
+            attention_mask=encoded["attention_mask"].to(self.model.device),
+            generation_config=config,
+            streamer=streamer,
+            synced_gpus=self.synced,
+        )
+        return [self._text(row[ids.shape[1] :].tolist()) for row in generated]
+
+    def _text(self, ids: list[int]) -> str:
+        ends = [index for index, token in enumerate(ids) if token in self.stops]
+        text = self.tokenizer.decode(ids[: ends[0]] if ends else ids, skip_special_tokens=True)
+        return str(text).strip()

@@ -1,0 +1,111 @@
+"""Ends a run in good order: on a signal, on a plugin's request, or after a notice that failed."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+from accelerate import Accelerator
+
+from ..base.errors import Stopped
+from .agree import Report, Vote, raise_failures, vote
+from .launcher import launcher_ended
+
+
+class Stopping:
+    """Collects this rank's reasons to end the run, and agrees on them with the other ranks.
+
+    It catches signals and the launcher's end; a later second signal ends the run at once.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    REPEATED = 2.0
+    """Seconds: Ctrl-C comes from the terminal, and a moment later from the launcher too."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """Why all ranks end the run: set once they agreed."""
+        self.can_save = False
+        """Whether every rank can save a checkpoint after the failure that they agreed on."""
+        self._request = ""
+        """Why a plugin on this rank asked to stop."""
+        self._signal, self._received = "", 0.0
+        self._agreed_signal = ""
+        self._error: Exception | None = None
+        self._fatal = False
+        self._handlers: dict[int, Any] = {}
+        """The handlers before this one, restored at the end."""
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to end the run after this step, with checkpoint and model."""
+        self._request = self._request or reason
+
+    def fail(self, error: Exception, fatal: bool) -> None:
+        """Store the error of a notice until the next agreement, where all ranks end.
+
+        If it is fatal, no checkpoint is saved after it.
+        """
+        self._error = self._error or error
+        self._fatal = self._fatal or fatal
+
+    @contextmanager
+    def agreed(self, accelerator: Accelerator, operation: str) -> Iterator[None]:
+        """Run a block without collectives; agree on its errors, earlier ones, and on stopping."""
+        caught: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            caught = raised
+        error = self._error or caught
+        fatal = self._fatal or caught is not None
+        reports = vote(accelerator, Vote(operation, error, fatal, self._own_reason()))
+        if not reports:
+            return
+        failed = [report for report in reports if report.failure is not None]
+        # Ranks that came to different operations could not save together.
+        together = len({report.operation for report in reports}) == 1
+        self.can_save = together and bool(failed) and not any(report.fatal for report in failed)
+        raise_failures(reports, error)
+        self._agree_on_reason(reports)
+
+    def raise_stopped(self, step: int, output: str) -> None:
+        """End the run on all ranks, if a signal asked for it."""
+        if self._agreed_signal:
+            number = getattr(signal, self._agreed_signal, signal.SIGTERM)
+            raise Stopped(
+                f"stopped by {self.reason} after step {step}: saved; "
+                f"resume with --resume ({output})",
+                128 + number,
+            )
+
+    def _own_reason(self) -> str:
+        """Return why this rank asks to stop; signals are marked with a "!"."""
+        if self._signal or launcher_ended():
+            return f"!{self._signal or 'the end of its launcher'}"
+        return self._request
+
+    def _agree_on_reason(self, reports: list[Report]) -> None:
+        """Take the same reason on all ranks: a signal, or the first request."""
+        reasons = [report.stop for report in reports if report.stop]
+        signals = [reason[1:] for reason in reasons if reason.startswith("!")]
+        self.reason = (signals or reasons)[0]
+        self._agreed_signal = signals[0] if signals else ""
+
+    def __enter__(self) -> Self:
+        for number in self.SIGNALS:
+            # Under nohup, SIGHUP stays ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._signal:
+            self._signal, self._received = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._received > self.REPEATED:
+            raise KeyboardInterrupt
