@@ -21,6 +21,7 @@ import typer
 from conftest import ROOT, chats, run_launch, run_plugsft, tiny_tables, write_jsonl, write_recipe
 
 from plugsft import cli
+from plugsft.recipe.tables import Eval, Recipe
 from plugsft.registry.active import load
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
@@ -169,6 +170,28 @@ def parse(words):
     while hasattr(command, "commands"):
         command, rest = command.commands[rest[0]], rest[1:]
     command.make_context("plugsft", rest)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_and_keys_named_in_a_sentence_exist(page):
+    code = "\n".join(re.findall(r"`([^`\n]+)`", BLOCK.sub("", TEXTS[page])))
+    named = re.findall(r"(?:^| )(--[a-z][a-z_-]+)", code, re.MULTILINE)
+    assert {*named} <= {*OF_OTHERS, *options(typer.main.get_command(cli.app))}
+    keys = re.findall(r"^(model|data|train|eval|checkpoint)\.(\w+)", code, re.MULTILINE)
+    for table, key in keys:
+        fields = Recipe.model_fields[table].annotation
+        assert key in getattr(fields, "model_fields", Eval.model_fields), f"{table}.{key}"
+
+
+OF_OTHERS = {"--help", "--full", "--config_file", "--strict"}
+"""Options of typer, tools/test, accelerate and mypy."""
+
+
+def options(command):
+    """Yield the options of a command and of those below it."""
+    for below in getattr(command, "commands", {}).values():
+        yield from options(below)
+    yield from (name for parameter in command.params for name in parameter.opts)
 
 
 # A page's fragment stands in a recipe like this.
