@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, dataclass_transform
 
 import pluggy
@@ -228,6 +228,12 @@ class RunModel(Protocol):
     def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
         """Load a model for inference: the run's own base again, or the one at `path`."""
 
+    def shards(self) -> dict[str, Tensor]:
+        """Return this rank's part of each trained weight, in float32; clone it to keep it."""
+
+    def swapped(self, shards: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Put other weights in place inside the block, and the trained ones back after it."""
+
 
 class Ranks(Protocol):
     """The ranks of a run."""
@@ -367,6 +373,18 @@ class Hooks(Protocol):
     @notice
     def finished(self, run: Run, status: Status) -> None:
         """Hear that the run has ended; only "completed" still has all ranks."""
+
+    @notice
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the plugin keeps in checkpoints, by names of its own choice.
+
+        Plain values and tensors must be the same on all ranks. A `WeightSlice` is this rank's part
+        of a tensor with the shape of a weight, and is resharded.
+        """
+
+    @notice
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, when the run resumes; called before `ready`."""
 
     @notice
     def summary(self) -> str | None:

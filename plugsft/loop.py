@@ -37,6 +37,7 @@ def train(run: OpenRun) -> None:
             log_metrics(run, metrics | step_metrics(run, batch, sums))
             if run.evaluation_due():
                 log_metrics(run, evaluation := evaluate(run))
+                run.checkpoints.compare(run.step, evaluation)
                 run.notify("evaluated", metrics=evaluation)
             if run.checkpoint_due():
                 run.save_checkpoint()

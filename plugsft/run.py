@@ -88,15 +88,7 @@ class OpenRun:
         self.train_state = train_state_of(self.accelerator, self.module, self.optimizer)
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
         self.ranks = RankGroup(self.accelerator, self.hooks)
-        self.model = TrainedModel(
-            self.module,
-            self.accelerator,
-            self.hooks,
-            self.loader,
-            self.load,
-            self.train_state,
-            self.tokenizer,
-        )
+        self.model = TrainedModel(self, self.module, self.loader, self.load, self.train_state)
         add_columns = partial(self.hooks.add_columns, model=self.model, ranks=self.ranks)
         self.tokens = add_columns(tokens=data.tokens)
         self.evaluation_tokens = data.evaluation and add_columns(tokens=data.evaluation)
@@ -206,7 +198,8 @@ class OpenRun:
 
     def checkpoint_due(self) -> bool:
         """Tell whether a checkpoint is written after this step."""
-        return self.step == self.plan.steps or self.checkpoints.due(self.step)
+        due = self.step == self.plan.steps or self.checkpoints.due(self.step)
+        return due or self.checkpoints.is_best(self.step)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the last finished step."""
@@ -216,13 +209,19 @@ class OpenRun:
             self.notify("saved", folder=path, kind="checkpoint", step=self.step)
 
     def save_model(self) -> None:
-        """Write the trained model, with the weights that plugins want saved."""
+        """Write the best or last model, with the weights that plugins want saved."""
+        step, best = self.step, self.checkpoints.best
+        if best is not None:
+            step = self.checkpoints.restore_best(self.step)
+            metric = str(self.recipe.checkpoint.keep_best)
+            self.facts["best"] = {"step": step, metric: best.value}
+            say(f"best: {metric} {best.value:.4g} at step {step}; model/ has its weights")
 
         def work() -> None:
             save_model(self.accelerator, self.train_state, self.tokenizer, self.recipe)
 
         self.hooks.use_weights(run=self, purpose="save", work=work)
-        self.notify("saved", folder=self.output / "model", kind="model", step=self.step)
+        self.notify("saved", folder=self.output / "model", kind="model", step=step)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Reduce gradients over ranks in the last backward of a step, or in each if sharded."""

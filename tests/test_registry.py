@@ -499,6 +499,8 @@ def test_hooks_are_stages_or_notices():
         "evaluated",
         "saved",
         "finished",
+        "state_dict",
+        "load_state_dict",
         "summary",
     }
     assert all(hasattr(Hooks, hook) for hook in stages)

@@ -1,16 +1,17 @@
 """Checkpoints: written atomically, without pickles, and only for their own recipe."""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
-from ..base.atomic import Stamp, damage, discard, publish, stamp, sweep, sync, writing
+from ..base.atomic import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
 from ..base.console import say
-from ..base.errors import CheckpointError, reason_of
+from ..base.errors import CheckpointError, RecipeError, did_you_mean, reason_of
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_state import RESUME_ALIKE
@@ -20,6 +21,13 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.store import Tokens
 from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, read_json
+
+
+class Best(NamedTuple):
+    """The best evaluation so far."""
+
+    step: int
+    value: float
 
 
 class Checkpoints:
@@ -39,11 +47,42 @@ class Checkpoints:
         self._accelerator, self._state = accelerator, state
         self.saved = 0
         """The step of the last checkpoint."""
+        self.best: Best | None = None
+        """The best evaluation, if the recipe keeps it."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after this step."""
         return self._every > 0 and step % self._every == 0
+
+    def compare(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Compare an evaluation with the best one, if the recipe keeps it."""
+        checkpoint = self._recipe.checkpoint
+        if checkpoint.keep_best is None:
+            return
+        if checkpoint.keep_best not in metrics:
+            raise RecipeError(
+                f"checkpoint.keep_best: evaluations have no metric '{checkpoint.keep_best}'"
+                f"{did_you_mean(checkpoint.keep_best, metrics) or ';'} they have: "
+                f"{', '.join(metrics)}"
+            )
+        value = float(metrics[checkpoint.keep_best])
+        sign = 1 if checkpoint.best == "lowest" else -1
+        if math.isfinite(value) and (self.best is None or sign * value < sign * self.best.value):
+            self.best = Best(step, value)
+
+    def is_best(self, step: int) -> bool:
+        """Tell whether the evaluation of this step is the best so far."""
+        return self.best is not None and self.best.step == step
+
+    def restore_best(self, step: int) -> int:
+        """Load the best checkpoint, unless it is this step's; return its step."""
+        assert self.best is not None
+        best = self.best
+        if best.step != step:
+            self.restore([step_folder(self.folder, best.step)])
+            self.saved, self.best = step, best
+        return best.step
 
     def save(self, step: int) -> None:
         """Publish a checkpoint of a finished step, and remove the oldest."""
@@ -62,17 +101,19 @@ class Checkpoints:
             facts = {
                 "format": FORMAT,
                 "step": step,
+                "best": self.best,
                 "data": self._data,
                 "recipe": keys_affecting_results(self._recipe, self._active),
                 "plugins": self._recipe.plugins,
                 "sharding": self._state.sharding(),
             }
             with agreed(accelerator, operation):
-                described, shards = self._state.describe()
+                plugin_states = self._active.state_dicts()
+                described, shards = self._state.describe(plugin_states=plugin_states)
             facts["alike"] = are_alike(accelerator, json.dumps(described))
             with agreed(accelerator, operation), writing(target):
                 if not facts["alike"]:
-                    described, shards = self._state.describe(per_rank=True)
+                    described, shards = self._state.describe(True, plugin_states)
                 written = write_shards(folder, self._state.rank, shards)
                 if not facts["alike"]:
                     name = rank_file(self._state.rank)
@@ -97,7 +138,8 @@ class Checkpoints:
         checkpoints = [
             path for path in list_checkpoints(self.folder) if (parse_step(path) or 0) <= step
         ]
-        for old in checkpoints[: -self._recipe.checkpoint.keep]:
+        old_ones = checkpoints[: -self._recipe.checkpoint.keep]
+        for old in (path for path in old_ones if not self.is_best(parse_step(path) or 0)):
             try:
                 left, reason = discard(old), "its files are in use or not ours"
             except OSError as error:
@@ -125,8 +167,17 @@ class Checkpoints:
                     f"{path / STATE}: is of step {saved['step']}, and the run has "
                     f"{self._steps}; resume from another checkpoint (--resume-from)"
                 )
-            state.restore(reader, *read_description(path, saved, state))
-        self.saved = int(saved["step"])
+            self._active.load_state_dicts(
+                state.restore(reader, *read_description(path, saved, state))
+            )
+        self.saved, self.best = int(saved["step"]), self._best_of(saved)
+
+    def _best_of(self, saved: dict[str, Any]) -> Best | None:
+        """Return the best evaluation that a checkpoint knows, if its checkpoint is there."""
+        if self._recipe.checkpoint.keep_best is None or not saved.get("best"):
+            return None
+        best = Best(*saved["best"])
+        return best if is_published(step_folder(self.folder, best.step)) else None
 
 
 def rank_file(rank: int) -> str:

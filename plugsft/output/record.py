@@ -132,6 +132,8 @@ class Record:
         for plugin in (plugin for plugin in now if plugin not in before):
             say(f"plugin {plugin['name']}: {plugin['summary']}")
         self.run["plugins"] = now
+        if self.run["status"] == "completed" and self.run["reason"]:
+            say(f"stopped after step {self.run['steps']['done']}: {self.run['reason']}")
         if self._rows:
             say(
                 "batches: padding {0:.0%}, {documents:.1f} examples per micro-batch, waited for "

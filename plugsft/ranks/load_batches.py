@@ -60,7 +60,7 @@ class BatchLoader:
     """Loads this rank's micro-batches of each step."""
 
     def __init__(self, hooks: Hooks, accelerator: Accelerator, pad: int) -> None:
-        self._accelerator, self._hooks, self._pad = accelerator, hooks, pad
+        self.accelerator, self.hooks, self._pad = accelerator, hooks, pad
         self._rank, self._device = accelerator.process_index, accelerator.device
 
     def load(
@@ -74,9 +74,7 @@ class BatchLoader:
 
         A batch is yielded once all ranks agree that they have made theirs, or all ranks raise.
         """
-        batches = iter(
-            self._hooks.load_batches(build=self._builder(plan_step, tokens), steps=steps)
-        )
+        batches = iter(self.hooks.load_batches(build=self._builder(plan_step, tokens), steps=steps))
         try:
             while True:
                 started = time.perf_counter()
@@ -115,7 +113,7 @@ class BatchLoader:
         return build
 
     def _collate(self, tokens: Tokens, examples: Ints) -> Batch:
-        return self._hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
+        return self.hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import Module
-from transformers import PreTrainedTokenizerBase
 
 from ..base.types import Ints
-from ..hooks import Hooks
+from ..hooks import Run
 from ..model.generate import Speaker
 from ..model.load import Load
 from ..tokens.store import Tokens
@@ -31,21 +29,13 @@ class TrainedModel:
     """
 
     def __init__(
-        self,
-        module: Module,
-        accelerator: Accelerator,
-        hooks: Hooks,
-        loader: BatchLoader,
-        load: Load,
-        state: TrainState,
-        tokenizer: PreTrainedTokenizerBase,
+        self, run: Run, module: Module, loader: BatchLoader, load: Load, state: TrainState
     ) -> None:
-        self.module = module
-        self.load = load
-        mixed = accelerator.mixed_precision != "no"
+        self.module, self.load = module, load
+        self._run, self._loader, self._state = run, loader, state
+        self._accelerator, self._hooks = loader.accelerator, loader.hooks
+        mixed = self._accelerator.mixed_precision != "no"
         self.exact = load.kwargs["dtype"] == torch.float32 and not mixed
-        self._accelerator, self._hooks, self._loader = accelerator, hooks, loader
-        self._state, self._tokenizer = state, tokenizer
 
     @torch.no_grad()
     def score(self, tokens: Tokens, examples: Ints, module: Module | None = None) -> Tensor:
@@ -64,12 +54,18 @@ class TrainedModel:
         self, prompts: Sequence[str], max_tokens: int = 64, temperature: float = 0.0
     ) -> list[str]:
         """Answer prompts with the chat template, on all ranks alike; temperature 0 is greedy."""
+        plain: Any = self._state.plain
         sharded = is_sharded(self._accelerator)
-        with together(self._accelerator, "generating"):
-            plain: Any = self._state.plain
+
+        def work() -> list[str]:
             with evaluating(plain):
-                speaker = Speaker(plain, self._tokenizer, max_tokens, temperature, sharded)
+                speaker = Speaker(plain, self._run.tokenizer, max_tokens, temperature, sharded)
                 return speaker.answer([speaker.ask(prompt) for prompt in prompts])
+
+        with together(self._accelerator, "generating"):
+            answers: list[str]
+            answers = self._hooks.use_weights(run=self._run, purpose="generate", work=work)
+            return answers
 
     def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
         """Load a frozen model with the run's settings: the run's model again, or another."""
@@ -82,6 +78,21 @@ class TrainedModel:
         with together(self._accelerator, f"loading {path or 'the initial model'}"):
             load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
             return shard_frozen_model(self._accelerator, load, load.build())
+
+    def shards(self) -> dict[str, Tensor]:
+        """Return this rank's part of each trained weight, in float32; clone it to keep it."""
+        return self._state.shards()
+
+    @contextmanager
+    def swapped(self, shards: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put other weights in place inside the block, and the trained ones back after it."""
+        trained = {name: shard.clone() for name, shard in self.shards().items() if name in shards}
+        with together(self._accelerator, "swapping weights"):
+            self._state.set_shards(shards)
+        try:
+            yield
+        finally:
+            self._state.set_shards(trained)
 
 
 @contextmanager

@@ -309,6 +309,11 @@ class Checkpoint(Table):
     and when the run is stopped."""
     keep: Count = 3
     """Number of latest checkpoints to keep."""
+    keep_best: str | None = Field(None, examples=["eval_loss"])
+    """Metric of evaluations, such as eval_loss. The checkpoint with the best value is kept as well,
+    and becomes the final model."""
+    best: Literal["lowest", "highest"] = "lowest"
+    """Which value of `keep_best` is the best."""
 
     def interval(self, steps: int) -> int:
         """Return the steps between checkpoints; 0 means only at the end."""
@@ -317,7 +322,9 @@ class Checkpoint(Table):
     def describe(self, steps: int) -> str:
         """Describe in words when checkpoints are written."""
         every = self.interval(steps)
-        return f"every {every:,} steps, the last {self.keep} kept" if every else "at the end only"
+        text = f"every {every:,} steps, the last {self.keep} kept" if every else "at the end only"
+        best = f", and the one with the {self.best} {self.keep_best}" if self.keep_best else ""
+        return text + best
 
 
 class Recipe(Table):
@@ -342,6 +349,11 @@ class Recipe(Table):
         if self.eval and not self.eval.source and not self.data.source:
             raise ValueError(
                 'eval.source: missing; without data.source, set it: source = "eval.jsonl"'
+            )
+        if self.checkpoint.keep_best and not self.eval:
+            raise ValueError(
+                f"checkpoint.keep_best: '{self.checkpoint.keep_best}' comes from evaluations, and "
+                "there are none; add [eval]"
             )
         if self.data.tokens and self.model.scratch and not self.model.tokenizer:
             raise ValueError(

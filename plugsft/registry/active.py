@@ -3,7 +3,6 @@
 import inspect
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import pluggy
 from pydantic import TypeAdapter, ValidationError
 
 from ..base.checksums import digest, file_digest
-from ..base.console import print_error
+from ..base.console import say
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine
 from ..hooks import Hooks
@@ -34,6 +33,7 @@ from .contracts import (
     refuse_taken_metric_names,
 )
 from .discover import BUNDLED, CORE, FoundPlugin, find, is_core, load_class
+from .trace import print_call, trace_calls
 
 EVERY = "*"
 """In @plugin(after=...): every plugin that does not say so too."""
@@ -49,7 +49,7 @@ class Active:
         self._manager.add_hookspecs(Hooks)
         self._traced = os.environ.get("PLUGSFT_TRACE") == "1"
         if self._traced:
-            _trace(self._manager)
+            trace_calls(self._manager)
         # Typed as the specs, so that mypy checks arguments and results of each call.
         self.hooks = cast(Hooks, self._manager.hook)
 
@@ -84,7 +84,23 @@ class Active:
                     _name_plugin(error, impl.plugin_name, hook)
                 yield impl.plugin_name, error
             if self._traced:
-                _print_call(0, hook, arguments, impl.plugin_name, "None", started)
+                print_call(0, hook, arguments, impl.plugin_name, "None", started)
+
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
+        """Return what each plugin keeps in checkpoints."""
+        impls = self._impls("state_dict")
+        return {impl.plugin_name: cast("dict[str, Any]", impl.function()) for impl in impls}
+
+    def load_state_dicts(self, states: Mapping[str, Any]) -> None:
+        """Give each plugin what it kept in a checkpoint."""
+        impls = {impl.plugin_name: impl.function for impl in self._impls("load_state_dict")}
+        for name, state in states.items():
+            if name in impls:
+                impls[name](state)
+            else:
+                say(f"warning: the checkpoint holds state of plugin '{name}', which is off")
+        for name in impls.keys() - states.keys():
+            say(f"warning: the checkpoint holds no state of plugin '{name}'; it starts without")
 
     def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
         """Yield each hook: name, whether a stage, answering plugins, wrappers (outermost last)."""
@@ -326,31 +342,6 @@ def _conflicts(
         for name in sorted({*columns} - {*COLUMNS}):
             hint = did_you_mean(name, COLUMNS) or ";"
             yield f"data.columns: unknown name '{name}'{hint} known are {', '.join(COLUMNS)}"
-
-
-def _trace(manager: pluggy.PluginManager) -> None:
-    """Print each call of a hook with its time, indented by depth."""
-    # A thread may load batches: each thread has its own depth.
-    local = threading.local()
-
-    def before(*_: object) -> None:
-        local.started = [*getattr(local, "started", ()), time.perf_counter()]
-
-    def after(outcome: pluggy.Result[Any], hook: str, impls: Any, args: Any) -> None:
-        started = local.started.pop()
-        who = ", ".join(impl.plugin_name for impl in reversed(impls))
-        result = "raised" if outcome.excinfo else type(outcome.get_result()).__name__
-        _print_call(len(local.started), hook, args, who, result, started)
-
-    manager.add_hookcall_monitoring(before, after)
-
-
-def _print_call(
-    depth: int, hook: str, arguments: Mapping[str, Any], who: str, result: str, started: float
-) -> None:
-    took = (time.perf_counter() - started) * 1e3
-    call = f"{'  ' * depth}{hook}({', '.join(arguments)})"
-    print_error(f"trace {call} by {who} -> {result}, {took:.3f} ms")
 
 
 def _name_plugin(error: Exception, name: str, hook: str) -> None:

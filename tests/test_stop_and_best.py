@@ -1,0 +1,139 @@
+"""A plugin stops a run in good order; the best checkpoint becomes the model; state is resumed."""
+
+import json
+
+import pytest
+import torch
+from conftest import chats, run_plugsft, start_ranks
+from plugin_packages import activate, install
+from safetensors.torch import load_file
+
+STOPS = """
+    @plugin()
+    class Stops:
+        at: int
+        rank: int = 0
+        steps: int = state(0)
+
+        @hookimpl
+        def stepped(self, run):
+            self.steps += 1
+            if run.step == self.at and run.ranks.rank == self.rank:
+                run.stop("enough was learned")
+
+        @hookimpl
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        @hookimpl
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+        @hookimpl
+        def summary(self):
+            return f"{self.steps} steps seen"
+"""
+TRAIN = {"steps": 6, "batch_size": 8, "learning_rate": 3e-3}
+
+
+@pytest.fixture
+def stops(tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", stops=STOPS), monkeypatch)
+
+
+def record_of(run):
+    return json.loads((run / "run.json").read_text())
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
+def test_a_plugin_on_any_rank_stops_the_run_in_good_order(tiny, tmp_path, stops, ranks, rank):
+    recipe = tiny(
+        rows=chats(24),
+        train=TRAIN,
+        checkpoint={"every": 3},
+        plugins={"stops": {"at": 4, "rank": rank}},
+    )
+    ended = [process.wait() for process in start_ranks(ranks, recipe)]
+    assert [process.returncode for process in ended] == [0] * ranks, ended[0].stderr
+    run = tmp_path / "run"
+    record = record_of(run)
+    assert (record["status"], record["reason"]) == ("completed", "enough was learned")
+    assert record["steps"]["done"] == 4 and (run / "model").is_dir()
+    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == [
+        "step-000003",
+        "step-000004",
+    ]
+    assert "enough was learned" in (run / "report.html").read_text()
+    assert "enough was learned" in ended[0].stdout
+    # It goes on where it stopped, with the plugin's state, and ends like any other run.
+    result = run_plugsft(recipe, "--resume", "plugins.stops.at=0")
+    assert result.returncode == 0, result.stderr
+    assert "6 steps seen" in result.stdout
+    assert record_of(run)["steps"]["done"] == 6 and record_of(run)["reason"] is None
+
+
+BEST = """
+    @plugin()
+    class Told:
+        values: list[float]
+        calls: int = state(0)
+
+        @hookimpl
+        def add_metrics(self):
+            import torch
+            if torch.is_grad_enabled():
+                return {"told": torch.tensor(0.0)}
+            self.calls += 1
+            return {"told": torch.tensor(self.values[self.calls - 1])}
+
+        @hookimpl
+        def state_dict(self):
+            return {"calls": self.calls}
+
+        @hookimpl
+        def load_state_dict(self, state):
+            self.calls = state["calls"]
+"""
+
+
+def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", told=BEST), monkeypatch)
+    recipe = tiny(
+        rows=chats(24),
+        train=TRAIN,
+        eval={"split": "train[:4]", "every": 1},
+        checkpoint={"every": 1, "keep": 1, "keep_best": "eval_told", "best": "highest"},
+        plugins={"told": {"values": [1.0, 3.0, 2.0, 2.5, 0.0, 0.5]}},
+    )
+    run = tmp_path / "run"
+    done = run_plugsft(recipe)
+    assert done.returncode == 0, done.stderr
+    assert "best: eval_told " in done.stdout and " at step 2; model/ has its weights" in done.stdout
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
+        "step-000002",
+        "step-000006",
+    ]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    evaluations = [line for line in lines if "eval_told" in line]
+    best = max(evaluations, key=lambda line: line["eval_told"])
+    assert best["step"] == 2
+    record = record_of(run)
+    assert record["best"] == {"step": 2, "eval_told": best["eval_told"]}
+    exported = tmp_path / "exported"
+    done = run_plugsft("export", run / "checkpoints/step-000002", "--to", exported)
+    assert done.returncode == 0, done.stderr
+    model, expected = (load_file(path / "model.safetensors") for path in (run / "model", exported))
+    assert all(torch.equal(model[name], expected[name]) for name in expected)
+    exported_last = tmp_path / "last"
+    run_plugsft("export", run / "checkpoints/step-000006", "--to", exported_last)
+    last = load_file(exported_last / "model.safetensors")
+    assert any(not torch.equal(model[name], last[name]) for name in expected)
+
+
+def test_a_metric_that_evaluations_lack_is_named(tiny):
+    recipe = tiny(train=TRAIN, eval={"every": 2}, checkpoint={"keep_best": "eval_los"})
+    result = run_plugsft(recipe)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "evaluations have no metric 'eval_los'; did you mean 'eval_loss'?" in result.stderr
+    result = run_plugsft(tiny(checkpoint={"keep_best": "eval_loss"}), "--overwrite")
+    assert result.returncode == 2 and "add [eval]" in result.stderr
