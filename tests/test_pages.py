@@ -1,0 +1,113 @@
+"""The pages agree with each other and with what they show: links, plugins, hooks, figures."""
+
+import json
+import re
+from statistics import median
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT
+from test_docs import README, TEXTS
+
+from plugsft.registry.contracts import SPECS
+from plugsft.registry.discover import find
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+        if target.startswith("http"):
+            continue
+        name, _, heading = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        if heading:
+            assert heading in anchors(path), target
+
+
+def anchors(path):
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_index():
+    index = TEXTS[ROOT / "docs/README.md"]
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_the_readme_has_every_bundled_plugin():
+    table = README.split("\n## Plugins\n")[1].split("\n## ")[0]
+    names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(names) == sorted(
+        plugin.name for plugin in find().values() if plugin.origin == "bundled"
+    )
+
+
+def test_the_readme_is_read_in_five_minutes():
+    assert len(README.splitlines()) <= 150
+
+
+def test_every_hook_is_in_the_picture():
+    picture = ElementTree.parse(ROOT / "docs/road.svg")
+    texts = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert set(SPECS) <= texts
+
+
+def seconds(result, *names):
+    """Return the median of a committed bench's figures."""
+    figures = json.loads((ROOT / "tools/bench/results" / result).read_text())
+    for name in names:
+        figures = figures[name]
+    return median(figures)
+
+
+def dpo_step(name):
+    """Return the median seconds of a step in the committed bench of DPO."""
+    figures = json.loads((ROOT / "tools/bench/results/dpo.json").read_text())
+    return median(figures[name]["step"] for figures in figures["rounds"])
+
+
+def test_measured_figures_are_those_of_the_committed_results():
+    figures = {
+        "prepare 20,000 chats, the same": (
+            seconds("prepare-20k.json", "seconds", "trl"),
+            seconds("prepare-20k.json", "seconds", "plugsft-transformers"),
+        ),
+        "prepare 20,000 chats, `fast": (
+            seconds("prepare-20k.json", "seconds", "trl"),
+            seconds("prepare-20k.json", "seconds", "plugsft-auto"),
+        ),
+        "prepare 200,000 chats": (
+            seconds("prepare-200k.json", "seconds", "trl"),
+            seconds("prepare-200k.json", "seconds", "plugsft-auto"),
+        ),
+        "pack 100,000 documents": (
+            seconds("packing.json", "trl", "seconds", "trl"),
+            seconds("packing.json", "trl", "seconds", "gathered"),
+        ),
+        "build batches": (
+            seconds("collate.json", "seconds", "joined"),
+            seconds("collate.json", "seconds", "plugsft"),
+        ),
+        "a DPO step, with the reference in": (dpo_step("trl"), dpo_step("shared")),
+        "a DPO step": (dpo_step("trl precomputed"), dpo_step("shared+cached")),
+        "time of the loss": (
+            seconds("head.json", "seconds", "trl_trained"),
+            seconds("head.json", "seconds", "fused"),
+        ),
+    }
+    peaks = json.loads((ROOT / "tools/bench/results/head.json").read_text())["peaks"]
+    memory = (peaks["trl_trained"] / 2**30, peaks["fused"] / 2**30)
+    figures |= dict.fromkeys(("memory of the loss", "peak memory of the loss"), memory)
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([\d.]+) \w+ \| ([\d.]+) \w+ \| ([\d.]+) \|",
+        README + TEXTS[ROOT / "docs/benchmarks.md"],
+        re.MULTILINE,
+    )
+    assert len(rows) == 14
+    for task, trl, ours, ratio in rows:
+        wanted = next(value for name, value in figures.items() if task.startswith(name))
+        for figure, value in zip((trl, ours, ratio), (*wanted, wanted[0] / wanted[1]), strict=True):
+            assert f"{value:.{len(figure.partition('.')[2])}f}" == figure, task
