@@ -30,7 +30,7 @@ from .model.schedule import Schedule
 from .output.checkpoint import Checkpoints
 from .output.final_model import ensure_saveable, save_model
 from .output.record import Record, data_facts
-from .ranks.agree import agreed, ending_together, ensure_alike
+from .ranks.agree import agreed, ending_together, ensure_alike, is_known_to_all
 from .ranks.launch import connect, gradient_sync, silence_libraries, strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory_in_loading
@@ -114,6 +114,8 @@ class OpenRun:
     def notify(self, hook: str, **arguments: Any) -> None:
         """Call a notice of all plugins; if one fails, all ranks end at their next agreement."""
         for plugin, error in self.active.notify(hook, run=self, **arguments):
+            if is_known_to_all(error):
+                raise error
             # Where a plugin with state failed, a checkpoint could hold half of its step.
             keeps_state = plugin in self.active.plugins and self.active.implements(
                 plugin, ["state_dict"]

@@ -46,13 +46,12 @@ def is_known_to_all(error: BaseException) -> bool:
 
 
 @functools.cache
-def host_group() -> dist.ProcessGroup | None:
-    """Return a second group with gloo for agreements; None if the default group is gloo.
+def host_group() -> dist.ProcessGroup:
+    """Return a second group for agreements, with gloo even beside gloo.
 
-    Making a group is a collective, so all ranks make it in `connect`.
+    A failed rank can then vote while the others wait in a collective of the model. Making a group
+    is a collective, so all ranks make it in `connect`.
     """
-    if dist.get_backend() == "gloo":
-        return None
     group: dist.ProcessGroup = dist.new_group(timeout=LONGEST, backend="gloo")
     return group
 
@@ -100,7 +99,8 @@ def vote(accelerator: Accelerator, ballot: Vote, patience: float = PATIENCE) -> 
         return _gathered(_report(ballot))
     except Exception as lost:
         # The others have ended, and this rank's own error says why.
-        raise ballot.error or lost from lost
+        raise_failures([], ballot.error)
+        raise lost
     finally:
         late.cancel()
 

@@ -55,7 +55,9 @@ class Failure:
         if self._store is not None:
             with suppress(RuntimeError):
                 text = f"rank {dist.get_rank()} failed: {reason_of(error)}"
-                self._store.compare_set(store_key("failed"), "", text)
+                first = self._store.compare_set(store_key("failed"), "", text).decode()
+                if first == text:
+                    self.stop_listening()  # this rank ends by its own error, with its traceback
                 # This rank may host the store: let the others read it before it ends.
                 time.sleep(2 * PAUSE)
 

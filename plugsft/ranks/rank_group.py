@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hooks import Hooks
 from .agree import PeerError, agreed, from_main, together
-from .failures import reason_of
+from .failures import failure, reason_of
 
 BUILD, CACHED, FAILED = "build", "cached", "failed"
 """Messages of the main process to the other ranks in `artefact`."""
@@ -92,5 +92,6 @@ class RankGroup:
                 build(None)
             except Exception as error:
                 if not self._left_by_all:
+                    failure.publish(error)  # the others still build, or wait for this rank
                     raise
                 own_error = None if isinstance(error, PeerError) else error
