@@ -40,6 +40,14 @@ TOO_SLOW = {
 """Command -> why it is only parsed."""
 SILENT = {"plugsft cache gc --keep-days 30", "plugsft chat runs/my-model"}
 """Commands that print nothing if there is nothing to remove, or nothing on the keyboard."""
+REFUSED = {"plugsft my.toml data.too_long=cut"}
+"""Commands that show a mistake."""
+SHOWN = {
+    command: output
+    for content in TEXTS.values()
+    for command, output in re.findall(r"([^\n]+)\n```\n\n```text\n(.*?)```", content, re.S)
+}
+"""Command -> its output, or part of it, if a page shows that below the command."""
 # But for plain training, which shows that the console script starts.
 PLAIN = re.compile(r"plugsft (?!my\.toml$)[^|>&$*]*")
 
@@ -101,6 +109,10 @@ def test_a_command_of_the_pages(place, command, forked_trials):
         done = plugsft(place, command)
     else:
         done = in_a_shell(place, command)
+    assert SHOWN.get(command, "") in done.stdout + done.stderr
+    if command in REFUSED:
+        assert done.returncode == 2 and not done.stdout
+        return
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() or command in SILENT
     # Nothing stands between our lines, of the launcher's or of anybody's.
@@ -111,16 +123,14 @@ def prepare_for(command, place):
     """Make the runs that a command needs."""
     if "--resume" in command or "--overwrite" in command or " runs/my-model" in command:
         adapters = " plugins.lora.r=4" if "--merge" in command else ""
-        plugsft(place, f"plugsft my.toml{adapters}")
+        assert plugsft(place, f"plugsft my.toml{adapters}").returncode == 0
     if " diff " in command:
-        plugsft(place, "plugsft my.toml output=runs/other")
+        assert plugsft(place, "plugsft my.toml output=runs/other").returncode == 0
 
 
 def plugsft(place, command):
     """Run a command that a shell would only split into words, in a fork."""
-    done = run_plugsft(*shlex.split(command)[1:], cwd=place)
-    assert done.returncode == 0, done.stderr
-    return done
+    return run_plugsft(*shlex.split(command)[1:], cwd=place)
 
 
 def in_folder(words, place):
