@@ -41,6 +41,7 @@ from .base.types import (
     Work,
 )
 from .hooks import Hooks, Ranks, Run, RunModel, Status, hookimpl, plugin, state
+from .recipe.capabilities import Capability, bundled_plugin
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Batch",
     "Build",
     "CacheEntry",
+    "Capability",
     "CheckpointError",
     "Data",
     "DataError",
@@ -85,6 +87,7 @@ __all__ = [
     "WeightSlice",
     "Work",
     "__version__",
+    "bundled_plugin",
     "cache_folder",
     "damage",
     "digest",

@@ -26,6 +26,7 @@ from .model.checks import check_recipe
 from .model.config import check_ids
 from .model.defaults import ModelDefaults
 from .model.load import make_load, make_scratch_model
+from .model.packed_model import packed_model
 from .model.schedule import Schedule
 from .output.checkpoint import Checkpoints
 from .output.final_model import ensure_saveable, save_model
@@ -69,7 +70,8 @@ class OpenRun:
         self.stopping = Stopping()
         self.record = Record(recipe, machine, active)
         self.facts = self.record.run
-        defaults = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()
+        self.packed = packed_model(recipe)
+        defaults = DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults(self.packed)
         self.active = active.attach(*defaults, self.record)
         self.hooks = active.hooks
         check_recipe(recipe, active, machine)
@@ -310,6 +312,9 @@ def describe(run: OpenRun) -> None:
         f"{strategy}" + (f" of {ranks}" if ranks > 1 else "")
     )
     say(f"precision: {record.run['precision']}")
+    if run.packed is not None:
+        record.run["packed_rows"] = run.packed.proof
+        say(f"packed rows: {run.packed.proof}")
     if recipe.model.weights == "bfloat16":
         say(f"warning: {LOSSY}")
     for plugin in record.run["plugins"]:

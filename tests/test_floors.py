@@ -39,16 +39,16 @@ ROOMS = _words("""
 ENTRIES, ARROWS = 20, 91
 EXPORTED = {
     "plugsft": """
-        Batch Build CacheEntry CheckpointError Data DataError DiskError Encoded Folder Hooks
-        Ints LaunchError Layout Layouts LoadedStep LoadedSteps Machine ModelLoad OnDemand Place
-        PluginError PlugsftError Ranks Recipe RecipeError Rendered Row Run RunModel Shard Slice
-        Status StepPlan TokenNll Train TrainError WeightSlice Work __version__ cache_folder damage
+        Batch Build CacheEntry Capability CheckpointError Data DataError DiskError Encoded Folder
+        Hooks Ints LaunchError Layout Layouts LoadedStep LoadedSteps Machine ModelLoad OnDemand
+        Place PluginError PlugsftError Ranks Recipe RecipeError Rendered Row Run RunModel Shard
+        Slice Status StepPlan TokenNll Train TrainError WeightSlice Work __version__
+        bundled_plugin cache_folder damage
         digest hookimpl look once plugin progress reason_of say state
     """,
     "plugsft.kit.model": """
         LogitTransform Positions Shapes attend_per_document decoder_layers documents_of
-        fused_loss model_inputs pack peak_flops prove_on_model prove_on_small_copy
-        refuse_own_attention shapes_of single_document weights_digest
+        fused_loss model_inputs pack peak_flops shapes_of single_document weights_digest
     """,
     "plugsft.kit.tokens": """
         Tokenizer Tokens encode opened render_pairs render_rows tokenizing

@@ -326,7 +326,7 @@ def test_pairs_are_packed_into_twice_the_length_as_a_run_packs_them(tmp_path):
 
 def changed_to_step(recipe):
     """tune refuses to change the capacity of rows that decide what a step is."""
-    plugins = recipe.plugins | {"bfd_packing": {"scope": "step"}}
+    plugins = {**recipe.plugins, "bfd_packing": {"scope": "step"}}
     return recipe.model_copy(update={"plugins": plugins})
 
 

@@ -26,7 +26,7 @@ from transformers import (
     XGLMConfig,
 )
 
-from plugsft import RecipeError
+from plugsft import Capability, RecipeError
 from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
 from plugsft.model.document_probe import (
     OWN_CODE,
@@ -39,6 +39,7 @@ from plugsft.model.document_probe import (
 )
 from plugsft.model.small_copy import NO_LIMIT_REACHED, Longest, build_small_copy, limits
 
+PACKING = Capability("bfd_packing", "capacity", None)
 LONGEST = Longest(10**9, 10**9)
 CONV = ["conv", "full_attention", "conv", "conv"]
 LONGROPE = {
@@ -128,10 +129,10 @@ class Outside:
 
 def test_the_cure_names_the_limit(home):
     with pytest.raises(RecipeError) as refused:
-        prove_on_small_copy(Outside(Llama4TextConfig()), 9000, 9000)
+        prove_on_small_copy(Outside(Llama4TextConfig()), Longest(9000, 9000), PACKING)
     assert "attention_chunk_size = 8,192 and floor_scale = 8,192" in str(refused.value)
-    assert "set capacity below 8,192" in str(refused.value)
-    said = prove_on_small_copy(Outside(MistralConfig()), 9000, 9000)
+    assert "set plugins.bfd_packing.capacity below 8,192" in str(refused.value)
+    said = prove_on_small_copy(Outside(MistralConfig()), Longest(9000, 9000), PACKING)
     assert "proved on a small copy in float32, beyond its sliding_window" in said
     assert "moves no neighbour" in said
 
@@ -145,8 +146,8 @@ def test_a_limit_that_nothing_can_prove_is_refused(home):
     model = AutoModelForCausalLM.from_config(MODELS["llama"])
     model.config = config
     with pytest.raises(RecipeError, match=r"sliding_window = 64 cannot be proved .* below 64"):
-        prove_on_small_copy(model, 64, 64)
-    assert "not proved on a small copy" in prove_on_small_copy(model, 63, 63)
+        prove_on_small_copy(model, Longest(64, 64), PACKING)
+    assert "not proved on a small copy" in prove_on_small_copy(model, Longest(63, 63), PACKING)
 
 
 def test_a_start_pays_once_for_a_configuration(home):
@@ -192,14 +193,14 @@ def test_a_fresh_model_of_small_weights_that_leaks_is_refused(name, dtype):
         LEAKING[name], attn_implementation=ATTENTION, dtype=dtype
     )
     with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
-        prove_on_model(model, dtype == torch.float32)
+        prove_on_model(model, dtype == torch.float32, PACKING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_probe_passes_what_keeps_documents_apart(name, dtype):
     model = make(MODELS[name], dtype=dtype).train()
-    said = prove_on_model(model, dtype == torch.float32)
+    said = prove_on_model(model, dtype == torch.float32, PACKING)
     assert "documents proved apart" in said
     assert "moves no neighbour" in said or name == "llama4", "only experts round"
     assert model.training
@@ -221,7 +222,7 @@ def test_the_probe_stops_attention_that_looks_across(monkeypatch, leak):
     model = make(MODELS["llama"])
     patched(monkeypatch, model, leaky)
     with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
-        prove_on_model(model, True)
+        prove_on_model(model, True, PACKING)
 
 
 @pytest.mark.parametrize("share", [1e-1, 1e-3, 1e-5])
@@ -233,7 +234,7 @@ def test_the_smallest_leak_is_found(monkeypatch, share):
     model = make(MODELS["llama"])
     patched(monkeypatch, model, leaky)
     with pytest.raises(RecipeError, match="moves the logits of others by"):
-        prove_on_model(model, True)
+        prove_on_model(model, True, PACKING)
 
 
 def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
@@ -249,7 +250,7 @@ def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
 
     monkeypatch.setattr(model.model, "embed_tokens", Counted())
     with pytest.raises(RecipeError, match="its positions do not restart"):
-        prove_on_model(model, True)
+        prove_on_model(model, True, PACKING)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
@@ -257,7 +258,7 @@ def test_the_probe_stops_where_it_can_prove_nothing(value):
     model = make(MODELS["llama"])
     model.model.norm.weight.data.fill_(value)
     with pytest.raises(RecipeError, match="nothing can be proved"):
-        prove_on_model(model, True)
+        prove_on_model(model, True, PACKING)
 
 
 @only_full

@@ -196,7 +196,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(place):
         (["--memory=much"], {}, "--memory: given 'much'; write it as 20GiB, 500MB, or in bytes"),
         ([], {"RANK": "0"}, "tune starts ranks by itself: run it with --launch"),
         (["data.source=gone.jsonl"], {}, "data.source: gone.jsonl: no such file or folder"),
-        ([f"{packed}scope=dataset"], {}, f'{packed}scope: with "dataset" a step is batch_size'),
+        ([f"{packed}scope=dataset"], {}, f"{packed}capacity: tune cannot choose it: [plugins.bfd"),
         ([f"{packed}capacity=99"], {}, f"{packed}capacity: 99 is less than the longest example"),
     ]:
         result = run_plugsft("tune", path, *words, cwd=place, env=env)

@@ -12,10 +12,8 @@ from plugsft import (
     Batch,
     Ints,
     Layouts,
-    ModelLoad,
     Recipe,
     RecipeError,
-    RunModel,
     Train,
     hookimpl,
     plugin,
@@ -49,14 +47,8 @@ class BfdPacking:
 
     max_tokens: int = state(0)
     """`capacity`, or its default."""
-    max_document: int = state(0)
-    """Most tokens in a document."""
     break_even: float = state(float(TYPICAL))
     """Length at which attention costs as much as everything else."""
-    probe: str = state("")
-    """Result of the probe on the run's model."""
-    small_probe: str = state("")
-    """Result of the probe on a small copy of the model."""
     cuts: list[Any] = state([])
     """Counts of overlong examples, in the training and the evaluation data."""
     row_summary: str = state("")
@@ -68,19 +60,17 @@ class BfdPacking:
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Set the capacity; refuse settings that packing would ignore."""
-        # A pair of answers has two sequences.
-        longest = recipe.data.max_length * (2 if recipe.has("dpo") else 1)
-        self.max_tokens = self.capacity or longest
-        self.max_document = min(self.max_tokens, recipe.data.max_length)
+        self.max_tokens = recipe.packed_capacity()
         if recipe.train.micro_batch > 1:
             capacity = recipe.train.micro_batch * self.max_tokens
             raise RecipeError(
                 "capacity sets the size of a micro-batch, so train.micro_batch has no effect; "
                 f"remove it; capacity = {capacity} takes about as many tokens at a time"
             )
-        if self.overlong != "error" and recipe.has("dpo"):
+        if self.overlong != "error" and recipe.provides("preference_pairs"):
             raise RecipeError(
-                f'overlong = "{self.overlong}" would cut one answer of a pair: remove it'
+                f'overlong = "{self.overlong}" would cut one answer of a pair; remove it, and '
+                'raise capacity, or lower data.max_length with data.too_long = "truncate"'
             )
         sampled = [source.source for source in recipe.data.all_sources() if source.weight % 1]
         if self.scope == "dataset" and sampled:
@@ -91,28 +81,18 @@ class BfdPacking:
             )
 
     @hookimpl(wrapper=True)
-    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
-        """Compute attention per document, unless the recipe chose a kernel that does."""
-        from plugsft.kit.model import attend_per_document, prove_on_small_copy, refuse_own_attention
-
-        load.kwargs.setdefault("attn_implementation", attend_per_document())
-        with refuse_own_attention():
-            model = yield
-        self.small_probe = prove_on_small_copy(model, self.max_document, self.max_tokens)
+    def optimize_model(self) -> Generator[None, Any, Any]:
+        """Measure the cost of the model's attention."""
+        model = yield
         self.break_even = break_even_length(model)
         return model
 
     @hookimpl(wrapper=True)
-    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
-        """Prove that documents do not attend to each other; cut overlong examples."""
-        from plugsft.kit.model import prove_on_model
-
+    def add_columns(self) -> Generator[None, Tokens, Tokens]:
+        """Cut overlong examples."""
         from .overlong import cut_overlong
 
         tokens = yield
-        self.probe = (
-            self.probe or f"{prove_on_model(model.module, model.exact)}, {self.small_probe}"
-        )
         fitting, cuts = cut_overlong(tokens, self.max_tokens, self.overlong)
         self.cuts.append(cuts)
         return fitting
@@ -147,7 +127,7 @@ class BfdPacking:
 
     @hookimpl
     def summary(self) -> str:
-        """Describe the packing, and the result of the probes."""
+        """Describe the packing."""
         from .overlong import describe_cuts
 
         unit = "step" if self.scope == "step" else "data set"
@@ -156,7 +136,7 @@ class BfdPacking:
             fill = self.tokens / self.micro_batches / self.max_tokens
             lines.append(f"{fill:.0%} full on average")
         cuts = describe_cuts(self.cuts, self.overlong)
-        return "; ".join(filter(None, [*lines, self.row_summary, cuts, self.probe]))
+        return "; ".join(filter(None, [*lines, self.row_summary, cuts]))
 
     def cost(self, lengths: Ints) -> Any:
         """Return the cost of documents, as a number of tokens without attention."""

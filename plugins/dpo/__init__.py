@@ -64,7 +64,7 @@ class Dpo:
     """Compute the prompt of a pair once, for both answers; for packed rows."""
 
     precomputed: bool = state(False)
-    """Whether [plugins.dpo_reference] adds the reference's log-probabilities before step 1."""
+    """Whether a plugin adds the reference's log-probabilities before step 1."""
     scorer: Any = state()
     """Names the reference, and computes its log-probabilities in each step."""
     sharing: str = state("")
@@ -80,7 +80,7 @@ class Dpo:
     def check(self, recipe: Recipe) -> None:
         """Refuse options that would have no effect."""
         ensure_options_work(self, recipe)
-        self.precomputed = recipe.has("dpo_reference")
+        self.precomputed = recipe.provides("stored_reference") is not None
 
     @hookimpl
     def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:

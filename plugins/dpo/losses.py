@@ -86,5 +86,5 @@ def ensure_initial_loss(plugin: Dpo, losses: Tensor) -> None:
             f"plugins.dpo: the first loss is {actual:.6g}, but should be {expected:.6g}, since "
             "model and reference are the same before step 1. Most likely the model is random (a "
             "dropout or a router of its own code), or the stored log-probabilities are of other "
-            "weights or another kernel (remove the folder that plugins.dpo_reference names)"
+            "weights or another kernel (remove the folder that the plugin that stores them names)"
         )

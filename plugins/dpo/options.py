@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plugsft import Recipe, RecipeError
+from plugsft import Recipe, RecipeError, bundled_plugin
 
 if TYPE_CHECKING:
     from . import Dpo
@@ -20,14 +20,9 @@ def ensure_options_work(plugin: Dpo, recipe: Recipe) -> None:
         raise RecipeError(
             'data.train_on = "all" would score prompts, but DPO scores answers only; remove it'
         )
-    packing = recipe.plugins.get("bfd_packing", {})
-    if packing.get("overlong", "error") != "error":
-        raise RecipeError(
-            "DPO compares whole answers, so bfd_packing must not cut them; remove its overlong, "
-            'and raise its capacity, or lower data.max_length with data.too_long = "truncate"'
-        )
-    if plugin.share_prompt:
-        _ensure_prompts_can_be_shared(recipe)
+    if plugin.share_prompt and not recipe.provides("packed_rows"):
+        packing = bundled_plugin("packed_rows")
+        raise RecipeError(f"share_prompt is for packed rows; add [plugins.{packing}]")
 
 
 def _ensure_reference_exists(reference: str) -> None:
@@ -35,14 +30,3 @@ def _ensure_reference_exists(reference: str) -> None:
     is_path = reference and (reference[0] in "./" or reference.count("/") > 1)
     if is_path and not Path(reference).exists():
         raise RecipeError(f"reference: {reference}: no such folder")
-
-
-def _ensure_prompts_can_be_shared(recipe: Recipe) -> None:
-    if not recipe.has("bfd_packing"):
-        raise RecipeError("share_prompt is for packed rows; add [plugins.bfd_packing]")
-    kernel = recipe.plugins.get("flash_attention", {}).get("kernel")
-    if kernel in ("fa2", "fa3"):
-        raise RecipeError(
-            f"share_prompt: the kernel {kernel} of [plugins.flash_attention] does not support it; "
-            'set kernel = "torch" or "sdpa"'
-        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from plugsft import Ranks, Recipe, RecipeError, RunModel, hookimpl, plugin, state
+from plugsft import Ranks, Recipe, RunModel, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from plugsft.kit.tokens import Tokens
@@ -46,17 +46,11 @@ class DpoReference:
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Read the reference and the size of micro-batches from the recipe."""
-        self.reference = recipe.plugins["dpo"].get("reference") or ""
-        self.packed = recipe.has("bfd_packing")
-        packing = recipe.plugins.get("bfd_packing", {})
-        longest_pair = 2 * recipe.data.max_length
-        row = packing.get("capacity") or longest_pair
-        default = row if self.packed else recipe.train.micro_batch * longest_pair
-        self.max_tokens = self.capacity or default
-        if packing.get("scope") == "dataset" and self.max_tokens > row:
-            raise RecipeError(
-                f'capacity: rows have {row:,} tokens with scope = "dataset"; lower it to {row}'
-            )
+        reference = recipe.provides("reference_model")
+        self.reference = (reference and reference.value) or ""
+        self.packed = recipe.provides("packed_rows") is not None
+        row = recipe.packed_capacity() * (1 if self.packed else recipe.train.micro_batch)
+        self.max_tokens = self.capacity or row
         self.epochs = recipe.train.epochs
 
     @hookimpl(wrapper=True)

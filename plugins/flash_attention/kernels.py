@@ -19,7 +19,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from plugsft import ModelLoad, Recipe
+from plugsft import ModelLoad, Recipe, bundled_plugin
 from plugsft.kit.model import attend_per_document
 
 from . import Conditions
@@ -57,9 +57,9 @@ def conditions_of(recipe: Recipe) -> Conditions:
     return Conditions(
         gpu=None if recipe.device == "cpu" else lowest_capability(),
         half=mixed or recipe.model.dtype != "float32",
-        packed=recipe.has("bfd_packing"),
+        packed=recipe.provides("packed_rows") is not None,
         built=torch.backends.cuda.is_flash_attention_available(),
-        shared=recipe.plugins.get("dpo", {}).get("share_prompt", False),
+        shared=recipe.provides("shared_prompts") is not None,
     )
 
 
@@ -89,7 +89,7 @@ def find_obstacle(kernel: str, conditions: Conditions) -> Obstacle | None:
     if kernel == "torch":
         return find_obstacle_in_torch(conditions)
     if conditions.shared:
-        return Obstacle("cannot share a prompt (plugins.dpo)", 'set kernel = "torch" or "sdpa"')
+        return Obstacle("cannot share the prompt of a pair", 'set kernel = "torch" or "sdpa"')
     return find_obstacle_in_package(*PACKAGES[kernel])
 
 
@@ -100,7 +100,7 @@ def find_obstacle_in_torch(conditions: Conditions) -> Obstacle | None:
     if not conditions.built:
         return Obstacle("this torch was built without it", 'set kernel = "sdpa"')
     if not conditions.packed:
-        cure = 'add [plugins.bfd_packing], or set kernel = "sdpa"'
+        cure = f'add [plugins.{bundled_plugin("packed_rows")}], or set kernel = "sdpa"'
         return Obstacle("takes packed rows only", cure)
     return None
 

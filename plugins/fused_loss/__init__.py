@@ -52,13 +52,14 @@ class FusedLoss:
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Choose the kernel; refuse one that cannot run, and options without effect."""
-        self.packed = recipe.has("bfd_packing")
-        if self.kernel == "liger" and recipe.has("dpo"):
+        self.packed = recipe.provides("packed_rows") is not None
+        pairs = recipe.provides("preference_pairs")
+        if self.kernel == "liger" and pairs:
             raise RecipeError(
-                'kernel = "liger" gives all positions the same weight, but [plugins.dpo] weighs '
+                f'kernel = "liger" gives all positions the same weight, but {pairs.table} weighs '
                 'each answer; set kernel = "auto"'
             )
-        if self.kernel == "liger" and recipe.has("lora"):
+        if self.kernel == "liger" and recipe.provides("adapters"):
             raise RecipeError(
                 'kernel = "liger" is for full fine-tuning: it slows LoRA down; set kernel = "auto"'
             )

@@ -110,14 +110,14 @@ def attend(
     if s_aux is not None:
         raise RecipeError(
             "this model's attention has sinks, which attention per document cannot compute; "
-            "remove [plugins.bfd_packing]"
+            "remove the plugin that packs rows"
         )
     # transformers makes no mask for this attention: any mask comes from the model's own code.
     for name, argument in {"attention_mask": attention_mask, **others}.items():
         if isinstance(argument, Tensor) and name not in IGNORABLE:
             raise RecipeError(
                 f"this model's attention is given '{name}', which attention per document cannot "
-                "apply; remove [plugins.bfd_packing]"
+                "apply; remove the plugin that packs rows"
             )
     if documents is None:
         documents = single_document(query, key)

@@ -53,6 +53,7 @@ class Plan:
                 f"{empty:,} of {len(tokens.lengths):,} examples have no trained token, so a step "
                 "of them has no loss. The plugin that cuts or masks examples must leave them out"
             )
+        self._row_limit = recipe.micro_batch_size() if recipe.provides("packed_rows") else None
         self._epochs: dict[int, Layouts] = {}
         self.per_epoch = len(self._epoch(0))
         if not self.per_epoch:
@@ -76,6 +77,7 @@ class Plan:
         epoch, number = divmod(step - 1, self.per_epoch)
         self.tokens.ensure_unchanged()
         layout = self._epoch(epoch)[number]
+        self._ensure_rows_fit(layout)
         rank_examples = [np.concatenate(micro_batches) for micro_batches in layout]
         rank_tokens = [int(self.tokens.lengths[examples].sum()) for examples in rank_examples]
         examples = np.concatenate(rank_examples)
@@ -88,6 +90,18 @@ class Plan:
             tokens=sum(rank_tokens),
             imbalance=max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
         )
+
+    def _ensure_rows_fit(self, layout: Layout) -> None:
+        """Refuse packed rows longer than their option says: the model is proved up to it only."""
+        if self._row_limit is None:
+            return
+        key, limit = self._row_limit
+        sizes = [int(self.tokens.lengths[examples].sum()) for rank in layout for examples in rank]
+        if max(sizes) > limit:
+            raise DataError(
+                f"{key}: 'plan_batches' put {max(sizes):,} tokens into a packed row, more than "
+                f"{limit:,}; raise it, or lower data.max_length"
+            )
 
     def facts(self) -> dict[str, str]:
         """Describe the number of steps and the layout of the first, to compare ranks."""

@@ -2,7 +2,6 @@
 
 from ..batches.labels import model_inputs
 from ..batches.packed_rows import attend_per_document, documents_of, pack, single_document
-from ..model.document_probe import prove_on_model, prove_on_small_copy, refuse_own_attention
 from ..model.flops import Shapes, peak_flops, shapes_of
 from ..model.for_plugins import decoder_layers, weights_digest
 from ..model.fused_head import LogitTransform, Positions, fused_loss
@@ -18,9 +17,6 @@ __all__ = [
     "model_inputs",
     "pack",
     "peak_flops",
-    "prove_on_model",
-    "prove_on_small_copy",
-    "refuse_own_attention",
     "shapes_of",
     "single_document",
     "weights_digest",

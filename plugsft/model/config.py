@@ -54,7 +54,7 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
     """Refuse positions that depend on a micro-batch's longest row (longrope, as in Phi-3.5)."""
     text = config.get_text_config()
     rope: Any = getattr(text, "rope_parameters", None) or {}
-    pairs = recipe.has("dpo")  # two rows in each forward pass
+    pairs = recipe.provides("preference_pairs")  # two rows in each forward pass
     if rope.get("rope_type") != "longrope" or (recipe.train.micro_batch == 1 and not pairs):
         return
     short = rope.get("original_max_position_embeddings") or getattr(

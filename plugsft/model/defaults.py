@@ -12,23 +12,29 @@ from torch.optim import AdamW, Optimizer
 
 from ..base.types import Batch, Ints, TokenNll
 from ..batches.labels import IGNORED, buffer, make_labels, model_inputs
-from ..hooks import hookimpl
+from ..hooks import RunModel, hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
 from .load import Load
+from .packed_model import PackedModel
 
 
 class ModelDefaults:
     """The unchanged model, token cross-entropy, AdamW."""
 
-    @hookimpl
-    def optimize_model(self, load: Load) -> Module:
-        """Load the model unchanged."""
-        return load.build()
+    def __init__(self, packed: PackedModel | None = None) -> None:
+        self._packed = packed
 
     @hookimpl
-    def add_columns(self, tokens: Tokens) -> Tokens:
-        """Add no columns."""
+    def optimize_model(self, load: Load) -> Module:
+        """Load the model unchanged, for packed rows if a plugin packs them."""
+        return self._packed.load(load) if self._packed else load.build()
+
+    @hookimpl
+    def add_columns(self, model: RunModel, tokens: Tokens) -> Tokens:
+        """Add no columns; prove that the model computes packed documents apart."""
+        if self._packed:
+            self._packed.prove(model.module, model.exact)
         return tokens
 
     @hookimpl

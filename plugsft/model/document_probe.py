@@ -24,6 +24,7 @@ from ..base.checksums import cache_folder, digest
 from ..base.errors import DiskError, PlugsftError, RecipeError
 from ..base.types import Ints
 from ..batches.packed_rows import ATTENTION, attend_per_document, documents_of
+from ..recipe.capabilities import Capability, bundled_plugin
 from .small_copy import NO_LIMIT_REACHED, Longest, build_small_copy, limits
 
 VERSION = 2
@@ -45,7 +46,6 @@ measured rounding is allowed."""
 GAINS = (1.5, 0.5)
 """Weight scales of the small copy; the second is for families that amplify rounding too much."""
 REFUSED = "this model cannot be trained on packed rows"
-UNPACK = "remove [plugins.bfd_packing]; [plugins.length_group] lowers the padding of separate rows"
 OWN_CODE = "it computes attention in its own code, which ignores document boundaries"
 
 
@@ -55,8 +55,14 @@ def unwrap(model: Any) -> Any:
     return getattr(plain, "get_base_model", lambda: plain)()
 
 
+def unpack(packing: Capability) -> str:
+    """Return the cure: to train on separate rows."""
+    sort = f"[plugins.{bundled_plugin('sorted_lengths')}]"
+    return f"remove {packing.table}; {sort} lowers the padding of separate rows"
+
+
 @contextmanager
-def refuse_own_attention() -> Iterator[None]:
+def refuse_own_attention(packing: Capability) -> Iterator[None]:
     """Refuse a model that does not support attention per document."""
     try:
         yield
@@ -64,22 +70,22 @@ def refuse_own_attention() -> Iterator[None]:
         # Such a model looks up the name in its own table of attention functions.
         if repr(error.__cause__) != repr(KeyError(ATTENTION)):
             raise
-        raise RecipeError(f"{REFUSED}: {OWN_CODE}; {UNPACK}") from error
+        raise RecipeError(f"{REFUSED}: {OWN_CODE}; {unpack(packing)}") from error
 
 
-def prove_on_small_copy(model: Any, document: int, row: int) -> str:
+def prove_on_small_copy(model: Any, longest: Longest, packing: Capability) -> str:
     """Prove on a small copy that packed documents are separate; return the result in words.
 
-    `document` and `row` are the longest in tokens; larger attention limits do not matter.
+    Attention limits above the longest document and row do not matter.
     """
-    causal, longest = unwrap(model), Longest(document, row)
+    causal, row, cure = unwrap(model), longest.row, unpack(packing)
     reached = limits(causal.config, longest)
     facts = cached_probe(causal, longest)
     if facts["unbuilt"] and reached:
         raise RecipeError(
             f"{REFUSED} of {row:,} tokens: {_named(reached)} cannot be proved to count per "
             f"document, because no small copy of the model can be built ({facts['unbuilt']}); "
-            f"set capacity below {min(reached.values()):,}, or {UNPACK}"
+            f"set {packing.key} below {min(reached.values()):,}, or {cure}"
         )
     if facts["unbuilt"]:
         return f"not proved on a small copy, which cannot be built ({facts['unbuilt']})"
@@ -87,10 +93,10 @@ def prove_on_small_copy(model: Any, document: int, row: int) -> str:
     if problem and reached and not find_problem(cached_probe(causal, NO_LIMIT_REACHED)):
         raise RecipeError(
             f"{REFUSED} of {row:,} tokens: {_named(reached)} does not count per "
-            f"document ({problem}); set capacity below {min(reached.values()):,}, or {UNPACK}"
+            f"document ({problem}); set {packing.key} below {min(reached.values()):,}, or {cure}"
         )
     if problem:
-        raise RecipeError(f"{REFUSED}: {problem}; {UNPACK}")
+        raise RecipeError(f"{REFUSED}: {problem}; {cure}")
     beyond = f", beyond its {' and '.join(sorted(reached))}" if reached else ""
     return f"proved on a small copy in float32{beyond} (a change moves {_moves(facts['leak'])})"
 
@@ -205,12 +211,13 @@ def is_routed(model: Module) -> bool:
 
 
 @torch.no_grad()
-def prove_on_model(model: Module, exact: bool) -> str:
+def prove_on_model(model: Module, exact: bool, packing: Capability) -> str:
     """Prove on the run's model that packed documents are separate; return the result in words.
 
     All ranks call it together. `exact`: the model computes in float32.
     """
     training, device = model.training, next(model.parameters()).device
+    cure = unpack(packing)
     vocabulary = unwrap(model).config.get_text_config().vocab_size
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, vocabulary, length) for length in SHORT]
@@ -221,14 +228,14 @@ def prove_on_model(model: Module, exact: bool) -> str:
         alone = (_logits(model, texts[-1:], device) - packed[-SHORT[-1] :]).abs()
     # The model's own code refuses packed rows by any of these; PLUGSFT_DEBUG=1 shows its traceback.
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise RecipeError(f"{REFUSED}: its code fails on them ({error}); {UNPACK}") from error
+        raise RecipeError(f"{REFUSED}: its code fails on them ({error}); {cure}") from error
     finally:
         model.train(training)
     own_change = float(change[: SHORT[0]].max())
     if not own_change > 0:
         raise RecipeError(
             f"{REFUSED}: its logits do not depend on its tokens, or are NaN, so nothing can be "
-            f"proved; {UNPACK}"
+            f"proved; {cure}"
         )
     leak, difference = (float(part.max()) / own_change for part in (change[SHORT[0] :], alone))
     # Some kernels are not deterministic in the last bits.
@@ -237,13 +244,13 @@ def prove_on_model(model: Module, exact: bool) -> str:
         raise RecipeError(
             f"{REFUSED}: changing one document moves the logits of others by {leak:.1e} of its "
             "own change. Its layers carry a state from token to token (linear attention, a state "
-            f"space, a convolution), or its attention ignores document boundaries; {UNPACK}"
+            f"space, a convolution), or its attention ignores document boundaries; {cure}"
         )
     if not difference <= ALONE[exact]:
         raise RecipeError(
             f"{REFUSED}: a document's logits after others differ from those alone (by "
             f"{difference:.1e} of the effect of other tokens): its positions do not restart; "
-            f"{UNPACK}"
+            f"{cure}"
         )
     return f"documents proved apart (a change moves {_moves(leak)})"
 

@@ -61,7 +61,7 @@ def _describe_micro_batch(batch: GlobalBatch, index: int) -> str:
 
 
 def _cures(recipe: Recipe) -> str:
-    size = "plugins.bfd_packing.capacity" if recipe.has("bfd_packing") else "train.micro_batch"
+    size, _ = recipe.micro_batch_size()
     cures = [f"a smaller {size}", f"a smaller data.max_length (now {recipe.data.max_length:,})"]
     cures += [f"[plugins.{name}] ({how})" for name, how in SAVERS.items() if not recipe.has(name)]
     cures.append(SHARD)

@@ -369,8 +369,16 @@ class Recipe(Table):
 
     def packed_capacity(self) -> int:
         """Return the most tokens of a packed micro-batch."""
-        longest = self.data.max_length * (1 + self.has("dpo"))
-        return int(self.plugins["bfd_packing"].get("capacity") or longest)
+        packing = self.provides("packed_rows")
+        sequences = 2 if self.provides("preference_pairs") else 1
+        return int((packing and packing.value) or sequences * self.data.max_length)
+
+    def micro_batch_size(self) -> tuple[str, int]:
+        """Return the key that sets the size of a micro-batch, and its value."""
+        packing = self.provides("packed_rows")
+        if packing is None:
+            return "train.micro_batch", self.train.micro_batch
+        return packing.key, self.packed_capacity()
 
     def provides(self, capability: str) -> Capability | None:
         """Return the capability if an active plugin provides it."""

@@ -20,10 +20,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft import DataError, RecipeError, look, testing
+from plugsft import Capability, DataError, RecipeError, look, testing
 from plugsft.base.types import Shard
 from plugsft.batches.plan import InOrder
 from plugsft.model.load import Load
+from plugsft.model.packed_model import PackedModel
+from plugsft.model.small_copy import Longest
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.bfd_packing.attention_cost import break_even_length
 from plugsft.plugins.bfd_packing.best_fit import best_fit
@@ -174,7 +176,7 @@ def test_a_packed_run_learns_what_a_padded_one_learns(runs, tmp_path):
     record = json.loads((tmp_path / "packed/run.json").read_text())
     [plugin] = record["plugins"]
     assert "each step packed into micro-batches of at most 96 tokens" in plugin["summary"]
-    assert "documents proved apart" in plugin["summary"]
+    assert record["packed_rows"].startswith("documents proved apart (a change moves no neighbour)")
     assert record["feeding"]["fill"] == 1
 
 
@@ -264,16 +266,9 @@ def test_a_model_with_attention_of_its_own_is_refused_in_the_users_words(tmp_pat
     shared = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2}
     model = AutoModelForCausalLM.from_config(kind(vocab_size=97, **(sizes or shared)))
     model.save_pretrained(tmp_path)
-    plugin = BfdPacking()
-    plugin.max_tokens = plugin.max_document = 64
-    load = Load(str(tmp_path))
-    wrapper = plugin.optimize_model(load)
-    next(wrapper)
+    packed = PackedModel(Capability("bfd_packing", "capacity", 64), Longest(64, 64))
     with pytest.raises(RecipeError) as refused:
-        try:
-            wrapper.send(load.build())
-        except RecipeError as error:
-            wrapper.throw(error)
+        packed.load(Load(str(tmp_path)))
     assert "computes attention in its own code, which ignores" in str(refused.value)
     assert "[plugins.length_group] lowers the padding" in str(refused.value)
     assert "plugsft_documents" not in str(refused.value)

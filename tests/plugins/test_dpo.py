@@ -742,18 +742,10 @@ REFUSED = [
     (
         {},
         {"plugins": {"bfd_packing": {"overlong": "truncate"}}},
-        "DPO compares whole answers, so bfd_packing must not cut them; remove its overlong",
+        'plugins.bfd_packing: overlong = "truncate" would cut one answer of a pair; remove it',
     ),
-    ({}, {"plugins": {"bfd_packing": {"overlong": "split"}}}, "bfd_packing must not cut them"),
+    ({}, {"plugins": {"bfd_packing": {"overlong": "split"}}}, "would cut one answer of a pair"),
     ({"share_prompt": True}, {}, "share_prompt is for packed rows; add [plugins.bfd_packing]"),
-    *(
-        (
-            {"share_prompt": True},
-            {"plugins": {"bfd_packing": {}, "flash_attention": {"kernel": kernel}}},
-            f"share_prompt: the kernel {kernel} of [plugins.flash_attention] does not support it",
-        )
-        for kernel in ("fa2", "fa3")
-    ),
     (
         {},
         {"plugins": {"fused_loss": {"kernel": "liger"}}},

@@ -52,8 +52,8 @@ FLASH = ["fa3", "fa2", "torch"]
 NARROW = LlamaConfig(hidden_size=48, num_attention_heads=4)
 
 
-def conditions(gpu=HOPPER, half=True, packed=True, built=True):
-    return Conditions(gpu, half, packed, built)
+def conditions(gpu=HOPPER, half=True, packed=True, built=True, shared=False):
+    return Conditions(gpu, half, packed, built, shared)
 
 
 def install(folder, monkeypatch, kernel, version, code=""):
@@ -84,6 +84,8 @@ def install(folder, monkeypatch, kernel, version, code=""):
         ("torch", conditions(built=False), "this torch was built without it"),
         ("fa3", conditions(), "flash-attn-3 is not installed"),
         ("fa2", conditions(packed=False), "flash-attn is not installed"),
+        ("fa2", conditions(shared=True), "cannot share the prompt of a pair"),
+        ("fa3", conditions(shared=True), "cannot share the prompt of a pair"),
     ],
 )
 def test_what_cannot_run_here_is_refused_with_the_cure(kernel, place, reason):
@@ -283,7 +285,7 @@ def test_a_shared_prompt_reaches_torchs_kernel(monkeypatch):
 def test_packages_that_cannot_share_a_prompt_are_passed_over():
     shared = Conditions((9, 0), True, True, True, shared=True)
     for kernel in ("fa3", "fa2"):
-        assert find_obstacle(kernel, shared)[0] == "cannot share a prompt (plugins.dpo)"
+        assert find_obstacle(kernel, shared)[0] == "cannot share the prompt of a pair"
     assert find_obstacle("torch", shared) is None
 
 

@@ -21,10 +21,11 @@ def describe_batches(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[s
         f"about {tokens / len(steps):,.0f} tokens a step, in {per_rank:,.1f} micro-batches a rank"
     )
     text += f"; {tokens / len(micro_batches):,.0f} tokens in a micro-batch"
-    if packing := recipe.plugins.get("bfd_packing"):
-        no_padding = ", no padding" if packing["scope"] == "step" else ""
-        return f"{text}{no_padding}", warn_of_few_steps(recipe, layouts, len(lengths))
-    if recipe.has("dpo"):  # only the sum of a pair's lengths is known here
+    if recipe.provides("packed_rows"):
+        key, capacity = recipe.micro_batch_size()
+        text += f", at most {capacity:,} ({key})"
+        return text, warn_of_few_steps(recipe, layouts, len(lengths))
+    if recipe.provides("preference_pairs"):  # only the sum of a pair's lengths is known here
         return text, []
     padding = 1 - tokens / sum(len(batch) * int(batch.max()) for batch in micro_batches)
     warnings = []

@@ -14,6 +14,7 @@ from ...data.load_tokenizer import load_tokenizer
 from ...model.config import load_config
 from ...model.defaults import ModelDefaults
 from ...model.load import scratch_config
+from ...model.packed_model import packed_model
 from ...recipe.tables import Recipe
 from ...registry import active as registry
 from ...tokens.store import Tokens
@@ -90,7 +91,8 @@ class Forecaster:
         tables = with_changes(self.tables, changes)
         recipe, _ = registry.resolve(tables)
         _, active = registry.resolve(tables, [name for name in LEFT_OUT if recipe.has(name)])
-        active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults())
+        core = ModelDefaults(packed_model(recipe))
+        active.attach(DataDefaults(recipe.folder), BatchDefaults(), core)
         registry.check(active, recipe, replace(look(), world_size=ranks), HOOKS)
         workload = workload_of(recipe, active, self.epoch, ranks)
         key = repr(sorted(changes.items()))
@@ -183,9 +185,7 @@ def _smaller_micro_batch(
     forecaster: Forecaster, recipe: Recipe, cluster: Cluster
 ) -> dict[str, Any]:
     """Return the change to the largest smaller micro-batch that fits, or to the smallest."""
-    packing = recipe.plugins.get("bfd_packing")
-    key = "plugins.bfd_packing.capacity" if packing is not None else "train.micro_batch"
-    size = recipe.packed_capacity() if packing is not None else recipe.train.micro_batch
+    key, size = recipe.micro_batch_size()
     changes: dict[str, Any] = {}
     while size > 1:
         size //= 2
@@ -222,7 +222,7 @@ def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
             why = "ran out of memory" if trial.out_of_memory else f"failed: {trial.error}"
             raise PlugsftError(
                 f"--probe: a step of {size} examples {why}; leave --probe out, or lower "
-                "train.micro_batch, or plugins.bfd_packing.capacity, for it"
+                f"{recipe.micro_batch_size()[0]} for it"
             )
         tokens = Tokens(Path(runner.tables["data"]["tokens"]))
         prepared, _ = registry.resolve(runner.tables)

@@ -82,41 +82,36 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
         first += shard.examples
     numbers = np.concatenate(examples)
     order = shuffle([(len(numbers), 1.0)], recipe.train.seed, 0)
-    return Epoch(_fit(recipe, tokens), numbers, order, len(work.tokenizer), False)
+    return Epoch(_share_prompts(recipe, tokens), numbers, order, len(work.tokenizer), False)
 
 
 def epoch_of(recipe: Recipe, tokens: Tokens, vocabulary: int) -> Epoch:
     """Return the first epoch of prepared tokens."""
     counts = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
     order = shuffle(counts, recipe.train.seed, 0)
-    return Epoch(_fit(recipe, tokens), np.arange(len(tokens)), order, vocabulary, True)
+    return Epoch(_share_prompts(recipe, tokens), np.arange(len(tokens)), order, vocabulary, True)
 
 
-def _fit(recipe: Recipe, tokens: Tokens) -> Tokens:
-    """Share prompts and cut long examples, as plugins do before the first step."""
-    if recipe.plugins.get("dpo", {}).get("share_prompt"):
-        return tokens.share_prompts()
-    packing = recipe.plugins.get("bfd_packing", {})
-    size = packing.get("capacity") or int(tokens.lengths.max())
-    if packing.get("overlong", "error") == "error" or not (tokens.lengths > size).any():
-        return tokens
-    numbers = np.arange(len(tokens))
-    return tokens.cut(numbers, 0 * numbers, np.minimum(tokens.lengths, size))
+def _share_prompts(recipe: Recipe, tokens: Tokens) -> Tokens:
+    """Share prompts, as plugins do before the first step."""
+    return tokens.share_prompts() if recipe.provides("shared_prompts") else tokens
 
 
 def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:
     """Lay out steps of an epoch; find the largest micro-batch."""
-    lengths = epoch.tokens.lengths[epoch.examples]
     layouts = active.hooks.plan_batches(
-        order=epoch.order, lengths=lengths, ranks=ranks, train=recipe.train
+        order=epoch.order,
+        lengths=epoch.tokens.lengths[epoch.examples],
+        ranks=ranks,
+        train=recipe.train,
     )
-    packed = recipe.has("bfd_packing")
-    full_rows = recipe.plugins.get("bfd_packing", {}).get("scope") == "dataset"
-    row_size = recipe.packed_capacity() if full_rows else 0
+    packed = recipe.provides("packed_rows") is not None
+    all_tokens = _cut(recipe, epoch.tokens) if packed else epoch.tokens
+    lengths = all_tokens.lengths[epoch.examples]
     count = max(2, min(STEPS, RANK_STEPS // ranks))
     steps = np.unique(np.linspace(0, len(layouts) - 1, count).astype(np.int64)).tolist()
     busy, micro_batches, tokens = np.zeros(ranks, np.bool_), 0, 0
-    largest, size = np.zeros(0, np.int64), (0, 0)
+    sized: list[tuple[tuple[int, int], Ints]] = []
     for step in steps:
         for rank, parts in enumerate(layouts[step]):
             micro_batches = max(micro_batches, len(parts))
@@ -124,16 +119,37 @@ def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Wor
                 documents = lengths[part]
                 busy[rank] |= len(documents) > 0
                 tokens += int(documents.sum())
-                part_size = _size(documents, packed, row_size)
-                if part_size > size:
-                    size, largest = part_size, part
-    batch = active.hooks.collate(tokens=epoch.tokens, examples=epoch.examples[largest], pad=0)
+                sized.append((_size(documents, packed), epoch.examples[part]))
+    batch = _largest(active, all_tokens, sized)
     return Workload(batch, micro_batches, tokens / len(steps), ranks - int(busy.sum()))
 
 
-def _size(lengths: Ints, packed: bool, row_size: int) -> tuple[int, int]:
+def _cut(recipe: Recipe, tokens: Tokens) -> Tokens:
+    """Cut examples that a packed row cannot hold, as its plugin does before the first step."""
+    size = recipe.packed_capacity()
+    if not (tokens.lengths > size).any():
+        return tokens
+    numbers = np.arange(len(tokens))
+    return tokens.cut(numbers, 0 * numbers, np.minimum(tokens.lengths, size))
+
+
+def _size(lengths: Ints, packed: bool) -> tuple[int, int]:
     """Return a micro-batch's tokens with padding, and the pairs that attention compares."""
     if packed:
-        return max(row_size, int(lengths.sum())), int((lengths**2).sum())
+        return int(lengths.sum()), int((lengths**2).sum())
     longest = int(lengths.max(initial=0))
     return len(lengths) * longest, len(lengths) * longest**2
+
+
+def _largest(active: Active, tokens: Tokens, sized: list[tuple[tuple[int, int], Ints]]) -> Batch:
+    """Return the largest micro-batch: the one with most tokens, then most attention.
+
+    A plugin may pad all rows to one length, so the batches are compared.
+    """
+    most_attention = max(sized, key=lambda part: part[0][::-1])
+    most_tokens = max(sized, key=lambda part: part[0])
+    batches = [
+        active.hooks.collate(tokens=tokens, examples=part, pad=0)
+        for _, part in (most_attention, most_tokens)
+    ]
+    return max(batches, key=lambda batch: batch["input_ids"].numel())

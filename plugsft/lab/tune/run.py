@@ -22,13 +22,12 @@ from ..bench.timing import machine_facts, machine_line
 from ..trials.runner import Trial, TrialRunner, trials
 from .edit_recipe import ensure_free, write_edited
 from .search import NEAR_BEST, Probe, Search, Setting
-from .sizes import capacities, choose_steps, lengths_of, micro_batches, with_own
+from .sizes import capacities, choose_steps, keeps_steps, lengths_of, micro_batches, with_own
 
 WARMUP = 2
 """Steps before those that are measured; memory peaks in them."""
 MARGIN = 0.05
 """Share of the memory that stays free, as other steps of the run may need more."""
-PACKED, PADDED = "plugins.bfd_packing.capacity", "train.micro_batch"
 CHECKPOINTING = "plugins.gradient_checkpointing"
 
 
@@ -94,17 +93,13 @@ class Tuning:
 
     def __init__(self, recipe: Recipe, limit: int, steps: int) -> None:
         self._recipe, self._limit, self._steps = recipe, limit, steps
-        packing = recipe.plugins.get("bfd_packing")
-        size, self.key = recipe.train.micro_batch, PADDED
-        if packing is not None:
-            self.key = PACKED
-            size = recipe.packed_capacity()
-            if packing["scope"] == "dataset":
-                raise RecipeError(
-                    'plugins.bfd_packing.scope: with "dataset" a step is batch_size rows of '
-                    'capacity tokens, so another capacity would affect results; set "step", '
-                    "or choose the capacity by hand"
-                )
+        self.key, size = recipe.micro_batch_size()
+        self._packing = recipe.provides("packed_rows")
+        if self._packing and not keeps_steps(recipe):
+            raise RecipeError(
+                f"{self.key}: tune cannot choose it: {self._packing.table} fills rows with "
+                "examples of other steps, so another value would affect results; choose it by hand"
+            )
         self.own = Setting(size, recipe.has("gradient_checkpointing"))
         self._search = Search([size], self.own, lambda setting: Probe(setting, 0.0))
         self._last = Trial(Path(), 0.0)
@@ -135,7 +130,7 @@ class Tuning:
         self._limit = limit or min(totals, default=look().memory // ranks)
         share = -(-self._recipe.train.batch_size // ranks)
         sizes = micro_batches(share)
-        if self.key == PACKED:
+        if self._packing:
             largest_step = -(-int(lengths[steps].sum(1).max()) // ranks)
             sizes = capacities(int(lengths.max()), largest_step)
         sizes = with_own(sizes, self.own.size)
@@ -153,9 +148,9 @@ class Tuning:
         self._search.run()
 
     def _ensure_whole(self, longest: int) -> None:
-        if self.key == PACKED and longest > self.own.size:
+        if self._packing and longest > self.own.size:
             raise RecipeError(
-                f"{PACKED}: {self.own.size:,} is less than the longest example "
+                f"{self.key}: {self.own.size:,} is less than the longest example "
                 f"({longest:,} tokens), and a larger one would affect results; set {longest} or "
                 "more"
             )

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...base.machine import look
 from ...base.types import Ints
+from ...batches.defaults import BatchDefaults
 from ...batches.plan import shuffle
+from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
+from ...registry import active as registry
 from ...tokens.store import Tokens
 
 MIN_RATIO = 1.25
@@ -18,8 +22,19 @@ CAPACITY_RATIO = math.sqrt(2)
 
 def lengths_of(recipe: Recipe, tokens: Tokens) -> Ints:
     """Return the tokens of each example in a batch."""
-    shares = recipe.plugins.get("dpo", {}).get("share_prompt", False)
-    return (tokens.share_prompts() if shares else tokens).lengths
+    return (tokens.share_prompts() if recipe.provides("shared_prompts") else tokens).lengths
+
+
+def keeps_steps(recipe: Recipe) -> bool:
+    """Tell whether a step has `batch_size` examples of the epoch's order, however it is packed."""
+    _, active = registry.resolve(anchored(recipe))
+    active.attach(BatchDefaults())
+    registry.check(active, recipe, look(), ["plan_batches"])
+    size = recipe.train.batch_size
+    order, lengths = np.arange(2 * size), np.full(2 * size, 2)
+    layouts = active.hooks.plan_batches(order=order, lengths=lengths, ranks=1, train=recipe.train)
+    examples = np.concatenate([batch for rank in layouts[0] for batch in rank])
+    return np.array_equal(np.sort(examples), order[:size])
 
 
 def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> Ints:

@@ -1,0 +1,145 @@
+"""A stranger's packer is proved, checked, tuned and planned like the bundled one."""
+
+import json
+import re
+import tomllib
+
+import pytest
+from conftest import chats, read_metrics, run_plugsft
+from plugin_packages import activate, install
+from test_packing_proof import FRESH
+from transformers import AutoModelForCausalLM, MambaConfig
+
+ROWS = """
+@plugin(provides={"packed_rows": "most"})
+class Rows:
+    "Fill packed rows in the order of the examples."
+
+    most: int = 96
+    refuse_longer: bool = True
+    whole_epoch: bool = False
+
+    @hookimpl(wrapper=True)
+    def plan_batches(self, order, lengths, ranks, train):
+        layouts = yield
+        if not self.whole_epoch:
+            return [self.deal(self.fill(step, lengths), ranks) for step in layouts]
+        rows, size = self.fill([[order]], lengths), train.batch_size
+        return [self.deal(rows[n : n + size], ranks) for n in range(0, len(rows), size)]
+
+    def fill(self, layout, lengths):
+        rows, space = [], 0
+        for example in (number for rank in layout for part in rank for number in part):
+            if self.refuse_longer and lengths[example] > self.most:
+                raise RecipeError(f"plugins.rows.most: an example has {lengths[example]} tokens")
+            if lengths[example] > space:
+                rows.append([])
+                space = self.most
+            rows[-1].append(example)
+            space -= lengths[example]
+        return rows
+
+    def deal(self, rows, ranks):
+        import numpy as np
+
+        parts = [np.array(row, np.int64) for row in rows + [[]] * (-len(rows) % ranks)]
+        return [parts[rank::ranks] for rank in range(ranks)]
+
+    @hookimpl
+    def collate(self, tokens, examples):
+        from plugsft.kit.model import pack
+
+        return pack(tokens, examples)
+"""
+
+
+@pytest.fixture
+def recipe(tiny, tmp_path, monkeypatch):
+    """Return a recipe whose rows a stranger's plugin packs."""
+    activate(install(tmp_path / "site", rows=ROWS), monkeypatch)
+    train = {"batch_size": 8, "micro_batch": 1, "steps": 6}
+    return tiny(rows=chats(21), train=train, plugins={"rows": {}})
+
+
+def curve(run):
+    return [line[name] for name in ("loss", "grad_norm") for line in read_metrics(run)]
+
+
+def test_it_learns_what_padded_rows_teach_and_its_documents_are_proved_apart(recipe, tmp_path):
+    packed = run_plugsft(recipe)
+    assert packed.returncode == 0, packed.stderr
+    padded = run_plugsft(recipe, "--without=rows", f"output={tmp_path / 'padded'}")
+    assert padded.returncode == 0, padded.stderr
+    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "padded"), rel=1e-5)
+    assert all(line["documents"] > 1.5 for line in read_metrics(tmp_path / "run"))
+    proof = json.loads((tmp_path / "run/run.json").read_text())["packed_rows"]
+    assert proof.startswith("documents proved apart") and "on a small copy in float32" in proof
+    assert f"packed rows: {proof}\n" in packed.stdout and "packed rows" not in padded.stdout
+    # The recipe that the run left is packed too.
+    again = run_plugsft(tmp_path / "run/recipe.toml", f"output={tmp_path / 'again'}")
+    assert "packed rows: documents proved apart" in again.stdout
+    assert curve(tmp_path / "again") == curve(tmp_path / "run")
+
+
+def test_a_model_that_leaks_is_refused_with_its_name(recipe, tmp_path):
+    run_plugsft(recipe, "train.steps=1", f"output={tmp_path / 'first'}", "--without=rows")
+    tokenizer = tmp_path / "first/model"
+    sizes = json.loads((tokenizer / "config.json").read_text())
+    config = MambaConfig(**FRESH | {"vocab_size": sizes["vocab_size"]}, num_hidden_layers=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
+    model = f'{{path = "{tmp_path / "mamba"}", tokenizer = "{tokenizer}"}}'
+    result = run_plugsft(recipe, f"model={model}")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "this model cannot be trained on packed rows: changing one document" in result.stderr
+    assert "remove [plugins.rows]" in result.stderr and "bfd_packing" not in result.stderr
+
+
+@pytest.mark.parametrize("refuses", ["true", "false"])
+def test_a_row_is_never_longer_than_its_option_says(recipe, refuses):
+    words = ("plugins.rows.most=40", f"plugins.rows.refuse_longer={refuses}")
+    result = run_plugsft(recipe, *words)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    by_core = (
+        "plugins.rows.most: 'plan_batches' put 63 tokens into a packed row, more than 40; raise"
+    )
+    message = "plugins.rows.most: an example has" if refuses == "true" else by_core
+    assert message in result.stderr
+
+
+def test_it_is_checked(recipe):
+    result = run_plugsft("check", recipe, "plugins.flash_attention={}")
+    assert result.returncode == 0, result.stderr
+    assert "in a micro-batch, at most 96 (plugins.rows.most)" in result.stdout
+    assert "batches are planned by rows" in result.stdout
+
+
+def test_its_option_is_tuned(recipe, forked_trials):
+    result = run_plugsft("tune", recipe, "--steps=2", "train.batch_size=3")
+    assert result.returncode == 0, result.stderr
+    assert "plugins.rows.most = 96 (yours)" in result.stdout
+    sizes = {
+        int(size) for size in re.findall(r"probe \d+: plugins\.rows\.most = (\d+)", result.stdout)
+    }
+    assert len(sizes) > 1
+    target = recipe.with_suffix(".tuned.toml")
+    if "nothing is written" not in result.stdout:
+        most = tomllib.loads(target.read_text())["plugins"]["rows"]["most"]
+        assert most in sizes and f"chosen: plugins.rows.most = {most}" in result.stdout
+
+
+def test_rows_that_other_steps_fill_are_not_tuned(recipe):
+    result = run_plugsft("tune", recipe, "plugins.rows.whole_epoch=true")
+    assert result.returncode == 2 and "probe" not in result.stdout
+    assert result.stderr.startswith(
+        "error: plugins.rows.most: tune cannot choose it: [plugins.rows] fills rows with examples"
+    )
+
+
+def test_its_rows_are_planned(recipe):
+    words = ("plugins.rows.most=192", "--gpu=A100", "--memory=1501MB")
+    result = run_plugsft("plan", recipe, *words)
+    assert result.returncode == 0, result.stderr
+    [row] = re.findall(r"the largest 1 x (\d+)", result.stdout)
+    assert 96 < int(row) <= 192
+    assert re.search(r"^  plugins\.rows\.most = 96", result.stdout, re.MULTILINE)
+    assert "bfd_packing" not in result.stdout and "train.micro_batch" not in result.stdout
