@@ -99,11 +99,9 @@ def test_a_row_is_never_longer_than_its_option_says(recipe, refuses):
     words = ("plugins.rows.most=40", f"plugins.rows.refuse_longer={refuses}")
     result = run_plugsft(recipe, *words)
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    by_core = (
-        "plugins.rows.most: 'plan_batches' put 63 tokens into a packed row, more than 40; raise"
-    )
-    message = "plugins.rows.most: an example has" if refuses == "true" else by_core
-    assert message in result.stderr
+    by_core = r"'plan_batches' put \d+ tokens into a packed row, more than 40; raise it"
+    message = "an example has" if refuses == "true" else by_core
+    assert re.match(f"error: plugins.rows.most: {message}", result.stderr)
 
 
 def test_it_is_checked(recipe):
