@@ -45,6 +45,14 @@ def test_the_readme_has_every_bundled_plugin():
     )
 
 
+def test_the_map_of_the_code_names_every_room():
+    code = README.split("\n## The code\n")[1]
+    entries = {path.name for path in (ROOT / "plugsft").iterdir() if path.name[0] not in "_."}
+    entries -= {"py.typed", "plugins"}
+    rooms = {name if "." in name else f"{name}/" for name in entries}
+    assert {*re.findall(r"(?<!\S)[a-z]+(?:/|\.py)(?!\S)", code)} >= rooms
+
+
 def test_the_readme_is_read_in_five_minutes():
     assert len(README.splitlines()) <= 150
 
