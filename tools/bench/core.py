@@ -1,11 +1,13 @@
-"""Measure start-up times, and the hook calls of a step relative to a training step.
+"""Measure start-up times, and the cost of hooks, notices and agreement relative to a step.
 
     .venv/bin/python tools/bench/core.py
 
-Prints medians with their spread. Targets: import 150 ms, --help 600 ms, hooks 0.5 % of a step.
+Prints medians with their spread. Targets: import 150 ms, --help 600 ms, hooks 0.5 % of a step;
+notices and agreement 0.5 % of the quickstart's step in one process, 1 % on two.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -13,27 +15,66 @@ import tempfile
 import time
 from pathlib import Path
 
-from plugsft.hooks import hookimpl
-from plugsft.registry.active import Active
+from plugsft import loop, run
+from plugsft.base.machine import look
+from plugsft.hooks import hookimpl, plugin
+from plugsft.registry.active import Active, load
+from plugsft.registry.discover import FoundPlugin
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = 15
+ROUNDS, STEPS = 15, 40
+CALLS = 500
+"""Notices, and agreements, whose mean is one measurement."""
 
 
 class EmptyHooks:
     """Hook implementations that do nothing, to measure the calls alone."""
 
     @hookimpl
-    def step(self, model, batch, total, score):
+    def step(self, model, batch, denominator, token_nll):
         return 0
 
     @hookimpl
     def collate(self, tokens, examples, pad):
         return 0
 
+
+@plugin()
+class Listener:
+    """Hears what a step tells, and measures before step 1 what hearing and agreeing cost."""
+
+    folder: str
+
     @hookimpl
-    def logged(self, step, metrics):
-        return None
+    def stepped(self, run):
+        pass
+
+    @hookimpl
+    def logged(self, run, step, metrics):
+        pass
+
+    @hookimpl
+    def evaluated(self, run, metrics):
+        pass
+
+    @hookimpl
+    def ready(self, run):
+        costs = {"notices": [], "agreement": []}
+        for _ in range(5):
+            with run.agreed("measuring"):
+                pass
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                # Like "stepped" and "logged", but the record does not listen.
+                run.notify("evaluated", metrics={})
+                run.notify("evaluated", metrics={})
+            middle = time.perf_counter()
+            for _ in range(CALLS):
+                with run.agreed("measuring"):
+                    pass
+            costs["notices"].append((middle - started) / CALLS)
+            costs["agreement"].append((time.perf_counter() - middle) / CALLS)
+        Path(self.folder, f"costs-{run.ranks.rank}.json").write_text(json.dumps(costs))
 
 
 def format_spread(times):
@@ -67,13 +108,11 @@ def time_hook_calls(calls=20_000):
         for _ in range(calls):
             hook.collate(tokens=0, examples=0, pad=0)
             hook.step(model=0, batch=0, denominator=0, token_nll=0)
-            hook.logged(step=0, metrics=0)
 
     def plain():
         for _ in range(calls):
             implementation.collate(0, 0, 0)
             implementation.step(0, 0, 0, 0)
-            implementation.log(0, 0)
 
     costs = []
     for _ in range(5):
@@ -86,22 +125,52 @@ def time_hook_calls(calls=20_000):
     return costs
 
 
-def measure_step_seconds():
+def train_with_listener(folder):
+    """Train the quickstart on this rank, with a plugin that hears every notice."""
+    words = [f"output={folder}/run", f"train.steps={STEPS}"]
+    recipe, active = load(ROOT / "recipes/quickstart.toml", words)
+    active.plugins["listener"] = Listener(folder=folder)
+    found = FoundPlugin("listener", "bundled", __name__, Path(__file__))
+    active.found = {**active.found, "listener": found}
+    loop.train(run.open(recipe, active, look()))
+
+
+def measure_quickstart(ranks):
+    """Return the seconds of a step, and those of its notices and of an agreement."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["-m", "plugsft", "recipes/quickstart.toml", f"output={folder}/run"]
-        subprocess.run(
-            [sys.executable, *words, "train.steps=40"], check=True, cwd=ROOT, capture_output=True
-        )
-        return json.loads(Path(folder, "run/run.json").read_text())["throughput"][
-            "step_seconds_median"
-        ]
+        words = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+        words = [sys.executable, "-m", *words, folder]
+        # Several ranks share the cores: each computes with one thread.
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(words, check=True, cwd=ROOT, capture_output=True, env=env)
+        costs = json.loads(Path(folder, "costs-0.json").read_text())
+        record = json.loads(Path(folder, "run/run.json").read_text())
+        return record["throughput"]["step_seconds_median"], costs
+
+
+def main():
+    time_start_up()
+    costs = time_hook_calls()
+    for ranks in (1, 2):
+        step, measured = measure_quickstart(ranks)
+        print(f"a step of the quickstart on {ranks} rank{'s' * (ranks > 1)}: {step * 1e3:.1f} ms")
+        print_share("hooks", costs, step)
+        print_share("notices", measured["notices"], step)
+        print_share("agreement", measured["agreement"], step)
+        both = [sum(pair) for pair in zip(*measured.values(), strict=True)]
+        print_share("notices and agreement", both, step)
+
+
+def print_share(name, costs, step):
+    median, low, high = statistics.median(costs), min(costs), max(costs)
+    print(
+        f"  {name}: {median * 1e6:.1f} us a step ({low * 1e6:.1f} to {high * 1e6:.1f}), "
+        f"{median / step:.2%} of it"
+    )
 
 
 if __name__ == "__main__":
-    time_start_up()
-    costs, step = time_hook_calls(), measure_step_seconds()
-    median = statistics.median(costs)
-    print(
-        f"hooks: {median * 1e6:.1f} us a step ({min(costs) * 1e6:.1f} to {max(costs) * 1e6:.1f}), "
-        f"a quickstart step takes {step * 1e3:.0f} ms: {median / step:.4%} of it"
-    )
+    if len(sys.argv) > 1:
+        train_with_listener(sys.argv[1])
+    else:
+        main()
