@@ -1,0 +1,70 @@
+"""Evaluate and save an exponential moving average of the weights: affects results."""
+
+from collections.abc import Generator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from plugsft import Run, WeightSlice, hookimpl, plugin, state
+
+
+@plugin(affects_results=["decay", "warmup"])
+class Ema:
+    """Evaluate and save an exponential moving average of the weights: affects results.
+
+    Training itself is unchanged. The average is evaluated, generates, and becomes `model/`;
+    checkpoints hold it beside the trained weights. It takes 4 bytes a trained weight, sharded like
+    the model. Evaluations set the trained weights aside, in the place of the gradients.
+    """
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Share of the old average that stays at each step."""
+    warmup: bool = True
+    """Lower the decay at first, to (1 + n) / (10 + n) at step n, to forget the initial weights."""
+
+    average: dict[str, Any] = state({})
+    """This rank's part of each averaged weight, in float32."""
+    steps: int = state(0)
+    """The number of steps in the average."""
+
+    @hookimpl
+    def ready(self, run: Run) -> None:
+        """Start from the current weights, unless a checkpoint held an average."""
+        if not self.average:
+            self.average = {name: part.clone() for name, part in run.model.shards().items()}
+
+    @hookimpl
+    def stepped(self, run: Run) -> None:
+        """Move the average towards the new weights."""
+        self.steps += 1
+        early = (1 + self.steps) / (10 + self.steps)
+        decay = min(self.decay, early) if self.warmup else self.decay
+        for name, part in run.model.shards().items():
+            self.average[name].lerp_(part, 1 - decay)
+
+    @hookimpl(wrapper=True)
+    def use_weights(self, run: Run) -> Generator[None, Any, Any]:
+        """Evaluate, generate and save with the average in place of the trained weights."""
+        with run.model.swapped(self.average):
+            result = yield
+        return result
+
+    @hookimpl
+    def state_dict(self) -> dict[str, Any]:
+        """Keep the average in checkpoints; it is resharded like the weights."""
+        average = {name: WeightSlice(name, part) for name, part in self.average.items()}
+        return {"average": average, "steps": self.steps}
+
+    @hookimpl
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the average of a checkpoint."""
+        self.average = {name: part.values for name, part in state["average"].items()}
+        self.steps = state["steps"]
+
+    @hookimpl
+    def summary(self) -> str | None:
+        """Report the size of the average."""
+        if not self.average:
+            return None
+        gib = sum(part.nbytes for part in self.average.values()) / 2**30
+        return f"model/ is an average over {self.steps} steps; {gib:.2f} GiB on each rank"

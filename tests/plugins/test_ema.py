@@ -1,0 +1,200 @@
+"""ema: the model is the average of the weights, and training does not notice."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import chats, read_metrics, run_launch, run_plugsft, tiny_tables, write_recipe
+from plugin_packages import activate, install
+from safetensors.torch import load_file
+from test_launch import config
+
+from plugsft.model.tensor_shards import TensorShard
+from plugsft.output.final_model import name_in_file
+from plugsft.ranks.shard_files import ShardReader
+
+DECAY, STEPS = 0.3, 6  # the warm-up's decay is below 0.3 at steps 1 and 2 only
+TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": STEPS, "learning_rate": 3e-3}
+TABLES = {
+    "train": TRAIN,
+    "eval": {"split": "train[:5]", "every": 2},
+    "checkpoint": {"every": 1, "keep": STEPS},
+}
+EMA = {"ema": {"decay": DECAY}}
+LOOKS = """
+    @plugin(before=["ema"])
+    class Looks:
+        @hookimpl
+        def evaluated(self, run):
+            run.model.generate(["a lazy dog"], max_tokens=2)
+
+        @hookimpl(wrapper=True)
+        def use_weights(self, run, purpose):
+            from safetensors.torch import save_file
+            save_file(run.model.shards(), run.output / f"{purpose}-{run.step}.safetensors")
+            return (yield)
+"""
+
+
+def train(folder, *words, name="recipe", **tables):
+    """Train a tiny recipe with these tables; return the run's folder."""
+    recipe = write_recipe(folder / f"{name}.toml", tiny_tables(folder, chats(24)) | tables)
+    result = run_plugsft(recipe, f"output={folder / name}", *words)
+    assert result.returncode == 0, result.stderr
+    return folder / name
+
+
+def checkpoint(run, step):
+    return run / f"checkpoints/step-{step:06d}"
+
+
+def read(folder, kind="model"):
+    """Read the tensors of a kind from a checkpoint, of any number of ranks."""
+    tensors = {}
+    with ShardReader(folder) as reader:
+        for name in reader.names_of(kind):
+            shape = reader.shape_of(f"{kind}/{name}")
+            values = torch.empty(math.prod(shape))
+            reader.fill(f"{kind}/{name}", TensorShard(values, 0, shape))
+            tensors[name] = values.view(shape)
+    return tensors
+
+
+def read_average(folder):
+    return read(folder, "plugins/ema/average")
+
+
+def initial_weights(run):
+    [folder] = (run / "scratch").glob("model-*")
+    return load_file(folder / "model.safetensors")
+
+
+def next_average(average, run, step, warmup=True):
+    """Compute the next average with other formulas than the plugin's, in float64."""
+    decay = min(DECAY, (1 + step) / (10 + step)) if warmup else DECAY
+    weights = read(checkpoint(run, step))
+    return {
+        name: decay * average[name].double() + (1 - decay) * weights[name].double()
+        for name in weights
+    }
+
+
+def assert_averages(run):
+    """Compare the average of each checkpoint, and the model, with an independent computation."""
+    average = initial_weights(run)
+    for step in range(1, STEPS + 1):
+        average = next_average(average, run, step)
+        assert_close(read_average(checkpoint(run, step)), average)
+    assert_close(load_file(run / "model/model.safetensors"), average)
+
+
+def assert_close(tensors, expected, atol=1e-7):
+    assert tensors.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(
+            tensors[name].double(), expected[name].double(), rtol=2e-7, atol=atol
+        )
+
+
+def resume(run, recipe, after):
+    """Go on in one process, after a step."""
+    for step in range(after + 1, STEPS + 1):
+        shutil.rmtree(checkpoint(run, step))
+    shutil.rmtree(run / "model")
+    result = run_plugsft(recipe, f"output={run}", "--resume")
+    assert result.returncode == 0, result.stderr
+
+
+def assert_equal(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def evaluations(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["eval_loss"] for line in lines if "eval_loss" in line]
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """A run of one process, without a stop."""
+    return train(tmp_path_factory.mktemp("averaged"), **TABLES, plugins=EMA)
+
+
+def test_the_model_is_the_average_and_training_does_not_notice(averaged, tmp_path):
+    assert_averages(averaged)
+    plain = train(tmp_path, name="plain", **TABLES)
+    for step in range(1, STEPS + 1):
+        assert_equal(read(checkpoint(averaged, step)), read(checkpoint(plain, step)))
+    losses = [[line["loss"] for line in read_metrics(run)] for run in (averaged, plain)]
+    assert losses[0] == losses[1]
+    # An evaluation of model/ by itself gives what the run's last one gave.
+    tables = {**TABLES, "train": TRAIN | {"steps": 1, "learning_rate": 0.0}}
+    again = train(tmp_path, name="again", **tables, model={"path": str(averaged / "model")})
+    assert evaluations(again)[-1] == pytest.approx(evaluations(averaged)[-1], rel=1e-6)
+    assert abs(evaluations(averaged)[-1] - evaluations(plain)[-1]) > 1e-3
+    [record] = json.loads((averaged / "run.json").read_text())["plugins"]
+    assert record["summary"].startswith(f"model/ is an average over {STEPS} steps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu2", "fsdp2", "zero3"])
+def test_two_ranks_average_their_shards_and_one_rank_goes_on(averaged, tmp_path, kind):
+    run, recipe = tmp_path / "run", averaged.with_suffix(".toml")
+    code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={run}")
+    assert code == 0, err
+    assert_averages(run)
+    assert evaluations(run) == pytest.approx(evaluations(averaged), rel=1e-5)
+    if kind != "cpu2":
+        assert len(list(checkpoint(run, 3).glob("rank-*"))) == 2
+    resume(run, recipe, after=3)
+    assert_averages(run)
+    model, expected = (load_file(folder / "model/model.safetensors") for folder in (run, averaged))
+    assert_close(model, expected, atol=1e-6)
+
+
+def test_a_resumed_run_ends_bit_for_bit_as_one_without_a_stop(averaged, tmp_path):
+    run, recipe = shutil.copytree(averaged, tmp_path / "run"), averaged.with_suffix(".toml")
+    resume(run, recipe, after=2)
+    models = [load_file(folder / "model/model.safetensors") for folder in (run, averaged)]
+    assert_equal(*models)
+    assert evaluations(run) == evaluations(averaged)
+    # Another decay would not give the same model.
+    refused = run_plugsft(recipe, f"output={run}", "--resume", "plugins.ema.decay=0.5")
+    assert refused.returncode == 2
+    assert "plugins.ema.decay was 0.3 and is 0.5" in refused.stderr
+
+
+def test_of_adapters_only_what_is_trained_is_averaged(tmp_path):
+    plugins = {"ema": {"decay": DECAY, "warmup": False}, "lora": {"r": 2}}
+    run = train(tmp_path, **TABLES, plugins=plugins)
+    average = read_average(checkpoint(run, 1))
+    assert all("lora_" in name for name in average)
+    # Adapters start with B = 0.
+    zeros = {name: torch.zeros_like(part) for name, part in average.items()}
+    first = next_average(zeros, run, 1, warmup=False)
+    ups = [name for name in average if "lora_B" in name]
+    assert_close({name: average[name] for name in ups}, {name: first[name] for name in ups})
+    for step in range(2, STEPS + 1):
+        average = next_average(average, run, step, warmup=False)
+        assert_close(read_average(checkpoint(run, step)), average)
+    model = load_file(run / "model/adapter_model.safetensors")
+    assert_close(model, {name_in_file(name): part for name, part in average.items()})
+
+
+def test_the_best_model_is_the_average_of_the_best_checkpoint(tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", looks=LOOKS), monkeypatch)
+    tables = {
+        **TABLES,
+        "eval": {"split": "train[:5]", "every": 1},
+        "checkpoint": {"keep": 1, "keep_best": "eval_loss", "best": "highest"},
+    }
+    run = train(tmp_path, **tables, plugins={**EMA, "looks": {}})
+    best = json.loads((run / "run.json").read_text())["best"]
+    assert best["step"] < STEPS and best["eval_loss"] == max(evaluations(run))
+    average = read_average(checkpoint(run, best["step"]))
+    assert_equal(load_file(run / "model/model.safetensors"), average)
+    for used in (f"evaluate-{best['step']}", f"generate-{best['step']}", f"save-{STEPS}"):
+        assert_equal(load_file(run / f"{used}.safetensors"), average)
