@@ -54,7 +54,7 @@ def saving_at_failure(run: OpenRun) -> Iterator[None]:
         yield
     except Exception:
         if run.stopping.can_save:
-            run.save_checkpoint()
+            run.checkpoints.save(run.step)
         raise
 
 

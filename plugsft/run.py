@@ -131,6 +131,7 @@ class OpenRun:
     @contextmanager
     def lifecycle(self) -> Iterator[None]:
         """End the run, however it ends: notify the plugins, write record and report."""
+        told = False
         try:
             with (
                 self.stopping,
@@ -141,11 +142,12 @@ class OpenRun:
                 yield
                 with self.agreed("ending the run"):
                     self.record.end("completed", self.stopping.reason or None)
+                    told = True
                     self.notify("finished", status="completed")
                 with self.agreed("notifying plugins of the end"):
                     self.record.close()
         except BaseException as error:
-            self._end_early(error)
+            self._end_early(error, told)
             raise
         finally:
             self.record.write_report()
@@ -162,13 +164,15 @@ class OpenRun:
         with self.agreed("beginning the record"):
             self.record.open(self.step)
 
-    def _end_early(self, error: BaseException) -> None:
-        """Write how the run failed or was stopped; what fails here must not hide it."""
-        stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        status, was_told = "stopped" if stopped else "failed", self.facts["status"] != "running"
+    def _end_early(self, error: BaseException, told: bool) -> None:
+        """Write how the run failed or was stopped; what fails here must not hide it.
+
+        `told`: the plugins have heard that the run has ended.
+        """
+        status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         try:
             self.record.end(status, describe_error(error))
-            if not was_told:
+            if not told:
                 for _, another in self.active.notify("finished", run=self, status=status):
                     error.add_note(f"then, as the run ended: {describe_error(another)}")
             self.record.close()
@@ -208,6 +212,8 @@ class OpenRun:
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the last finished step."""
         if self.step > self.checkpoints.saved:
+            with self.agreed(f"preparing the checkpoint of step {self.step}"):
+                pass  # a plugin that failed in this step may have lost its state
             self.checkpoints.save(self.step)
             path = step_folder(self.checkpoints.folder, self.step)
             self.notify("saved", folder=path, kind="checkpoint", step=self.step)

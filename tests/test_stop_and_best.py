@@ -137,3 +137,35 @@ def test_a_metric_that_evaluations_lack_is_named(tiny):
     assert "evaluations have no metric 'eval_los'; did you mean 'eval_loss'?" in result.stderr
     result = run_plugsft(tiny(checkpoint={"keep_best": "eval_loss"}), "--overwrite")
     assert result.returncode == 2 and "add [eval]" in result.stderr
+
+
+LOSES = """
+    @plugin()
+    class Loses:
+        @hookimpl
+        def stepped(self, run):
+            if run.step == 4 and run.ranks.rank == 1:
+                raise ValueError("half of the state is updated")
+
+        @hookimpl
+        def state_dict(self):
+            return {}
+
+        @hookimpl
+        def finished(self, run, status):
+            (run.output / f"finished-{run.ranks.rank}").write_text(status)
+"""
+
+
+def test_no_checkpoint_holds_the_state_of_a_plugin_that_failed(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", loses=LOSES), monkeypatch)
+    recipe = tiny(rows=chats(24), train=TRAIN, checkpoint={"every": 1}, plugins={"loses": {}})
+    ended = [process.wait() for process in start_ranks(2, recipe)]
+    assert [process.returncode for process in ended] == [1, 1]
+    run = tmp_path / "run"
+    assert "rank 1 failed" in ended[0].stderr and "plugin 'loses'" in ended[0].stderr
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*"))[-1] == "step-000003"
+    record = record_of(run)
+    assert record["status"] == "failed" and "half of the state is updated" in record["reason"]
+    assert [(run / f"finished-{rank}").read_text() for rank in range(2)] == ["failed", "failed"]
+    assert not (run / "model").exists()
