@@ -16,6 +16,7 @@ from .base.errors import (
     PlugsftError,
     RecipeError,
     TrainError,
+    did_you_mean,
     reason_of,
 )
 from .base.machine import Machine, look
@@ -90,6 +91,7 @@ __all__ = [
     "bundled_plugin",
     "cache_folder",
     "damage",
+    "did_you_mean",
     "digest",
     "hookimpl",
     "look",

@@ -44,7 +44,7 @@ EXPORTED = {
         Place PluginError PlugsftError Ranks Recipe RecipeError Rendered Row Run RunModel Shard
         Slice Status StepPlan TokenNll Train TrainError WeightSlice Work __version__
         bundled_plugin cache_folder damage
-        digest hookimpl look once plugin progress reason_of say state
+        did_you_mean digest hookimpl look once plugin progress reason_of say state
     """,
     "plugsft.kit.model": """
         LogitTransform Positions Shapes attend_per_document decoder_layers documents_of

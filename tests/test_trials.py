@@ -47,8 +47,9 @@ def test_what_goes_wrong_is_told(recipe, forked_trials):
         assert less.error and less.out_of_memory, less.error
 
 
-def test_a_tracker_hears_of_no_trial(recipe, forked_trials):
-    with trials(*load(recipe, ["plugins.tracker.to=['tensorboard']"])) as made:
+def test_trials_leave_out_what_is_for_whole_runs(recipe, forked_trials):
+    changes = ["plugins.tracker.to=['tensorboard']", "plugins.early_stopping.patience=1"]
+    with trials(*load(recipe, changes)) as made:
         trial = made.run({}, steps=1)
     assert [plugin["name"] for plugin in trial.run["plugins"]] == ["trial"]
 

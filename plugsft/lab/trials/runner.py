@@ -35,8 +35,8 @@ from ...registry.active import Active
 from ...tokens.shards import Examples, write_index, write_shard
 from ...tokens.store import Tokens
 
-LEFT_OUT_ALWAYS = ("tracker",)
-"""Plugins that trials leave out: they report every run elsewhere."""
+LEFT_OUT_ALWAYS = ("early_stopping", "tracker")
+"""Plugins that trials leave out: they end a run early, or report it elsewhere."""
 KILLED = ("SIGKILL", "Signal 9")
 """How launchers say that a rank was killed."""
 

@@ -1,0 +1,105 @@
+"""Stop the run when a metric stops improving: affects results."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from plugsft import PluginError, Recipe, RecipeError, Run, did_you_mean, hookimpl, plugin, state
+
+SPEED = ("tokens_per_second", "step_seconds", "memory_gib")
+"""Metrics that are each rank's own."""
+
+
+@plugin(affects_results=["metric", "best", "patience", "min_delta"])
+class EarlyStopping:
+    """Stop the run when a metric stops improving: affects results.
+
+    The run ends in good order, with checkpoint, model and report. With `checkpoint.keep_best`, the
+    model is the best one.
+    """
+
+    metric: str = "eval_loss"
+    """Metric to watch: one of evaluations (eval_...), or of steps, such as loss."""
+    best: Literal["lowest", "highest"] = "lowest"
+    """Which value of the metric is the best."""
+    patience: Annotated[int, Field(ge=1)] = 3
+    """Evaluations without improvement after which the run stops; steps, for a metric of steps."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """Improvements up to this size do not count."""
+
+    best_value: float | None = state()
+    best_step: int = state(0)
+    waited: int = state(0)
+    """Evaluations or steps since the best value."""
+    result: str = state("")
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a metric that the run cannot have, or that ranks do not share."""
+        if self._of_evaluations and recipe.eval is None:
+            raise RecipeError(
+                f"metric: '{self.metric}' comes from evaluations, and there are none; add [eval], "
+                'or watch a metric of steps: metric = "loss"'
+            )
+        if self.metric in SPEED:
+            raise RecipeError(
+                f"metric: '{self.metric}' differs from rank to rank and from run to run; watch a "
+                "loss instead"
+            )
+
+    @hookimpl
+    def ready(self, run: Run) -> None:
+        """Stop at once if the checkpoint is the one that the run stopped with."""
+        self._stop_if_due(run)
+
+    @hookimpl
+    def logged(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        """Compare the metric with its best value."""
+        if self._of_evaluations != ("eval_loss" in metrics):
+            return
+        if self.metric not in metrics:
+            raise PluginError(
+                f"plugins.early_stopping: metric: there is no '{self.metric}'"
+                f"{did_you_mean(self.metric, metrics) or ';'} there are: {', '.join(metrics)}"
+            )
+        self.waited += 1
+        if self._improves(value := float(metrics[self.metric])):
+            self.best_value, self.best_step, self.waited = value, step, 0
+        self._stop_if_due(run)
+
+    @hookimpl
+    def state_dict(self) -> dict[str, Any]:
+        """Keep the best value in checkpoints, so that a resumed run stops at the same step."""
+        return {"value": self.best_value, "step": self.best_step, "waited": self.waited}
+
+    @hookimpl
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.best_value, self.best_step = state["value"], state["step"]
+        self.waited = state["waited"]
+
+    @hookimpl
+    def summary(self) -> str | None:
+        """Report the best value and its step."""
+        return self.result or None
+
+    @property
+    def _of_evaluations(self) -> bool:
+        return self.metric.startswith("eval_")
+
+    def _improves(self, value: float) -> bool:
+        if self.best_value is None or not math.isfinite(value):
+            return math.isfinite(value)
+        decrease = self.best_value - value
+        return (decrease if self.best == "lowest" else -decrease) > self.min_delta
+
+    def _stop_if_due(self, run: Run) -> None:
+        if self.best_value is not None:
+            best = f"best {self.metric} {self.best_value:.4g} at step {self.best_step}"
+        else:
+            best = f"no finite {self.metric}"
+        self.result = best if self.waited or self.best_value is not None else ""
+        if self.waited >= self.patience and run.step < run.steps:
+            unit = "evaluations" if self._of_evaluations else "steps"
+            run.stop(f"{self.metric} did not improve in {self.waited} {unit}; {best}")
