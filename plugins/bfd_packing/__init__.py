@@ -13,7 +13,6 @@ from plugsft import (
     Ints,
     Layouts,
     Recipe,
-    RecipeError,
     Train,
     hookimpl,
     plugin,
@@ -21,6 +20,7 @@ from plugsft import (
 )
 
 from .attention_cost import TYPICAL, break_even_length
+from .options import ensure_options_work
 
 if TYPE_CHECKING:
     from plugsft.kit.tokens import Tokens
@@ -61,24 +61,7 @@ class BfdPacking:
     def check(self, recipe: Recipe) -> None:
         """Set the capacity; refuse settings that packing would ignore."""
         self.max_tokens = recipe.packed_capacity()
-        if recipe.train.micro_batch > 1:
-            capacity = recipe.train.micro_batch * self.max_tokens
-            raise RecipeError(
-                "capacity sets the size of a micro-batch, so train.micro_batch has no effect; "
-                f"remove it; capacity = {capacity} takes about as many tokens at a time"
-            )
-        if self.overlong != "error" and recipe.provides("preference_pairs"):
-            raise RecipeError(
-                f'overlong = "{self.overlong}" would cut one answer of a pair; remove it, and '
-                'raise capacity, or lower data.max_length with data.too_long = "truncate"'
-            )
-        sampled = [source.source for source in recipe.data.all_sources() if source.weight % 1]
-        if self.scope == "dataset" and sampled:
-            raise RecipeError(
-                f'scope = "dataset" cannot draw a new part of {sampled[0]} in each epoch, since '
-                "epochs would have different numbers of steps; give it a whole weight, or set "
-                'scope = "step"'
-            )
+        ensure_options_work(self, recipe)
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:

@@ -11,11 +11,11 @@ from plugsft import (
     Batch,
     Data,
     Ints,
-    LoadedSteps,
     Place,
     Recipe,
     Rendered,
     Row,
+    Run,
     RunModel,
     TokenNll,
     hookimpl,
@@ -66,15 +66,11 @@ class Dpo:
     precomputed: bool = state(False)
     """Whether a plugin adds the reference's log-probabilities before step 1."""
     scorer: Any = state()
-    """Names the reference, and computes its log-probabilities in each step."""
+    """Names the reference, and computes log-probabilities of answers."""
+    objective: Any = state()
+    """Computes the losses of pairs, and sums their metrics."""
     sharing: str = state("")
     """What shared prompts save, once they are tested."""
-    first_step: int = state(0)
-    """The first step of this run, 1 if it does not resume; -1 once its loss is checked."""
-    exact: bool = state(True)
-    """Whether the model computes in float32 everywhere."""
-    sums: dict[str, Any] = state({})
-    """Metric -> its sum over pairs, as a tensor."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -85,7 +81,7 @@ class Dpo:
     @hookimpl
     def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
         """Render each row as two texts with the same prompt."""
-        from .pairs import render_pairs
+        from plugsft.kit.tokens import render_pairs
 
         return render_pairs(rows, tokenizer, data)
 
@@ -101,16 +97,18 @@ class Dpo:
     @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Divide the loss by the number of pairs, share prompts, and load the reference."""
-        from .pairs import count_pairs, ensure_same_losses
+        from .losses import Objective
+        from .pairs import count_pairs
         from .scorer import Scorer
+        from .shared_prompts import ensure_same_losses
 
         plain = yield
         tokens = count_pairs(plain, self.share_prompt)
         if self.share_prompt and not self.sharing:
             self.sharing = ensure_same_losses(model, plain, tokens)
         if self.scorer is None:
-            self.exact = model.exact
             self.scorer = Scorer(model, self.reference or "", self.precomputed)
+            self.objective = Objective(self, model.exact)
         return tokens
 
     @hookimpl(wrapper=True)
@@ -121,37 +119,23 @@ class Dpo:
         batch = yield
         return batch | pair_columns(tokens, examples)
 
-    @hookimpl(wrapper=True)
-    def load_batches(self, steps: range) -> Generator[None, LoadedSteps, LoadedSteps]:
-        """Remember the first step of this run."""
-        self.first_step = self.first_step or steps.start
-        return (yield)
+    @hookimpl
+    def ready(self, run: Run) -> None:
+        """Check the first loss, unless the run resumes."""
+        self.objective.is_untrained = run.step == 0
 
     @hookimpl
     def step(self, model: Module, batch: Batch, denominator: int, token_nll: TokenNll) -> Tensor:
         """Compare the answers of each pair, as the model and the reference score them."""
-        from .losses import ensure_initial_loss, mean_nll, pair_metrics, preference_losses
-        from .scorer import score_pairs
-
-        pairs = score_pairs(model, batch, token_nll, self.scorer)
-        losses, metrics = preference_losses(self, pairs), pair_metrics(self.beta, pairs)
-        if self.first_step == 1 and model.training:
-            self.first_step = -1
-            ensure_initial_loss(self, losses.detach())
-        if self.nll:
-            metrics["nll"] = mean_nll(pairs)
-            losses = losses + self.nll * metrics["nll"]
-        for name, values in metrics.items():
-            self.sums[name] = self.sums.get(name, 0) + values.detach().sum()
-        return losses.sum() / denominator
+        pairs = self.scorer.score(model, batch, token_nll)
+        loss: Tensor = self.objective.losses(pairs, model.training).sum()
+        return loss / denominator
 
     @hookimpl
-    def add_metrics(self) -> dict[str, Tensor]:
+    def add_metrics(self) -> dict[str, Any]:
         """Return the sums of all metrics over pairs."""
-        from .losses import with_zeros
-
-        sums, self.sums = self.sums, {}
-        return with_zeros(sums, bool(self.nll))
+        sums: dict[str, Any] = self.objective.take_sums()
+        return sums
 
     @hookimpl
     def summary(self) -> str:

@@ -34,6 +34,36 @@ def pair_columns(tokens: Tokens, examples: Ints) -> Batch:
     return columns
 
 
+class Objective:
+    """The losses of pairs, and the sums of their metrics."""
+
+    def __init__(self, plugin: Dpo, exact: bool) -> None:
+        self.is_untrained = False
+        """Whether the first loss is still to be checked."""
+        self._plugin, self._exact = plugin, exact
+        self._sums: dict[str, Tensor] = {}
+
+    def losses(self, pairs: Pairs, training: bool) -> Tensor:
+        """Return the loss of each pair, and add up its metrics."""
+        plugin = self._plugin
+        losses, metrics = preference_losses(plugin, pairs), pair_metrics(plugin.beta, pairs)
+        if self.is_untrained and training:
+            self.is_untrained = False
+            ensure_initial_loss(plugin, losses.detach(), self._exact)
+        if plugin.nll:
+            metrics["nll"] = mean_nll(pairs)
+            losses = losses + plugin.nll * metrics["nll"]
+        for name, values in metrics.items():
+            self._sums[name] = self._sums.get(name, 0) + values.detach().sum()
+        return losses
+
+    def take_sums(self) -> dict[str, Tensor]:
+        """Return a sum for every metric, and forget it; a rank without pairs has none."""
+        sums, self._sums = self._sums, {}
+        names = (*METRICS, "nll") if self._plugin.nll else METRICS
+        return {name: sums.get(name, torch.zeros(())) for name in names}
+
+
 def preference_losses(plugin: Dpo, pairs: Pairs) -> Tensor:
     """Return the loss of each pair."""
     scores = pairs.log_probs - pairs.reference
@@ -70,18 +100,12 @@ def pair_metrics(beta: float, pairs: Pairs) -> dict[str, Tensor]:
     }
 
 
-def with_zeros(sums: dict[str, Tensor], nll: bool) -> dict[str, Tensor]:
-    """Return a sum for every metric; a rank without pairs has none."""
-    names = (*METRICS, "nll") if nll else METRICS
-    return {name: sums.get(name, torch.zeros(())) for name in names}
-
-
-def ensure_initial_loss(plugin: Dpo, losses: Tensor) -> None:
+def ensure_initial_loss(plugin: Dpo, losses: Tensor, exact: bool) -> None:
     """Check the first loss, which is known if the reference is the initial model."""
     if plugin.reference or not len(losses):
         return
     expected, actual = float(losses_of_margins(plugin, torch.zeros(()))), float(losses.mean())
-    if not abs(actual - expected) <= INITIAL_TOLERANCE[plugin.exact] * expected:
+    if not abs(actual - expected) <= INITIAL_TOLERANCE[exact] * expected:
         raise TrainError(
             f"plugins.dpo: the first loss is {actual:.6g}, but should be {expected:.6g}, since "
             "model and reference are the same before step 1. Most likely the model is random (a "

@@ -23,7 +23,7 @@ class Pairs(NamedTuple):
 
 
 class Scorer:
-    """Computes the reference's log-probabilities in each step, unless they are precomputed."""
+    """Scores answers by the model and the reference, whose scores may be precomputed."""
 
     def __init__(self, model: RunModel, reference: str, precomputed: bool) -> None:
         self.frozen: Module | None = None
@@ -42,23 +42,22 @@ class Scorer:
         else:
             self.name, self.adapted = "the base without adapters", module
 
-    def token_nll(self, model: Module, batch: Batch, token_nll: TokenNll) -> Tensor:
+    def score(self, model: Module, batch: Batch, token_nll: TokenNll) -> Pairs:
+        """Compute the log-probability of each answer by the model and by the reference."""
+        targets = batch["_targets"]
+        log_probs = sum_per_answer(token_nll(model=model, batch=batch, summed=False), targets)
+        known = batch.get("_reference")
+        if known is None:
+            with torch.no_grad():
+                known = sum_per_answer(self._reference_nll(model, batch, token_nll), targets)
+        return Pairs(log_probs, known, targets.view(-1, 2))
+
+    def _reference_nll(self, model: Module, batch: Batch, token_nll: TokenNll) -> Tensor:
         """Return the reference's -log p of each target."""
         if self.frozen is not None:
             return token_nll(model=self.frozen, batch=batch, summed=False)
         with self.adapted.disable_adapter():
             return token_nll(model=model, batch=batch, summed=False)
-
-
-def score_pairs(model: Module, batch: Batch, token_nll: TokenNll, reference: Scorer) -> Pairs:
-    """Compute the log-probability of each answer by the model and by the reference."""
-    targets = batch["_targets"]
-    log_probs = sum_per_answer(token_nll(model=model, batch=batch, summed=False), targets)
-    known = batch.get("_reference")
-    if known is None:
-        with torch.no_grad():
-            known = sum_per_answer(reference.token_nll(model, batch, token_nll), targets)
-    return Pairs(log_probs, known, targets.view(-1, 2))
 
 
 def sum_per_answer(losses: Tensor, targets: Tensor) -> Tensor:

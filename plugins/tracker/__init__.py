@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,20 +9,16 @@ from pydantic import Field
 from plugsft import (
     Folder,
     Machine,
-    PluginError,
     Recipe,
     RecipeError,
     Run,
     Status,
     hookimpl,
     plugin,
-    say,
     state,
 )
 
 Kind = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-RUN_IDS = "trackers.json"
-"""File in the output: the ids that trackers gave to the run, to continue it after a resume."""
 
 
 @plugin(provides={"external_reports": None})
@@ -67,8 +61,10 @@ class Tracker:
     @hookimpl
     def ready(self, run: Run) -> None:
         """Start the run in each tracker, or continue it."""
+        from .senders import start_senders
+
         if run.is_main:
-            self._start(run.step)
+            start_senders(self, self.recipe, run.step)
 
     @hookimpl
     def finished(self, run: Run, status: Status) -> None:
@@ -90,35 +86,3 @@ class Tracker:
     def summary(self) -> str | None:
         """Report how many entries were sent, and how many were lost."""
         return self.sent or None
-
-    def _start(self, step: int) -> None:
-        from .runs import NewRun, start
-        from .sender import Sender
-        from .values import MLFLOW_CURE, describe_error, flatten
-
-        path = self.recipe.folder / RUN_IDS
-        # A run from step 0 starts new runs in its trackers.
-        run_ids = json.loads(path.read_text(encoding="utf8")) if step and path.is_file() else {}
-        configuration = flatten(self.recipe.model_dump(mode="json", exclude_none=True))
-        name = self.name or self.recipe.folder.name
-        folder = Path(self.folder) if self.folder else self.recipe.folder / "trackers"
-        for kind in self.to:
-            key = f"{kind}/{self.project}"
-            run_id = run_ids.get(key)
-            try:
-                run = start(kind, NewRun(self.project, name, folder, configuration, step, run_id))
-                self.senders.append(Sender(kind, run.tracker))
-                if run_id is None:
-                    run.tracker.store_init_configuration(configuration)
-            except Exception as error:
-                for sender in self.senders:
-                    sender.finish("failed")
-                cure = MLFLOW_CURE if kind == "mlflow" else "correct that"
-                raise PluginError(
-                    f"plugins.tracker: {kind} cannot start: {describe_error(error)}; {cure}, or "
-                    f'remove "{kind}" from `to`'
-                ) from error
-            run_ids[key] = run.run_id
-            say(f"tracker: {run.view}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run_ids, indent=1) + "\n", encoding="utf8")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from plugsft import testing
 from plugsft.batches.plan import InOrder, split_over_ranks
-from plugsft.plugins.length_group import LengthGroup, SortedSteps, count_padded, sort_layout
+from plugsft.plugins.length_group import LengthGroup
+from plugsft.plugins.length_group.sorted_steps import SortedSteps, count_padded, sort_layout
 from plugsft.recipe.tables import Train
 
 shapes = st.tuples(
