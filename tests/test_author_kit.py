@@ -5,16 +5,28 @@ from author import write_plugin
 
 from plugsft import testing
 
+LAWS = (
+    testing.keeps_gradients,
+    testing.resumes,
+    testing.ranks_agree,
+    testing.survives_a_worker,
+    testing.summary,
+)
 GOOD = """
+import torch
+
 @plugin()
 class Good:
     times: int = 1
     seen: int = state(0)
+    average: float = state(0.0)
+    pending: int = state(0)
 
     @hookimpl(wrapper=True)
-    def step(self):
+    def step(self, batch):
         loss = yield
         self.seen += self.times
+        self.pending += len(batch["input_ids"])
         return loss
 
     @hookimpl(wrapper=True)
@@ -25,6 +37,23 @@ class Good:
     def collate(self, tokens, examples, pad):
         from plugsft.model.defaults import ModelDefaults
         return ModelDefaults().collate(tokens, examples, pad)
+
+    @hookimpl
+    def add_metrics(self):
+        pending, self.pending = self.pending, 0
+        return {"rows_seen": torch.tensor(float(pending))}
+
+    @hookimpl
+    def logged(self, metrics):
+        self.average += 0.1 * (metrics.get("loss", 0) - self.average)
+
+    @hookimpl
+    def state_dict(self):
+        return {"average": self.average, "list": [torch.arange(9)]}
+
+    @hookimpl
+    def load_state_dict(self, state):
+        self.average = state["average"]
 
     @hookimpl
     def summary(self):
@@ -42,22 +71,24 @@ def install(tmp_path, monkeypatch):
     return write
 
 
-def refuse(check, *words, **given):
-    """Return the message with which a check fails."""
+def refuse(law, *words, **arguments):
+    """Check that a law fails with these words."""
     with pytest.raises(AssertionError) as failed:
-        check("bad", **given)
+        law("bad", **arguments)
     message = str(failed.value)
     assert "plugin 'bad'" in message
     for word in words:
         assert word in message, message
-    return message
 
 
-def test_a_good_plugin_passes_every_check(install):
+def test_a_good_plugin_keeps_every_law(install):
     install(GOOD)
-    testing.keeps_gradients("bad", {"times": 2}, {"train": {"epochs": 1}})
-    testing.survives_worker("bad")
-    testing.returns_what_it_wrapped("bad")
+    testing.keeps_gradients("bad", {"times": 2}, ranks=2)
+    testing.resumes("bad", ranks=2)
+    testing.ranks_agree("bad", tables={"eval": {"every": 4}})
+    testing.survives_a_worker("bad")
+    # Other tests share the cores.
+    testing.costs_at_most("bad", 400, tables={"train": {"epochs": 1}})
     # Six steps of four micro-batches.
     assert testing.summary("bad", {"times": 2}) == "48 seen"
 
@@ -90,7 +121,7 @@ def wrapper(hook, after="return given", before="pass"):
         ),
         (
             wrapper("plan_batches(self)", "return [one for one in given][:-1]"),
-            ["4 steps with it and 6"],
+            ["4 steps and evaluations with it, and 6 without"],
         ),
         (
             wrapper("plan_batches(self)", "return [*given[1:], given[0]]"),
@@ -106,6 +137,154 @@ def wrapper(hook, after="return given", before="pass"):
 def test_what_changes_learning_does_not_keep_gradients(install, code, words):
     install(code)
     refuse(testing.keeps_gradients, *words)
+
+
+OF_SECOND_RANK = "import os\nrank = int(os.environ.get('RANK', 0))\n"
+
+
+def test_what_changes_learning_on_a_rank_only_does_not_keep_gradients(install):
+    install(OF_SECOND_RANK + wrapper("step(self)", "return given * (1 + 0.1 * rank)"))
+    refuse(testing.keeps_gradients, "step 1: loss", ranks=2)
+
+
+NOISE = """
+@plugin()
+class Bad:
+    calls: int = state(0)
+
+    @hookimpl(wrapper=True)
+    def step(self):
+        loss = yield
+        self.calls += 1
+        return loss * (1 + self.calls / 100)
+"""
+KEPT_ELSEWHERE = """
+from torch.optim import SGD
+
+class Growing(SGD):
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data -= 1e-3 * self.taken * weight.grad
+
+@plugin()
+class Bad:
+    @hookimpl
+    def optimizer(self, model, train):
+        return Growing(model.parameters(), lr=train.learning_rate)
+"""
+FORGETFUL = """
+@plugin()
+class Bad:
+    steps: int = state(0)
+
+    @hookimpl
+    def stepped(self):
+        self.steps += 1
+
+    @hookimpl
+    def state_dict(self):
+        return {"counts": [self.steps]}
+
+    @hookimpl
+    def load_state_dict(self, state):
+        pass
+"""
+HEARS_STEPS = """
+@plugin()
+class Bad:
+    seen: int = state(0)
+
+    @hookimpl
+    def stepped(self, run):
+        self.seen += 1
+        if self.seen == {at}:
+            {action}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (NOISE, ["after step 2, step 3: loss is", "from `state_dict`"]),
+        (KEPT_ELSEWHERE, ["after step 2, step 4: loss is", "An optimizer keeps it in `state`"]),
+        (FORGETFUL, ["state_dict() at counts/0 is 4 at the end on rank 0, and 6 uninterrupted"]),
+        (
+            HEARS_STEPS.format(at=5, action="run.stop('enough')"),
+            ["4 steps and evaluations resumed"],
+        ),
+        (
+            HEARS_STEPS.format(at=6, action="next(run.model.module.parameters()).data[-1] += 1"),
+            ["is another one at the end on rank 0"],
+        ),
+    ],
+    ids=["in the loss", "in the optimizer", "in its state", "a stop", "in the weights"],
+)
+def test_what_forgets_its_state_does_not_resume(install, code, words):
+    install(code)
+    refuse(testing.resumes, *words)
+
+
+def test_what_forgets_its_state_on_a_rank_only_does_not_resume(install):
+    code = NOISE.replace("self.calls / 100", "rank * self.calls / 100")
+    install(OF_SECOND_RANK + code)
+    testing.resumes("bad")
+    refuse(testing.resumes, "after step 2, step 3: ", ranks=2)
+
+
+METRIC = """
+import torch
+
+@plugin()
+class Bad:
+    @hookimpl
+    def add_metrics(self):
+        return {"share": torch.tensor(1.0)}
+"""
+OWN_STATE = """
+@plugin()
+class Bad:
+    step_seconds: float = state(0.0)
+
+    @hookimpl
+    def logged(self, metrics):
+        self.step_seconds = metrics["step_seconds"]
+
+    @hookimpl
+    def state_dict(self):
+        return {"seconds": self.step_seconds}
+"""
+ENDS_RANK = OF_SECOND_RANK + HEARS_STEPS.format(at=2, action="if rank: os._exit(7)")
+FAILS_ON_RANK = OF_SECOND_RANK + wrapper("step(self)", "return [given][rank]")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            OF_SECOND_RANK + wrapper("step(self)", "return given * (1 + 0.1 * rank)"),
+            ["step 1: loss is", "Divide by `denominator`"],
+        ),
+        (METRIC, ["step 1: share is", "sums over the rank's own micro-batches"]),
+        (OWN_STATE, ["state_dict() at seconds is ", "on rank 1: it must be the same on all ranks"]),
+        (
+            OF_SECOND_RANK
+            + HEARS_STEPS.format(
+                at=6, action="next(run.model.module.parameters()).data[-1] += rank"
+            ),
+            ["differs between rank 0 and rank 1", "whoever changes weights"],
+        ),
+        (FAILS_ON_RANK, ["IndexError"]),
+        (ENDS_RANK, ["its process ended with exit code 7"]),
+    ],
+    ids=["loss", "metric", "state", "weights", "error", "exit"],
+)
+def test_what_depends_on_the_ranks_does_not_agree(install, code, words):
+    install(code)
+    refuse(testing.ranks_agree, *words)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +338,18 @@ def test_what_changes_learning_does_not_keep_gradients(install, code, words):
 )
 def test_what_depends_on_its_process_does_not_survive_a_worker(install, code, words):
     install(code)
-    refuse(testing.survives_worker, *words)
+    refuse(testing.survives_a_worker, *words)
+
+
+def test_what_works_in_every_step_costs_too_much(install):
+    install("import time\n" + wrapper("step(self)", before="time.sleep(0.03)"))
+    refuse(
+        testing.costs_at_most,
+        "ms (half of the steps: ",
+        "% more, and at most 50% is allowed",
+        percent=50,
+        tables={"train": {"epochs": 1}},
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,19 +384,20 @@ def test_what_depends_on_its_process_does_not_survive_a_worker(install, code, wo
 )
 def test_what_returns_nothing_or_raises_is_refused(install, code, words):
     install(code)
-    refuse(testing.returns_what_it_wrapped, *words)
+    refuse(testing.summary, *words)
 
 
-def test_a_plugin_that_is_not_installed_is_told_how(install):
-    for check in (
-        testing.keeps_gradients,
-        testing.survives_worker,
-        testing.returns_what_it_wrapped,
-    ):
-        with pytest.raises(AssertionError, match=r"no plugin 'nowhere' .* pip install -e \."):
-            check("nowhere")
+def test_a_run_that_is_too_short_to_resume_is_named(install):
+    install(GOOD)
+    refuse(testing.resumes, "train for at least 4 steps", tables={"train": {"steps": 2}})
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_a_plugin_that_is_not_installed_is_told_how(law):
+    with pytest.raises(AssertionError, match=r"no plugin 'nowhere' .* pip install -e \."):
+        law("nowhere")
 
 
 def test_wrong_options_are_named(install):
     install(GOOD)
-    refuse(testing.survives_worker, "plugins.bad.tims", "did you mean", options={"tims": 1})
+    refuse(testing.survives_a_worker, "plugins.bad.tims", "did you mean", options={"tims": 1})

@@ -435,7 +435,7 @@ def test_the_summary_waits_for_something_to_say():
 
 def test_it_keeps_the_laws():
     testing.keeps_gradients("async_collate", {"depth": 2}, tolerance=0.0)
-    testing.survives_worker("async_collate")
+    testing.survives_a_worker("async_collate")
 
 
 def wait_until(true):

@@ -547,5 +547,5 @@ def test_the_summary_is_what_was_counted(counts, says):
 
 def test_it_keeps_the_laws():
     testing.keeps_gradients("fast_tokenizer")
-    testing.survives_worker("fast_tokenizer")
-    testing.returns_what_it_wrapped("fast_tokenizer", {"engine": "fastokens"})
+    testing.survives_a_worker("fast_tokenizer")
+    testing.summary("fast_tokenizer", {"engine": "fastokens"})

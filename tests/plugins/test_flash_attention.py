@@ -374,7 +374,7 @@ def test_no_layer_waits_for_the_device(monkeypatch):
 @pytest.mark.parametrize("packed", [{}, {"bfd_packing": {}}], ids=["padded", "packed"])
 def test_a_run_learns_the_same(options, packed):
     tables = {"plugins": packed, "train": {"micro_batch": 1 if packed else 2}}
-    testing.keeps_gradients("flash_attention", options, tables)
+    testing.keeps_gradients("flash_attention", options, tables=tables)
 
 
 def test_a_run_says_what_it_took_and_stops_where_it_cannot(tiny, tmp_path):

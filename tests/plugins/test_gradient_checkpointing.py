@@ -104,7 +104,9 @@ def test_a_model_without_such_layers_is_refused():
 def test_a_run_learns_the_same(packed):
     micro = 1 if packed else 2
     testing.keeps_gradients(
-        "gradient_checkpointing", {}, {"plugins": packed, "train": {"micro_batch": micro}}, 1e-6
+        "gradient_checkpointing",
+        tables={"plugins": packed, "train": {"micro_batch": micro}},
+        tolerance=1e-6,
     )
 
 

@@ -137,5 +137,4 @@ def test_the_summary_is_the_padding_that_was_measured():
 
 def test_it_keeps_the_laws():
     testing.keeps_gradients("length_group")
-    testing.survives_worker("length_group")
-    testing.returns_what_it_wrapped("length_group")
+    testing.survives_a_worker("length_group")

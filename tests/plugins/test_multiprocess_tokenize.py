@@ -299,5 +299,4 @@ def test_progress_is_told_where_nobody_watches(long):
 
 def test_it_changes_nothing_that_is_learned():
     tables = {"data": {}}
-    testing.returns_what_it_wrapped("multiprocess_tokenize", {"workers": 2}, tables)
-    testing.keeps_gradients("multiprocess_tokenize", {"workers": 2}, tables)
+    testing.keeps_gradients("multiprocess_tokenize", {"workers": 2}, tables=tables)
