@@ -37,7 +37,7 @@ ROOMS = _words("""
     base recipe tokens hooks registry data batches model ranks kit output run loop lab commands
     testing __init__ cli __main__
 """)
-ENTRIES, ARROWS = 20, 91
+ENTRIES, ARROWS = 20, 92
 EXPORTED = {
     "plugsft": """
         Batch Build CacheEntry Capability CheckpointError Data DataError DiskError Encoded Folder
