@@ -11,7 +11,7 @@ SPEED = ("tokens_per_second", "step_seconds", "memory_gib")
 """Metrics that are each rank's own."""
 
 
-@plugin(affects_results=["metric", "best", "patience", "min_delta"])
+@plugin(provides={"early_stop": None}, affects_results=["metric", "best", "patience", "min_delta"])
 class EarlyStopping:
     """Stop the run when a metric stops improving: affects results.
 

@@ -130,7 +130,7 @@ def test_every_capability_has_its_bundled_plugin():
         for capability in contract_of(load_class(found)).provides
     }
     assert provided == CAPABILITIES and set(provided) >= SHARED
-    assert bundled_plugin("packed_rows") == "bfd_packing"
+    assert bundled_plugin("packed_rows").table == "[plugins.bfd_packing]"
 
 
 def test_the_readme_explains_every_capability():

@@ -15,7 +15,9 @@ from conftest import ROOT
 
 import plugsft
 from plugsft.kit import model, tokens
+from plugsft.recipe.capabilities import CAPABILITIES
 from plugsft.registry.contracts import SPECS
+from plugsft.registry.discover import find
 
 HOUSE = ROOT / "plugsft"
 MODULES = sorted(
@@ -184,6 +186,41 @@ def test_plugins_import_public_names_only(path):
                 assert node.level == 1 and path.parent.parent == ROOT / "plugins"
             elif node.module.split(".")[0] == "plugsft":
                 assert {alias.name for alias in node.names} <= set(KITS[node.module])
+
+
+BUNDLED = {*find()}
+# Where a plugin's name may stand: in the table of capabilities, and as another thing's name.
+NAMED = {
+    "plugsft/recipe/capabilities.py": {*CAPABILITIES.values()},
+    "plugsft/kit/model.py": {"fused_loss"},  # a function
+    "plugins/fused_loss/__init__.py": {"liger"},  # a package with a kernel
+    "plugins/fused_loss/loss.py": {"liger"},
+}
+ORDERED = {"after", "before", "requires", "conflicts"}
+
+
+def plugins_named(path):
+    """The plugins that a file names: not its own, in its docs or in the contract's lists."""
+    tree, file = parse(path), path.relative_to(ROOT).as_posix()
+    passed = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) or (isinstance(node, ast.keyword) and node.arg in ORDERED)
+        for inner in (ast.walk(node) if isinstance(node, ast.keyword) else [node.value])
+    }
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed
+    ]
+    named = {*texts, *(name for text in texts for name in re.findall(r"plugins\.(\w+)", text))}
+    own = {path.stem, path.parent.name} if path in PLUGINS else set()
+    return named & BUNDLED - own - NAMED.get(file, set())
+
+
+@pytest.mark.parametrize("path", MODULES + PLUGINS, ids=lambda path: path.stem)
+def test_no_file_asks_for_a_plugin_by_its_name(path):
+    assert plugins_named(path) == set(), "ask the recipe for a capability, or bundled_plugin"
 
 
 @pytest.mark.parametrize("path", MODULES + PLUGINS, ids=lambda path: path.stem)

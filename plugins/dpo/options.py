@@ -21,8 +21,8 @@ def ensure_options_work(plugin: Dpo, recipe: Recipe) -> None:
             'data.train_on = "all" would score prompts, but DPO scores answers only; remove it'
         )
     if plugin.share_prompt and not recipe.provides("packed_rows"):
-        packing = bundled_plugin("packed_rows")
-        raise RecipeError(f"share_prompt is for packed rows; add [plugins.{packing}]")
+        packing = bundled_plugin("packed_rows").table
+        raise RecipeError(f"share_prompt is for packed rows; add {packing}")
 
 
 def _ensure_reference_exists(reference: str) -> None:

@@ -100,7 +100,7 @@ def find_obstacle_in_torch(conditions: Conditions) -> Obstacle | None:
     if not conditions.built:
         return Obstacle("this torch was built without it", 'set kernel = "sdpa"')
     if not conditions.packed:
-        cure = f'add [plugins.{bundled_plugin("packed_rows")}], or set kernel = "sdpa"'
+        cure = f'add {bundled_plugin("packed_rows").table}, or set kernel = "sdpa"'
         return Obstacle("takes packed rows only", cure)
     return None
 

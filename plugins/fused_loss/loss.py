@@ -181,7 +181,7 @@ def head_of(causal: Any) -> Any:
         raise RecipeError(f"{REFUSED}: it has no head")
     if type(head).forward is not Linear.forward or "forward" in vars(head):
         raise RecipeError(
-            f"{REFUSED}, or remove the head from lora's targets and modules_to_save: it is a "
+            f"{REFUSED}, or train the head without an adapter: it is a "
             f"{type(head).__name__}, and the loss would read only the weight inside"
         )
     return head

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Capability, ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
 
 
 @plugin(
@@ -51,14 +51,14 @@ class Lora:
     seed: int = state(0)
     dtype: str = state("float32")
     """The dtype that frozen weights are computed in."""
-    fused_loss: bool = state(False)
-    """Whether the recipe has [plugins.fused_loss]."""
+    fused_head: Capability | None = state()
+    """The plugin that reads the head's frozen weight."""
     result: str = state("")
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Refuse wrong settings, and names that are not in the model."""
-        self.seed, self.fused_loss = recipe.train.seed, recipe.has("fused_loss")
+        self.seed, self.fused_head = recipe.train.seed, recipe.provides("fused_head")
         self.dtype = recipe.model.dtype
         if recipe.model.weights != "float32":
             raise RecipeError("adapters are always trained in float32; remove model.weights")

@@ -69,10 +69,11 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
             "peft cannot merge with adapters; name it in modules_to_save to train it whole"
         )
     trained = {*targets, *whole}
-    if plugin.fused_loss and (head in trained or (is_tied(model) and embeddings in trained)):
+    if plugin.fused_head and (head in trained or (is_tied(model) and embeddings in trained)):
         raise RecipeError(
-            f"plugins.lora: {head} would be trained, but [plugins.fused_loss] reads its frozen "
-            "weight; remove it from targets and modules_to_save, or remove [plugins.fused_loss]"
+            f"plugins.lora: {head} would be trained, but {plugin.fused_head.table} reads its "
+            "frozen weight; remove it from targets and modules_to_save, or remove "
+            f"{plugin.fused_head.table}"
         )
     return targets, whole
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from plugsft import Recipe
+from plugsft import Recipe, bundled_plugin
 
 Finding: TypeAlias = tuple[float, str]
 """Share of the time or memory, and the message."""
@@ -50,11 +50,12 @@ def waiting(recipe: Recipe, profile: StepProfile) -> Finding | None:
     share = profile.shares["wait"] + profile.shares["copy"]
     if share < 0.05:
         return None
-    cure = "add [plugins.async_collate]"
-    if recipe.has("async_collate"):
+    cure = f"add {bundled_plugin('batches_ahead').table}"
+    if ahead := recipe.provides("batches_ahead"):
+        raise_depth = f"raise {ahead.key} if only some do, or " if ahead.option else ""
         cure = (
-            "batches take longer to make than to train on, though [plugins.async_collate] is on; "
-            "raise its depth if only some do, or give the machine more cores"
+            f"batches take longer to make than to train on, though {ahead.table} is on; "
+            f"{raise_depth}give the machine more cores"
         )
     return share, f"waited {share:.0%} for data: {cure}"
 
@@ -63,9 +64,10 @@ def padding(recipe: Recipe, fill: float) -> Finding | None:
     """Tell whether much of a batch is padding."""
     if fill > 0.75:
         return None
-    cure = "add [plugins.bfd_packing]"
-    if recipe.has("bfd_packing"):
-        cure = f"raise plugins.bfd_packing.capacity from {recipe.packed_capacity():,}"
+    cure = f"add {bundled_plugin('packed_rows').table}"
+    if recipe.provides("packed_rows"):
+        key, capacity = recipe.micro_batch_size()
+        cure = f"raise {key} from {capacity:,}"
     return 1 - fill, f"fill {fill:.0%}, the rest is padding: {cure}"
 
 
@@ -75,10 +77,8 @@ def launches(recipe: Recipe, profile: StepProfile) -> Finding | None:
     if not profile.launch_bound or share < 0.3 or profile.micro_batches < 2:
         return None
     factor = 4 if profile.micro_batches >= 4 else 2
-    if recipe.has("bfd_packing"):
-        size, key, unit = recipe.packed_capacity(), "plugins.bfd_packing.capacity", " tokens"
-    else:
-        size, key, unit = recipe.train.micro_batch, "train.micro_batch", ""
+    key, size = recipe.micro_batch_size()
+    unit = " tokens" if recipe.provides("packed_rows") else ""
     microseconds = profile.operator_seconds * 1e6
     return share, (
         f"launch-bound: {profile.operators:,} operators of {microseconds:.0f} us in a "
@@ -89,9 +89,9 @@ def launches(recipe: Recipe, profile: StepProfile) -> Finding | None:
 def logits(recipe: Recipe, profile: StepProfile, peak_gib: float) -> Finding | None:
     """Tell whether logits take much of the memory."""
     share = profile.logits_bytes / 2**30 / peak_gib
-    if share < 0.25 or recipe.has("fused_loss"):
+    if share < 0.25 or recipe.provides("fused_head"):
         return None
-    return share, f"loss head {share:.0%} of memory: add [plugins.fused_loss]"
+    return share, f"loss head {share:.0%} of memory: add {bundled_plugin('fused_head').table}"
 
 
 def slowest_rank(recipe: Recipe, profile: StepProfile, imbalance: float) -> Finding | None:
@@ -105,8 +105,9 @@ def slowest_rank(recipe: Recipe, profile: StepProfile, imbalance: float) -> Find
     if share < 0.05:
         return None
     cure = "its machine is slower, or busy with other work; no recipe line changes that"
-    if imbalance > 1.05 and not recipe.has("bfd_packing"):
-        cure = f"the busiest has {imbalance:.2f}x the average: add [plugins.bfd_packing]"
+    if imbalance > 1.05 and not recipe.provides("packed_rows"):
+        packing = bundled_plugin("packed_rows").table
+        cure = f"the busiest has {imbalance:.2f}x the average: add {packing}"
     return share, f"others wait {share:.0%} for rank {busy.index(max(busy))}, the slowest: {cure}"
 
 
@@ -122,8 +123,8 @@ def intervals(recipe: Recipe, profile: StepProfile, steps: int) -> Iterator[Find
         "logging": (0.05, "see which plugin has `log`: `plugsft plugins RECIPE`"),
         "exchange": (
             0.25,
-            "gradients are reduced once a step: a larger train.batch_size, or [plugins.lora], "
-            "reduces less, and affects results",
+            "gradients are reduced once a step: a larger train.batch_size, or "
+            f"{bundled_plugin('adapters').table}, reduces less, and affects results",
         ),
     }
     for part, (limit, cure) in cures.items():

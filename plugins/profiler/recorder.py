@@ -126,7 +126,7 @@ class StepRecorder:
         tokens = batch["input_ids"].numel()
         self.largest = max(self.largest, tokens)
         counts_operators = self.operators is None and self.clock.steps == WARMUP - 1
-        if counts_operators and not self.recipe.has("compile"):
+        if counts_operators and not self.recipe.provides("compiled_layers"):
             with OperatorCounter(self.shapes.vocabulary, tokens) as self.operators:
                 loss = yield
         elif self._tracer.active is not None:

@@ -27,7 +27,8 @@ def explain_key(recipe: Recipe, active: Active, path: Path, folder: Path | None)
     if recipe.data.tokens:
         raise PlugsftError(f"data.tokens: {recipe.data.tokens} is used as it is, without the cache")
     active.attach(DataDefaults(recipe.folder))
-    option = recipe.plugins.get("arrow_cache", {}).get("folder")
+    cache = recipe.provides("cached_tokens")
+    option = cache and cache.value
     homes = {
         "cache": tokens_folder(folder or (Path(option) if option else None)),
         "output": recipe.folder / "tokens",

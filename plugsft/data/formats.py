@@ -9,6 +9,7 @@ from typing import Any
 
 from ..base.limits import parse_json
 from ..base.types import Row
+from ..recipe.capabilities import bundled_plugin
 from ..recipe.tables import FORMATS
 
 TEXTS = ("text", "completion")
@@ -26,7 +27,10 @@ READ = {
 """Format -> the columns that are read."""
 REFUSED = {
     "label": "tells good answers from bad ones",
-    **dict.fromkeys(("chosen", "rejected"), "is one of two answers to compare ([plugins.dpo])"),
+    **dict.fromkeys(
+        ("chosen", "rejected"),
+        f"is one of two answers to compare ({bundled_plugin('preference_pairs').table})",
+    ),
     **dict.fromkeys(("weight", "weights", "sample_weight"), "says how much a row counts"),
     **dict.fromkeys(("image", "images", "pixel_values"), "holds images"),
     **dict.fromkeys(("video", "videos"), "holds videos"),

@@ -6,6 +6,7 @@ from operator import lt
 
 from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
+from ..recipe.capabilities import bundled_plugin
 from ..recipe.tables import Data, short
 from ..tokens.schema import SCHEMA, common_type, type_of
 from ..tokens.tokenizer import Tokenizer
@@ -140,5 +141,6 @@ def _refuse_preferences(rows: list[Row]) -> str:
     return (
         "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
         f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen" and '
-        'data.ignore = ["rejected"]; to learn which answer is preferred, add [plugins.dpo]'
+        'data.ignore = ["rejected"]; to learn which answer is preferred, add '
+        f"{bundled_plugin('preference_pairs').table}"
     )

@@ -57,7 +57,7 @@ def unwrap(model: Any) -> Any:
 
 def unpack(packing: Capability) -> str:
     """Return the cure: to train on separate rows."""
-    sort = f"[plugins.{bundled_plugin('sorted_lengths')}]"
+    sort = bundled_plugin("sorted_lengths").table
     return f"remove {packing.table}; {sort} lowers the padding of separate rows"
 
 

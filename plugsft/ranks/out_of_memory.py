@@ -1,18 +1,19 @@
 """Out-of-memory errors that name the micro-batch and the settings that lower memory."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 
 from ..base.errors import TrainError, out_of_memory
+from ..recipe.capabilities import bundled_plugin
 from ..recipe.tables import Recipe
 from .load_batches import GlobalBatch
 
 SAVERS = {
-    "gradient_checkpointing": "activations are computed again, not stored",
-    "fused_loss": "whole logits are never stored",
-    "lora": "few weights have gradients and optimizer states",
+    "recomputed_activations": "activations are computed again, not stored",
+    "fused_head": "whole logits are never stored",
+    "adapters": "few weights have gradients and optimizer states",
 }
-"""Bundled plugins that lower a step's memory, and how."""
+"""Capabilities that lower a step's memory, and how."""
 SHARD = "more ranks with a sharded model (recipes/accelerate/fsdp2.yaml)"
 
 
@@ -40,9 +41,7 @@ def explain_out_of_memory_in_loading(recipe: Recipe, rank: int) -> Iterator[None
         if not out_of_memory(error):
             raise
         name = recipe.model.path or "[model.scratch]"
-        cures = [SHARD]
-        if not recipe.has("lora"):
-            cures.append(f"[plugins.lora] ({SAVERS['lora']})")
+        cures = [SHARD, *_missing(recipe, ["adapters"])]
         raise TrainError(
             f"model: out of memory while {name} was loaded on rank {rank}. It needs less with "
             f"{'; '.join(cures)}; `plugsft plan` says what each rank holds"
@@ -63,6 +62,14 @@ def _describe_micro_batch(batch: GlobalBatch, index: int) -> str:
 def _cures(recipe: Recipe) -> str:
     size, _ = recipe.micro_batch_size()
     cures = [f"a smaller {size}", f"a smaller data.max_length (now {recipe.data.max_length:,})"]
-    cures += [f"[plugins.{name}] ({how})" for name, how in SAVERS.items() if not recipe.has(name)]
-    cures.append(SHARD)
+    cures += [*_missing(recipe, SAVERS), SHARD]
     return f"It needs less with {'; '.join(cures)}. None changes the batch size"
+
+
+def _missing(recipe: Recipe, savers: Iterable[str]) -> list[str]:
+    """Return the plugins to add for capabilities that the recipe lacks."""
+    return [
+        f"{bundled_plugin(name).table} ({SAVERS[name]})"
+        for name in savers
+        if not recipe.provides(name)
+    ]

@@ -10,6 +10,7 @@ CAPABILITIES = {
     "batches_ahead": "async_collate",
     "cached_tokens": "arrow_cache",
     "compiled_layers": "compile",
+    "early_stop": "early_stopping",
     "external_reports": "tracker",
     "fast_attention": "flash_attention",
     "fused_head": "fused_loss",
@@ -26,7 +27,7 @@ CAPABILITIES = {
 """Capability -> the bundled plugin that provides it. plugins/README.md explains each."""
 OPTION_NEEDED = {"packed_rows"}
 """Capabilities that must name the option that tunes them."""
-SHARED = {"external_reports", "fused_kernels", "traced_steps"}
+SHARED = {"early_stop", "external_reports", "fused_kernels", "traced_steps"}
 """Capabilities that several active plugins may provide."""
 
 
@@ -50,10 +51,10 @@ class Capability(NamedTuple):
         return f"plugins.{self.plugin}.{self.option}"
 
 
-def bundled_plugin(capability: str) -> str:
+def bundled_plugin(capability: str) -> Capability:
     """Return the bundled plugin to suggest for a capability."""
     ensure_known(capability)
-    return CAPABILITIES[capability]
+    return Capability(CAPABILITIES[capability], None, None)
 
 
 def ensure_complete(provides: Mapping[str, str | None]) -> None:

@@ -401,10 +401,6 @@ class Recipe(Table):
         copy._provided = provided
         return copy
 
-    def has(self, plugin: str) -> bool:
-        """Tell whether a plugin is active."""
-        return plugin in self.plugins
-
     def evaluates(self, step: int) -> bool:
         """Tell whether a regular evaluation follows this step."""
         return self.eval is not None and step % self.eval.every == 0

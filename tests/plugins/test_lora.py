@@ -276,9 +276,10 @@ def test_a_head_that_is_trained_is_not_read_raw(tiny, base, tied, options):
     tables["model"] = {"path": str(base(tied))}
     recipe, active = resolve(tables)
     check(active.attach(), recipe, look())
-    recipe = recipe.model_copy(update={"plugins": {**recipe.plugins, "fused_loss": {}}})
+    tables["plugins"]["fused_loss"] = {}
+    recipe, active = resolve(tables)
     with pytest.raises(RecipeError, match=r"\[plugins.fused_loss\] reads its frozen weight"):
-        check(active, recipe, look())
+        check(active.attach(), recipe, look())
 
 
 # Real runs.

@@ -72,7 +72,12 @@ def name_without(plugin: str) -> str:
 
 def choose_contenders(active: Active, keep: Sequence[str], only: Sequence[str]) -> Contenders:
     """Choose the optional plugins to measure, and the contenders."""
-    available = [name for name in active.plugins if name not in LEFT_OUT_ALWAYS]
+    left_out = {*LEFT_OUT_ALWAYS}
+    available = [
+        name
+        for name, plugin in active.plugins.items()
+        if not left_out & {*contract_of(plugin).provides}
+    ]
     for option, names in (("--keep", keep), ("--only", only)):
         for name in names:
             if name not in available:

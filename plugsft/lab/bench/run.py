@@ -291,7 +291,8 @@ def prepare(runner: TrialRunner, folder: Path, name: str, left_out: Sequence[str
     for plugin in left_out:
         tables["plugins"].pop(plugin, None)
     # The first preparation starts with an empty cache.
-    tables["plugins"].get("arrow_cache", {}).pop("folder", None)
+    for cache in runner.recipe.providers("cached_tokens"):
+        tables["plugins"].get(cache.plugin, {}).pop(cache.option, None)
     path, log = trial_folder / "recipe.toml", trial_folder / "output.txt"
     path.write_text(tomli_w.dumps(tables))
     words = [sys.executable, "-m", "plugsft.lab.bench.preparation", str(path)]

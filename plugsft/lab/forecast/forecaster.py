@@ -15,6 +15,7 @@ from ...model.config import load_config
 from ...model.defaults import ModelDefaults
 from ...model.load import scratch_config
 from ...model.packed_model import packed_model
+from ...recipe.capabilities import bundled_plugin
 from ...recipe.tables import Recipe
 from ...registry import active as registry
 from ...tokens.store import Tokens
@@ -35,14 +36,15 @@ from .strategies import (
 from .trace import Trace
 from .workload import Epoch, Workload, epoch_of, workload_of
 
-LEFT_OUT = ("flash_attention", "fused_loss", "liger", "compile", "tracker")
-"""Plugins that need the real machine or weights; their memory is forecast without them."""
+LEFT_OUT = ("fast_attention", "fused_head", "fused_kernels", "compiled_layers", "external_reports")
+"""Capabilities that need the real machine or weights: a model is traced without their plugins."""
 HOOKS = ("optimize_model", "plan_batches", "collate", "step")
 MAX_RANKS = 4096
 """Most ranks that are tried."""
 STEPS = 3
 """Steps of a probe: the first makes the optimizer's states."""
-SAVERS = ("gradient_checkpointing", "fused_loss")
+SAVERS = ("recomputed_activations", "fused_head")
+"""Capabilities that lower the memory, and change no results."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Forecaster:
         """Trace the recipe with {"table.key": value} set."""
         tables = with_changes(self.tables, changes)
         recipe, _ = registry.resolve(tables)
-        _, active = registry.resolve(tables, [name for name in LEFT_OUT if recipe.has(name)])
+        left_out = {each.plugin for name in LEFT_OUT for each in recipe.providers(name)}
+        _, active = registry.resolve(tables, [*left_out])
         core = ModelDefaults(packed_model(recipe))
         active.attach(DataDefaults(recipe.folder), BatchDefaults(), core)
         registry.check(active, recipe, replace(look(), world_size=ranks), HOOKS)
@@ -105,7 +108,7 @@ class Forecaster:
         models, traces = self._models[key], dict[bool, Trace]()
         shape = {name: getattr(value, "shape", value) for name, value in workload.batch.items()}
         half, device = recipe.model.dtype != "float32", "cuda" if self._gpu else "cpu"
-        flash = recipe.has("flash_attention") and self._gpu and half
+        flash = recipe.provides("fast_attention") is not None and self._gpu and half
         for cast in (False, True):
             model = models.get(cast, models[False])
             traced = f"{key} {shape} {model is models[False]}"
@@ -157,7 +160,9 @@ def suggest(
     forecaster: Forecaster, recipe: Recipe, cluster: Cluster
 ) -> Iterator[tuple[str, Forecast]]:
     """Yield changes, one at a time and then together, and the forecast with each."""
-    savers: dict[str, Any] = {f"plugins.{name}": {} for name in SAVERS if not recipe.has(name)}
+    savers: dict[str, Any] = {
+        f"plugins.{bundled_plugin(name).plugin}": {} for name in SAVERS if not recipe.provides(name)
+    }
     smaller = _smaller_micro_batch(forecaster, recipe, cluster)
     variants: list[tuple[str, dict[str, Any]]] = [(_line(smaller), smaller)] if smaller else []
     variants += [(f"[{name}]", {name: {}}) for name in savers]
@@ -165,14 +170,15 @@ def suggest(
     if len(together) > 1:
         lines = [f"[{name}]" for name in savers] + [_line(smaller)] * bool(smaller)
         variants.append((" and ".join(lines), together))
-    if not recipe.has("lora"):
-        name = "[plugins.lora] (affects results)"
-        variants.append((name, {"plugins.lora": {}}))
-        variants.append((f"{name} and all of these", {**together, "plugins.lora": {}}))
+    if not recipe.provides("adapters"):
+        table = f"plugins.{bundled_plugin('adapters').plugin}"
+        words = f"[{table}] (affects results)"
+        variants.append((words, {table: {}}))
+        variants.append((f"{words} and all of these", {**together, table: {}}))
     for words, changes in variants:
         if (forecast := _best(forecaster, changes, cluster)) is not None:
             yield words, forecast
-    for words, changes in (("", {}), (", and all of these but LoRA", together)):
+    for words, changes in (("", {}), (", and all of these but adapters", together)):
         larger, best = cluster, None
         while larger.ranks < MAX_RANKS and not (best and best.fits):
             larger = larger.doubled()

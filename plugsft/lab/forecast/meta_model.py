@@ -31,7 +31,7 @@ FLASH = "plugsft_forecast"
 DOCUMENTS = 16
 """Most documents of a packed row that are traced: more take longer, and the same memory."""
 LOGITS = {"cpu": 2**28, "cuda": 2**30}
-"""Bytes of logits that [plugins.fused_loss] computes at a time."""
+"""Bytes of logits that a fused head computes at a time by default."""
 
 
 @dataclass
@@ -162,12 +162,12 @@ class MetaModel:
             ) from error
 
     def _loss(self, batch: Batch, positions: int, device: str) -> Tensor:
-        if not self.recipe.has("fused_loss"):
+        fused = self.recipe.provides("fused_head")
+        if fused is None:
             return ModelDefaults().token_nll(self.model, batch, True)
         causal = getattr(self.model, "get_base_model", lambda: self.model)()
         head, losses = causal.get_output_embeddings(), list[Tensor]()
-        chunk = self.recipe.plugins["fused_loss"].get("chunk")
-        chunk = chunk or max(1, LOGITS[device] // (4 * len(head.weight)))
+        chunk = fused.value or max(1, LOGITS[device] // (4 * len(head.weight)))
 
         def forward(hidden: Tensor) -> Tensor:
             rows = torch.zeros(positions, dtype=torch.int64)

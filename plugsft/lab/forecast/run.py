@@ -191,8 +191,9 @@ def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> li
             f"note: under {', '.join(after)} memory peaks at the end of the backward pass, when "
             "activations are freed"
         )
-    if recipe.has("liger") or recipe.has("compile"):
-        lines.append("note: memory that liger and compile save is not subtracted")
+    savers = [*recipe.providers("fused_kernels"), *recipe.providers("compiled_layers")]
+    if names := " and ".join(saver.table for saver in savers):
+        lines.append(f"note: memory that {names} save is not subtracted")
     if not cluster.gpu:
         lines.append(
             "note: glibc keeps freed memory; MALLOC_MMAP_THRESHOLD_=262144 makes it return it"

@@ -35,8 +35,8 @@ from ...registry.active import Active
 from ...tokens.shards import Examples, write_index, write_shard
 from ...tokens.store import Tokens
 
-LEFT_OUT_ALWAYS = ("early_stopping", "tracker")
-"""Plugins that trials leave out: they end a run early, or report it elsewhere."""
+LEFT_OUT_ALWAYS = ("early_stop", "external_reports")
+"""Capabilities whose plugins trials leave out: they end a run early, or report it elsewhere."""
 KILLED = ("SIGKILL", "Signal 9")
 """How launchers say that a rank was killed."""
 
@@ -91,11 +91,14 @@ class TrialRunner:
         examples: int,
     ) -> None:
         self.folder, self.tokens, self._launch = folder, tokens, shlex.split(launch)
-        self.tables = anchored(recipe)
+        self.recipe, self.tables = recipe, anchored(recipe)
         self.tables.pop("eval", None)
         self.tables["checkpoint"] = {"every": 0}
+        for each in (each for name in LEFT_OUT_ALWAYS for each in recipe.providers(name)):
+            self.tables["plugins"].pop(each.plugin, None)
         # The steps to trace are those of a whole run.
-        self.tables["plugins"].get("profiler", {}).pop("trace", None)
+        for traced in recipe.providers("traced_steps"):
+            self.tables["plugins"][traced.plugin].pop(traced.option, None)
         self._tokenizer, self._trials = tokenizer, 0
         if 0 < examples < len(tokens):
             self.use(sample_by_length(tokens, examples))
@@ -134,7 +137,7 @@ class TrialRunner:
         folder = self.folder / f"{self._trials:04d}"
         folder.mkdir()
         tables = with_changes(self.tables, {**changes, "output": str(folder / "run")})
-        for name in (*without, *LEFT_OUT_ALWAYS):
+        for name in without:
             tables["plugins"].pop(name, None)
         # The trial ends before the last step, which would save the model.
         tables["train"] |= {"steps": steps + 1, "log_every": 10**9}

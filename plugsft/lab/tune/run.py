@@ -15,6 +15,7 @@ from ...base.errors import PlugsftError, RecipeError
 from ...base.machine import look
 from ...base.sizes import parse_size
 from ...ranks.precision import on_cpu
+from ...recipe.capabilities import bundled_plugin
 from ...recipe.parse import flatten, read
 from ...recipe.tables import Recipe
 from ...registry.active import Active
@@ -28,7 +29,6 @@ WARMUP = 2
 """Steps before those that are measured; memory peaks in them."""
 MARGIN = 0.05
 """Share of the memory that stays free, as other steps of the run may need more."""
-CHECKPOINTING = "plugins.gradient_checkpointing"
 
 
 class Interrupted(PlugsftError):
@@ -81,10 +81,11 @@ def changes_of(tuning: "Tuning", best: Setting, path: Path, options: Options) ->
     changes |= {key: value for key, value in flatten(tables).items() if in_file.get(key) != value}
     changes[tuning.key] = best.size
     if best.recompute != tuning.own.recompute:
-        if "gradient_checkpointing" in tables.get("plugins", {}):
-            changes[f"{CHECKPOINTING}.enabled"] = best.recompute
+        table = f"plugins.{tuning.recomputing}"
+        if tuning.recomputing in tables.get("plugins", {}):
+            changes[f"{table}.enabled"] = best.recompute
         else:
-            changes[CHECKPOINTING] = {}
+            changes[table] = {}
     return changes
 
 
@@ -100,7 +101,10 @@ class Tuning:
                 f"{self.key}: tune cannot choose it: {self._packing.table} fills rows with "
                 "examples of other steps, so another value would affect results; choose it by hand"
             )
-        self.own = Setting(size, recipe.has("gradient_checkpointing"))
+        recomputed = recipe.provides("recomputed_activations")
+        self.recomputing = (recomputed or bundled_plugin("recomputed_activations")).plugin
+        """The plugin that recomputes activations, in the recipe or to add."""
+        self.own = Setting(size, recomputed is not None)
         self._search = Search([size], self.own, lambda setting: Probe(setting, 0.0))
         self._last = Trial(Path(), 0.0)
 
@@ -179,12 +183,14 @@ class Tuning:
 
     def changes(self, setting: Setting) -> dict[str, Any]:
         """Return the changes of the recipe for a setting."""
-        options = self._recipe.plugins.get("gradient_checkpointing", {})
-        return {self.key: setting.size, CHECKPOINTING: options if setting.recompute else None}
+        options = self._recipe.plugins.get(self.recomputing, {})
+        table = f"plugins.{self.recomputing}"
+        return {self.key: setting.size, table: options if setting.recompute else None}
 
     def name(self, setting: Setting) -> str:
         """Name a setting as a recipe would."""
-        return f"{self.key} = {setting.size}" + f", [{CHECKPOINTING}]" * setting.recompute
+        recomputing = f", [plugins.{self.recomputing}]" if setting.recompute else ""
+        return f"{self.key} = {setting.size}{recomputing}"
 
     def so_far(self) -> str:
         """Return a line about the best probe so far."""
@@ -204,7 +210,7 @@ class Tuning:
             raise RecipeError(
                 f"nothing fits in {format_size(self._allowed)} a rank; tried: {tried}. The last: "
                 f"{self._last.error}. More memory (--memory), a smaller data.max_length, and "
-                "[plugins.lora] help"
+                f"{bundled_plugin('adapters').table} help"
             )
         own = self._search.probes[0]
         self._print_table(best)
