@@ -1,19 +1,27 @@
 """ema: the model is the average of the weights, and training does not notice."""
 
 import json
-import math
 import shutil
 
 import pytest
 import torch
-from conftest import chats, read_metrics, run_launch, run_plugsft, tiny_tables, write_recipe
+from conftest import read_metrics, run_launch, run_plugsft
 from plugin_packages import activate, install
 from safetensors.torch import load_file
+from saved_runs import (
+    assert_close,
+    assert_equal,
+    checkpoint,
+    evaluations,
+    initial_weights,
+    model_of,
+    read,
+    resume,
+    train,
+)
 from test_launch import config
 
-from plugsft.model.tensor_shards import TensorShard
 from plugsft.output.final_model import name_in_file
-from plugsft.ranks.shard_files import ShardReader
 
 DECAY, STEPS = 0.3, 6  # the warm-up's decay is below 0.3 at steps 1 and 2 only
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": STEPS, "learning_rate": 3e-3}
@@ -38,37 +46,8 @@ LOOKS = """
 """
 
 
-def train(folder, *words, name="recipe", **tables):
-    """Train a tiny recipe with these tables; return the run's folder."""
-    recipe = write_recipe(folder / f"{name}.toml", tiny_tables(folder, chats(24)) | tables)
-    result = run_plugsft(recipe, f"output={folder / name}", *words)
-    assert result.returncode == 0, result.stderr
-    return folder / name
-
-
-def checkpoint(run, step):
-    return run / f"checkpoints/step-{step:06d}"
-
-
-def read(folder, kind="model"):
-    """Read the tensors of a kind from a checkpoint, of any number of ranks."""
-    tensors = {}
-    with ShardReader(folder) as reader:
-        for name in reader.names_of(kind):
-            shape = reader.shape_of(f"{kind}/{name}")
-            values = torch.empty(math.prod(shape))
-            reader.fill(f"{kind}/{name}", TensorShard(values, 0, shape))
-            tensors[name] = values.view(shape)
-    return tensors
-
-
 def read_average(folder):
     return read(folder, "plugins/ema/average")
-
-
-def initial_weights(run):
-    [folder] = (run / "scratch").glob("model-*")
-    return load_file(folder / "model.safetensors")
 
 
 def next_average(average, run, step, warmup=True):
@@ -87,34 +66,7 @@ def assert_averages(run):
     for step in range(1, STEPS + 1):
         average = next_average(average, run, step)
         assert_close(read_average(checkpoint(run, step)), average)
-    assert_close(load_file(run / "model/model.safetensors"), average)
-
-
-def assert_close(tensors, expected, atol=1e-7):
-    assert tensors.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(
-            tensors[name].double(), expected[name].double(), rtol=2e-7, atol=atol
-        )
-
-
-def resume(run, recipe, after):
-    """Go on in one process, after a step."""
-    for step in range(after + 1, STEPS + 1):
-        shutil.rmtree(checkpoint(run, step))
-    shutil.rmtree(run / "model")
-    result = run_plugsft(recipe, f"output={run}", "--resume")
-    assert result.returncode == 0, result.stderr
-
-
-def assert_equal(tensors, expected):
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-
-
-def evaluations(run):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert_close(model_of(run), average)
 
 
 @pytest.fixture(scope="module")
@@ -151,15 +103,13 @@ def test_two_ranks_average_their_shards_and_one_rank_goes_on(averaged, tmp_path,
         assert len(list(checkpoint(run, 3).glob("rank-*"))) == 2
     resume(run, recipe, after=3)
     assert_averages(run)
-    model, expected = (load_file(folder / "model/model.safetensors") for folder in (run, averaged))
-    assert_close(model, expected, atol=1e-6)
+    assert_close(model_of(run), model_of(averaged), atol=1e-6)
 
 
 def test_a_resumed_run_ends_bit_for_bit_as_one_without_a_stop(averaged, tmp_path):
     run, recipe = shutil.copytree(averaged, tmp_path / "run"), averaged.with_suffix(".toml")
     resume(run, recipe, after=2)
-    models = [load_file(folder / "model/model.safetensors") for folder in (run, averaged)]
-    assert_equal(*models)
+    assert_equal(model_of(run), model_of(averaged))
     assert evaluations(run) == evaluations(averaged)
     # Another decay would not give the same model.
     refused = run_plugsft(recipe, f"output={run}", "--resume", "plugins.ema.decay=0.5")
@@ -195,6 +145,6 @@ def test_the_best_model_is_the_average_of_the_best_checkpoint(tmp_path, monkeypa
     best = json.loads((run / "run.json").read_text())["best"]
     assert best["step"] < STEPS and best["eval_loss"] == max(evaluations(run))
     average = read_average(checkpoint(run, best["step"]))
-    assert_equal(load_file(run / "model/model.safetensors"), average)
+    assert_equal(model_of(run), average)
     for used in (f"evaluate-{best['step']}", f"generate-{best['step']}", f"save-{STEPS}"):
         assert_equal(load_file(run / f"{used}.safetensors"), average)
