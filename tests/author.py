@@ -8,13 +8,16 @@ import textwrap
 from pathlib import Path
 
 
-def install(source: Path, target: Path) -> Path:
-    """Install a package with pip, without network; return the target folder."""
+def install(*sources: Path, target: Path) -> Path:
+    """Install packages with pip, without network; return the target folder."""
     # pip builds inside the source folder, so build in a copy.
-    copy = shutil.copytree(source, target.parent / f"{target.name}-source")
+    copies = [
+        shutil.copytree(source, target.parent / f"{target.name}-sources" / source.name)
+        for source in sources
+    ]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     process = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", *options, "--target", target, copy],
+        [sys.executable, "-m", "pip", "install", "--quiet", *options, "--target", target, *copies],
         capture_output=True,
         text=True,
     )

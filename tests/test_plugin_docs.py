@@ -13,7 +13,7 @@ from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
 
 README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
-SKELETON = (FILES / "plugsft_my_plugin.py").read_text(encoding="utf8")
+SKELETON = (FILES / "callback/plugsft_my_plugin.py").read_text(encoding="utf8")
 
 
 def rows(first):

@@ -16,7 +16,7 @@ SHOUT = Path(__file__).parent / "third_party"
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """Where pip installed plugsft-shout."""
-    return install(SHOUT, tmp_path_factory.mktemp("pip") / "site")
+    return install(SHOUT, target=tmp_path_factory.mktemp("pip") / "site")
 
 
 @pytest.fixture
@@ -117,20 +117,44 @@ def test_the_name_of_the_core_is_an_error(tiny, tmp_path, monkeypatch):
     assert "dist-core 1.0: a plugin cannot be named 'core'" in result.stderr
 
 
+KINDS = {"callback": 3, "format": 3, "loss": 3, "optimizer": 3}
+"""Kind of plugin -> tests that its skeleton has."""
+
+
 @pytest.mark.slow
-def test_a_new_plugin_passes_its_own_test(tmp_path):
-    result = run_plugsft("new-plugin", "loud_loss", "--folder", tmp_path)
-    assert result.returncode == 0, result.stderr
-    made = tmp_path / "plugsft-loud-loss"
-    for command in (f"cd {made}", "pip install -e '.[dev]'", "pytest"):
-        assert command in result.stdout
-    site = install(made, tmp_path / "site")
-    tested = run_fresh(site, "pytest", "-q", "-W", "error", cwd=made)
+def test_new_plugins_of_every_kind_pass_their_own_tests(tmp_path):
+    folders = []
+    for kind in KINDS:
+        folders.append(tmp_path / f"plugsft-loud-{kind}")
+        result = run_plugsft("new-plugin", f"loud_{kind}", "--kind", kind, "--folder", tmp_path)
+        assert result.returncode == 0, result.stderr
+        for command in (f"cd {folders[-1]}", "pip install -e '.[dev]'", "pytest"):
+            assert command in result.stdout
+    site = install(*folders, target=tmp_path / "site")
+    tested = run_fresh(site, "pytest", "-q", "-W", "error", *folders, cwd=tmp_path)
     assert tested.returncode == 0, tested.stdout
-    assert "3 passed" in tested.stdout
+    assert f"{sum(KINDS.values())} passed" in tested.stdout
     # Installed, its name is taken.
     again = run_fresh(site, "plugsft", "new-plugin", "loud_loss")
     assert again.returncode == 2 and "plugsft-loud-loss 0.1.0" in again.stderr
+
+
+def test_without_a_kind_it_is_a_callback(tmp_path):
+    for options in [("mine",), ("mine", "--kind", "callback", "--folder", tmp_path / "b")]:
+        result = run_plugsft("new-plugin", "--folder", tmp_path / "a", *options)
+        assert result.returncode == 0, result.stderr
+    first, second = (
+        {path.name: path.read_text() for path in (tmp_path / name / "plugsft-mine").iterdir()}
+        for name in "ab"
+    )
+    assert first == second and len(first) == 4
+    assert 'description = "Stop a run when its average loss' in first["pyproject.toml"]
+
+
+def test_a_kind_that_there_is_not_is_refused(tmp_path):
+    result = run_plugsft("new-plugin", "mine", "--kind", "los", "--folder", tmp_path)
+    assert result.returncode == 2 and "'--kind'" in result.stderr
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

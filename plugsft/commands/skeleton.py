@@ -1,5 +1,6 @@
-"""The skeleton of a new plugin: the distribution in skeleton_files/, under another name."""
+"""The skeleton of a new plugin: a distribution in skeleton_files/, under another name."""
 
+import ast
 import keyword
 import re
 import shlex
@@ -10,9 +11,10 @@ from ..base.errors import PluginError, reason_of
 from ..registry.discover import find, is_core
 
 FILES = Path(__file__).with_name("skeleton_files")
+"""A folder for each kind of plugin, and the pyproject.toml that they share."""
 
 
-def write_skeleton(name: str, folder: Path) -> None:
+def write_skeleton(name: str, folder: Path, kind: str) -> None:
     """Write a package with a working plugin and its test; print the next commands."""
     if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise PluginError(
@@ -24,14 +26,17 @@ def write_skeleton(name: str, folder: Path) -> None:
         owner = plugins[name].origin if name in plugins else "the core"
         raise PluginError(f"'{name}': the name is taken ({owner}); choose another")
     target = folder / f"plugsft-{name.replace('_', '-')}"
+    files = [FILES / "pyproject.toml", *sorted(FILES.joinpath(kind).glob("*.*"))]
+    code = FILES.joinpath(kind, "plugsft_my_plugin.py").read_text(encoding="utf8")
     words = {
+        "SUMMARY": str(ast.get_docstring(ast.parse(code))).rstrip("."),
         "my_plugin": name,
         "my-plugin": name.replace("_", "-"),
         "MyPlugin": "".join(word.capitalize() for word in name.split("_")),
     }
     try:
         target.mkdir(parents=True)
-        for file in sorted(path for path in FILES.iterdir() if path.is_file()):
+        for file in files:
             text = file.read_text(encoding="utf8")
             (target / _rename(file.name, words)).write_text(_rename(text, words), encoding="utf8")
     except FileExistsError as error:
