@@ -221,9 +221,16 @@ class RunModel(Protocol):
         """
 
     def generate(
-        self, prompts: Sequence[str], max_tokens: int = 64, temperature: float = 0.0
+        self,
+        prompts: Sequence[str | list[dict[str, str]]],
+        max_tokens: int = 64,
+        temperature: float = 0.0,
     ) -> list[str]:
-        """Answer prompts with the chat template, on all ranks alike; temperature 0 is greedy."""
+        """Answer questions or chats with the chat template, on all ranks alike.
+
+        Temperature 0 is greedy. Random numbers depend on the seed and the step alone, and those of
+        the training go on as before.
+        """
 
     def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
         """Load a model for inference: the run's own base again, or the one at `path`."""

@@ -48,7 +48,11 @@ def test_what_goes_wrong_is_told(recipe, forked_trials):
 
 
 def test_trials_leave_out_what_is_for_whole_runs(recipe, forked_trials):
-    changes = ["plugins.tracker.to=['tensorboard']", "plugins.early_stopping.patience=1"]
+    changes = [
+        "plugins.tracker.to=['tensorboard']",
+        "plugins.early_stopping.patience=1",
+        "plugins.samples.prompts=['Who?']",
+    ]
     with trials(*load(recipe, changes)) as made:
         trial = made.run({}, steps=1)
     assert [plugin["name"] for plugin in trial.run["plugins"]] == ["trial"]

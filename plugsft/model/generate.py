@@ -1,7 +1,8 @@
 """Generate answers with a model: for `plugsft chat`, and for plugins during a run."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,32 @@ from ..base.errors import PlugsftError
 from ..data.load_tokenizer import pad_id, stop_ids
 from .config import max_context
 
+BATCH = 32
+"""Chats answered in one batch."""
 FREE = 0.25
 """Share of the context that stays free for the answer."""
 
 Turns = list[dict[str, str]]
+
+
+@contextmanager
+def attention_with_cache(model: PreTrainedModel) -> Iterator[None]:
+    """Use the attention that transformers chooses, inside the block.
+
+    The attention of packed rows, and some kernels, take neither padding nor a key-value cache.
+    """
+    configs: list[Any] = [
+        module.config for module in model.modules() if isinstance(module, PreTrainedModel)
+    ]
+    names = [config._attn_implementation for config in configs]
+    name = model.get_correct_attn_implementation(None)
+    if name != model.config._attn_implementation:
+        model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, names, strict=True):
+            config._attn_implementation_internal = name
 
 
 @dataclass
@@ -60,6 +83,12 @@ class Speaker:
         while len(chat) > 2 and self.encode([chat])["input_ids"].shape[1] > limit:
             chat = chat[2:]
         return chat
+
+    def answer_all(self, prompts: Sequence[str | Turns]) -> list[str]:
+        """Answer any number of questions and chats."""
+        chats = [self.ask(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        batches = [chats[start : start + BATCH] for start in range(0, len(chats), BATCH)]
+        return [answer for batch in batches for answer in self.answer(batch)]
 
     def answer(self, chats: Sequence[Turns], streamer: TextStreamer | None = None) -> list[str]:
         """Answer several chats in one batch."""

@@ -17,8 +17,9 @@ from ..base.limits import parse_toml, read_json_object, read_text
 from ..base.step_folders import newest_checkpoint, parse_step
 from ..recipe.tables import TRL, Recipe
 from .report import read_metrics, read_record
+from .samples import SAMPLES
 
-FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json")
+FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json", SAMPLES)
 """Files of a run, besides checkpoints/ and model/."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
 """Endings of files; no name on the hub has them."""
@@ -217,7 +218,7 @@ def is_result(path: Path) -> bool:
     begin = read_beginning(path)
     if path.name == "run.json":
         return "format" in read_run(path.parent)
-    if path.name == "metrics.jsonl":
+    if path.name in ("metrics.jsonl", SAMPLES):
         return not begin or begin.startswith('{"step": ')
     if path.name == "report.html":
         return is_page(begin)

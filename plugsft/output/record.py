@@ -23,6 +23,7 @@ from ..registry.active import Active, options_of
 from ..tokens.store import Tokens
 from . import report
 from .report import read_metrics
+from .samples import SAMPLES
 
 AVERAGED = (
     "step_seconds",
@@ -79,8 +80,9 @@ class Record:
         (self.folder / "report.html").unlink(missing_ok=True)
         write_text(self.folder / "recipe.toml", resolved(self._recipe))
         path = self.folder / "metrics.jsonl"
-        lines = [line for line in read_metrics(path) if line["step"] <= done] if done else []
-        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        lines = keep_lines(path, done)
+        if not keep_lines(samples := self.folder / SAMPLES, done):
+            samples.unlink()
         # The means at the end count the steps before a resume, too.
         known = [line for line in lines if all(line.get(name) is not None for name in AVERAGED)]
         self._rows = [[line[name] for name in AVERAGED] for line in known]
@@ -175,6 +177,13 @@ class Record:
         minutes, seconds = divmod(round(steps * sum(recent) / len(recent)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def keep_lines(path: Path, done: int) -> list[dict[str, Any]]:
+    """Remove the lines of steps after `done` from a file of JSON lines; return the others."""
+    lines = [line for line in read_metrics(path) if line["step"] <= done] if done else []
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    return lines
 
 
 def clear(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import html
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate, islice
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..base.atomic import replace_file
 from ..base.errors import reason_of
 from ..base.limits import TABLES, check_depth, parse_json, read_text
+from .samples import SAMPLES, samples_section
 
 Points = list[tuple[float, float | None]]
 
@@ -32,7 +34,8 @@ def write(folder: Path) -> Path:
         run = read_record(folder)
     except (FileNotFoundError, TypeError, ValueError) as error:
         run = {"name": folder.name, "warnings": [f"run.json cannot be read: {reason_of(error)}"]}
-    page, path = render(run, read_metrics(folder / "metrics.jsonl")), folder / "report.html"
+    metrics, samples = (read_metrics(folder / name) for name in ("metrics.jsonl", SAMPLES))
+    page, path = render(run, metrics, samples), folder / "report.html"
     with replace_file(path) as draft:
         draft.write_text(page, "utf-8", errors="replace")
     return path
@@ -95,12 +98,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def render(run: dict[str, Any], metrics: list[dict[str, Any]]) -> str:
+def render(
+    run: dict[str, Any], metrics: list[dict[str, Any]], samples: Sequence[dict[str, Any]] = ()
+) -> str:
     """Return a run's page."""
     series = series_of(metrics)
     parts = {key: _numeric(table_of(run, key)) for key in ("steps", "data", "eval")}
     numbers = {**curves_of(series), "parts": parts}
-    return fill(_show(run.get("name", "run")), _head(run, series), _sections(run), numbers)
+    sections = samples_section(samples) + _sections(run)
+    return fill(_show(run.get("name", "run")), _head(run, series), sections, numbers)
 
 
 def curves_of(series: dict[str, Points]) -> dict[str, Any]:

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from ..base.types import Ints
 from ..hooks import Run
-from ..model.generate import Speaker
+from ..model.generate import Speaker, attention_with_cache
 from ..model.load import Load
 from ..tokens.store import Tokens
 from .agree import together
@@ -51,16 +52,28 @@ class TrainedModel:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[str], max_tokens: int = 64, temperature: float = 0.0
+        self,
+        prompts: Sequence[str | list[dict[str, str]]],
+        max_tokens: int = 64,
+        temperature: float = 0.0,
     ) -> list[str]:
-        """Answer prompts with the chat template, on all ranks alike; temperature 0 is greedy."""
+        """Answer questions or chats with the chat template, on all ranks alike.
+
+        Temperature 0 is greedy. Random numbers depend on the seed and the step alone, and those of
+        the training go on as before.
+        """
         plain: Any = self._state.plain
         sharded = is_sharded(self._accelerator)
+        seed = self._run.recipe.train.seed, self._run.step
 
         def work() -> list[str]:
-            with evaluating(plain):
+            with (
+                evaluating(plain),
+                attention_with_cache(plain),
+                random_numbers(self._accelerator.device, *seed),
+            ):
                 speaker = Speaker(plain, self._run.tokenizer, max_tokens, temperature, sharded)
-                return speaker.answer([speaker.ask(prompt) for prompt in prompts])
+                return speaker.answer_all(prompts)
 
         with together(self._accelerator, "generating"):
             answers: list[str]
@@ -93,6 +106,14 @@ class TrainedModel:
             yield
         finally:
             self._state.set_shards(trained)
+
+
+@contextmanager
+def random_numbers(device: torch.device, seed: int, step: int) -> Iterator[None]:
+    """Draw other random numbers inside the block, the same on all ranks."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]))
+        yield
 
 
 @contextmanager

@@ -19,6 +19,7 @@ CAPABILITIES = {
     "preference_pairs": "dpo",
     "recomputed_activations": "gradient_checkpointing",
     "reference_model": "dpo",
+    "sampled_answers": "samples",
     "shared_prompts": "dpo",
     "sorted_lengths": "length_group",
     "stored_reference": "dpo_reference",

@@ -27,8 +27,6 @@ from ...output.folder import ADAPTER, base_model
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
 
-BATCH = 32
-"""Questions answered in one batch."""
 EMPTY = "(the model ended its answer before the first word)"
 
 
@@ -42,10 +40,8 @@ def chat(
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
     speaker = Speaker(*load(folder, trusted), max_tokens, temperature)
-    for start in range(0, len(ask), BATCH):
-        chats = [speaker.ask(question) for question in ask[start : start + BATCH]]
-        for answer in speaker.answer(chats):
-            say(answer or EMPTY)
+    for answer in speaker.answer_all(ask):
+        say(answer or EMPTY)
     if not ask:
         try:
             converse(speaker)

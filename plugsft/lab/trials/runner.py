@@ -35,8 +35,8 @@ from ...registry.active import Active
 from ...tokens.shards import Examples, write_index, write_shard
 from ...tokens.store import Tokens
 
-LEFT_OUT_ALWAYS = ("early_stop", "external_reports")
-"""Capabilities whose plugins trials leave out: they end a run early, or report it elsewhere."""
+LEFT_OUT_ALWAYS = ("early_stop", "external_reports", "sampled_answers")
+"""Capabilities whose plugins trials leave out: they are for whole runs."""
 KILLED = ("SIGKILL", "Signal 9")
 """How launchers say that a rank was killed."""
 
