@@ -90,7 +90,7 @@ def test_page_tells_the_run() -> None:
     page = Page(report.render(RUN, [*training(240), {"step": 240, "eval_loss": 2.1}]))
     said = "Final loss 0.02; evaluation loss 2.1; 240 of 240 steps in 1.55 min, at 3,500 tokens per"
     assert said in page.text
-    assert "finished 2026-11-21 05:10:00+00:00 quickstart" in page.text
+    assert "completed 2026-11-21 05:10:00+00:00 quickstart" in page.text
     assert "no trained token: 1,300 (rows 4, 1009, 12, …)" in page.text
     assert "truncated 0 lengths min 12, median 44, max 61 mask" in page.text
     assert 'length_group 12 % less padding bundled 1.2 x = 4096, scope = "window"' in page.text
