@@ -326,13 +326,18 @@ class Hooks(Protocol):
 
     @stage
     def collate(self, tokens: Tokens, examples: Ints, pad: int) -> Batch:
-        """Turn examples into tensors; no examples give a batch without targets."""
+        """Turn examples into tensors; no examples give a batch without targets.
+
+        The targets of a batch are in the order of `examples`.
+        """
 
     @stage
-    def step(self, model: Module, batch: Batch, denominator: int, token_nll: TokenNll) -> Tensor:
+    def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:
         """Return a micro-batch's loss: the sum over its targets, divided by `denominator`.
 
-        `token_nll` calls the next stage.
+        `token_nll` calls the next stage. If an example has a weight other than 1,
+        `batch["_target_weights"]` has the weight of each target; `denominator` counts a target as
+        often as its weight says.
         """
 
     @stage

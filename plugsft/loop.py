@@ -71,7 +71,7 @@ def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
     return losses
 
 
-def compute_loss(run: OpenRun, micro_batch: Batch, denominator: int) -> Tensor:
+def compute_loss(run: OpenRun, micro_batch: Batch, denominator: float) -> Tensor:
     """Return a micro-batch's loss: its sum over targets, divided by the global batch's targets."""
     hooks = run.hooks  # without plugins, model/defaults.py answers
     return hooks.step(
@@ -170,7 +170,7 @@ def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
     tokens = run.evaluation_tokens
     assert tokens is not None
     loss, sums = all_reduce(run, losses, {})
-    denominator = int(tokens.denominators.sum())
+    denominator = tokens.divisor()
     return {
         "eval_loss": loss / denominator,
         **{f"eval_{name}": value / denominator for name, value in sums.items()},

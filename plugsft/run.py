@@ -22,7 +22,7 @@ from .batches.plan import Plan, small_data
 from .data.defaults import DataDefaults
 from .data.load_tokenizer import pad_id
 from .data.prepare import Prepared, prepare
-from .model.checks import check_recipe
+from .model.checks import check_recipe, check_weights
 from .model.config import check_ids
 from .model.defaults import ModelDefaults
 from .model.load import make_load, make_scratch_model
@@ -79,6 +79,8 @@ class OpenRun:
         # rank 0 of a group save a model.
         data = prepare(recipe, active)
         check_ids(recipe, data.largest_id)
+        for tokens in filter(None, (data.tokens, data.evaluation)):
+            check_weights(recipe, active, tokens)
         self.tokenizer = data.tokenizer
         scratch = save_scratch_model(recipe, data)
 

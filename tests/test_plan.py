@@ -41,7 +41,8 @@ def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, *
         facts={"sources": sources or [{"examples": count, "weight": 1.0}]},
         lengths=np.arange(count) + 10,
         targets=np.arange(count) + 1,
-        denominators=np.arange(count) + 1,
+        columns={},
+        divisor=lambda examples: int((examples + 1).sum()),
         ensure_unchanged=lambda: None,
     )
     return Plan(tokens, recipe, ranks, Active({}, {}).attach(core or BatchDefaults()).hooks)

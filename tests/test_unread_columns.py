@@ -36,7 +36,7 @@ ROWS = {
 }
 # PLUGSFT_FULL=1 (tools/test --full) makes this many.
 COUNT = 1_000 if os.environ.get("PLUGSFT_FULL") == "1" else 60
-PAIRED = {"prompt", "chosen", "rejected", "system", "tools", "chat_template_kwargs"}
+PAIRED = {"prompt", "chosen", "rejected", "system", "tools", "chat_template_kwargs", "weight"}
 TELLING = [*REFUSED, *WARNED]
 NOTHING = [None, [], ""]
 VALUES = [*NOTHING, False, True, 0, 1, 0.5, "x", ["x"], [0], {"bytes": "x"}]

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         "preference_pairs": None,
         "reference_model": "reference",
         "shared_prompts": "share_prompt",
+        "weighted_examples": None,
     },
     affects_results=["loss", "beta", "label_smoothing", "nll", "reference"],
     affects_tokens=[],
@@ -45,8 +46,9 @@ class Dpo:
     """Learn which of two answers is preferred (DPO): affects results.
 
     A row has a prompt, a chosen and a rejected answer; the loss of a step is the mean over its
-    pairs. The reference is the model before training: with adapters the base, else a frozen copy.
-    With [plugins.dpo_reference] its log-probabilities are computed once, and no copy is loaded.
+    pairs, each times its weight. The reference is the model before training: with adapters the
+    base, else a frozen copy. With [plugins.dpo_reference] its log-probabilities are computed once,
+    and no copy is loaded.
     """
 
     loss: Literal["sigmoid", "length_normalized", "hinge", "ipo"] = "sigmoid"
@@ -125,7 +127,7 @@ class Dpo:
         self.objective.is_untrained = run.step == 0
 
     @hookimpl
-    def step(self, model: Module, batch: Batch, denominator: int, token_nll: TokenNll) -> Tensor:
+    def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:
         """Compare the answers of each pair, as the model and the reference score them."""
         pairs = self.scorer.score(model, batch, token_nll)
         loss: Tensor = self.objective.losses(pairs, model.training).sum()

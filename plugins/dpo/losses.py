@@ -27,8 +27,11 @@ INITIAL_TOLERANCE = {True: 1e-3, False: 5e-2}
 
 
 def pair_columns(tokens: Tokens, examples: Ints) -> Batch:
-    """Return the number of targets of each answer, and the reference's scores if known."""
-    columns = {"_targets": torch.from_numpy(tokens.sequence_targets(examples))}
+    """Return the targets of each answer, the weights, and the reference's scores if known."""
+    columns = {
+        "_targets": torch.from_numpy(tokens.sequence_targets(examples)),
+        "_pair_weights": torch.from_numpy(tokens.weights(examples)),
+    }
     if "reference" in tokens.columns:
         columns["_reference"] = torch.from_numpy(tokens.columns["reference"][examples])
     return columns
@@ -44,7 +47,7 @@ class Objective:
         self._sums: dict[str, Tensor] = {}
 
     def losses(self, pairs: Pairs, training: bool) -> Tensor:
-        """Return the loss of each pair, and add up its metrics."""
+        """Return the loss of each pair times its weight, and add up its metrics."""
         plugin = self._plugin
         losses, metrics = preference_losses(plugin, pairs), pair_metrics(plugin.beta, pairs)
         if self.is_untrained and training:
@@ -54,8 +57,8 @@ class Objective:
             metrics["nll"] = mean_nll(pairs)
             losses = losses + plugin.nll * metrics["nll"]
         for name, values in metrics.items():
-            self._sums[name] = self._sums.get(name, 0) + values.detach().sum()
-        return losses
+            self._sums[name] = self._sums.get(name, 0) + (pairs.weights * values.detach()).sum()
+        return pairs.weights * losses
 
     def take_sums(self) -> dict[str, Tensor]:
         """Return a sum for every metric, and forget it; a rank without pairs has none."""

@@ -20,6 +20,8 @@ class Pairs(NamedTuple):
     """The same by the reference."""
     lengths: Tensor
     """Number of targets of each answer."""
+    weights: Tensor
+    """The weight of each pair."""
 
 
 class Scorer:
@@ -50,7 +52,7 @@ class Scorer:
         if known is None:
             with torch.no_grad():
                 known = sum_per_answer(self._reference_nll(model, batch, token_nll), targets)
-        return Pairs(log_probs, known, targets.view(-1, 2))
+        return Pairs(log_probs, known, targets.view(-1, 2), batch["_pair_weights"])
 
     def _reference_nll(self, model: Module, batch: Batch, token_nll: TokenNll) -> Tensor:
         """Return the reference's -log p of each target."""

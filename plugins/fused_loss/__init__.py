@@ -91,7 +91,13 @@ class FusedLoss:
                 ensure_equal_loss(self, module)
             finally:
                 module.train(training)
-        return (yield)
+        tokens = yield
+        if self.package == "liger" and "weight" in tokens.columns:
+            raise RecipeError(
+                'plugins.fused_loss: kernel = "liger" gives all positions the same weight, but the '
+                'rows have weights; set kernel = "auto", or data.ignore = ["weight"]'
+            )
+        return tokens
 
     @hookimpl
     def token_nll(self, model: Module, batch: Batch, summed: bool) -> Tensor:

@@ -145,8 +145,9 @@ class StepPlan:
     step: int
     epoch: int
     layout: Layout
-    denominator: int
-    """The divisor of the loss: targets over all ranks, or a plugin's count."""
+    denominator: float
+    """The divisor of the loss: targets over all ranks, or a plugin's count, times the weights of
+    their examples."""
     targets: int
     """Tokens that are trained on, over all ranks."""
     tokens: int

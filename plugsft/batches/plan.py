@@ -12,6 +12,7 @@ from ..base.errors import DataError, PluginError
 from ..base.types import Ints, Layout, Layouts, OnDemand, StepPlan
 from ..hooks import Hooks
 from ..recipe.tables import Recipe, Train
+from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
 
 
@@ -43,12 +44,14 @@ def split_over_ranks(examples: Ints, ranks: int, size: int) -> Layout:
 class Plan:
     """The steps of a run. Planning a late step takes no longer than an early one."""
 
-    def __init__(self, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks) -> None:
+    def __init__(
+        self, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks, evaluates: bool = False
+    ) -> None:
         self.tokens, self._train, self.ranks, self._hooks = tokens, recipe.train, ranks, hooks
         self._sources = [
             (source["examples"], source["weight"]) for source in tokens.facts["sources"]
         ]
-        if empty := int(np.count_nonzero(tokens.denominators == 0)):
+        if empty := int(np.count_nonzero(tokens.targets == 0)):
             raise DataError(
                 f"{empty:,} of {len(tokens.lengths):,} examples have no trained token, so a step "
                 "of them has no loss. The plugin that cuts or masks examples must leave them out"
@@ -59,6 +62,8 @@ class Plan:
         if not self.per_epoch:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
         self.steps = recipe.train.steps or recipe.train.epochs * self.per_epoch
+        if not evaluates and not tokens.columns.get(WEIGHT, np.ones(1)).all():
+            self._ensure_divisors()
 
     def describe_step(self) -> str:
         """Describe the size of a step: "16 examples"."""
@@ -70,7 +75,7 @@ class Plan:
     def once_through(cls, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks) -> Self:
         """Plan a single epoch, for evaluation."""
         train = recipe.train.model_copy(update={"epochs": 1, "steps": None})
-        return cls(tokens, recipe.model_copy(update={"train": train}), ranks, hooks)
+        return cls(tokens, recipe.model_copy(update={"train": train}), ranks, hooks, True)
 
     def plan_step(self, step: int) -> StepPlan:
         """Plan a step; the first is step 1."""
@@ -85,7 +90,7 @@ class Plan:
             step=step,
             epoch=epoch,
             layout=layout,
-            denominator=int(self.tokens.denominators[examples].sum()),
+            denominator=self.tokens.divisor(examples),
             targets=int(self.tokens.targets[examples].sum()),
             tokens=sum(rank_tokens),
             imbalance=max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
@@ -111,6 +116,16 @@ class Plan:
             "the number of steps": f"{self.steps:,}",
             "the order of examples": digest({"layout": layout, "targets": first.denominator})[:8],
         }
+
+    def _ensure_divisors(self) -> None:
+        """Refuse weights that leave a step without a loss."""
+        for step in range(1, self.steps + 1):
+            plan = self.plan_step(step)
+            if not plan.denominator:
+                raise DataError(
+                    f"step {step}: all its {plan.examples:,} examples have the weight 0, so it has "
+                    "no loss; leave rows of weight 0 out, or raise train.batch_size"
+                )
 
     def _epoch(self, epoch: int) -> Layouts:
         if epoch not in self._epochs:

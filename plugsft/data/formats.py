@@ -10,19 +10,20 @@ from typing import Any
 from ..base.limits import parse_json
 from ..base.types import Row
 from ..recipe.capabilities import bundled_plugin
-from ..recipe.tables import FORMATS
+from ..recipe.tables import FORMATS, short
+from ..tokens.schema import MAX_WEIGHT, WEIGHT
 
 TEXTS = ("text", "completion")
 """Formats without a conversation."""
-_CHAT_COLUMNS = ("tools", "chat_template_kwargs")
+_CHAT_COLUMNS = ("tools", "chat_template_kwargs", WEIGHT)
 READ = {
     "messages": {"messages", *_CHAT_COLUMNS},
     "conversations": {"conversations", "system", *_CHAT_COLUMNS},
     "conversation": {"conversation", "system", *_CHAT_COLUMNS},
-    "completion": {"prompt", "completion"},
+    "completion": {"prompt", "completion", WEIGHT},
     "chat completion": {"prompt", "completion", *_CHAT_COLUMNS},
     "alpaca": {"instruction", "input", "output", "history", "system", *_CHAT_COLUMNS},
-    "text": {"text"},
+    "text": {"text", WEIGHT},
 }
 """Format -> the columns that are read."""
 REFUSED = {
@@ -31,7 +32,10 @@ REFUSED = {
         ("chosen", "rejected"),
         f"is one of two answers to compare ({bundled_plugin('preference_pairs').table})",
     ),
-    **dict.fromkeys(("weight", "weights", "sample_weight"), "says how much a row counts"),
+    WEIGHT: "says how much a row counts",
+    **dict.fromkeys(
+        ("weights", "sample_weight"), "says how much a row counts ([data.columns] weight names it)"
+    ),
     **dict.fromkeys(("image", "images", "pixel_values"), "holds images"),
     **dict.fromkeys(("video", "videos"), "holds videos"),
     **dict.fromkeys(("audio", "audios"), "holds sounds"),
@@ -160,6 +164,16 @@ def read_chat(kind: str, row: Row) -> Conversation:
         if not isinstance(chat.variables, dict | None):
             raise BadRow("'chat_template_kwargs' is not an object")
     return chat
+
+
+def read_weight(row: Row) -> float:
+    """Return how much a row counts: its `weight`, 1 by default."""
+    weight = row.get(WEIGHT)
+    if weight in (None, [], ""):
+        return 1.0
+    if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
+        raise BadRow(f"'weight' is {short(weight)}, and should be a number of at least 0")
+    return float(weight)
 
 
 def read_text(row: Row, column: str, allow_empty: bool = False) -> str:

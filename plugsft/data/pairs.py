@@ -5,9 +5,10 @@ from typing import Any
 from ..base.errors import DataError
 from ..base.types import Rendered, Row
 from ..recipe.tables import Data
+from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
 from .chat import common_prefix
-from .formats import BadRow
+from .formats import BadRow, read_weight
 from .render import render_rows
 
 ANSWERS = ("chosen", "rejected")
@@ -20,10 +21,12 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     answers: list[Row] = []
     pair_rows: list[int] = []
     bad: dict[int, str] = {}
+    weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
-            renamed = {ours: row.get(yours) for ours, yours in data.columns.items()}
-            answers += split_pair(row | renamed)
+            pair = row | {ours: row.get(yours) for ours, yours in data.columns.items()}
+            weights[number] = read_weight(pair)
+            answers += split_pair(pair)
             pair_rows.append(number)
         except BadRow as error:
             bad[number] = str(error)
@@ -52,7 +55,8 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
             warning: [pair_rows[answer // 2] for answer in numbers]
             for warning, numbers in rendered.warnings.items()
         },
-        read={*ANSWERS, "prompt", "system", *SHARED},
+        read={*ANSWERS, "prompt", "system", *SHARED, WEIGHT},
+        columns={WEIGHT: weights} if data.columns.get(WEIGHT, WEIGHT) in columns else {},
     )
 
 

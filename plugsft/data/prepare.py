@@ -15,6 +15,7 @@ from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.types import Rendered, Row, Shard
 from ..recipe.tables import Recipe
 from ..registry.active import Active
+from ..tokens.schema import WEIGHT
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
 from ..tokens.tokenizer import OWN, Tokenizer, lighten
@@ -197,6 +198,12 @@ def _prepare_tokens(work: ShardWriter, sources: Sequence[OpenSource], active: Ac
     tokens = _name_sources(entry, work)
     origin = f"in {time.perf_counter() - build_started[0]:.1f} s" if build_started else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
+    weights = tokens.columns.get(WEIGHT)
+    if weights is not None:
+        say(
+            f"data: examples have weights from {weights.min():g} to {weights.max():g}, "
+            f"{weights.mean():g} on average"
+        )
     for warning in describe_warnings(tokens.facts["warnings"]):
         say(f"warning: data: {warning}")
     return tokens

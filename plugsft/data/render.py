@@ -8,10 +8,20 @@ from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
 from ..recipe.capabilities import bundled_plugin
 from ..recipe.tables import Data, short
-from ..tokens.schema import SCHEMA, common_type, type_of
+from ..tokens.schema import MAX_WEIGHT, SCHEMA, WEIGHT, common_type, type_of
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat, Text
-from .formats import READ, TEXTS, BadRow, check_order, ensure_read, format_of, read_chat, read_text
+from .formats import (
+    READ,
+    TEXTS,
+    BadRow,
+    check_order,
+    ensure_read,
+    format_of,
+    read_chat,
+    read_text,
+    read_weight,
+)
 
 Renderer = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
 """Functions that render a row, with warnings, and that describe its spans."""
@@ -25,9 +35,11 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
         return None
     result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
     render_row, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
+    weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
             (text, spans), warnings = render_row(row)
+            weights[number] = read_weight(row)
             if not text.isascii():
                 text.encode("utf-16-le")  # the fastest codec that refuses lone surrogates
             if not any(starmap(lt, spans)):
@@ -43,6 +55,8 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
             for warning in warnings:
                 result.warnings.setdefault(warning, []).append(number)
     result.mask = describe()
+    if any(WEIGHT in row for row in rows):
+        result.columns[WEIGHT] = weights
     return result
 
 
@@ -126,6 +140,12 @@ def check_columns(rendered: Rendered, count: int, source: str) -> None:
             )
         if types and common_type(types) is None:
             raise PluginError(f"{where} both booleans and numbers; it must give one type")
+        if name == WEIGHT:
+            for row in rendered.rows:
+                if not 0 <= values[row] <= MAX_WEIGHT:
+                    raise PluginError(
+                        f"{where} the value {values[row]}; it must be a number of at least 0"
+                    )
 
 
 def renamed(row: Row, columns: dict[str, str]) -> Row:

@@ -1,10 +1,14 @@
-"""What is wrong with a recipe and its plugins, found before anything is loaded."""
+"""What is wrong with a recipe, its plugins or its weights, found before a model is loaded."""
 
 from collections.abc import Sequence
 
+from ..base.errors import DataError, RecipeError
 from ..base.machine import Machine
 from ..recipe.tables import Recipe
 from ..registry.active import Active, check
+from ..registry.discover import is_core
+from ..tokens.schema import WEIGHT
+from ..tokens.store import Tokens
 from .config import check_context
 from .schedule import check_schedule
 
@@ -16,3 +20,21 @@ def check_recipe(
     check(active, recipe, machine, hooks)
     check_context(recipe)
     check_schedule(recipe.train)
+
+
+def check_weights(recipe: Recipe, active: Active, tokens: Tokens) -> None:
+    """Refuse weights of examples that the loss would ignore, or that are all 0."""
+    weights = tokens.columns.get(WEIGHT)
+    if weights is None or (weights == 1).all():
+        return
+    if not weights.any():
+        raise DataError(f"all {len(weights):,} examples have the weight 0; raise some")
+    answers = {hook: names for hook, _, names, _ in active.describe()}["step"]
+    providers = [capability.plugin for capability in recipe.providers("weighted_examples")]
+    for name in answers:
+        if not is_core(name) and name not in providers:
+            raise RecipeError(
+                f"plugins.{name}: its loss may ignore the weights of the rows (column 'weight'); "
+                'data.ignore = ["weight"] trains without them. A plugin that applies them says so: '
+                'provides={"weighted_examples": None}'
+            )

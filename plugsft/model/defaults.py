@@ -81,9 +81,17 @@ class ModelDefaults:
         return {"input_ids": ids, "attention_mask": attention, "labels": labels}
 
     @hookimpl
-    def step(self, model: Module, batch: Batch, denominator: int, token_nll: TokenNll) -> Tensor:
-        """Compute the token cross-entropy."""
-        return token_nll(model=model, batch=batch, summed=True) / denominator
+    def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:
+        """Compute the token cross-entropy: the sum of weight x nll of all targets / denominator.
+
+        The denominator is the sum of the weights of all targets of the global batch. So a row of
+        weight 2 counts as if it were in the global batch twice.
+        """
+        weights: Tensor | None = batch.get("_target_weights")
+        if weights is None:  # all are 1
+            return token_nll(model=model, batch=batch, summed=True) / denominator
+        loss: Tensor = (weights * token_nll(model=model, batch=batch, summed=False)).sum()
+        return loss / denominator
 
     @hookimpl
     def use_weights(self, work: Callable[[], Any]) -> Any:

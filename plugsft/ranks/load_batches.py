@@ -5,9 +5,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ..base.errors import PluginError
 from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
 from ..hooks import Hooks
 from ..tokens.store import Tokens
@@ -36,8 +38,8 @@ class GlobalBatch:
         return self.plan.step
 
     @property
-    def denominator(self) -> int:
-        """The divisor of the loss: the targets of all ranks, or a plugin's count."""
+    def denominator(self) -> float:
+        """The divisor of the loss: the targets of all ranks times their weights, or a count."""
         return self.plan.denominator
 
     def counts(self) -> dict[str, float]:
@@ -113,7 +115,18 @@ class BatchLoader:
         return build
 
     def _collate(self, tokens: Tokens, examples: Ints) -> Batch:
-        return self.hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
+        batch = self.hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
+        weights = tokens.weights(examples)
+        if (weights == 1).all():
+            return batch
+        per_target = weights.repeat(tokens.targets[examples])
+        targets = int((batch["labels"][:, 1:] >= 0).sum())
+        if targets != len(per_target):
+            raise PluginError(
+                f"'collate' gave {targets:,} targets for examples with {len(per_target):,}, so "
+                "that their weights cannot be assigned; it must keep all targets, in order"
+            )
+        return batch | {"_target_weights": torch.from_numpy(per_target)}
 
     def _to_device(self, batch: Batch) -> Batch:
         return {

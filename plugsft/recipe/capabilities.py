@@ -24,6 +24,7 @@ CAPABILITIES = {
     "sorted_lengths": "length_group",
     "stored_reference": "dpo_reference",
     "traced_steps": "profiler",
+    "weighted_examples": "dpo",
 }
 """Capability -> the bundled plugin that provides it. plugins/README.md explains each."""
 OPTION_NEEDED = {"packed_rows"}

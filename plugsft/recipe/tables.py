@@ -94,7 +94,10 @@ FORMATS = {
     "text": ("text",),
 }
 """Format -> its required columns; the first format that matches a row is used."""
-COLUMNS = [*chain(*FORMATS.values()), "input", "system", "history", "tools", "chat_template_kwargs"]
+COLUMNS = [
+    *chain(*FORMATS.values()),
+    *("input", "system", "history", "tools", "chat_template_kwargs", "weight"),
+]
 """All columns that are read from rows."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -207,7 +210,7 @@ class Data(Table):
     """plugsft's column names -> yours: {messages = "dialogue"}."""
     ignore: list[str] = Field(default_factory=list)
     """Columns to ignore. Required for unread columns that change the meaning of a row (label,
-    weight, images, ...)."""
+    images, ...)."""
     max_length: int = Field(4096, ge=2, lt=2**31)
     """Longest example, in tokens."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"

@@ -39,6 +39,11 @@ SCHEMA = pa.schema(
 )
 INDEX_COLUMNS = ("length", "first", "shared", "trained", "row", "checksum")
 
+WEIGHT = "weight"
+"""The column of `render` that multiplies an example's loss; 1 in shards without it."""
+MAX_WEIGHT = 3e38
+"""Losses are float32."""
+
 ColumnType = Literal["bool", "int64", "float64"]
 """Type of a column of `render`: a name that numpy, Arrow and `datasets` share."""
 ARROW: dict[ColumnType, pa.DataType] = {
@@ -101,6 +106,8 @@ def column_of(values: Sequence[Any]) -> NDArray[Any]:
 def common_columns(shards: Sequence[Shard], sources: Sequence[str]) -> dict[str, ColumnType]:
     """Return the columns of all shards and their types; refuse a source that lacks one.
 
+    Only the weight has a default.
+
     `sources` are the names of the sources.
     """
     shards = [shard for shard in shards if shard.examples]
@@ -108,7 +115,7 @@ def common_columns(shards: Sequence[Shard], sources: Sequence[str]) -> dict[str,
     for name in {name: None for shard in shards for name in shard.columns}:
         having = [shard for shard in shards if name in shard.columns]
         for shard in shards:
-            if name not in shard.columns:
+            if name not in shard.columns and name != WEIGHT:
                 raise DataError(
                     f"{sources[shard.source]}: its rows have no column '{name}', but those of "
                     f"{sources[having[0].source]} have; add it to all rows, or let the plugin that "

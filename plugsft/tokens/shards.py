@@ -210,7 +210,7 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
 
 
 def _unify(path: Path, types: Mapping[str, ColumnType]) -> None:
-    """Give a shard the columns of all shards: floats for integers; none if it has no example."""
+    """Give a shard the columns of all shards: floats for integers, and the weight 1."""
     schema = shard_schema(types)
     with pa.memory_map(str(path)) as mapped:
         batches = [*pa.ipc.open_stream(mapped)]
@@ -226,7 +226,8 @@ def _unify(path: Path, types: Mapping[str, ColumnType]) -> None:
 
 def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
     if field.name not in batch.schema.names:
-        return pa.nulls(len(batch), field.type)
+        # But for the weight, only a shard without examples lacks a column.
+        return _arrow(np.ones(len(batch))).cast(field.type)
     return batch[field.name].cast(field.type)
 
 

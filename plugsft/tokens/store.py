@@ -6,6 +6,7 @@ example checks its checksum, so that a flipped bit ends the run before it is tra
 """
 
 import copy
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ..base.errors import DataError, reason_of
 from ..base.types import Ints
-from .schema import index_schema, shard_schema
+from .schema import WEIGHT, index_schema, shard_schema
 from .shards import checksum_of, count_true, numpy_of, offsets_of, read_facts
 
 RecordBatch = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
@@ -77,7 +78,8 @@ class Tokens:
         self._stored_lengths = self.lengths
         """Lengths of the examples on disk, which may be longer."""
         self.denominators = self.targets
-        """Each example's share of the divisor of a step's loss: its targets by default."""
+        """What each example adds to the divisor of a step's loss, times its weight: its targets
+        by default."""
         if in_memory:
             for shard in range(len(self._files)):
                 self._open_shard(shard)
@@ -121,6 +123,21 @@ class Tokens:
         unpacked = np.unpackbits(np.concatenate(bits_parts), bitorder="little").view(np.bool_)
         masks = [NO_BITS.view(np.bool_), *map(unpacked.__getitem__, spans)]
         return np.concatenate(ids_parts), np.concatenate(masks)
+
+    def weights(self, examples: Ints) -> NDArray[np.float32]:
+        """Return what the losses of examples are multiplied with: the column `weight`, or 1."""
+        weights = self.columns.get(WEIGHT)
+        if weights is None:
+            return np.ones(len(examples), np.float32)
+        return weights[examples].astype(np.float32)
+
+    def divisor(self, examples: "Ints | slice" = slice(None)) -> float:
+        """Return the divisor of the loss of examples: the sum of weight x denominator."""
+        denominators, weights = self.denominators[examples], self.columns.get(WEIGHT)
+        if weights is None:
+            return int(denominators.sum())
+        # Rounded once, so that it is the same in any order of examples.
+        return math.fsum((denominators * weights[examples]).tolist())
 
     def sequences(self, examples: Ints) -> tuple[Ints, Ints]:
         """Return the length of each sequence, and of the shared prompt that it attends to.

@@ -14,6 +14,7 @@ from ...data.prepare import open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
 from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
 from ...data.sources import OpenSource, ensure_columns, open_source
+from ...model.checks import check_weights
 from ...model.config import check_ids
 from ...recipe.tables import Recipe, Source
 from ...registry.active import Active
@@ -149,6 +150,7 @@ def _rows(
     if shard.unread and not problems:
         findings.ok("rows", f"{source}: unused columns: {', '.join(shard.unread)}")
     check_ids(recipe, shard.largest)
+    check_weights(recipe, active, sample.tokens)
     if problems:
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
     return np.resize(sample.tokens.lengths, len(opened[number]))
