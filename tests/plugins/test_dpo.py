@@ -323,7 +323,7 @@ class Run:
         recipe, active = resolve(tables)
         opened = OpenRun(recipe, active, look())
         self.folder, self.tokenizer = Path(opened.load.path), opened.tokenizer
-        self.hooks, self.model = opened.hooks, opened.model
+        self.hooks, self.model = opened.hooks, opened.module
         self.plan = opened.plan.plan_step(1)
         self.batches = [
             opened.loader.load_batch(opened.tokens, examples) for examples in self.plan.layout[0]
