@@ -235,6 +235,9 @@ class RunModel(Protocol):
     def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
         """Load a model for inference: the run's own base again, or the one at `path`."""
 
+    def weights_digest(self, path: str = "", revision: str | None = None) -> str:
+        """Return a checksum of the weights that `load_frozen` loads."""
+
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained weight, in float32; clone it to keep it."""
 

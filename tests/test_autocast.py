@@ -7,7 +7,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from conftest import tiny_tables, write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from plugsft import look
+from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.labels import IGNORED
 from plugsft.batches.packed_rows import documents_of

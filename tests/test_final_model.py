@@ -6,7 +6,8 @@ from families import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from plugsft import CheckpointError, RecipeError
+from plugsft import RecipeError
+from plugsft.base.errors import CheckpointError
 from plugsft.model.load import persistent_buffers
 from plugsft.model.tensor_shards import TensorShard, shard_of
 from plugsft.model.weight_files import Weights, find_weight_files, meta_copy

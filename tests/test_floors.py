@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 
 import plugsft
-from plugsft.kit import model, tokens
+from plugsft import kit
 from plugsft.recipe.capabilities import CAPABILITIES
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
@@ -27,7 +27,7 @@ MODULES = sorted(
     and not (path.name == "__init__.py" and path.parent not in (HOUSE, HOUSE / "commands"))
 )
 PLUGINS = sorted((ROOT / "plugins").rglob("*.py"))
-KITS = {kit.__name__: kit.__all__ for kit in (plugsft, model, tokens)}
+KITS = {module.__name__: module.__all__ for module in (plugsft, kit)}
 
 
 def _words(text):
@@ -42,19 +42,14 @@ ROOMS = _words("""
 ENTRIES, ARROWS = 20, 92
 EXPORTED = {
     "plugsft": """
-        Batch Build CacheEntry Capability CheckpointError Data DataError DiskError Encoded Folder
-        Hooks Ints LaunchError Layout Layouts LoadedStep LoadedSteps Machine ModelLoad OnDemand
-        Place PluginError PlugsftError Ranks Recipe RecipeError Rendered Row Run RunModel Shard
-        Slice Status StepPlan TokenNll Train TrainError WeightSlice Work __version__
-        bundled_plugin cache_folder damage
-        did_you_mean digest hookimpl look once plugin progress reason_of say state
+        Batch Capability Data DataError DiskError Encoded Folder Ints Layouts LoadedStep Machine
+        ModelLoad Place PluginError PlugsftError Ranks Recipe RecipeError Rendered Run RunModel
+        Shard Slice TokenNll Train TrainError WeightSlice Work bundled_plugin cache_folder
+        damage did_you_mean digest hookimpl once plugin progress reason_of say state
     """,
-    "plugsft.kit.model": """
-        LogitTransform Positions Shapes attend_per_document decoder_layers documents_of
-        fused_loss model_inputs pack peak_flops shapes_of single_document weights_digest
-    """,
-    "plugsft.kit.tokens": """
-        Tokenizer Tokens encode opened render_pairs render_rows tokenizing
+    "plugsft.kit": """
+        Tokenizer Tokens attend_per_document decoder_layers documents_of encode fused_head
+        model_inputs opened pack render_pairs single_document tokenizing
     """,
 }
 COMMANDS = _words("""
@@ -74,6 +69,8 @@ TOTAL = 9_600
 FACES = [path for path in PLUGINS if path.name == "__init__.py" or path.parent.name == "plugins"]
 # The face of the data's sources, likewise: most recipes need no sibling that imports `datasets`.
 FACES.append(HOUSE / "data/sources.py")
+# A name of the kit imports torch or Arrow when it is first used.
+FACES.append(HOUSE / "kit.py")
 LATE = [path for path in (HOUSE / "commands").glob("*.py") if path.stem in COMMANDS]
 
 
@@ -298,7 +295,7 @@ def test_exported_names_are_pinned():
     assert {name: " ".join(names) for name, names in KITS.items()} == {
         name: " ".join(text.split()) for name, text in EXPORTED.items()
     }
-    for module in (plugsft, model, tokens):
+    for module in (plugsft, kit):
         assert sorted(module.__all__) == module.__all__
         assert all(hasattr(module, name) for name in module.__all__)
 
@@ -324,6 +321,25 @@ def test_importing_plugsft_imports_nothing_heavy():
     script = "import plugsft, sys; print(*{name.partition('.')[0] for name in sys.modules})"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert heavy & set(result.stdout.split()) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "absent"),
+    [
+        ("__all__", {"numpy", "pyarrow", "torch"}),
+        ("Tokens", {"torch"}),
+        ("render_pairs", {"torch"}),
+    ],
+)
+def test_a_name_of_the_kit_imports_only_what_it_needs(name, absent):
+    script = f"from plugsft.kit import {name}; import sys; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0 and absent & set(result.stdout.split()) == set()
+
+
+def test_an_unknown_name_of_the_kit_is_refused():
+    with pytest.raises(ImportError, match="cannot import name 'tokens'"):
+        from plugsft.kit import tokens  # noqa: F401
 
 
 @pytest.mark.parametrize("hook", SPECS)

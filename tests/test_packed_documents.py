@@ -21,7 +21,7 @@ from plugsft import RecipeError, TrainError
 from plugsft.base.types import Shard
 from plugsft.batches.labels import IGNORED
 from plugsft.batches.packed_rows import ATTENTION, attend
-from plugsft.kit.model import attend_per_document, documents_of, pack
+from plugsft.kit import attend_per_document, documents_of, pack
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 

@@ -7,8 +7,9 @@ import pytest
 from conftest import ROOT
 
 import plugsft
-from plugsft import Hooks, testing
+from plugsft import testing
 from plugsft.commands.skeleton import FILES
+from plugsft.hooks import Hooks
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
 

@@ -11,7 +11,7 @@ from test_launch import config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from plugsft import LaunchError
+from plugsft.base.errors import LaunchError
 from plugsft.ranks import launcher
 from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
 from plugsft.recipe.parse import read, validate

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from plugsft import CheckpointError
 from plugsft.base.atomic import MANIFEST, publish, stamp
+from plugsft.base.errors import CheckpointError
 from plugsft.base.machine import look
 from plugsft.model.load import Load
 from plugsft.model.tensor_shards import shard_of

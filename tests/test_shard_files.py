@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from plugsft import CheckpointError
+from plugsft.base.errors import CheckpointError
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.ranks import shard_files as module
 from plugsft.ranks.shard_files import ShardReader, write_shards

@@ -47,7 +47,7 @@ class Rows:
 
     @hookimpl
     def collate(self, tokens, examples):
-        from plugsft.kit.model import pack
+        from plugsft.kit import pack
 
         return pack(tokens, examples)
 """

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from plugsft import (
-    CacheEntry,
     DiskError,
     Folder,
     Machine,
@@ -59,8 +58,8 @@ class ArrowCache:
 
     @hookimpl
     def cache(
-        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., CacheEntry]
-    ) -> CacheEntry | None:
+        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Any]
+    ) -> Any:
         """Open an entry, or build it; if the disk refuses, let the core store the tokens."""
         from .entry import Entry
 

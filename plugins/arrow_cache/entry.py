@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from plugsft import CacheEntry, DataError, DiskError, damage, once, reason_of, say
-from plugsft.kit.tokens import opened
+from plugsft import DataError, DiskError, damage, once, reason_of, say
+from plugsft.kit import opened
 
 BUILT = "built.json"
 """File of an entry: the run that built it, and how long that took."""
@@ -29,7 +29,7 @@ class Entry:
     folder: Path
     key: dict[str, Any]
     """All that its tokens depend on."""
-    read: Callable[..., CacheEntry]
+    read: Callable[..., Any]
     refresh: bool
     """Rebuild it, unless this launch has built it."""
     read_only: bool
@@ -56,7 +56,7 @@ class Entry:
         once(self.folder, build_and_record, say_once, lambda at: self.find_fault(at) is None)
         return f"miss: built in {seconds[0]} s" if seconds else "miss: built by another process"
 
-    def open(self, in_memory: bool) -> CacheEntry:
+    def open(self, in_memory: bool) -> Any:
         """Open the entry, and lock it: `cache gc` does not remove a locked entry."""
         manifest = self.folder / "manifest.json"
         if not self.read_only:

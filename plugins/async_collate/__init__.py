@@ -1,11 +1,11 @@
 """Build the batches of the next steps in a thread: sliced, collated, copied to the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 from pydantic import Field
 
-from plugsft import Build, LoadedStep, LoadedSteps, hookimpl, plugin, state
+from plugsft import LoadedStep, hookimpl, plugin, state
 
 PATIENCE = 10.0
 """Seconds to wait at the end for batches that are being built, and are no longer needed."""
@@ -28,11 +28,15 @@ class AsyncCollate:
     """Seconds that the loop waited for them."""
 
     @hookimpl
-    def load_batches(self, build: Build, steps: range) -> LoadedSteps:
+    def load_batches(
+        self, build: Callable[[int], LoadedStep], steps: range
+    ) -> Iterator[LoadedStep]:
         """Build batches ahead of the loop."""
         return self._build_ahead(build, steps)
 
-    def _build_ahead(self, build: Build, steps: range) -> Iterator[LoadedStep]:
+    def _build_ahead(
+        self, build: Callable[[int], LoadedStep], steps: range
+    ) -> Iterator[LoadedStep]:
         from .ahead import Ahead
 
         ahead, patience = Ahead(build, steps, self.depth), PATIENCE

@@ -1,13 +1,14 @@
 """A thread that builds batches ahead of the loop, and copies them to the device."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 
 import torch
 
-from plugsft import Build, LoadedStep, PluginError
+from plugsft import LoadedStep, PluginError
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Built:
 class Ahead:
     """A thread that builds steps in order, at most `depth` ahead of the loop."""
 
-    def __init__(self, build: Build, steps: range, depth: int) -> None:
+    def __init__(self, build: Callable[[int], LoadedStep], steps: range, depth: int) -> None:
         self.taken, self.built, self.waited = 0, 0.0, 0.0
         self._steps, self._closed = steps, False
         self._room, self._done = Semaphore(depth), SimpleQueue[Built]()
@@ -72,13 +73,13 @@ class Ahead:
         self._room.release()
         self._thread.join(patience)
 
-    def _work(self, build: Build, steps: range) -> None:
+    def _work(self, build: Callable[[int], LoadedStep], steps: range) -> None:
         for step in steps:
             self._room.acquire()
             if self._closed or not self._build(build, step):
                 return
 
-    def _build(self, build: Build, step: int) -> bool:
+    def _build(self, build: Callable[[int], LoadedStep], step: int) -> bool:
         started, ready = time.perf_counter(), None
         try:
             # Without a stream, this does nothing.

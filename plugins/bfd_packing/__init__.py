@@ -8,22 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import (
-    Batch,
-    Ints,
-    Layouts,
-    Recipe,
-    Train,
-    hookimpl,
-    plugin,
-    state,
-)
+from plugsft import Batch, Ints, Layouts, Recipe, Train, hookimpl, plugin, state
 
 from .attention_cost import TYPICAL, break_even_length
 from .options import ensure_options_work
 
 if TYPE_CHECKING:
-    from plugsft.kit.tokens import Tokens
+    from plugsft.kit import Tokens
 
 COUNTING = Lock()
 """Training and evaluation batches may be collated in different threads."""
@@ -101,7 +92,7 @@ class BfdPacking:
     @hookimpl
     def collate(self, tokens: Tokens, examples: Ints) -> Batch:
         """Pack examples into one row; with scope = "dataset", pad it to the capacity."""
-        from plugsft.kit.model import pack
+        from plugsft.kit import pack
 
         with COUNTING:
             self.tokens += int(tokens.lengths[examples].sum())

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from plugsft import Ints, Layout, Layouts, OnDemand
+from plugsft import Ints, Layouts
 
 from .best_fit import best_fit
 
@@ -14,7 +14,7 @@ Costs = Callable[[Ints], Any]
 """Lengths of documents -> their cost in a step."""
 
 
-class PackedSteps(OnDemand):
+class PackedSteps(Layouts):
     """Steps whose examples are packed on demand."""
 
     def __init__(
@@ -26,7 +26,7 @@ class PackedSteps(OnDemand):
     def __len__(self) -> int:
         return len(self._layouts)
 
-    def lay_out(self, number: int) -> Layout:
+    def lay_out(self, number: int) -> list[list[Ints]]:
         """Lay out one step."""
         examples = np.concatenate([batch for rank in self._layouts[number] for batch in rank])
         lengths = self._lengths[examples]
@@ -34,7 +34,7 @@ class PackedSteps(OnDemand):
         return [[examples[row] for row in rank] for rank in dealt]
 
 
-class PackedEpoch(OnDemand):
+class PackedEpoch(Layouts):
     """Rows filled from the whole epoch, `batch_size` of them in a step."""
 
     def __init__(
@@ -66,7 +66,7 @@ class PackedEpoch(OnDemand):
             f"{examples / len(self):,.1f} examples"
         )
 
-    def lay_out(self, number: int) -> Layout:
+    def lay_out(self, number: int) -> list[list[Ints]]:
         """Lay out one step."""
         rows = np.arange(number * self._size, min((number + 1) * self._size, self._num_rows))
         # Rows of the same micro-batch have about equal costs.

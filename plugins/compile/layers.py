@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plugsft import TrainError
-from plugsft.kit.model import attend_per_document, decoder_layers
+from plugsft.kit import attend_per_document, decoder_layers
 
 LIMIT = 32
 """Most compiled variants of a function. Beyond its own limit, torch would run it uncompiled."""

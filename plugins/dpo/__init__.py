@@ -14,7 +14,6 @@ from plugsft import (
     Place,
     Recipe,
     Rendered,
-    Row,
     Run,
     RunModel,
     TokenNll,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from plugsft.kit.tokens import Tokenizer, Tokens
+    from plugsft.kit import Tokenizer, Tokens
 
 
 @plugin(
@@ -81,9 +80,9 @@ class Dpo:
         self.precomputed = recipe.provides("stored_reference") is not None
 
     @hookimpl
-    def render(self, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
+    def render(self, rows: list[dict[str, Any]], tokenizer: Tokenizer, data: Data) -> Rendered:
         """Render each row as two texts with the same prompt."""
-        from plugsft.kit.tokens import render_pairs
+        from plugsft.kit import render_pairs
 
         return render_pairs(rows, tokenizer, data)
 

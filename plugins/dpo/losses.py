@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from plugsft import Batch, Ints, TrainError
-from plugsft.kit.tokens import Tokens
+from plugsft.kit import Tokens
 
 from .scorer import Pairs
 

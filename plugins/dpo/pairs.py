@@ -5,7 +5,7 @@ import copy
 import numpy as np
 
 from plugsft import DataError
-from plugsft.kit.tokens import Tokens
+from plugsft.kit import Tokens
 
 
 def count_pairs(tokens: Tokens, share_prompt: bool) -> Tokens:

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from plugsft import Ints, Ranks, RunModel, TrainError, digest, progress
-from plugsft.kit.model import weights_digest
-from plugsft.kit.tokens import Tokens
+from plugsft.kit import Tokens
 
 from .log_probs import LogProbs, Values, block_file, load_known, pair_ids, write_block
 
@@ -55,12 +54,10 @@ class ReferencePass:
     def key(self) -> dict[str, Any]:
         """Everything that the log-probabilities depend on."""
         load = self.model.load
-        path = self.plugin.reference or load.path
-        revision = None if self.plugin.reference else load.kwargs.get("revision")
         # Attention per document calls SDPA for each document.
         kernels = {"plugsft_documents": "sdpa"}
         reference = {
-            "weights": weights_digest(path, revision),
+            "weights": self.model.weights_digest(self.plugin.reference),
             "dtype": str(load.kwargs.get("dtype")),
             "exact": self.model.exact,
             "kernel": kernels.get(self.kernel, self.kernel),

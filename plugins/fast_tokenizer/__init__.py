@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from plugsft import Encoded, PluginError, RecipeError, hookimpl, plugin, state
 
 if TYPE_CHECKING:
-    from plugsft.kit.tokens import Tokenizer, Tokens
+    from plugsft.kit import Tokenizer, Tokens
 
     from .engines import Engine
 
@@ -57,7 +57,7 @@ class FastTokenizer:
     @hookimpl
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:
         """Encode with an engine; the first texts prove it, and one text of each later call."""
-        from plugsft.kit.tokens import encode
+        from plugsft.kit import encode
 
         from .proof import compare_one
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugsft import Ints
-from plugsft.kit.tokens import Tokenizer
+from plugsft.kit import Tokenizer
 
 Ids = tuple[NDArray[np.int32], Ints]
 """The ids of all texts, and the number of ids of each."""

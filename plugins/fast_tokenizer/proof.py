@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from tokenizers import Regex, pre_tokenizers
 
 from plugsft import Encoded
-from plugsft.kit.tokens import Tokenizer, encode
+from plugsft.kit import Tokenizer, encode
 
 from .engines import Engine, Ids, UnusableEngine, ensure_engine_error
 

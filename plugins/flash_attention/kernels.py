@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from plugsft import ModelLoad, Recipe, bundled_plugin
-from plugsft.kit.model import attend_per_document
+from plugsft.kit import attend_per_document
 
 from . import Conditions
 from .varlen import attend

@@ -8,7 +8,7 @@ from torch.nn import Module
 from torch.nn.attention.varlen import varlen_attn
 
 from plugsft import RecipeError
-from plugsft.kit.model import single_document
+from plugsft.kit import single_document
 
 
 def attend(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from plugsft.kit.tokens import Tokens
+    from plugsft.kit import Tokens
 
 
 @plugin(provides={"fused_head": "chunk"})

@@ -16,7 +16,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import cross_entropy, pad
 
 from plugsft import Batch, RecipeError
-from plugsft.kit.model import LogitTransform, Positions, documents_of, fused_loss, model_inputs
+from plugsft.kit import documents_of, fused_head, model_inputs
 
 if TYPE_CHECKING:
     from . import FusedLoss
@@ -59,7 +59,7 @@ def token_nll(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> T
 def compute_losses(
     plugin: FusedLoss,
     head: Any,
-    transform: LogitTransform,
+    transform: fused_head.LogitTransform,
     hidden: Tensor,
     labels: Tensor,
     summed: bool,
@@ -81,7 +81,9 @@ def compute_losses(
         return call_package(plugin.package, *inputs)
     chunk_bytes = CHUNK_BYTES.get(trained.device.type, CHUNK_BYTES["cpu"])
     chunk = plugin.chunk or max(1, chunk_bytes // (4 * len(weight)))
-    return fused_loss(Positions(trained, weight, bias, targets, transform, chunk, dtype), summed)
+    return fused_head.fused_loss(
+        fused_head.Positions(trained, weight, bias, targets, transform, chunk, dtype), summed
+    )
 
 
 @torch.no_grad()
@@ -105,10 +107,12 @@ def ensure_equal_loss(plugin: FusedLoss, model: Module) -> None:
         lambda _module, _inputs, output: outputs.append(output.logits), prepend=True
     )
     try:
-        probes = torch.tensor(LogitTransform.PROBES, device=batch["labels"].device).view(1, 1, -1)
+        probes = torch.tensor(fused_head.LogitTransform.PROBES, device=batch["labels"].device).view(
+            1, 1, -1
+        )
         with replaced_forward(head, lambda hidden: probes):
             logits_of(model, batch)
-        plugin.heads[head] = LogitTransform.fit(outputs.pop())
+        plugin.heads[head] = fused_head.LogitTransform.fit(outputs.pop())
         fused = token_nll(plugin, model, batch, summed=True)
         logits_of(model, batch)
         logits = outputs.pop()[0, :-1].float()
@@ -146,7 +150,7 @@ def call_package(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    transform: LogitTransform,
+    transform: fused_head.LogitTransform,
     summed: bool,
 ) -> Tensor:
     """Return the losses from another package's kernel."""

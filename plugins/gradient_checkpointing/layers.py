@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from plugsft.kit.model import decoder_layers
+from plugsft.kit import decoder_layers
 
 
 def checkpoint_layers(model: Any, every: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from plugsft import Ints, Layouts, Recipe, RecipeError, hookimpl, plugin, state
 
 if TYPE_CHECKING:
-    from plugsft.kit.tokens import Tokens
+    from plugsft.kit import Tokens
 
 
 @plugin(

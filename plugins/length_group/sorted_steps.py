@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plugsft import Ints, Layout, Layouts, OnDemand
-from plugsft.kit.tokens import Tokens
+from plugsft import Ints, Layouts
+from plugsft.kit import Tokens
 
 if TYPE_CHECKING:
     from . import LengthGroup
@@ -17,7 +17,7 @@ COUNTING = Lock()
 """Steps of training and evaluation may be laid out in different threads."""
 
 
-class SortedSteps(OnDemand):
+class SortedSteps(Layouts):
     """Steps whose examples are sorted by length on demand.
 
     `widths` are the lengths of each example's longest sequence, `rows` its numbers of sequences.
@@ -41,7 +41,7 @@ class SortedSteps(OnDemand):
     def __len__(self) -> int:
         return len(self._layouts)
 
-    def lay_out(self, number: int) -> Layout:
+    def lay_out(self, number: int) -> list[list[Ints]]:
         """Lay out one step."""
         original, lengths, plugin = self._layouts[number], self._lengths, self._plugin
         layout = sort_layout(original, self._widths)
@@ -69,7 +69,7 @@ def shapes_of(tokens: Tokens) -> tuple[Ints, Ints]:
     return np.maximum.reduceat(sequences, stops - rows), rows
 
 
-def sort_layout(layout: Layout, widths: Ints) -> Layout:
+def sort_layout(layout: list[list[Ints]], widths: Ints) -> list[list[Ints]]:
     """Fill a layout's micro-batches with its examples sorted, longest first.
 
     All ranks get one micro-batch before any gets the next, so that ranks have equal work.
@@ -82,7 +82,7 @@ def sort_layout(layout: Layout, widths: Ints) -> Layout:
     return [filled[rank :: len(layout)] for rank in range(len(layout))]
 
 
-def count_padded(widths: Ints, rows: Ints, layout: Layout) -> int:
+def count_padded(widths: Ints, rows: Ints, layout: list[list[Ints]]) -> int:
     """Return the number of tokens in a step's padded micro-batches, padding included."""
     return sum(
         int(rows[micro_batch].sum()) * max(2, int(widths[micro_batch].max()))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from plugsft import Shard, Slice, Work, hookimpl, look, plugin, state
+from plugsft import Machine, Shard, Slice, Work, hookimpl, plugin, state
 
 WORKER_MEMORY = 1 << 30
 """Bytes of memory for each process; it needs about half, however large the data."""
@@ -26,8 +26,14 @@ class MultiprocessTokenize:
     """Number of processes, with this one. auto: one per core that the container grants and per GiB
     of memory."""
 
+    machine: Machine = state()
     used: int = state(0)
     """Number of processes that tokenized."""
+
+    @hookimpl
+    def check(self, machine: Machine) -> None:
+        """Remember the machine."""
+        self.machine = machine
 
     @hookimpl
     def tokenize(self, slices: list[Slice], work: Work) -> list[Shard] | None:
@@ -41,9 +47,8 @@ class MultiprocessTokenize:
         """Return the number of processes to use."""
         if self.workers != "auto":
             return min(self.workers, num_slices) or 1
-        machine = look()
-        by_memory = machine.memory // WORKER_MEMORY
-        return max(1, min(machine.cores, by_memory, num_slices // MIN_SLICES))
+        by_memory = self.machine.memory // WORKER_MEMORY
+        return max(1, min(self.machine.cores, by_memory, num_slices // MIN_SLICES))
 
     @hookimpl
     def summary(self) -> str:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Pipe
 from threading import Lock
 
 from plugsft import PluginError, PlugsftError, Shard, Slice, Work
-from plugsft.kit.tokens import tokenizing
+from plugsft.kit import tokenizing
 
 from .worker import collector_off, tokenize_slice
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from plugsft import Batch, LoadedSteps, Machine, Recipe, RecipeError, Run, hookimpl, plugin, state
+from plugsft import Batch, LoadedStep, Machine, Recipe, RecipeError, Run, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from plugsft.kit.tokens import Tokens
+    from plugsft.kit import Tokens
 
 
 @plugin(after=["*"], provides={"traced_steps": "trace"})
@@ -64,10 +64,10 @@ class Profiler:
         return tokens
 
     @hookimpl(wrapper=True)
-    def load_batches(self) -> Generator[None, LoadedSteps, LoadedSteps]:
+    def load_batches(self) -> Generator[None, Iterator[LoadedStep], Iterator[LoadedStep]]:
         """Mark when the loop asks for a global batch, and when it gets one."""
         feed = yield
-        result: LoadedSteps = self.recorder.record_steps(feed)
+        result: Iterator[LoadedStep] = self.recorder.record_steps(feed)
         return result
 
     @hookimpl(wrapper=True)

@@ -12,11 +12,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from plugsft import Batch, LoadedStep, LoadedSteps, Machine, Recipe, StepPlan
-from plugsft.kit.model import shapes_of
-from plugsft.kit.tokens import Tokens
+from plugsft import Batch, Ints, LoadedStep, Machine, Recipe
+from plugsft.kit import Tokens
 
 from .clock import PARTS, Clock, Mark
+from .flops import shapes_of
 from .operators import OperatorCounter
 from .tracer import Tracer
 
@@ -53,7 +53,7 @@ class StepRecorder:
         """Mean seconds of each part on each rank, as last gathered."""
         self._traced = trace
         self._tracer = Tracer(recipe.folder / "profile", trace, machine.rank)
-        self._pending: tuple[list[Mark], StepPlan, float] | None = None
+        self._pending: tuple[list[Mark], list[Ints], float] | None = None
         """The last counted step, which the GPU may still compute."""
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
@@ -61,7 +61,7 @@ class StepRecorder:
         optimizer.register_step_pre_hook(lambda *_: self.clock.mark("norm"))
         optimizer.register_step_post_hook(lambda *_: self.clock.mark("optimizer"))
 
-    def record_steps(self, feed: LoadedSteps) -> LoadedSteps:
+    def record_steps(self, feed: Iterator[LoadedStep]) -> Iterator[LoadedStep]:
         """Record training steps; an evaluation is a part of the step before it."""
         return self._record_steps(feed) if torch.is_grad_enabled() else feed
 
@@ -77,7 +77,8 @@ class StepRecorder:
                 self._count_pending()
                 marks = self.clock.end_step()
                 if number > WARMUP and loaded.plan.step not in self._traced:
-                    self._pending = marks, loaded.plan, loaded.copied
+                    micro_batches = loaded.plan.layout[self.machine.rank]
+                    self._pending = marks, micro_batches, loaded.copied
             self._count_pending()
         finally:
             self._tracer.stop()
@@ -88,8 +89,7 @@ class StepRecorder:
         """Count the step before the last, which the GPU has finished."""
         if self._pending is None:
             return
-        marks, plan, copied = self._pending
-        micro_batches = plan.layout[self.machine.rank]
+        marks, micro_batches, copied = self._pending
         seconds = dict.fromkeys(PARTS, 0.0)
         forward_cpu_seconds = 0.0
         for mark, later in pairwise(marks):

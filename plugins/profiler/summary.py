@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from plugsft import reason_of, say
-from plugsft.kit.model import peak_flops
 
 from .bottlenecks import StepProfile, find_bottlenecks
 from .clock import PARTS
+from .flops import peak_flops
 from .recorder import StepRecorder
 
 FILE = "profile.json"

@@ -6,17 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import (
-    Folder,
-    Machine,
-    Recipe,
-    RecipeError,
-    Run,
-    Status,
-    hookimpl,
-    plugin,
-    state,
-)
+from plugsft import Folder, Machine, Recipe, RecipeError, Run, hookimpl, plugin, state
 
 Kind = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -67,7 +57,7 @@ class Tracker:
             start_senders(self, self.recipe, run.step)
 
     @hookimpl
-    def finished(self, run: Run, status: Status) -> None:
+    def finished(self, run: Run, status: str) -> None:
         """Send the results."""
         from .values import results
 

@@ -177,17 +177,16 @@ class LoadedStep:
 
 Build: TypeAlias = Callable[[int], LoadedStep]
 LoadedSteps: TypeAlias = Iterator[LoadedStep]
-Layouts: TypeAlias = Sequence[Layout]
 
 
-class OnDemand(Sequence[Layout], ABC):
+class Layouts(Sequence[Layout], ABC):
     """The layouts of an epoch, computed on access: it may have millions of steps."""
 
     @overload
     def __getitem__(self, number: int) -> Layout: ...
     @overload
-    def __getitem__(self, number: slice) -> Layouts: ...
-    def __getitem__(self, number: int | slice) -> Layout | Layouts:
+    def __getitem__(self, number: slice) -> list[Layout]: ...
+    def __getitem__(self, number: int | slice) -> Layout | list[Layout]:
         if isinstance(number, slice):
             return [self[index] for index in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):

@@ -9,14 +9,14 @@ import numpy as np
 
 from ..base.checksums import digest
 from ..base.errors import DataError, PluginError
-from ..base.types import Ints, Layout, Layouts, OnDemand, StepPlan
+from ..base.types import Ints, Layout, Layouts, StepPlan
 from ..hooks import Hooks
 from ..recipe.tables import Recipe, Train
 from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
 
 
-class InOrder(OnDemand):
+class InOrder(Layouts):
     """The core's layout: `batch_size` examples a step, in the epoch's order."""
 
     def __init__(self, order: Ints, ranks: int, train: Train) -> None:

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from ..base.types import Ints
 from ..hooks import Run
+from ..model.for_plugins import weights_digest
 from ..model.generate import Speaker, attention_with_cache
 from ..model.load import Load
 from ..tokens.store import Tokens
@@ -91,6 +92,12 @@ class TrainedModel:
         with together(self._accelerator, f"loading {path or 'the initial model'}"):
             load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
             return shard_frozen_model(self._accelerator, load, load.build())
+
+    def weights_digest(self, path: str = "", revision: str | None = None) -> str:
+        """Return a checksum of the weights that `load_frozen` loads."""
+        if not path:
+            path, revision = self.load.path, self.load.kwargs.get("revision")
+        return weights_digest(path, revision)
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained weight, in float32; clone it to keep it."""

@@ -18,7 +18,8 @@ import torch
 from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_tables
 from plugin_packages import activate, install
 
-from plugsft import LoadedStep, PluginError, look, testing
+from plugsft import LoadedStep, PluginError, testing
+from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
 from plugsft.data.defaults import DataDefaults

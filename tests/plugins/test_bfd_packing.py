@@ -20,7 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft import Capability, DataError, RecipeError, look, testing
+from plugsft import Capability, DataError, RecipeError, testing
+from plugsft.base.machine import look
 from plugsft.base.types import Shard
 from plugsft.batches.plan import InOrder
 from plugsft.model.load import Load

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from test_launch import TRAIN, curve
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from plugsft import RecipeError, TrainError, look
-from plugsft.kit.model import attend_per_document, documents_of
+from plugsft import RecipeError, TrainError
+from plugsft.base.machine import look
+from plugsft.kit import attend_per_document, documents_of
 from plugsft.plugins.compile import Compile, layers
 from plugsft.plugins.compile.layers import OpaqueLengths
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing

@@ -29,7 +29,8 @@ from plugin_packages import TRL, activate, install
 from test_launch import TRAIN, config
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from plugsft import DataError, RecipeError, look
+from plugsft import DataError, RecipeError
+from plugsft.base.machine import look
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults

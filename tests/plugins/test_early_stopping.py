@@ -10,7 +10,8 @@ from conftest import chats, run_plugsft, run_ranks, tiny_tables
 from plugin_packages import activate, install
 from safetensors.torch import load_file
 
-from plugsft import RecipeError, look
+from plugsft import RecipeError
+from plugsft.base.machine import look
 from plugsft.plugins.early_stopping import EarlyStopping
 from plugsft.registry.active import check, resolve
 

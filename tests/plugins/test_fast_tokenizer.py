@@ -466,8 +466,8 @@ def test_a_sample_is_from_all_over_and_small():
 THREADS = """
 import os, psutil, sys, tokenizers
 os.sched_setaffinity(0, range(os.cpu_count()))
-from plugsft import look
-from plugsft.kit.tokens import Tokenizer
+from plugsft.base.machine import look
+from plugsft.kit import Tokenizer
 from plugsft.plugins.fast_tokenizer.engines import load
 engine = load(sys.argv[2], Tokenizer(tokenizers.Tokenizer.from_file(sys.argv[1])))
 def others():

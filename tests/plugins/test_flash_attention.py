@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from plugsft import RecipeError, TrainError, testing
-from plugsft.kit.model import attend_per_document, documents_of
+from plugsft.kit import attend_per_document, documents_of
 from plugsft.plugins.flash_attention import Conditions, FlashAttention, varlen
 from plugsft.plugins.flash_attention.kernels import (
     PACKAGES,

@@ -30,8 +30,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft import RecipeError, look, testing
-from plugsft.kit.model import attend_per_document, documents_of
+from plugsft import RecipeError, testing
+from plugsft.base.machine import look
+from plugsft.kit import attend_per_document, documents_of
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.fused_head import LogitTransform, Positions, fused_loss
 from plugsft.plugins.fused_loss import FusedLoss

@@ -11,7 +11,7 @@ from test_launch import TRAIN, config, curve
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from plugsft import RecipeError, testing
-from plugsft.kit.model import attend_per_document, documents_of
+from plugsft.kit import attend_per_document, documents_of
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 
 SMALL = {

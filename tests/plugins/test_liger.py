@@ -15,7 +15,8 @@ from families import SMALL
 from test_launch import config, curve, finish, launch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Config
 
-from plugsft import PluginError, RecipeError, look
+from plugsft import PluginError, RecipeError
+from plugsft.base.machine import look
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.liger.patch import apply_patch, modeling_modules
 from plugsft.registry.active import check, resolve

@@ -19,7 +19,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from test_launch import TRAIN, config, curve
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from plugsft import PluginError, RecipeError, look
+from plugsft import PluginError, RecipeError
+from plugsft.base.machine import look
 from plugsft.model.load import Load
 from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check, resolve

@@ -230,13 +230,14 @@ def test_a_worker_has_one_thread_and_no_torch(run, tmp_path, monkeypatch):
         (4000, 1, 2**40, 1),
     ],
 )
-def test_auto_asks_what_is_granted(monkeypatch, slices, cores, memory, expected):
+def test_auto_asks_what_is_granted(slices, cores, memory, expected):
     class Granted:
         pass
 
     Granted.cores, Granted.memory = cores, memory
-    monkeypatch.setattr(multiprocess_tokenize, "look", lambda: Granted)
-    assert MultiprocessTokenize().count_processes(slices) == expected
+    auto = MultiprocessTokenize()
+    auto.check(Granted)
+    assert auto.count_processes(slices) == expected
     assert MultiprocessTokenize(workers=3).count_processes(slices) == min(3, slices)
 
 

@@ -12,7 +12,8 @@ import pytest
 from conftest import OFFLINE, ROOT, run_plugsft, run_ranks, tiny_tables, write_recipe
 from plugin_packages import activate, install
 
-from plugsft import RecipeError, look, testing
+from plugsft import RecipeError, testing
+from plugsft.base.machine import look
 from plugsft.plugins.tracker.sender import Sender
 from plugsft.plugins.tracker.values import describe_error
 from plugsft.registry.active import check, resolve
@@ -353,7 +354,7 @@ def test_what_no_tracker_is_and_what_stands_there_twice(tmp_path):
 def test_no_package_is_imported_that_was_not_asked_for(tmp_path):
     script = """
 import sys
-from plugsft import look
+from plugsft.base.machine import look
 from plugsft.registry.active import check, load
 recipe, active = load(sys.argv[1])
 check(active.attach(), recipe, look())

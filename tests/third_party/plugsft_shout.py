@@ -1,9 +1,9 @@
 """Make the assistant shout."""
 
 from collections.abc import Generator
-from typing import Literal
+from typing import Any, Literal
 
-from plugsft import RecipeError, Rendered, Row, hookimpl, plugin
+from plugsft import RecipeError, Rendered, hookimpl, plugin
 
 
 @plugin(conflicts={"whisper": "nobody can do both"})
@@ -24,7 +24,9 @@ class Shout:
             raise RecipeError(f"times: given {self.times}; it should be 0 or more")
 
     @hookimpl(wrapper=True)
-    def render(self, rows: list[Row]) -> Generator[None, Rendered | None, Rendered | None]:
+    def render(
+        self, rows: list[dict[str, Any]]
+    ) -> Generator[None, Rendered | None, Rendered | None]:
         """Edit the messages before they are rendered."""
         for row in rows:
             for message in row.get("messages", []):

@@ -25,8 +25,7 @@ from datasets import Dataset, disable_progress_bars, load_from_disk
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from plugsft import Batch, Ints
-from plugsft.kit.model import pack
-from plugsft.kit.tokens import Tokens
+from plugsft.kit import Tokens, pack
 from plugsft.plugins.bfd_packing.best_fit import best_fit
 
 Collate = Callable[[int], Batch]

@@ -23,10 +23,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from plugsft import RecipeError, StepPlan
+from plugsft import RecipeError
+from plugsft.base.types import StepPlan
 from plugsft.batches.packed_rows import attend as attend_documents
-from plugsft.kit.model import documents_of, pack
-from plugsft.kit.tokens import Tokens
+from plugsft.kit import Tokens, documents_of, pack
 from plugsft.plugins.async_collate import AsyncCollate
 from plugsft.plugins.flash_attention import Conditions
 from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability

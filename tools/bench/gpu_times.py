@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from plugsft import RecipeError
-from plugsft.kit.model import LogitTransform
+from plugsft.model.fused_head import LogitTransform
 from plugsft.plugins.flash_attention import Conditions
 from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability
 from plugsft.plugins.fused_loss.loss import compute_losses

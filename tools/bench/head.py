@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trl.kernels import ChunkedLogProbFunction
 
-from plugsft.kit.model import LogitTransform
+from plugsft.model.fused_head import LogitTransform
 from plugsft.plugins.fused_loss import FusedLoss
 from plugsft.plugins.fused_loss.loss import compute_losses
 

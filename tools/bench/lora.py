@@ -32,10 +32,7 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from plugsft.base.types import Rendered  # noqa: E402
 from plugsft.data.load_tokenizer import train_tokenizer  # noqa: E402
-from plugsft.kit.model import (  # noqa: E402
-    attend_per_document,
-    pack,
-)
+from plugsft.kit import attend_per_document, pack  # noqa: E402
 from plugsft.model.defaults import ModelDefaults  # noqa: E402
 from plugsft.model.load import Load, make_scratch_model  # noqa: E402
 from plugsft.plugins.lora import Lora  # noqa: E402

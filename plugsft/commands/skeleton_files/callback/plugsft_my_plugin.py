@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plugsft import Run, Status, hookimpl, plugin, say, state
+from plugsft import Run, hookimpl, plugin, say, state
 
 
 @plugin(affects_results=["below", "patience"])
@@ -44,7 +44,7 @@ class MyPlugin:
         self.checkpoints += kind == "checkpoint"
 
     @hookimpl
-    def finished(self, run: Run, status: Status) -> None:
+    def finished(self, run: Run, status: str) -> None:
         """Remember how the run ended: "completed", "stopped" or "failed"."""
         self.status = status
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from plugsft import Rendered, Row, hookimpl, plugin
+from plugsft import Rendered, hookimpl, plugin
 
 if TYPE_CHECKING:
-    from plugsft.kit.tokens import Tokenizer
+    from plugsft.kit import Tokenizer
 
 COLUMNS = {"question", "choices", "answer"}
 
@@ -20,7 +20,7 @@ class MyPlugin:
     """The names of the choices."""
 
     @hookimpl
-    def render(self, rows: list[Row], tokenizer: Tokenizer) -> Rendered | None:
+    def render(self, rows: list[dict[str, Any]], tokenizer: Tokenizer) -> Rendered | None:
         """Turn rows into texts, of which the answers are trained."""
         if not any(row.keys() >= COLUMNS for row in rows):
             return None  # another format: the core, or another plugin, renders these rows
@@ -38,7 +38,7 @@ class MyPlugin:
             rendered.rows.append(number)
         return rendered
 
-    def _problem(self, row: Row) -> str | None:
+    def _problem(self, row: dict[str, Any]) -> str | None:
         """Return what is wrong with a row."""
         question, choices, answer = (row.get(name) for name in ("question", "choices", "answer"))
         if not isinstance(question, str) or not isinstance(choices, list):

@@ -1,0 +1,58 @@
+"""Tools for plugin authors. A name of `plugsft.kit` imports torch or Arrow only if it needs it."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .batches.labels import model_inputs
+    from .batches.packed_rows import attend_per_document, documents_of, pack, single_document
+    from .data.defaults import opened, tokenizing
+    from .data.pairs import render_pairs
+    from .model import fused_head
+    from .model.for_plugins import decoder_layers
+    from .tokens.store import Tokens
+    from .tokens.tokenizer import Tokenizer, encode
+
+__all__ = [
+    "Tokenizer",
+    "Tokens",
+    "attend_per_document",
+    "decoder_layers",
+    "documents_of",
+    "encode",
+    "fused_head",
+    "model_inputs",
+    "opened",
+    "pack",
+    "render_pairs",
+    "single_document",
+    "tokenizing",
+]
+
+DATA = ("Tokenizer", "Tokens", "encode", "opened", "render_pairs", "tokenizing")
+"""Names that need numpy, Arrow and tokenizers, but not torch."""
+
+
+def _import_name(name: str) -> Any:
+    """Import the modules of a name's group; return its value."""
+    modules: tuple[Any, ...]
+    if name in DATA:
+        from .data import defaults, pairs
+        from .tokens import store, tokenizer
+
+        modules = defaults, pairs, store, tokenizer
+    else:
+        from .batches import labels, packed_rows
+        from .model import for_plugins, fused_head
+
+        if name == "fused_head":
+            return fused_head
+        modules = labels, packed_rows, for_plugins
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+
+if not TYPE_CHECKING:  # a type checker reads the imports above
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, _import_name(name))
