@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from author import install
-from conftest import read_metrics, run_plugsft, run_ranks
+from conftest import only_full, read_metrics, run_launch, run_plugsft, run_ranks
 from datasets import load_from_disk
 from saved_runs import (
     assert_close,
@@ -21,6 +21,7 @@ from saved_runs import (
     write,
 )
 from schedulefree import AdamWScheduleFree
+from test_launch import config
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -158,12 +159,23 @@ def test_evaluations_leave_schedule_free_training_as_it_is(free, tmp_path):
     assert_equal(read(checkpoint(run, STEPS)), read(checkpoint(free, STEPS)))
 
 
-def test_two_ranks_train_schedule_free_alike(free, tmp_path):
-    run = tmp_path / "run"
-    result = run_ranks(2, free.with_suffix(".toml"), f"output={run}")
-    assert result.returncode == 0, result.stderr
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu2", pytest.param("fsdp2", marks=only_full)])
+def test_two_ranks_train_schedule_free_alike(free, tmp_path, kind):
+    run, recipe = tmp_path / "run", free.with_suffix(".toml")
+    code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={run}")
+    assert code == 0, err
     assert_close(model_of(run), model_of(free), atol=1e-6)
     assert evaluations(run) == pytest.approx(evaluations(free), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_schedule_free_refuses_zero3_before_step_1(free, tmp_path):
+    """There, eval() of the optimizer would do nothing, and model/ would not be the average."""
+    run, recipe = tmp_path / "run", free.with_suffix(".toml")
+    code, out, err = run_launch(*config("zero3"), "-m", "plugsft", recipe, f"output={run}")
+    assert code == 2 and "step 1" not in out
+    assert "schedule_free cannot average under ZeRO-3; launch with FSDP2 or DDP" in err
 
 
 def test_a_schedule_is_refused(tmp_path):
