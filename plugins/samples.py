@@ -53,9 +53,10 @@ class Samples:
             raise RecipeError("prompts: an empty prompt has no answer; remove it")
 
     @hookimpl
-    def stepped(self, run: Run) -> None:
-        """Answer the prompts every so many steps."""
-        if self.every and (run.step % self.every == 0 or run.step == run.steps):
+    def logged(self, run: Run, metrics: dict[str, Any]) -> None:
+        """Answer the prompts every so many steps, once the time of the step is known."""
+        due = self.every and (run.step % self.every == 0 or run.step == run.steps)
+        if due and "loss" in metrics:
             self._answer(run)
 
     @hookimpl

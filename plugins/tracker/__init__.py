@@ -33,6 +33,8 @@ class Tracker:
     recipe: Recipe = state()
     senders: list[Any] = state([])
     """One for each tracker."""
+    samples: Any = state()
+    """The samples of the run that are not sent yet."""
     sent: str = state("")
 
     @hookimpl
@@ -51,9 +53,11 @@ class Tracker:
     @hookimpl
     def ready(self, run: Run) -> None:
         """Start the run in each tracker, or continue it."""
+        from .samples import NewSamples
         from .senders import start_senders
 
         if run.is_main:
+            self.samples = NewSamples(run.output / "samples.jsonl", run.step)
             start_senders(self, self.recipe, run.step)
 
     @hookimpl
@@ -61,6 +65,7 @@ class Tracker:
         """Send the results."""
         from .values import results
 
+        self._send_samples()
         for sender in self.senders:
             sender.send(run.step, results(run.facts))
             sender.finish(status)
@@ -68,7 +73,8 @@ class Tracker:
 
     @hookimpl
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
-        """Send the metrics of a step."""
+        """Send the metrics of a step, and the samples that were added."""
+        self._send_samples()
         for sender in self.senders:
             sender.send(step, metrics)
 
@@ -76,3 +82,9 @@ class Tracker:
     def summary(self) -> str | None:
         """Report how many entries were sent, and how many were lost."""
         return self.sent or None
+
+    def _send_samples(self) -> None:
+        """Send the samples that another plugin has added to the output."""
+        for step, samples in self.samples.read().items() if self.senders else ():
+            for sender in self.senders:
+                sender.send_samples(step, samples)

@@ -6,6 +6,7 @@ from typing import Any
 from plugsft import say
 
 from .runs import finish
+from .samples import Samples, log_samples
 from .values import describe_error
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
@@ -17,15 +18,21 @@ class Sender:
 
     def __init__(self, kind: str, tracker: Any) -> None:
         self._kind, self._tracker = kind, tracker
-        self._queue: list[tuple[int, dict[str, Any]]] = []
+        self._queue: list[tuple[int, dict[str, Any] | Samples]] = []
         self._sent = 0
         self._error, self._finished = "", False
         self._pause, self._next_try = FIRST_PAUSE, 0.0
 
     def send(self, step: int, metrics: dict[str, Any]) -> None:
         """Send metrics, after those that are still in the queue; never raise."""
-        values = {name: value for name, value in metrics.items() if value is not None}
-        self._queue.append((step, values))
+        self._add(step, {name: value for name, value in metrics.items() if value is not None})
+
+    def send_samples(self, step: int, samples: Samples) -> None:
+        """Send the samples of a step likewise."""
+        self._add(step, samples)
+
+    def _add(self, step: int, entry: dict[str, Any] | Samples) -> None:
+        self._queue.append((step, entry))
         if time.monotonic() >= self._next_try:
             self._send_queue()
 
@@ -48,11 +55,13 @@ class Sender:
     def _send_queue(self) -> None:
         try:
             while self._queue:
-                step, values = self._queue[0]
-                if self._kind == "wandb":
-                    self._tracker.log({**values, "step": step})
+                step, entry = self._queue[0]
+                if isinstance(entry, list):
+                    log_samples(self._kind, self._tracker, step, entry)
+                elif self._kind == "wandb":
+                    self._tracker.log({**entry, "step": step})
                 else:
-                    self._tracker.log(values, step=step)
+                    self._tracker.log(entry, step=step)
                 del self._queue[0]
                 self._sent += 1
             self._pause = FIRST_PAUSE

@@ -214,6 +214,49 @@ def test_mlflow_holds_all_and_goes_on(ran):
     assert states == ["FINISHED"]
 
 
+def test_samples_come_as_texts(tmp_path):
+    samples = {"prompts": ["Who | <b>?", "How?"], "every": 2}
+    recipe = recipe_of(tmp_path, plugins={"samples": samples}, checkpoint={"every": 2})
+    result = run_plugsft(recipe, env=places(tmp_path))
+    assert result.returncode == 0, result.stderr
+    for name in ("checkpoints/step-000004", "model"):
+        shutil.rmtree(tmp_path / "run" / name)
+    result = run_plugsft(recipe, "--resume", env=places(tmp_path))
+    assert result.returncode == 0 and "failed" not in result.stdout, result.stderr
+    lines = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
+    rows = {step: [] for step in (2, 4)}
+    for line in lines:
+        rows[line["step"]].append([line["prompt"], line["answer"]])
+    assert [len(answers) for answers in rows.values()] == [2, 2]
+    # wandb: a table each time; the resumed run logs step 4 again.
+    tables = sorted((tmp_path / "run/trackers/wandb").rglob("samples*.table.json"))
+    assert [json.loads(path.read_text())["data"] for path in tables].count(rows[2]) >= 1
+    assert len(tables) == 3
+    texts = {path.name: path.read_text() for path in (tmp_path / "mlruns").rglob("step-*.md")}
+    assert {*texts} == {"step-000002.md", "step-000004.md"}
+    assert "Prompt:\n\n    Who | <b>?\n\nAnswer:\n\n    " in texts["step-000002.md"]
+    script = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+found = EventAccumulator(sys.argv[1]); found.Reload()
+[tag] = found.Tags()["tensors"]
+print(json.dumps([[one.step, one.tensor_proto.string_val[0].decode()]
+                  for one in found.Tensors(tag)]))
+"""
+    seen = read_with(script, tmp_path, tmp_path / "run/trackers/tensorboard/run")
+    assert {step for step, _ in seen} == {2, 4} and seen[0][1] == texts["step-000002.md"]
+    script = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+import trackio
+[run] = trackio.Api().runs("house")
+logs = SQLiteStorage.get_logs("house", run.name, run_id=run.id)
+print(json.dumps([[line["step"], line["samples"]] for line in logs if "samples" in line]))
+"""
+    seen = read_with(script, tmp_path)
+    assert {step for step, _ in seen} == {2, 4} and "Who | <b>?" in json.dumps(seen)
+
+
 def test_the_summary_counts_what_was_sent(ran):
     _, _, record = told_to(ran / "run")
     # Two steps, an evaluation, and the results.
