@@ -117,7 +117,7 @@ def ensure_finite(batch: GlobalBatch, loss: float, grad_norm: float) -> None:
 def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> dict[str, Any]:
     """Return a step's metrics: plugins', speed and batches."""
     seconds, plan = batch.seconds(), batch.plan
-    computed, waited = sums.pop("computed_tokens"), sums.pop("wait_seconds")
+    computed, waited = sums.pop("computed_tokens"), sums.pop("data_wait_seconds")
     return {
         **{name: value / plan.denominator for name, value in sums.items()},
         "epoch": round(plan.step / run.plan.per_epoch, 4),
@@ -125,9 +125,9 @@ def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> di
         "tokens": plan.tokens,
         "tokens_per_second": round(plan.tokens / seconds, 1),
         "step_seconds": round(seconds, 5),
-        "wait_seconds": round(waited / run.plan.ranks, 5),
-        "fill": round(plan.tokens / computed, 4),
-        "documents": round(plan.examples / plan.micro_batches, 2),
+        "data_wait_seconds": round(waited / run.plan.ranks, 5),
+        "padding": round(1 - plan.tokens / computed, 4),
+        "examples_per_micro_batch": round(plan.examples / plan.micro_batches, 2),
         "imbalance": round(plan.imbalance, 4),
         "memory_gib": round(memory_gib(), 3),
     }

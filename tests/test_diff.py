@@ -56,7 +56,7 @@ def cells(lines):
 def test_runs_that_differ(runs):
     heads, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
     assert [line[:2] for line in heads] == ["A ", "B "]
-    assert "finished, 4 of 4 steps" in heads[0] and "finished, 6 of 6 steps" in heads[1]
+    assert "completed, 4 of 4 steps" in heads[0] and "completed, 6 of 6 steps" in heads[1]
     keys = {"data.source", "data.train_on", "train.learning_rate", "train.steps"}
     assert {*cells(parts["recipe"])} - {""} == keys
     assert cells(parts["recipe"])["train.learning_rate"] == ["0.003", "0.001"]
@@ -159,7 +159,7 @@ def test_what_is_no_run_is_refused_in_a_line(runs, harm, said):
 
 def test_what_a_killed_run_left_is_compared_and_the_rest_named(runs):
     facts = json.loads((runs / "other/run.json").read_text())
-    gone = ("throughput", "feeding", "memory", "final", "seconds")
+    gone = ("throughput", "batches", "memory", "final", "seconds")
     facts = {key: value for key, value in facts.items() if key not in gone} | {"status": "running"}
     (runs / "other/run.json").write_text(json.dumps(facts))
     (runs / "other/recipe.toml").write_text("[train\n")

@@ -84,8 +84,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(tiny, tmp_path):
     assert "going on after step 8" in result.stdout
     assert weights(parts) == weights(whole)
     assert curve(parts) == curve(whole)
-    means = [json.loads((run / "run.json").read_text())["feeding"] for run in (whole, parts)]
-    for name in ("fill", "documents", "imbalance"):
+    means = [json.loads((run / "run.json").read_text())["batches"] for run in (whole, parts)]
+    for name in ("padding", "examples_per_micro_batch", "imbalance"):
         assert means[0][name] == means[1][name], "the means are of all steps, not of the last"
     # Another number of ranks goes on from the same place.
     for name in ("checkpoints/step-000009", "checkpoints/step-000008", "model"):

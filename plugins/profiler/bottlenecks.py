@@ -35,10 +35,10 @@ def find_bottlenecks(recipe: Recipe, run: dict[str, Any], profile: StepProfile) 
     """Return the worst bottlenecks, a line each; none if all is well."""
     rules = (
         waiting(recipe, profile),
-        padding(recipe, run["feeding"]["fill"]),
+        padding(recipe, run["batches"]["padding"]),
         launches(recipe, profile),
         logits(recipe, profile, run["memory"]["peak_gib"]),
-        slowest_rank(recipe, profile, run["feeding"]["imbalance"]),
+        slowest_rank(recipe, profile, run["batches"]["imbalance"]),
         *intervals(recipe, profile, run["steps"]["total"]),
     )
     findings = sorted((finding for finding in rules if finding is not None), reverse=True)
@@ -60,15 +60,15 @@ def waiting(recipe: Recipe, profile: StepProfile) -> Finding | None:
     return share, f"waited {share:.0%} for data: {cure}"
 
 
-def padding(recipe: Recipe, fill: float) -> Finding | None:
+def padding(recipe: Recipe, share: float) -> Finding | None:
     """Tell whether much of a batch is padding."""
-    if fill > 0.75:
+    if share < 0.25:
         return None
     cure = f"add {bundled_plugin('packed_rows').table}"
     if recipe.provides("packed_rows"):
         key, capacity = recipe.micro_batch_size()
         cure = f"raise {key} from {capacity:,}"
-    return 1 - fill, f"fill {fill:.0%}, the rest is padding: {cure}"
+    return share, f"padding {share:.0%}: {cure}"
 
 
 def launches(recipe: Recipe, profile: StepProfile) -> Finding | None:

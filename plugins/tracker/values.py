@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-RESULTS = ("final", "throughput", "feeding", "memory")
+RESULTS = ("final", "throughput", "batches", "memory")
 """Tables of a run's record that hold results."""
 MLFLOW_CURE = "start its server, or name another: MLFLOW_TRACKING_URI"
 

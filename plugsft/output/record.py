@@ -27,11 +27,11 @@ from .samples import SAMPLES
 
 AVERAGED = (
     "step_seconds",
-    "wait_seconds",
+    "data_wait_seconds",
     "tokens",
     "trained_tokens",
-    "fill",
-    "documents",
+    "padding",
+    "examples_per_micro_batch",
     "imbalance",
 )
 """Metrics of each step that the record averages."""
@@ -123,7 +123,7 @@ class Record:
         self._metrics.close()
         self.run["seconds"] = round(time.perf_counter() - self._started, 2)
         if self._rows:
-            self.run["throughput"], self.run["feeding"] = _means(self._rows)
+            self.run["throughput"], self.run["batches"] = _means(self._rows)
             self.run["memory"] = {"peak_gib": round(memory_gib(), 3)}
         self.write()
 
@@ -138,10 +138,9 @@ class Record:
             say(f"stopped after step {self.run['steps']['done']}: {self.run['reason']}")
         if self._rows:
             say(
-                "batches: padding {0:.0%}, {documents:.1f} examples per micro-batch, waited for "
-                "data {waited:.1%} of the time; busiest rank {imbalance:.2f}x the average".format(
-                    1 - self.run["feeding"]["fill"], **self.run["feeding"]
-                )
+                "batches: padding {padding:.0%}, {examples_per_micro_batch:.1f} examples per "
+                "micro-batch, waited for data {data_wait_share:.1%} of the time; busiest rank "
+                "{imbalance:.2f}x the average".format(**self.run["batches"])
             )
 
     def write_report(self) -> None:
@@ -195,21 +194,21 @@ def clear(folder: Path) -> None:
 
 def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, float]]:
     """Return throughput and batch statistics over all steps."""
-    seconds, waited, tokens, trained, fill, documents, imbalance = np.array(measured).T
+    seconds, waited, tokens, trained, padding, examples, imbalance = np.array(measured).T
     throughput = {
         "tokens_per_second": tokens.sum() / seconds.sum(),
         "trained_tokens_per_second": trained.sum() / seconds.sum(),
         "step_seconds_median": np.median(seconds),
     }
-    feeding = {
-        "fill": tokens.sum() / (tokens / fill).sum(),
-        "documents": documents.mean(),
-        "waited": waited.sum() / seconds.sum(),
+    batches = {
+        "padding": 1 - tokens.sum() / (tokens / (1 - padding)).sum(),
+        "examples_per_micro_batch": examples.mean(),
+        "data_wait_share": waited.sum() / seconds.sum(),
         "imbalance": imbalance.mean(),
     }
     rounded = [
         {name: round(float(value), 4) for name, value in means.items()}
-        for means in (throughput, feeding)
+        for means in (throughput, batches)
     ]
     return rounded[0], rounded[1]
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..base.atomic import replace_file
 from ..base.errors import reason_of
 from ..base.limits import TABLES, check_depth, parse_json, read_text
+from .old_names import rename_metrics, rename_record
 from .samples import SAMPLES, samples_section
 
 Points = list[tuple[float, float | None]]
@@ -79,13 +80,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
-    # Words of plugsft 0.1.
-    if record.get("status") == "finished":
-        record["status"] = "completed"
-    for entry in record.get("plugins", ()):
-        if "verdict" in entry:
-            entry["summary"] = entry.pop("verdict")
-    return record
+    return rename_record(record)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -94,7 +89,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(TypeError, ValueError):
             if isinstance(line := check_depth(parse_json(text), 2), dict):
-                lines.append(line)
+                lines.append(rename_metrics(line))
     return lines
 
 

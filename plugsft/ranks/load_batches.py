@@ -46,7 +46,7 @@ class GlobalBatch:
         """Return this rank's counts, to be summed over all ranks."""
         # Padding is computed, too.
         computed = sum(batch["input_ids"].numel() for batch in self.micro_batches)
-        return {"computed_tokens": computed, "wait_seconds": self.waited}
+        return {"computed_tokens": computed, "data_wait_seconds": self.waited}
 
     def seconds(self) -> float:
         """Return the seconds since the loop asked for this batch."""

@@ -51,9 +51,9 @@ SAME_STATE = (
     "it must be the same on all ranks. Compute it from what all ranks see (`run.step`, the metrics "
     "of `logged` and `evaluated`), or add it up with `run.ranks.reduce`"
 )
-OF_THE_CLOCK = {"tokens_per_second", "step_seconds", "wait_seconds", "memory_gib"}
+OF_THE_CLOCK = {"tokens_per_second", "step_seconds", "data_wait_seconds", "memory_gib"}
 """Metrics that differ from run to run."""
-OF_THE_LAYOUT = {"fill", "documents", "imbalance"}
+OF_THE_LAYOUT = {"padding", "examples_per_micro_batch", "imbalance"}
 """Metrics that follow from the number of ranks."""
 ROUNDS = 4
 """Runs with and without the plugin, in turns, of which one warms up."""

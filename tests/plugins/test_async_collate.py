@@ -333,7 +333,7 @@ def test_whole_runs_are_the_same_and_so_are_resumed_ones(tiny, tmp_path, monkeyp
 
 
 def learned(run):
-    timed = {"tokens_per_second", "step_seconds", "wait_seconds", "memory_gib"}
+    timed = {"tokens_per_second", "step_seconds", "data_wait_seconds", "memory_gib"}
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [{name: line[name] for name in line if name not in timed} for line in lines]
 
@@ -420,7 +420,7 @@ def test_building_hides_behind_training(tiny, tmp_path, monkeypatch):
         seconds.append(min(line["step_seconds"] for line in read_metrics(tmp_path / name)))
     print(f"\n{seconds[0] / seconds[1]:.2f} times as fast")
     waits = [
-        [line["wait_seconds"] for line in read_metrics(tmp_path / name)]
+        [line["data_wait_seconds"] for line in read_metrics(tmp_path / name)]
         for name in ("serial", "ahead")
     ]
     # Each step of the serial run waits for its collating, which the other hides.

@@ -169,16 +169,16 @@ def test_a_packed_run_learns_what_a_padded_one_learns(runs, tmp_path):
     packed = train(runs, tmp_path / "packed", PACKED)
     assert len(curve(packed)) >= 12
     assert curve(packed) == pytest.approx(curve(plain), rel=1e-5)
-    steps = [line for line in packed if "fill" in line]
-    padded = [line for line in plain if "fill" in line]
-    assert all(line["fill"] == 1 for line in steps)
-    assert np.mean([line["fill"] for line in padded]) < 0.9
-    assert all(line["documents"] > 1.5 and line["imbalance"] == 1 for line in steps)
+    steps = [line for line in packed if "padding" in line]
+    padded = [line for line in plain if "padding" in line]
+    assert all(line["padding"] == 0 for line in steps)
+    assert np.mean([line["padding"] for line in padded]) > 0.1
+    assert all(line["examples_per_micro_batch"] > 1.5 and line["imbalance"] == 1 for line in steps)
     record = json.loads((tmp_path / "packed/run.json").read_text())
     [plugin] = record["plugins"]
     assert "each step packed into micro-batches of at most 96 tokens" in plugin["summary"]
     assert record["packed_rows"].startswith("documents proved apart (a change moves no neighbour)")
-    assert record["feeding"]["fill"] == 1
+    assert record["batches"]["padding"] == 0
 
 
 def test_two_ranks_learn_what_one_learns(runs, tmp_path):
@@ -338,7 +338,7 @@ def test_split_examples_lose_no_trained_part_and_double_none(runs, tmp_path):
     words = ("plugins.bfd_packing.capacity=25", 'plugins.bfd_packing.overlong="split"')
     lines = train(runs, tmp_path / "split", *words)
     whole = train(runs, tmp_path / "whole")
-    both_epochs = sum(line["tokens"] for line in whole if "fill" in line)
+    both_epochs = sum(line["tokens"] for line in whole if "padding" in line)
     record = json.loads((tmp_path / "split/run.json").read_text())
     assert "longer examples split" in record["plugins"][0]["summary"]
     left_out = sum(bad_row["count"] for bad_row in record["data"]["bad_rows"].values())
@@ -470,7 +470,7 @@ def test_parts_without_a_target_are_left_out_and_counted(tiny, tmp_path, overlon
     )
     lines = train(recipe, tmp_path / "one")
     assert np.isfinite([line["loss"] for line in lines if "loss" in line]).all()
-    assert all(line["trained_tokens"] > 0 for line in lines if "fill" in line)
+    assert all(line["trained_tokens"] > 0 for line in lines if "padding" in line)
     record = json.loads((tmp_path / "one/run.json").read_text())
     [plugin] = record["plugins"]
     assert "of them or their parts left out: no trained token" in plugin["summary"]

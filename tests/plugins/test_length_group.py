@@ -116,11 +116,11 @@ def test_pairs_are_counted_as_they_are_padded(tiny, tmp_path, batch):
     [summary] = [plugin["summary"] for plugin in run["plugins"] if plugin["name"] == "length_group"]
     _, before, after = map(int, re.findall(r"(\d+)%", summary))
     # What was measured of the tensors themselves.
-    assert after == pytest.approx(100 * (1 - run["feeding"]["fill"]), abs=0.51)
+    assert after == pytest.approx(100 * run["batches"]["padding"], abs=0.51)
     plain = run_plugsft(recipe, "--without", "length_group", f"output={tmp_path}/plain")
     assert plain.returncode == 0, plain.stderr
-    fill = json.loads((tmp_path / "plain/run.json").read_text())["feeding"]["fill"]
-    assert before == pytest.approx(100 * (1 - fill), abs=0.51) and after < before
+    padding = json.loads((tmp_path / "plain/run.json").read_text())["batches"]["padding"]
+    assert before == pytest.approx(100 * padding, abs=0.51) and after < before
 
 
 def test_the_summary_is_the_padding_that_was_measured():

@@ -176,7 +176,7 @@ def ensure_told(values, run):
         for name in next(iter(lines.values())).keys() - {"step"}:
             held = {step: pytest.approx(value, rel=1e-6) for step, value in values[name]}
             assert held == {step: line[name] for step, line in lines.items()}, name
-    for table in ("final", "throughput", "feeding", "memory"):
+    for table in ("final", "throughput", "batches", "memory"):
         assert record[table]
         for name, value in record[table].items():
             assert values[f"{table}/{name}"][-1] == [4, pytest.approx(value, rel=1e-6)]

@@ -141,7 +141,7 @@ class Work:
         lines = [json.loads(line) for line in (self.folder / "run/metrics.jsonl").open()]
         facts = [json.loads(path.read_text()) for path in self.folder.rglob("tokens/*/facts.json")]
         seconds = [line["step_seconds"] for line in lines]
-        positions = sum(line["tokens"] / line["fill"] for line in lines)
+        positions = sum(line["tokens"] / (1 - line["padding"]) for line in lines)
         references = [entry for entry in facts if entry.get("kind") == "reference"]
         tokens = sum(line["tokens"] for line in lines)
         shutil.rmtree(self.folder / "run")

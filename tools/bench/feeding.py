@@ -246,7 +246,7 @@ def run_plugsft(work: Work, **changes: dict) -> dict:
     return {
         "speed": run["throughput"]["tokens_per_second"],
         "tokens": sum(line["tokens"] for line in run["lines"]),
-        "notes": f"{len(run['lines'])} steps, {run['feeding']['fill']:.1%} full",
+        "notes": f"{len(run['lines'])} steps, padding {run['batches']['padding']:.1%}",
     }
 
 
@@ -323,7 +323,7 @@ def compare_loading_ahead(work: Work, options: argparse.Namespace) -> dict:
         "slow": {"seconds": 0.0, "busy": options.busy},
     }
     steps = work.train(**fast)["lines"][1:]
-    computed = sum(step["step_seconds"] - step["wait_seconds"] for step in steps)
+    computed = sum(step["step_seconds"] - step["data_wait_seconds"] for step in steps)
     seconds_per_token = options.share * computed / sum(step["tokens"] for step in steps)
     slow = fast | {"slow": {"seconds": seconds_per_token, "busy": options.busy}}
     contenders = {
@@ -369,12 +369,12 @@ def total_seconds(lines: list[dict]) -> float:
 
 def share_waited(lines: list[dict]) -> float:
     """Return the share of the time that the loop waited for batches."""
-    return sum(line["wait_seconds"] for line in lines) / total_seconds(lines)
+    return sum(line["data_wait_seconds"] for line in lines) / total_seconds(lines)
 
 
 def median_steps(runs: list[list[dict]]) -> list[dict]:
     """Return the median of each step over the runs."""
-    names = ("step_seconds", "wait_seconds")
+    names = ("step_seconds", "data_wait_seconds")
     return [
         {name: statistics.median(line[name] for line in lines) for name in names}
         for lines in zip(*runs, strict=True)

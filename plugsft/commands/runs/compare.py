@@ -12,6 +12,7 @@ from ...base.errors import PlugsftError
 from ...base.limits import parse_json, read_text
 from ...data.cache_key import differences
 from ...output.folder import is_locked, suggest_name
+from ...output.old_names import rename_record
 from ...output.report import Points, finite, number, read_metrics, series_of, table_of
 from ...recipe.parse import flatten, read
 from ...registry.discover import BUNDLED
@@ -23,8 +24,8 @@ COSTS = {
     "tokens per second": ("throughput", "tokens_per_second"),
     "trained tokens per second": ("throughput", "trained_tokens_per_second"),
     "seconds a step, median": ("throughput", "step_seconds_median"),
-    "tokens that are not padding": ("feeding", "fill"),
-    "time waited for data": ("feeding", "waited"),
+    "padding": ("batches", "padding"),
+    "time waited for data": ("batches", "data_wait_share"),
     "peak memory, GiB": ("memory", "peak_gib"),
 }
 
@@ -101,6 +102,7 @@ def read_run(name: str, folder: Path) -> Run:
         raise PlugsftError(
             f"{folder / 'run.json'}: was not written by plugsft; name a run's output folder"
         )
+    facts = rename_record(facts)
     if facts["status"] == "running" and not is_locked(folder):
         facts["status"] = "killed"
     path, metrics = folder / "metrics.jsonl", read_metrics(folder / "metrics.jsonl")
