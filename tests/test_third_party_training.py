@@ -58,7 +58,7 @@ def site(tmp_path_factory):
     """Install the package with pip; every process that a test starts looks there."""
     folder = tmp_path_factory.mktemp("pip") / "site"
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(install(Path(__file__).parent / "third_party", folder))
+        patch.syspath_prepend(install(Path(__file__).parent / "third_party", target=folder))
         yield
 
 
