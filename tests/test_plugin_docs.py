@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 import plugsft
-from plugsft import testing
+from plugsft import kit, testing
 from plugsft.commands.skeleton import FILES
 from plugsft.hooks import Hooks
 from plugsft.registry.contracts import SPECS
@@ -54,8 +54,34 @@ def test_every_bundled_plugin_is_there():
     ]
 
 
-def test_every_law_is_there():
-    assert [row[0].split("(")[0].strip("`") for row in rows("law")] == testing.__all__
+def call_of(module, name):
+    """Return how a name is used: functions with their arguments, "=" after keyword-only ones."""
+    value = getattr(module, name)
+    if not inspect.isfunction(value):
+        return f"`{name}`"
+    parameters = inspect.signature(value).parameters.values()
+    words = [each.name + "=" * (each.kind is each.KEYWORD_ONLY) for each in parameters]
+    return f"`{name}({', '.join(words)})`"
+
+
+@pytest.mark.parametrize(
+    ("head", "module"), [("law", testing), ("`plugsft`", plugsft), ("`plugsft.kit`", kit)]
+)
+def test_every_public_name_is_there_with_its_arguments(head, module):
+    assert [row[0] for row in rows(head)] == [call_of(module, name) for name in module.__all__]
+    assert all(len(row) == 2 and row[1] for row in rows(head))
+
+
+@pytest.mark.parametrize("protocol", [plugsft.Run, plugsft.RunModel, plugsft.Ranks])
+def test_what_plugins_see_of_a_run_is_there(protocol):
+    names = {*protocol.__annotations__, *(n for n in vars(protocol) if not n.startswith("_"))}
+    cells = [cell for of, cell, _ in rows("of") if of == f"`{protocol.__name__}`"]
+    shown = [name for cell in cells for name in re.findall("`(.+?)`", cell)]
+    assert {name.split("(")[0] for name in shown} == names
+    for call in (name for name in shown if "(" in name):
+        name, arguments = call.rstrip(")").split("(")
+        parameters = list(inspect.signature(getattr(protocol, name)).parameters)[1:]
+        assert ", ".join(parameters) == arguments, call
 
 
 @pytest.mark.parametrize("text", [README, SKELETON], ids=["README", "skeleton"])

@@ -1,0 +1,67 @@
+"""The worked recipes of plugins/README.md are complete plugins, and run."""
+
+import json
+import re
+
+import pytest
+from conftest import ROOT, chats, read_metrics, run_plugsft, run_ranks
+from plugin_packages import activate, install
+
+README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
+SECTION = README.split("\n## Worked recipes\n")[1].split("\n## ")[0]
+CODES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+NAMES = ["time_limit", "unlikelihood", "averaged_sgd", "reviews"]
+TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 4, "learning_rate": 1e-2}
+
+
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    site = install(tmp_path / "site", **dict(zip(NAMES, CODES, strict=True)))
+    activate(site, monkeypatch)
+
+
+def test_there_are_four_and_each_is_a_whole_class():
+    assert len(CODES) == len(NAMES)
+    for code in CODES:
+        compile(code, "README", "exec")
+        assert code.count("@plugin(") == 1
+
+
+def test_a_loss_with_labels_an_averaging_optimizer_and_a_time_limit_on_two_ranks(
+    tiny, tmp_path, recipes
+):
+    rows = [{**row, "label": number % 3 > 0} for number, row in enumerate(chats(24))]
+    plugins = {"time_limit": {"hours": 0.0}, "averaged_sgd": {}, "unlikelihood": {"strength": 0.5}}
+    recipe = tiny(rows=rows, train=TRAIN, eval={"every": 2}, plugins=plugins)
+    run = tmp_path / "run"
+    stopped = run_ranks(2, recipe)
+    assert stopped.returncode == 0, stopped.stderr
+    assert json.loads((run / "run.json").read_text())["reason"] == "0.0 hours are over"
+    assert [line["step"] for line in read_metrics(run)] == [1]
+    done = run_plugsft(recipe, "--resume", "plugins.time_limit.hours=1.0")
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    # A third of the answers is bad, and becomes less likely.
+    assert all(line["bad_nll"] > 0 for line in lines)
+    # The average of a resumed run has all steps.
+    state = json.loads((run / "checkpoints/step-000004/state.json").read_text())
+    assert state["plugins_state" if "plugins_state" in state else "plugins"]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert [line["eval_bad_nll"] > 0 for line in lines if "eval_loss" in line] == [True, True]
+
+
+def test_a_row_format_with_a_label_column(tiny, tmp_path, recipes):
+    rows = [{"review": f"good soup {number}", "stars": number % 5} for number in range(16)]
+    bad = {"review": None, "stars": 1}
+    recipe = tiny(
+        rows=[*rows, bad],
+        train=TRAIN | {"steps": 1},
+        data={"on_bad_row": "drop"},
+        plugins={"reviews": {}},
+    )
+    done = run_plugsft(recipe)
+    assert done.returncode == 0, done.stderr
+    [facts] = (tmp_path / "run/tokens").glob("*/facts.json")
+    assert json.loads(facts.read_text())["columns"] == {"stars": "int64"}
+    assert "no 'review' as text" in (tmp_path / "run/run.json").read_text()
