@@ -9,7 +9,8 @@ from conftest import read_metrics, run_launch, run_plugsft, tiny_tables, write_r
 from safetensors.torch import load_file
 from test_launch import config
 
-from plugsft import RecipeError, look
+from plugsft import RecipeError
+from plugsft.base.machine import look
 from plugsft.output.samples import samples_section
 from plugsft.plugins.samples import read_prompts
 from plugsft.registry.active import check, resolve
