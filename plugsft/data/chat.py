@@ -11,9 +11,9 @@ from ..base.errors import DataError
 from ..base.types import Row, Span
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
-from .formats import BadRow, Conversation, call_variants, calls_of
 from .jinja import CompiledTemplate, compile_template
 from .jinja import render as render_chat
+from .messages import BadRow, Conversation, call_variants, calls_of
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 """Template of models from scratch."""

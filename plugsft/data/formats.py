@@ -1,17 +1,12 @@
-"""Read a row of any known format as a conversation: messages, tools, and flags for training."""
+"""Read a row of any known format: as a conversation, or as text."""
 
-import json
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
-from ..base.limits import parse_json
 from ..base.types import Row
-from ..recipe.capabilities import bundled_plugin
 from ..recipe.tables import FORMATS, short
 from ..tokens.schema import MAX_WEIGHT, WEIGHT
+from .messages import BadRow, Conversation, parse_value, read_turns
 
 TEXTS = ("text", "completion")
 """Formats without a conversation."""
@@ -26,81 +21,6 @@ READ = {
     "text": {"text", WEIGHT},
 }
 """Format -> the columns that are read."""
-REFUSED = {
-    "label": "tells good answers from bad ones",
-    **dict.fromkeys(
-        ("chosen", "rejected"),
-        f"is one of two answers to compare ({bundled_plugin('preference_pairs').table})",
-    ),
-    WEIGHT: "says how much a row counts",
-    **dict.fromkeys(
-        ("weights", "sample_weight"), "says how much a row counts ([data.columns] weight names it)"
-    ),
-    **dict.fromkeys(("image", "images", "pixel_values"), "holds images"),
-    **dict.fromkeys(("video", "videos"), "holds videos"),
-    **dict.fromkeys(("audio", "audios"), "holds sounds"),
-    "input_ids": "holds tokens that were made elsewhere",
-    "labels": "holds targets that were made elsewhere",
-    **dict.fromkeys(
-        ("loss_mask", "completion_mask", "assistant_masks"), "says which tokens are trained"
-    ),
-}
-"""Columns that change the meaning of a row -> their own meaning."""
-WARNED = {
-    **dict.fromkeys(("score", "scores", "reward", "rewards", "rating"), "says how good a row is"),
-    "margin": "says how much better one answer is",
-    **dict.fromkeys(
-        ("ref_chosen_logps", "ref_rejected_logps"),
-        "holds log-probabilities of a reference",
-    ),
-    "system": "holds a system prompt",
-    "tools": "holds tools",
-    "chat_template_kwargs": "holds variables of the chat template",
-    "history": "holds earlier turns",
-}
-"""Columns with information that hardly changes the meaning of a row -> their own meaning."""
-_MEANINGFUL = REFUSED.keys() | WARNED.keys()
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
-SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-}
-"""Speakers of ShareGPT -> roles."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning; templates read the first or the second."""
-
-
-class BadRow(ValueError):
-    """A row that cannot be used, with the reason."""
-
-
-@dataclass(slots=True)
-class Conversation:
-    """A conversation."""
-
-    messages: list[Row]
-    tools: list[Row] | None = None
-    variables: Row | None = None
-    """The row's own variables for the chat template."""
-    has_calls: bool = False
-    """Whether a message calls tools."""
-    flags: dict[int, bool] = field(default_factory=dict)
-    """Message -> whether the row marks it as trained."""
-    num_prompt: int = 0
-    """Number of messages at the beginning that are never trained."""
-
-    @property
-    def trains_all_answers(self) -> bool:
-        """Whether the row leaves out no answer."""
-        return not (self.flags or self.num_prompt)
 
 
 def format_of(rows: list[Row]) -> str | None:
@@ -112,52 +32,17 @@ def format_of(rows: list[Row]) -> str | None:
     return name
 
 
-def ensure_read(row: Row, read: Collection[str]) -> list[str]:
-    """Refuse a row with an unread column that changes its meaning; warn of others.
-
-    `read` are the columns that are read. Null or empty columns do not count.
-    """
-    unread = {
-        name: column
-        for name, column in _meaningful(tuple(row))
-        if column not in read and row[column] not in (None, [], "")
-    }
-    for name in REFUSED:
-        if name in unread:
-            raise BadRow(
-                f"'{unread[name]}' {REFUSED[name]}, and no active plugin reads it; "
-                f'data.ignore = ["{unread[name]}"] trains without it'
-            )
-    return [f"'{unread[name]}' {WARNED[name]}, and nothing reads it" for name in sorted(unread)]
-
-
-@lru_cache(maxsize=256)
-def _meaningful(columns: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return (name in REFUSED or WARNED, column) for columns in any case."""
-    return [(name.lower(), name) for name in columns if name.lower() in _MEANINGFUL]
-
-
-def check_order(messages: list[Row]) -> list[str]:
-    """Return warnings about an unusual order of turns."""
-    roles = [message["role"] for message in messages]
-    repeated = {a for a, b in pairwise(roles) if a == b and a in ("user", "assistant")}
-    warnings = [f"two turns of the {role} in a row" for role in sorted(repeated)]
-    if roles[-1] != "assistant":
-        warnings.append(f"the conversation ends with a turn of the {roles[-1]}")
-    return warnings
-
-
 def read_chat(kind: str, row: Row) -> Conversation:
     """Read a row of a format as a conversation."""
     if kind == "chat completion":
         prompt = _turns(row, "prompt")
-        chat = _read_turns(prompt + _turns(row, "completion"))
+        chat = read_turns(prompt + _turns(row, "completion"))
         chat.num_prompt = len(prompt)
     elif kind == "alpaca":
-        chat = _read_turns([*_system(row), *_alpaca(row)])
+        chat = read_turns([*_system(row), *_alpaca(row)])
     else:
         turns = _turns(row, kind)
-        chat = _read_turns(turns if kind == "messages" else _system(row) + turns)
+        chat = read_turns(turns if kind == "messages" else _system(row) + turns)
     if len(row) > 1:
         chat.tools = _tools(row.get("tools"))
         chat.variables = row.get("chat_template_kwargs")
@@ -186,141 +71,6 @@ def read_text(row: Row, column: str, allow_empty: bool = False) -> str:
     return value
 
 
-def calls_of(message: Row) -> list[tuple[str, Any]]:
-    """Return the calls of a message: name of the tool, and arguments."""
-    calls = (call.get("function", call) for call in message.get("tool_calls") or ())
-    return [(call["name"], call.get("arguments")) for call in calls]
-
-
-def call_variants(messages: list[Row]) -> Iterator[list[Row]]:
-    """Yield a conversation in the variants that templates accept for calls.
-
-    A call without content has an empty or a null content. Its arguments are an object or JSON;
-    the row's own type comes first.
-    """
-    bare = [bool(turn.get("tool_calls") and not turn.get("content")) for turn in messages]
-    variants = []
-    for empty in ("", None):
-        turns = zip(messages, bare, strict=True)
-        variants.append([{**turn, "content": empty} if call else turn for turn, call in turns])
-    yield from variants
-    for variant in variants:
-        yield [_other_arguments(message) for message in variant]
-
-
-def _read_turns(turns: list[Any]) -> Conversation:
-    """Read turns; plain turns, which are the most frequent, are not copied."""
-    try:
-        for turn in turns:
-            if len(turn) != 2 or turn["role"] not in ROLES or type(turn["content"]) is not str:
-                break
-            if not turn["content"]:
-                break
-        else:
-            return Conversation(turns)
-    except (TypeError, LookupError):
-        pass  # not plain
-    chat = Conversation([])
-    for number, turn in enumerate(turns):
-        message = _message(turn)
-        chat.messages.append(message)
-        chat.has_calls |= bool(message.get("tool_calls"))
-        if (flag := _training_flag(message)) is not None:
-            chat.flags[number] = flag
-    return chat
-
-
-def _message(turn: Any) -> Row:
-    """Return a turn as a message with a known role and text as content."""
-    message = turn
-    if isinstance(turn, dict) and "from" in turn and "role" not in turn:
-        message = _from_sharegpt(turn)
-    if not isinstance(message, dict) or "role" not in message:
-        raise BadRow("a turn has no role")
-    # As in transformers: tables give every message the fields of all messages.
-    message = {key: item for key, item in message.items() if item not in (None, [])}
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in ROLES:
-        raise BadRow(f"unknown role {role!r}")
-    if isinstance(content, list):
-        content = message["content"] = "".join(_part_text(part, role) for part in content)
-    if not isinstance(content, str | None):
-        raise BadRow(f"a turn of the {role} is not text")
-    if message.get("tool_calls"):
-        _check_calls(message["tool_calls"])
-    elif not content and role in ("user", "assistant"):
-        raise BadRow(f"an empty turn of the {role}")
-    elif content is None:
-        message["content"] = ""
-    return _with_reasoning(message)
-
-
-def _from_sharegpt(turn: Row) -> Row:
-    speaker, value = turn["from"], turn.get("value")
-    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
-    role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
-    if speaker in ("function_call", "tool_call"):
-        calls = _parsed(value, "a function call")
-        calls = calls if isinstance(calls, list) else [calls]
-        functions = [{"type": "function", "function": call} for call in calls]
-        return {"role": role, "content": None, "tool_calls": functions, **rest}
-    return {"role": role, "content": value, **rest}
-
-
-def _part_text(part: Any, role: str) -> str:
-    """Return the text of a content part, in OpenAI's format."""
-    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise BadRow(f"a part of a turn of the {role} is not text ({kind})")
-    return str(part["text"])
-
-
-def _check_calls(calls: Any) -> None:
-    for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow("'tool_calls' is not a list of calls with names")
-
-
-def _other_arguments(message: Row) -> Row:
-    """Return a message with its calls' arguments converted from JSON to objects, or back."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments)
-            except ValueError:
-                return message
-        elif arguments is not None:
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
-
-
-def _training_flag(message: Row) -> bool | None:
-    """Return a message's own flag for training: its `train` or `weight`; None without them."""
-    train, weight = message.get("train"), message.get("weight")
-    if not isinstance(train, bool | None):
-        raise BadRow(f"'train' of a turn is {train!r}, and should be true or false")
-    if weight not in (None, 0, 1):
-        raise BadRow(f"'weight' of a turn is {weight!r}, and should be 0 or 1")
-    flags = [bool(flag) for flag in (train, weight) if flag is not None]
-    return all(flags) if flags else None
-
-
-def _with_reasoning(message: Row) -> Row:
-    """Copy a message's reasoning to the keys that templates read, as transformers does."""
-    for name in REASONING:
-        if name in message:
-            return {"thinking": message[name], **message, "reasoning_content": message[name]}
-    return message
-
-
 def _alpaca(row: Row) -> Iterator[Row]:
     history = row.get("history") or []
     pairs = isinstance(history, list) and all(isinstance(pair, list) for pair in history)
@@ -341,19 +91,10 @@ def _system(row: Row) -> list[Row]:
 
 
 def _tools(value: Any) -> list[Row] | None:
-    tools = _parsed(value, "'tools'") if value and isinstance(value, str) else value
+    tools = parse_value(value, "'tools'") if value and isinstance(value, str) else value
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("'tools' is not a list of tools")
     return tools or None
-
-
-def _parsed(value: Any, name: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError:
-        raise BadRow(f"{name} is not JSON") from None
 
 
 def _value(row: Row, column: str) -> Any:

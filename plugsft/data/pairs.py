@@ -8,7 +8,8 @@ from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
 from .chat import common_prefix
-from .formats import BadRow, read_weight
+from .formats import read_weight
+from .messages import BadRow
 from .render import render_rows
 
 ANSWERS = ("chosen", "rejected")

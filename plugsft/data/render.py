@@ -11,17 +11,9 @@ from ..recipe.tables import Data, short
 from ..tokens.schema import MAX_WEIGHT, SCHEMA, WEIGHT, common_type, type_of
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat, Text
-from .formats import (
-    READ,
-    TEXTS,
-    BadRow,
-    check_order,
-    ensure_read,
-    format_of,
-    read_chat,
-    read_text,
-    read_weight,
-)
+from .formats import READ, TEXTS, format_of, read_chat, read_text, read_weight
+from .messages import BadRow, check_order
+from .unread_columns import ensure_read
 
 Renderer = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
 """Functions that render a row, with warnings, and that describe its spans."""

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ...base.types import Row
 from ...data.chat import Chat
-from ...data.formats import TEXTS, BadRow, Conversation, format_of, read_chat
+from ...data.formats import TEXTS, format_of, read_chat
 from ...data.jsonl import name_rows
+from ...data.messages import BadRow, Conversation
 from ...data.render import renamed, without
 from ...data.sample import Sample
 from ...data.slices import ShardWriter
