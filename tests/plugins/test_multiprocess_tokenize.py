@@ -11,11 +11,12 @@ from conftest import chats, run_plugsft, start_plugsft, tiny_tables, write_jsonl
 from plugin_packages import activate, install
 
 from plugsft import DataError, PluginError, testing
+from plugsft.base.machine import look
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.plugins import multiprocess_tokenize
 from plugsft.plugins.multiprocess_tokenize import MultiprocessTokenize
-from plugsft.registry.active import resolve
+from plugsft.registry.active import check, resolve
 
 MINE = multiprocess_tokenize.__name__
 
@@ -35,6 +36,7 @@ def run(tmp_path, monkeypatch):
         )
         recipe, active = resolve(tables)
         active.attach(DataDefaults(recipe.folder))
+        check(active, recipe, look())
         folder = prepare.prepare(recipe, active).tokens.folder
         return folder, active.plugins.get("multiprocess_tokenize")
 
