@@ -14,6 +14,7 @@ from .output.record import memory_gib
 from .ranks.launch import disconnect, seed_step
 from .ranks.load_batches import GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory
+from .ranks.sharded_optimizers import explain_optimizer
 from .run import OpenRun
 
 
@@ -27,7 +28,10 @@ def train(run: OpenRun) -> None:
             loss, sums = all_reduce(run, losses, batch.counts())
             grad_norm = clip_gradients(run)
             ensure_finite(batch, loss, grad_norm)
-            with explain_out_of_memory(run.recipe, batch, losses):
+            with (
+                explain_out_of_memory(run.recipe, batch, losses),
+                explain_optimizer(run.accelerator, type(run.optimizer).__name__),
+            ):
                 run.optimizer.step()
             run.module.zero_grad()  # the optimizer would zero only its own weights' gradients
 

@@ -1,7 +1,15 @@
 """Optimizers like those of other projects, with every kind of state."""
 
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
 import torch
 from torch.optim import Optimizer
+
+needs_schedule_free = pytest.mark.skipif(
+    find_spec("schedulefree") is None, reason='schedulefree is missing: pip install -e ".[dev]"'
+)
 
 
 class ScheduleFree(Optimizer):
@@ -60,19 +68,22 @@ class Quantized(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     blocks = -(-local.numel() // self.block)
-                    state["codes"] = torch.full(local.shape, 128, dtype=torch.uint8)
+                    state["codes"] = torch.full([blocks, self.block], 128, dtype=torch.uint8)
+                    state["signs"] = torch.zeros(blocks * self.block, dtype=torch.int8)
                     state["scale"] = torch.zeros(blocks)
                     state["seen"] = 0
                 state["seen"] += 1
                 scale = state["scale"].repeat_interleave(self.block)[: local.numel()]
-                momentum = (state["codes"].flatten().float() - 128) / 127 * scale
+                codes = state["codes"].flatten()[: local.numel()]
+                momentum = (codes.float() - 128) / 127 * scale
                 momentum = momentum * 0.9 + grad.flatten()
                 padded = torch.zeros(len(state["scale"]) * self.block)
                 padded[: local.numel()] = momentum
                 state["scale"] = padded.view(-1, self.block).abs().amax(1) + 1e-12
                 scale = state["scale"].repeat_interleave(self.block)[: local.numel()]
-                codes = (momentum / scale * 127 + 128).round().to(torch.uint8)
-                state["codes"] = codes.view(local.shape)
+                padded[: local.numel()] = momentum / scale
+                state["codes"] = (padded * 127 + 128).round().to(torch.uint8).view(-1, self.block)
+                state["signs"] -= padded.sign().to(torch.int8)
                 local.sub_(momentum.view(local.shape), alpha=group["lr"])
 
 
@@ -102,17 +113,21 @@ class Odd(Optimizer):
 
     def __init__(self, params, lr=1e-3, rate=0.5):
         added = {"factors": torch.tensor([1.0, 0.5, 0.25]), "history": [], "on": False}
+        added |= {"seen": {1: 0, "1": 0}, "share": np.float32(0.1), "dtype": [torch.float32]}
         super().__init__(params, {"lr": lr, "rate": rate, "schedule": (1, 2.5, None), **added})
-        self.total = 0
+        self.total, self.last = 0, None
 
     @torch.no_grad()
     def step(self, closure=None):
         self.total += 1
+        self.last = f"step {self.total} after {self.last}"
         self.state["steps"] = self.state.get("steps", 0) + 1
         for group in self.param_groups:
             group["factors"] *= 0.9
             group["history"].append(float(group["lr"]))
             group["on"] = not group["on"]
+            group["seen"][1] += 1
+            group["share"] *= np.float32(0.9)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -133,6 +148,7 @@ class Odd(Optimizer):
                 if state["twisted"] is not None:
                     state["twisted"] += parameter.grad.t()
                 scale = float(group["factors"].sum()) * len(group["history"]) * self.total
+                scale *= group["seen"][1] * float(group["share"])
                 step = parameter.grad * scale + rows * self.state["steps"] + state["mask"].float()
                 parameter.sub_(step, alpha=group["lr"] * (2 if group["on"] else 1))
 
@@ -144,6 +160,24 @@ class Odd(Optimizer):
         """Load the value that state_dict added."""
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "total"})
         self.total = state_dict["total"]
+
+
+class Combined(Optimizer):
+    """Calls Muon for matrices and AdamW for the rest; each of them has its own state."""
+
+    def __init__(self, model):
+        params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.inner = [
+            torch.optim.Muon([parameter for parameter in params if parameter.dim() == 2], lr=1e-3),
+            torch.optim.AdamW([parameter for parameter in params if parameter.dim() != 2], lr=1e-3),
+        ]
+        self.calls = 0
+        super().__init__([group for inner in self.inner for group in inner.param_groups], {})
+
+    def step(self, closure=None):
+        self.calls += 1
+        for inner in self.inner:
+            inner.step()
 
 
 def own_groups(model):
@@ -187,6 +221,7 @@ OWN = {
     "ScheduleFree": lambda model: ScheduleFree(own_groups(model)),
     "Quantized": lambda model: Quantized(own_groups(model)),
     "Masters": lambda model: Masters(own_groups(model)),
+    "Combined": Combined,
     "Odd": lambda model: Odd(own_groups(model)),
 }
 ALL = TORCH | OWN

@@ -4,6 +4,7 @@ import json
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from test_resume import FSDP2, ZERO3, Run, differing, on_ranks, part
@@ -85,7 +86,16 @@ def plugin_states(run):
         "kinds": {
             "codes": WeightSlice("model.norm.weight", (shard * 100).to(torch.uint8)),
             "half": [WeightSlice("model.norm.weight", shard.bfloat16())],
-            "plain": [1, None, "text", True, (2.5, float("inf")), {"a b": []}],
+            "plain": [
+                1,
+                None,
+                "text",
+                True,
+                (2.5, float("inf")),
+                {"a b": []},
+                {1: 2, "1": 3},
+                np.float32(0.1),
+            ],
             "small": torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
             "scalar": torch.tensor(7, dtype=torch.int8),
             "large": torch.arange(5000, dtype=torch.int16).view(2, -1),
@@ -130,13 +140,35 @@ def restore_states(folder, same, kind, accelerator, recipe, active):
     return differing(as_plain(plugin_states(run)), as_plain(states))
 
 
+def save_differing_ranks(folder, part, accelerator, recipe, active):
+    """Save a run of whose optimizer each rank has its own part."""
+    recipe = recipe.model_copy(update={"output": str(folder / part)})
+    run = make_run(accelerator, recipe, active)
+    run.train(range(1, 3))
+    if part == "group":
+        run.optimizer.param_groups[1]["noise"] = [0, run.held.rank]
+    else:
+        weight = run.held.parameters()["model.norm.weight"]
+        run.optimizer.state[weight]["noise"] = torch.tensor(run.held.rank)
+    run.checkpoints.save(2)
+    run.checkpoints.restore([recipe.folder / "checkpoints/step-000002"])
+    return run.optimizer.param_groups[1].get("noise")
+
+
+def restore_differing_ranks(folder, part, accelerator, recipe, active):
+    """Restore on other ranks what each rank had of its own."""
+    recipe = recipe.model_copy(update={"output": str(folder / part)})
+    run = make_run(accelerator, recipe, active)
+    run.checkpoints.restore([recipe.folder / "checkpoints/step-000002"])
+
+
 def refuse_states(kind, accelerator, recipe, active):
     """Try to save states that cannot be stored."""
     run, errors = make_run(accelerator, recipe, active), {}
     norm = "model.norm.weight"
     for name, state in {
         "a set": {"names": [{1}]},
-        "a number as key": {"epochs": {1: 2}},
+        "a tuple as key": {"epochs": {(1, 2): 2}},
         "no such weight": WeightSlice("norm", torch.zeros(16)),
         "another shape": {"slice": WeightSlice(norm, torch.zeros(15))},
     }.items():
@@ -164,6 +196,9 @@ def answers(tmp_path_factory):
         work.append(("save", partial(save_states, source / kind)))
         for first in [*KINDS][: number + 1]:
             work.append((first, partial(restore_states, source / first, first == kind)))
+        if kind in ("DDP", "one process"):
+            doing = save_differing_ranks if kind == "DDP" else restore_differing_ranks
+            work += [(part, partial(doing, source / "differing")) for part in ("group", "state")]
         answers[kind] = on_ranks(ranks, env, tmp_path_factory.mktemp("ranks"), work, dtype)
     return answers
 
@@ -204,7 +239,7 @@ def test_what_cannot_be_stored_is_refused_by_name(answers):
     errors = answers["one process"][0]["refuse"]
     expected = {
         "a set": "plugin 'average': state_dict() at names/0 is a builtins.set; checkpoints store",
-        "a number as key": "state_dict() at epochs is a builtins.dict; checkpoints store None",
+        "a tuple as key": "state_dict() at epochs is a builtins.dict; checkpoints store None",
         "no such weight": "state_dict() is a slice of 'norm', and the model has no weight of that",
         "another shape": "at slice has shape [15]; this rank's slice of model.norm.weight has [16]",
         "no trained weight": "'norm' is no trained weight of the model",
@@ -212,3 +247,12 @@ def test_what_cannot_be_stored_is_refused_by_name(answers):
     }
     for name, words in expected.items():
         assert words in errors[name]
+
+
+def test_what_each_rank_has_of_its_own_is_refused_by_name_on_other_ranks(answers):
+    assert [answer["group"] for answer in answers["DDP"]] == [[0, 0], [0, 1]]
+    refusals = answers["one process"][0]
+    assert "AdamW's 'noise' of parameter group 1 differed between the 2 ranks" in refusals["group"]
+    name = "AdamW's state 'noise' of model.norm.weight"
+    assert f"{name} differed between the 2 ranks, and cannot be" in refusals["state"]
+    assert "resume with the launcher and the number of ranks that wrote it" in refusals["state"]

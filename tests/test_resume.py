@@ -99,12 +99,12 @@ class Run:
             for group in self.optimizer.param_groups
         ]
         weights = {name: plain(one) for name, one in self.held.parameters(trained=False).items()}
-        return {
-            "weights": weights,
-            "state": state,
-            "groups": groups,
-            "total": getattr(self.optimizer, "total", None),
-        }
+        inner = [
+            {names[id(key)]: plain(value) for key, value in optimizer.state.items()}
+            for optimizer in getattr(self.optimizer, "inner", [])
+        ]
+        own = {key: getattr(self.optimizer, key, None) for key in ("total", "last", "calls")}
+        return {"weights": weights, "state": state, "inner": inner, "groups": groups, "own": own}
 
 
 def part(value):
@@ -115,7 +115,7 @@ def part(value):
         kind = "DTensor" if isinstance(value, DTensor) else "Tensor"
         return [kind, str(value.dtype), [*value.shape], bits]
     if isinstance(value, dict):
-        return {key: part(one) for key, one in value.items()}
+        return {f"{type(key).__name__} {key}": part(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [type(value).__name__, [part(one) for one in value]]
     return [type(value).__name__, repr(value)]
@@ -278,7 +278,8 @@ def test_state_is_resharded_exactly_or_refused_by_name(moved, first, then):
     for answers in moved(first, then):
         for name, answer in answers.items():
             if name in undivided:
-                assert answer.startswith("refused: ") and "the optimizer's state '" in answer, name
+                assert answer.startswith("refused: ") and f"{name}'s state '" in answer, answer
+                assert " of model." in answer
                 assert "resume with the launcher and the number of ranks that wrote it" in answer
             else:
                 assert answer == "", name
@@ -337,7 +338,7 @@ def a_newer_one(name, accelerator, recipe, active):
     run = Run("SGD", accelerator, recipe, active)
     run.train(range(1, 2))
     run.checkpoints.save(1)
-    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=3)])
+    run.checkpoints.restore([changed(recipe.folder / "checkpoints/step-000001", format=4)])
 
 
 def without_a_tensor(old, accelerator, recipe, active):
@@ -384,7 +385,7 @@ def another_setting(name, accelerator, recipe, active):
     group = other.optimizer.param_groups[0]
     assert (group["betas"], group["k"]) == ((0.8, 0.95), 4)
     third = Run(name, accelerator, recipe, active, make=make)
-    for group in third.held._initial:
+    for group in third.held._initial[0]["groups"]:
         group["k"] = 7
     third.checkpoints.restore([path])
 
@@ -392,7 +393,7 @@ def another_setting(name, accelerator, recipe, active):
 SPECIAL = {
     "float32": (an_old_one, "was written by an older plugsft; its data cannot be compared"),
     "bfloat16": (an_old_one, "checkpoint: its weights are bfloat16 and resume in float32"),
-    "newer": (a_newer_one, "was written by a newer plugsft (format 3; this one reads up to 2)"),
+    "newer": (a_newer_one, "was written by a newer plugsft (format 4; this one reads up to 3)"),
     "old": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
     "": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
     "other": (another_optimizer, "the optimizer was RAdam and is NAdam"),

@@ -14,6 +14,7 @@ from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError, did_you_mean, reason_of
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
+from ..ranks.optimizer_parts import first_difference, name_difference
 from ..ranks.optimizer_state import RESUME_ALIKE
 from ..ranks.shard_files import ShardReader, write_shards
 from ..ranks.train_state import TrainState
@@ -199,9 +200,11 @@ def read_description(
         same = then == now or then["kind"] == now["kind"] == "whole"
         return facts, same, False
     if then != now:
+        first, *others = (read_json(path / rank_file(rank)) for rank in range(then["ranks"]))
+        other = next((rank for rank in others if first_difference(first, rank)), first)
         raise CheckpointError(
-            f"{path}: each of {then['ranks']} ranks had an optimizer state of its own, which "
-            f"cannot be divided among {now['ranks']} exactly: {RESUME_ALIKE}"
+            f"{path}: {name_difference(first, other)} differed between the {then['ranks']} ranks, "
+            f"and cannot be divided among {now['ranks']} exactly: {RESUME_ALIKE}"
         )
     return read_json(path / rank_file(state.rank)), True, True
 

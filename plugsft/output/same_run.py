@@ -10,8 +10,12 @@ from ..recipe.parse import anchored, default_of, flatten
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 
-FORMAT = 2
-"""Version of a checkpoint's files; version 1 had no values of parameter groups."""
+FORMAT = 3
+"""Version of a checkpoint's files.
+
+Version 1 had no values of parameter groups; 2 had no state of plugins, and none of optimizers
+inside an optimizer.
+"""
 STATE = "state.json"
 # Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
 # their options that affect results themselves.

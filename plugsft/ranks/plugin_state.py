@@ -16,8 +16,8 @@ from .shard_files import dtype_name
 
 PLUGINS = "plugins"
 STORABLE = (
-    "checkpoints store None, booleans, numbers, text, lists, tuples, dicts with text as keys, "
-    "tensors and WeightSlice"
+    "checkpoints store None, booleans, numbers, text, lists, tuples, dictionaries with text or "
+    "whole numbers as keys, tensors and WeightSlice"
 )
 
 

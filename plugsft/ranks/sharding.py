@@ -20,6 +20,7 @@ from ..base.errors import PluginError
 from ..model.load import Load
 from ..model.tensor_shards import local_shard, shard_of
 from .agree import agreed
+from .sharded_optimizers import ensure_suits_zero3, explain_optimizer
 from .train_state import TrainState
 from .zero3 import ZeroTrainState
 
@@ -43,11 +44,13 @@ def shard_model(
     names = load.names_in_files(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _scatter_weights(model, accelerator, names, load)
-        engine, zero = accelerator.prepare(
-            model, _ensure_updates_trained_weights(model, make(model))
-        )
+        with explain_optimizer(accelerator, "the plugin's optimizer"):
+            optimizer = make(model)
+        engine, zero = accelerator.prepare(model, _ensure_updates_trained_weights(model, optimizer))
         if loads_in_bfloat16(accelerator):
             _copy_float32_weights(model, names, load)
+        flat_tensors = len(zero.optimizer.fp32_partitioned_groups_flat)
+        ensure_suits_zero3(zero.optimizer.optimizer, model, flat_tensors)
         return engine, zero
     if accelerator.is_fsdp2:
         fsdp2_prepare_model(accelerator, model)

@@ -1,6 +1,7 @@
 """This rank's shard of model and optimizer, saved and restored under any strategy."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +15,21 @@ from torch.optim import Optimizer
 from ..base.console import say
 from ..base.errors import PluginError
 from ..model.tensor_shards import TensorShard, local_values, shard_of
+from .first_format import describe_first_format
+from .optimizer_parts import (
+    describe_optimizer,
+    describe_states,
+    optimizers_in,
+    restore_rest,
+    restore_states,
+)
 from .optimizer_state import (
     STATES,
     Describer,
     Restorer,
-    describe_groups,
     dtype_named,
-    follow_weight_dtype,
-    old_description,
 )
+from .param_groups import describe_values
 from .plugin_state import PLUGINS, PluginDescriber, PluginRestorer
 from .shard_files import ShardReader, dtype_name
 
@@ -39,8 +46,12 @@ class TrainState:
         self.rank, self.optimizer = accelerator.process_index, optimizer
         self.ranks, self._device = accelerator.num_processes, accelerator.device
         self._wrapped, self.plain = model, accelerator.unwrap_model(model)
+        self._warned = False
         # Compared on resuming, to tell the user's changes from those of training.
-        self._initial = describe_groups(Describer(self.rank, self._device), self._base.param_groups)
+        self._initial = [
+            describe_values(Describer(self.rank, self._device), optimizer)
+            for optimizer in optimizers_in(self._base)
+        ]
 
     @property
     def _base(self) -> Optimizer:
@@ -111,14 +122,8 @@ class TrainState:
         for name, parameter in self.parameters().items():
             shard = describer.shards[f"{WEIGHTS}/{name}"] = self.shard(parameter)
             weights[name] = {"dtype": dtype_name(shard.values.dtype), "shape": shard.shape}
-        optimizer = {
-            "class": type(self._base).__name__,
-            "states": self._describe_states(describer),
-            "groups": describe_groups(describer, self._base.param_groups),
-            "initial": self._initial,
-            "shared": describer.shared(self._base),
-            "extra": describer.extra(self._base),
-        }
+        optimizer = self._describe_optimizers(describer)
+        self._warn_of_objects(describer)
         plugins = PluginDescriber(
             self.rank, self._device, per_rank=per_rank, weights=self.parameters(trained=False)
         )
@@ -128,6 +133,18 @@ class TrainState:
         }
         description = {"weights": weights, "optimizer": optimizer, "plugin_states": described}
         return description, describer.shards | plugins.shards
+
+    def _warn_of_objects(self, describer: Describer) -> None:
+        """Say once what of the optimizer's state no checkpoint can store."""
+        # An object in a group is a setting, which the optimizer gets again when it is made.
+        lost = [name for name in describer.objects if "/groups/" not in name]
+        if lost and not self._warned:
+            self._warned = True
+            owner, name = type(self._base).__name__, lost[0].removeprefix(f"{STATES}/")
+            say(
+                f"warning: checkpoints of this run cannot be resumed: {owner}'s {name} is a "
+                f"{describer.objects[lost[0]]}, which they cannot store"
+            )
 
     def restore(
         self,
@@ -142,24 +159,19 @@ class TrainState:
         `same_sharding`: tensors are sharded as in the checkpoint. `per_rank`: each rank has its own
         description.
         """
-        description, named = description or old_description(reader, self._base), self.parameters()
+        description = description or describe_first_format(reader, self._base)
+        named = self.parameters()
         ensure_same_parameters(reader, named, {*description["weights"]})
         restorer = Restorer(
-            reader, self.rank, self._device, self._mesh(), same_sharding, per_rank, flat=self.flat
+            reader, self.rank, self._device, self._mesh(), same_sharding, per_rank, self.flat
         )
-        optimizer = description["optimizer"]
-        restorer.ensure_class(optimizer.get("class"), self._base)
         with torch.no_grad():
             self._restore_weights(reader, named)
             self._update_copies()
             types = {
                 name: dtype_named(entry["dtype"]) for name, entry in description["weights"].items()
             }
-            restorer.extra(optimizer.get("extra", {}), self._base)
-            self._restore_states(restorer, optimizer["states"], types)
-            restorer.shared(optimizer.get("shared", {}), self._base)
-            if "groups" in optimizer:
-                restorer.groups(optimizer, self._base.param_groups, self._initial)
+            self._restore_optimizers(restorer, description["optimizer"], types)
         now = {name: self.shard(parameter).values.dtype for name, parameter in named.items()}
         if changed := {(types[name], now[name]) for name in named if types[name] != now[name]}:
             was, becomes = next(iter(changed))
@@ -193,42 +205,46 @@ class TrainState:
         first = next((tensor for tensor in parameters if isinstance(tensor, DTensor)), None)
         return None if first is None else first.device_mesh
 
+    def _describe_optimizers(self, describer: Describer) -> dict[str, Any]:
+        named = self.parameters(trained=False)
+        base, *inner = optimizers_in(self._base)
+        described = []
+        for number, optimizer in enumerate(inner):
+            folder = f"{STATES}/inner-{number}"
+            states = describe_states(describer, optimizer, named, folder)
+            initial = self._initial[number + 1]
+            described.append(describe_optimizer(describer, optimizer, states, initial, folder))
+        states = self._describe_states(describer)
+        return describe_optimizer(describer, base, states, self._initial[0]) | {"inner": described}
+
     def _describe_states(self, describer: Describer) -> dict[str, Any]:
-        states, names = {}, self.parameters(trained=False).items()
-        for name, parameter in names:
-            if state := self._base.state.get(parameter):
-                where = f"{STATES}/{name}"
-                states[name] = {
-                    key: describer.value(value, f"{where}/{key}", parameter)
-                    for key, value in state.items()
-                }
-        return states
+        return describe_states(describer, self._base, self.parameters(trained=False))
 
     def _restore_weights(self, reader: ShardReader, named: dict[str, Any]) -> None:
         fill_weights(reader, named)
+
+    def _restore_optimizers(
+        self, restorer: Restorer, saved: dict[str, Any], types: dict[str, torch.dtype]
+    ) -> None:
+        optimizers, parts = optimizers_in(self._base), [saved, *saved.get("inner", [])]
+        if len(optimizers) != len(parts):
+            raise restorer.reader.mismatch(STATES)
+        for number, (optimizer, part) in enumerate(zip(optimizers, parts, strict=True)):
+            own = replace(restorer, optimizer=type(optimizer).__name__)
+            own.ensure_class(part.get("class"))
+            own.extra(part.get("extra", {}), optimizer)
+            if number == 0:
+                self._restore_states(own, part["states"], types)
+            else:
+                named = self.parameters(trained=False)
+                restore_states(own, optimizer, named, part["states"], types)
+            restore_rest(own, optimizer, part, self._initial[number])
 
     def _restore_states(
         self, restorer: Restorer, states: dict[str, Any], types: dict[str, torch.dtype]
     ) -> None:
         named = self.parameters(trained=False)
-        if strange := {*states} - {*named}:
-            raise restorer.reader.mismatch(f"{STATES}/{min(strange)}")
-        for name, parameter in named.items():
-            self._base.state.pop(parameter, None)
-            if name in states:
-                self._base.state[parameter] = {
-                    key: restorer.value(
-                        follow_weight_dtype(value, types.get(name), parameter.dtype),
-                        state_name(name, key),
-                        parameter,
-                    )
-                    for key, value in states[name].items()
-                }
-
-
-def state_name(name: str, key: str) -> str:
-    """Name a state of a parameter."""
-    return f"state '{key}' of {name}"
+        restore_states(restorer, self._base, named, states, types)
 
 
 def ensure_same_parameters(reader: ShardReader, named: dict[str, Any], weights: set[str]) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
 from ..model.tensor_shards import TensorShard
+from .optimizer_parts import first_difference, state_name
 from .optimizer_state import (
     RESUME_ALIKE,
     STATES,
@@ -22,7 +23,7 @@ from .optimizer_state import (
     is_sharded_like_weight,
 )
 from .shard_files import ShardReader, dtype_name
-from .train_state import WEIGHTS, TrainState, state_name
+from .train_state import WEIGHTS, TrainState
 
 
 class ZeroTrainState(TrainState):
@@ -142,9 +143,11 @@ class ZeroTrainState(TrainState):
                 k: None if is_sharded_like_weight(value) else value for k, value in state.items()
             }
             if json.dumps(groups.setdefault(number, counts)) != json.dumps(counts):
+                key = first_difference(groups[number], counts)[0]
                 raise CheckpointError(
-                    f"{restorer.reader.folder}: the optimizer's state of {name} differs from that "
-                    f"of other weights, and under ZeRO-3 they share it; {RESUME_ALIKE}"
+                    f"{restorer.reader.folder}: {restorer.optimizer}'s {state_name(name, key)} "
+                    "differs from that of other weights, and under ZeRO-3 they share one: "
+                    f"{RESUME_ALIKE}"
                 )
             if number not in seen:
                 seen.add(number)

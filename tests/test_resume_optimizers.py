@@ -1,0 +1,143 @@
+"""Runs with a plugin's optimizer: resumed equals uninterrupted, on the same ranks and others."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, only_full, run_launch, run_plugsft, tiny_tables, write_recipe
+from optimizers import needs_schedule_free
+from plugin_packages import activate, install
+from safetensors import safe_open
+
+PLUGIN = """
+import torch
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    def __init__(self, weights, lr):
+        matrices = [weight for weight in weights if weight.dim() == 2]
+        vectors = [weight for weight in weights if weight.dim() != 2]
+        self.inner = torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(vectors, lr=lr)
+        super().__init__([group for inner in self.inner for group in inner.param_groups], {})
+
+    def step(self, closure=None):
+        for inner in self.inner:
+            inner.step()
+
+
+def make_schedule_free(weights, lr):
+    import schedulefree
+
+    optimizer = schedulefree.AdamWScheduleFree(weights, lr=lr, warmup_steps=3)
+    optimizer.train()
+    return optimizer
+
+
+@plugin()
+class Chosen:
+    @hookimpl
+    def optimizer(self, model, train):
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        lr = train.learning_rate
+        return OPTIMIZER
+"""
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW(weights, lr=lr, weight_decay=0.1)",
+    "sgd": "torch.optim.SGD(weights, lr=lr, momentum=0.9)",
+    "adafactor": "torch.optim.Adafactor(weights, lr=lr)",
+    "muon": "MuonAndAdamW(weights, lr)",
+    "schedule_free": "make_schedule_free(weights, lr)",
+}
+NAMES = [
+    pytest.param(name, marks=needs_schedule_free if name == "schedule_free" else ())
+    for name in OPTIMIZERS
+]
+STEPS = 6
+REFUSED = {
+    ("zero3", "adafactor"): "Adafactor updates weights by their shape",
+    ("zero3", "muon"): "the plugin's optimizer failed on the empty weights of ZeRO-3",
+    ("fsdp2", "adafactor"): "Adafactor failed on the DTensors of FSDP2",
+}
+# Muon computes in bfloat16, and FSDP2 adds up its products in another order.
+TOLERANCE = {("fsdp2", "muon"): 2e-4}
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch, request):
+    """Return a recipe with the optimizer of a plugin."""
+    name = request.param
+    source = PLUGIN.replace("OPTIMIZER", OPTIMIZERS[name])
+    activate(install(tmp_path, **{name: source}), monkeypatch)
+    tables = tiny_tables(tmp_path) | {"plugins": {name: {}}}
+    tables["train"] |= {"steps": STEPS, "learning_rate": 1e-3}
+    tables["checkpoint"] = {"every": STEPS // 2, "keep": 9}
+    return write_recipe(tmp_path / "recipe.toml", tables)
+
+
+def resume_at_half(recipe, source, target):
+    """Resume from the middle checkpoint of a run, in a copy of its folder."""
+    shutil.copytree(source, target)
+    shutil.rmtree(checkpoint(target))
+    done = run_plugsft(recipe, "--resume", f"output={target}")
+    assert done.returncode == 0 and "going on after step 3" in done.stdout, (
+        done.stdout + done.stderr
+    )
+
+
+def checkpoint(run):
+    """Return the last checkpoint of a run."""
+    return run / f"checkpoints/step-{STEPS:06}"
+
+
+def tensors(run):
+    """Return all tensors of a run's last checkpoint, flat."""
+    shards = {}
+    for file in sorted(checkpoint(run).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name, (start, _) in json.loads(opened.metadata()["places"]).items():
+                shards.setdefault(name, []).append((start, opened.get_tensor(name)))
+    return {
+        name: torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
+        for name, parts in shards.items()
+    }
+
+
+@pytest.mark.parametrize("recipe", NAMES, indirect=True)
+def test_an_optimizer_of_a_plugin_resumes_bit_for_bit(recipe, tmp_path):
+    whole = tmp_path / "run"
+    done = run_plugsft(recipe)
+    assert done.returncode == 0, done.stdout + done.stderr
+    resume_at_half(recipe, whole, tmp_path / "resumed")
+    expected, resumed = tensors(whole), tensors(tmp_path / "resumed")
+    assert expected.keys() == resumed.keys()
+    for name, values in expected.items():
+        assert torch.equal(values, resumed[name]), name
+    states = [
+        json.loads((checkpoint(run) / "state.json").read_text())["optimizer"]
+        for run in (whole, tmp_path / "resumed")
+    ]
+    assert states[0] == states[1]
+
+
+@only_full
+@pytest.mark.parametrize("launcher", ["cpu2", "fsdp2", "zero3"])
+@pytest.mark.parametrize("recipe", NAMES, indirect=True)
+def test_one_process_resumes_what_two_ranks_saved(recipe, tmp_path, launcher, request):
+    name = request.node.callspec.params["recipe"]
+    config = ROOT / f"recipes/accelerate/{launcher}.yaml"
+    words = ("--config_file", config, "--num_processes", 2, "-m", "plugsft", recipe)
+    code, out, err = run_launch(*words)
+    if reason := REFUSED.get((launcher, name)):
+        assert code == 2 and reason in err and "Traceback" not in err, out + err
+        return
+    assert code == 0, out + err
+    resume_at_half(recipe, tmp_path / "run", tmp_path / "resumed")
+    expected, resumed = tensors(tmp_path / "run"), tensors(tmp_path / "resumed")
+    worst = max(
+        float((values - resumed[key]).abs().max())
+        for key, values in expected.items()
+        if key.startswith("model/")
+    )
+    print(f"\n{name}, {launcher}: {worst:.1e}")
+    assert worst < TOLERANCE.get((launcher, name), 1e-6)
