@@ -1,15 +1,8 @@
 """Optimizers like those of other projects, with every kind of state."""
 
-from importlib.util import find_spec
-
 import numpy as np
-import pytest
 import torch
 from torch.optim import Optimizer
-
-needs_schedule_free = pytest.mark.skipif(
-    find_spec("schedulefree") is None, reason='schedulefree is missing: pip install -e ".[dev]"'
-)
 
 
 class ScheduleFree(Optimizer):

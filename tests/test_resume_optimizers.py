@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, only_full, run_launch, run_plugsft, tiny_tables, write_recipe
-from optimizers import needs_schedule_free
 from plugin_packages import activate, install
 from safetensors import safe_open
 
 PLUGIN = """
+import schedulefree
 import torch
 
 
@@ -27,8 +27,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def make_schedule_free(weights, lr):
-    import schedulefree
-
     optimizer = schedulefree.AdamWScheduleFree(weights, lr=lr, warmup_steps=3)
     optimizer.train()
     return optimizer
@@ -49,10 +47,6 @@ OPTIMIZERS = {
     "muon": "MuonAndAdamW(weights, lr)",
     "schedule_free": "make_schedule_free(weights, lr)",
 }
-NAMES = [
-    pytest.param(name, marks=needs_schedule_free if name == "schedule_free" else ())
-    for name in OPTIMIZERS
-]
 STEPS = 6
 REFUSED = {
     ("zero3", "adafactor"): "Adafactor updates weights by their shape",
@@ -103,7 +97,7 @@ def tensors(run):
     }
 
 
-@pytest.mark.parametrize("recipe", NAMES, indirect=True)
+@pytest.mark.parametrize("recipe", OPTIMIZERS, indirect=True)
 def test_an_optimizer_of_a_plugin_resumes_bit_for_bit(recipe, tmp_path):
     whole = tmp_path / "run"
     done = run_plugsft(recipe)
@@ -122,7 +116,7 @@ def test_an_optimizer_of_a_plugin_resumes_bit_for_bit(recipe, tmp_path):
 
 @only_full
 @pytest.mark.parametrize("launcher", ["cpu2", "fsdp2", "zero3"])
-@pytest.mark.parametrize("recipe", NAMES, indirect=True)
+@pytest.mark.parametrize("recipe", OPTIMIZERS, indirect=True)
 def test_one_process_resumes_what_two_ranks_saved(recipe, tmp_path, launcher, request):
     name = request.node.callspec.params["recipe"]
     config = ROOT / f"recipes/accelerate/{launcher}.yaml"
