@@ -188,13 +188,11 @@ def rank_file(rank: int) -> str:
 
 def read_description(
     path: Path, facts: dict[str, Any], state: TrainState
-) -> tuple[dict[str, Any] | None, bool, bool]:
+) -> tuple[dict[str, Any], bool, bool]:
     """Return the arguments of `TrainState.restore` for this rank.
 
     They are the description, whether the sharding is the same, and whether each rank has its own.
     """
-    if facts["format"] == 1:
-        return None, False, False
     then, now = facts["sharding"], state.sharding()
     if facts["alike"]:
         same = then == now or then["kind"] == now["kind"] == "whole"

@@ -11,11 +11,7 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active
 
 FORMAT = 3
-"""Version of a checkpoint's files.
-
-Version 1 had no values of parameter groups; 2 had no state of plugins, and none of optimizers
-inside an optimizer.
-"""
+"""Version of a checkpoint's files."""
 STATE = "state.json"
 # Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
 # their options that affect results themselves.
@@ -63,6 +59,11 @@ def ensure_same_run(
 ) -> dict[str, Any]:
     """Refuse a checkpoint of another recipe or, if their checksum is given, of other data."""
     facts = read_state(path)
+    if data is not None and facts["format"] < FORMAT:
+        raise CheckpointError(
+            f"{path}: was written by an older plugsft (format {facts['format']}; this one resumes "
+            f"from {FORMAT}); train on the model that plugsft export makes of it"
+        )
     now = keys_affecting_results(recipe, active)
     # Keys that are newer than the checkpoint had their default values.
     then = {key: default_of(key) for key in now if default_of(key) is not None} | facts["recipe"]
@@ -71,9 +72,7 @@ def ensure_same_run(
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
-    # In format 1 this is the key of a cache entry, which differs between versions of plugsft.
-    comparable = data is not None and facts["format"] > 1
-    if comparable and data != facts.get("data"):
+    if data is not None and data != facts.get("data"):
         differing.append("the data, its options or the tokenizer have changed")
     if differing:
         model = recipe.folder / "model"
@@ -83,11 +82,6 @@ def ensure_same_run(
         raise CheckpointError(
             f"{path} belongs to another recipe: {'; '.join(differing)}. "
             f"Undo the changes, or start again in another output folder (output=...){more}"
-        )
-    if data and not comparable:
-        say(
-            f"warning: {path.name} was written by an older plugsft; its data cannot be compared "
-            "with this run's"
         )
     if data and facts["plugins"] != recipe.plugins:
         say("warning: the plugins or their options differ from those of the checkpoint")

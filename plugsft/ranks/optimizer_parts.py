@@ -1,14 +1,13 @@
 """The parts of an optimizer in checkpoints: states, values, and optimizers inside it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
-from .optimizer_state import STATES, Describer, Restorer, follow_weight_dtype
-from .param_groups import describe_values, restore_values
+from .optimizer_state import STATES, Describer, Restorer
+from .param_groups import describe_values
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
@@ -22,13 +21,10 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer, *(found for item in inner for found in optimizers_in(item))]
 
 
-def _items(attribute: Any) -> Iterator[Any]:
+def _items(attribute: Any) -> list[Any]:
     if isinstance(attribute, Mapping):
-        yield from attribute.values()
-    elif isinstance(attribute, list | tuple):
-        yield from attribute
-    else:
-        yield attribute
+        return [*attribute.values()]
+    return [*attribute] if isinstance(attribute, list | tuple) else [attribute]
 
 
 def describe_optimizer(
@@ -69,31 +65,17 @@ def restore_states(
     optimizer: Optimizer,
     named: Mapping[str, Any],
     states: Mapping[str, Any],
-    types: Mapping[str, torch.dtype],
 ) -> None:
-    """Restore the states of parameters; `types` are those of the weights in the checkpoint."""
+    """Restore the states of parameters."""
     if strange := {*states} - {*named}:
         raise restorer.reader.mismatch(f"{STATES}/{min(strange)}")
     for name, parameter in named.items():
         optimizer.state.pop(parameter, None)
         if name in states:
             optimizer.state[parameter] = {
-                key: restorer.value(
-                    follow_weight_dtype(value, types.get(name), parameter.dtype),
-                    state_name(name, key),
-                    parameter,
-                )
+                key: restorer.value(value, state_name(name, key), parameter)
                 for key, value in states[name].items()
             }
-
-
-def restore_rest(
-    restorer: Restorer, optimizer: Optimizer, saved: Mapping[str, Any], now: Mapping[str, Any]
-) -> None:
-    """Restore what is not of single parameters; `now` describes the values before training."""
-    restorer.shared(saved.get("shared", {}), optimizer)
-    if "groups" in saved:
-        restore_values(restorer, saved, optimizer, now)
 
 
 def state_name(name: str, key: str) -> str:

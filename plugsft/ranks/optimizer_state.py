@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
 from ..model.tensor_shards import TensorShard, shard_of
-from .shard_files import ShardReader, dtype_name, widens
+from .shard_files import ShardReader, dtype_name
 
 STATES = "optimizer"
 STATE_DICT_KEYS = ("state", "param_groups")
@@ -211,9 +211,9 @@ class Restorer:
             self.reader.fill(stored, shard_of(tensor))
         return tensor
 
-    def ensure_class(self, was: str | None) -> None:
+    def ensure_class(self, was: str) -> None:
         """Refuse the state of another optimizer."""
-        if was not in (None, self.optimizer):
+        if was != self.optimizer:
             raise CheckpointError(
                 f"{self.reader.folder}: the optimizer was {was} and is {self.optimizer}, which "
                 "cannot read its state; use the former, or train the model of this checkpoint "
@@ -251,11 +251,3 @@ def dtype_named(name: str) -> torch.dtype:
 def is_sharded_like_weight(description: Any) -> bool:
     """Tell whether a description is of a tensor that is sharded like its weight."""
     return isinstance(description, Mapping) and description.get("divided") == "weight"
-
-
-def follow_weight_dtype(description: Any, was: torch.dtype | None, now: torch.dtype) -> Any:
-    """Widen a state's type like its weight's, if both had the same type."""
-    if not is_sharded_like_weight(description) or was is None:
-        return description
-    follows = dtype_named(description["tensor"]) == was and widens(was, now)
-    return {**description, "tensor": dtype_name(now)} if follows else description

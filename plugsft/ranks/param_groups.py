@@ -50,7 +50,7 @@ def restore_values(
         values, then = saved["groups"][number], saved["initial"][number]
         where = f" of parameter group {number}"
         _restore(restorer, values, group, then, now["groups"][number], where)
-    values, then = saved.get("attributes", {}), saved.get("initial_attributes", {})
+    values, then = saved["attributes"], saved["initial_attributes"]
     _restore(restorer, values, vars(optimizer), then, now["attributes"], "")
 
 

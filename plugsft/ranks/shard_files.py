@@ -86,7 +86,6 @@ class ShardReader:
         writers = {
             match[0]: int(match[1]) for match in map(FILE.fullmatch, _files(folder)) if match
         }
-        self.writers = len({*writers.values()})
         nearest = rank * (max(writers.values(), default=0) + 1) // ranks
         order = sorted(writers, key=lambda name: (-abs(writers[name] - nearest), name))
         self._unread = [folder / name for name in order]

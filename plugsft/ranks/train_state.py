@@ -15,23 +15,20 @@ from torch.optim import Optimizer
 from ..base.console import say
 from ..base.errors import PluginError
 from ..model.tensor_shards import TensorShard, local_values, shard_of
-from .first_format import describe_first_format
 from .optimizer_parts import (
     describe_optimizer,
     describe_states,
     optimizers_in,
-    restore_rest,
     restore_states,
 )
 from .optimizer_state import (
     STATES,
     Describer,
     Restorer,
-    dtype_named,
 )
-from .param_groups import describe_values
+from .param_groups import describe_values, restore_values
 from .plugin_state import PLUGINS, PluginDescriber, PluginRestorer
-from .shard_files import ShardReader, dtype_name
+from .shard_files import ShardReader
 
 WEIGHTS = "model"
 
@@ -118,10 +115,9 @@ class TrainState:
         `WeightSlice`. With `per_rank`, each rank writes its own copy of unsharded state.
         """
         sharded = self.sharding()["kind"] != "whole"
-        describer, weights = Describer(self.rank, self._device, sharded, per_rank), {}
-        for name, parameter in self.parameters().items():
-            shard = describer.shards[f"{WEIGHTS}/{name}"] = self.shard(parameter)
-            weights[name] = {"dtype": dtype_name(shard.values.dtype), "shape": shard.shape}
+        describer, named = Describer(self.rank, self._device, sharded, per_rank), self.parameters()
+        for name, parameter in named.items():
+            describer.shards[f"{WEIGHTS}/{name}"] = self.shard(parameter)
         optimizer = self._describe_optimizers(describer)
         self._warn_of_objects(describer)
         plugins = PluginDescriber(
@@ -131,7 +127,7 @@ class TrainState:
             name: plugins.value(state, f"{PLUGINS}/{name}")
             for name, state in (plugin_states or {}).items()
         }
-        description = {"weights": weights, "optimizer": optimizer, "plugin_states": described}
+        description = {"weights": [*named], "optimizer": optimizer, "plugin_states": described}
         return description, describer.shards | plugins.shards
 
     def _warn_of_objects(self, describer: Describer) -> None:
@@ -149,17 +145,15 @@ class TrainState:
     def restore(
         self,
         reader: ShardReader,
-        description: dict[str, Any] | None,
+        description: dict[str, Any],
         same_sharding: bool,
         per_rank: bool,
     ) -> dict[str, Any]:
         """Restore model and optimizer from a checkpoint; return the state of its plugins.
 
-        It has no collectives. A checkpoint of the first format has no description.
-        `same_sharding`: tensors are sharded as in the checkpoint. `per_rank`: each rank has its own
-        description.
+        It has no collectives. `same_sharding`: tensors are sharded as in the checkpoint.
+        `per_rank`: each rank has its own description.
         """
-        description = description or describe_first_format(reader, self._base)
         named = self.parameters()
         ensure_same_parameters(reader, named, {*description["weights"]})
         restorer = Restorer(
@@ -168,18 +162,8 @@ class TrainState:
         with torch.no_grad():
             self._restore_weights(reader, named)
             self._update_copies()
-            types = {
-                name: dtype_named(entry["dtype"]) for name, entry in description["weights"].items()
-            }
-            self._restore_optimizers(restorer, description["optimizer"], types)
-        now = {name: self.shard(parameter).values.dtype for name, parameter in named.items()}
-        if changed := {(types[name], now[name]) for name in named if types[name] != now[name]}:
-            was, becomes = next(iter(changed))
-            say(
-                f"checkpoint: its weights are {dtype_name(was)} and resume in "
-                f"{dtype_name(becomes)}, as do optimizer states of the same type"
-            )
-        return self._restore_plugins(reader, description.get("plugin_states", {}), per_rank)
+            self._restore_optimizers(restorer, description["optimizer"])
+        return self._restore_plugins(reader, description["plugin_states"], per_rank)
 
     def _restore_plugins(
         self, reader: ShardReader, described: dict[str, Any], per_rank: bool
@@ -223,28 +207,24 @@ class TrainState:
     def _restore_weights(self, reader: ShardReader, named: dict[str, Any]) -> None:
         fill_weights(reader, named)
 
-    def _restore_optimizers(
-        self, restorer: Restorer, saved: dict[str, Any], types: dict[str, torch.dtype]
-    ) -> None:
-        optimizers, parts = optimizers_in(self._base), [saved, *saved.get("inner", [])]
+    def _restore_optimizers(self, restorer: Restorer, saved: dict[str, Any]) -> None:
+        optimizers, parts = optimizers_in(self._base), [saved, *saved["inner"]]
         if len(optimizers) != len(parts):
             raise restorer.reader.mismatch(STATES)
         for number, (optimizer, part) in enumerate(zip(optimizers, parts, strict=True)):
             own = replace(restorer, optimizer=type(optimizer).__name__)
-            own.ensure_class(part.get("class"))
-            own.extra(part.get("extra", {}), optimizer)
+            own.ensure_class(part["class"])
+            own.extra(part["extra"], optimizer)
             if number == 0:
-                self._restore_states(own, part["states"], types)
+                self._restore_states(own, part["states"])
             else:
                 named = self.parameters(trained=False)
-                restore_states(own, optimizer, named, part["states"], types)
-            restore_rest(own, optimizer, part, self._initial[number])
+                restore_states(own, optimizer, named, part["states"])
+            own.shared(part["shared"], optimizer)
+            restore_values(own, part, optimizer, self._initial[number])
 
-    def _restore_states(
-        self, restorer: Restorer, states: dict[str, Any], types: dict[str, torch.dtype]
-    ) -> None:
-        named = self.parameters(trained=False)
-        restore_states(restorer, self._base, named, states, types)
+    def _restore_states(self, restorer: Restorer, states: dict[str, Any]) -> None:
+        restore_states(restorer, self._base, self.parameters(trained=False), states)
 
 
 def ensure_same_parameters(reader: ShardReader, named: dict[str, Any], weights: set[str]) -> None:

@@ -19,7 +19,6 @@ from .optimizer_state import (
     Describer,
     Restorer,
     dtype_named,
-    follow_weight_dtype,
     is_sharded_like_weight,
 )
 from .shard_files import ShardReader, dtype_name
@@ -128,17 +127,12 @@ class ZeroTrainState(TrainState):
             reader.fill(f"{WEIGHTS}/{name}", shard)
             self._set_local(parameter, shard.values)
 
-    def _restore_states(
-        self, restorer: Restorer, states: dict[str, Any], types: dict[str, torch.dtype]
-    ) -> None:
+    def _restore_states(self, restorer: Restorer, states: dict[str, Any]) -> None:
         groups: dict[int, dict[str, Any]] = {}
         seen: set[int] = set()
         for name, parameter in self.parameters().items():
             number, flat = self._flat_tensor_of(parameter)
-            state = {
-                key: follow_weight_dtype(value, types[name], torch.float32)
-                for key, value in states.get(name, {}).items()
-            }
+            state = states.get(name, {})
             counts = {
                 k: None if is_sharded_like_weight(value) else value for k, value in state.items()
             }
