@@ -1,0 +1,121 @@
+"""What people ask for is a plugin: each of tests/wishes.py trains a tiny model for real."""
+
+import json
+import re
+
+import pytest
+import torch
+import wishes
+from conftest import ROOT, chats, read_metrics, run_plugsft, tiny_tables, write_recipe
+from families import tiny_config
+from plugin_packages import activate, install
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+NAMES = [name.lower() for name in vars(wishes) if name.isupper()]
+TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 4, "learning_rate": 1e-2}
+
+
+def test_the_table_of_wishes_names_all_of_these_and_files_that_exist():
+    page = (ROOT / "plugins/README.md").read_text(encoding="utf8")
+    table = page.split("\n| wish |")[1].split("\n\n")[0]
+    classes = {"".join(word.capitalize() for word in name.split("_")) for name in NAMES}
+    seen = [line.split("|")[3] for line in table.splitlines()[2:]]
+    assert len(seen) == 21
+    assert {word for cell in seen for word in re.findall(r"`([A-Z]\w+)`", cell)} == classes
+    for link in re.findall(r"\]\((.+?)\)", table):
+        assert (ROOT / "plugins" / link).exists(), link
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    sources = {name: getattr(wishes, name.upper()) for name in NAMES}
+    activate(install(tmp_path / "site", **sources), monkeypatch)
+
+
+def train(folder, plugins, *words, rows=None, **tables):
+    """Train a tiny recipe; return its output folder and the losses of its steps."""
+    recipe = write_recipe(
+        folder / "recipe.toml",
+        tiny_tables(folder, rows) | {"train": TRAIN, "plugins": plugins} | tables,
+    )
+    done = run_plugsft(recipe, *words)
+    assert done.returncode == 0, done.stderr
+    return folder / "run", [line["loss"] for line in read_metrics(folder / "run")]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_frozen_layers_8_bit_states_gradient_noise_pushed_checkpoints_and_a_quiz(
+    tmp_path, installed
+):
+    hub = tmp_path / "hub"
+    plugins = {
+        "freeze": {"layers": 1},
+        "eight_bit": {},
+        "gradient_noise": {"size": 0.02},
+        "push": {"to": str(hub)},
+        "quiz": {"questions": {"What is 1 + 1?": "2", "Who?": "owls"}},
+    }
+    more = {"eval": {"every": 2}, "checkpoint": {"every": 2}}
+    run, losses = train(tmp_path, plugins, **more)
+    assert [path.name for path in sorted(hub.iterdir())] == [
+        "checkpoint-2",
+        "checkpoint-4",
+        "model-4",
+    ]
+    assert json.loads((run / "run.json").read_text())["quiz"].keys() == {"2", "4"}
+    [initial] = (run / "scratch").glob("model-*")
+    before, after = weights(initial), weights(run / "model")
+    frozen = {name for name in before if "embed" in name or ".layers.0." in name}
+    frozen -= {"lm_head.weight"}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert frozen and changed.isdisjoint(frozen) and any(".layers.1." in name for name in changed)
+    # The codes and the count of the noise come back: a resumed run ends bit-equal.
+    words = (f"output={tmp_path / 'again'}", "--resume-from", hub / "checkpoint-2")
+    train(tmp_path, plugins, *words, **more)
+    resumed = weights(tmp_path / "again/model")
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
+    assert losses[-2:] == [line["loss"] for line in read_metrics(tmp_path / "again")]
+    # Noise alone makes the difference to a run without it.
+    quiet = plugins | {"gradient_noise": {"size": 0.0}}
+    _, others = train(tmp_path, quiet, "--overwrite", **more)
+    assert others[0] == losses[0] and others[1] != losses[1]
+
+
+def test_muon_learns_from_marked_answers(tmp_path, installed):
+    rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(chats(24))]
+    _, losses = train(tmp_path, {"muon": {}, "kto": {"beta": 0.5}}, rows=rows)
+    # The model is its own reference at first.
+    assert losses[0] == pytest.approx(0.5, abs=1e-5)
+    assert losses[-1] < 0.47
+
+
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+def test_pairs_without_a_reference(tmp_path, installed, loss):
+    rows = [
+        {"prompt": f"say {n}", "chosen": f"number {n} it is", "rejected": f"no, {n} {n}"}
+        for n in range(16)
+    ]
+    plugins = {"orpo": {"loss": loss}}
+    _, losses = train(tmp_path, plugins, rows=rows, train=TRAIN | {"steps": 6})
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_router_of_experts_and_products_of_8_bits(tmp_path, installed):
+    config = tiny_config("qwen3_moe")
+    config.vocab_size = 400
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
+    base, plain = train(tmp_path / "plain", {})
+    tables = {"model": {"path": str(tmp_path / "moe"), "tokenizer": str(base / "model")}}
+    data = {"source": str(tmp_path / "plain/data.jsonl"), "max_length": 128}
+    plugins = {"router": {"weight": 1.0}, "float8": {}}
+    run, _ = train(tmp_path / "balanced", plugins, **tables, data=data)
+    lines = read_metrics(run)
+    assert all(line["router_balance"] > 0 for line in lines)
+    # Float8 rounds, and is only a little off.
+    _, rounded = train(tmp_path / "float8", {"float8": {}})
+    assert rounded[0] != plain[0] and rounded[0] == pytest.approx(plain[0], rel=0.02)
+    assert rounded[-1] == pytest.approx(plain[-1], rel=0.1)

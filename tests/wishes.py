@@ -1,0 +1,280 @@
+"""Plugins that people ask for, as strangers would write them; test_wishes.py runs each.
+
+The names of the constants are those of the classes in them.
+"""
+
+FREEZE = '''
+@plugin(affects_results=["layers"])
+class Freeze:
+    """Train only the layers after the first ones."""
+    layers: int = 1
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self):
+        model = yield
+        for frozen in [model.get_input_embeddings(), *model.model.layers[: self.layers]]:
+            frozen.requires_grad_(False)
+        return model
+'''
+EIGHT_BIT = '''
+import torch
+
+def scale_of(values):
+    return values.abs().amax().clamp(min=1e-12) / 127
+
+class Sgd8(torch.optim.Optimizer):
+    """SGD with a momentum of 8 bits."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                momentum = weight.grad.clone()
+                if state:
+                    momentum += 0.9 * (state["codes"].float() - 128) * state["scale"]
+                scale = scale_of(momentum)
+                state["codes"] = (momentum / scale).round().add(128).to(torch.uint8)
+                state["scale"] = scale
+                weight -= group["lr"] * momentum
+
+@plugin()
+class EightBit:
+    @hookimpl
+    def optimizer(self, model, train):
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        return Sgd8(trained, {"lr": train.learning_rate})
+'''
+GRADIENT_NOISE = '''
+import torch
+
+@plugin(after=["*"], affects_results=["size"])
+class GradientNoise:
+    """Add noise to the gradients; the same on all ranks, and after a resume."""
+    size: float = 0.01
+    steps: int = state(0)
+
+    @hookimpl(wrapper=True)
+    def optimizer(self):
+        optimizer = yield
+        optimizer.register_step_pre_hook(self.add_noise)
+        return optimizer
+
+    def add_noise(self, optimizer, args, kwargs):
+        self.steps += 1
+        generator = torch.Generator().manual_seed(self.steps)
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.grad += self.size * noise.to(weight.grad)
+
+    @hookimpl
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    @hookimpl
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+'''
+PUSH = '''
+import shutil
+
+from plugsft import Folder
+
+@plugin()
+class Push:
+    """Copy each checkpoint and the model to another place."""
+    to: Folder
+
+    @hookimpl
+    def saved(self, run, folder, kind, step):
+        if run.is_main:
+            shutil.copytree(folder, f"{self.to}/{kind}-{step}", dirs_exist_ok=True)
+'''
+QUIZ = '''
+@plugin()
+class Quiz:
+    """Answer a quiz after each evaluation, as lm-eval would."""
+    questions: dict[str, str]
+    scores: dict[str, float] = state({})
+
+    @hookimpl
+    def evaluated(self, run):
+        answers = run.model.generate([*self.questions], max_tokens=4)
+        right = sum(map(str.startswith, answers, self.questions.values()))
+        self.scores[str(run.step)] = right / len(answers)
+        run.facts["quiz"] = self.scores
+'''
+MUON = '''
+import torch
+from torch.optim import AdamW, Muon as TorchMuon
+
+class Both(torch.optim.Optimizer):
+    """Muon for matrices of the layers, AdamW for the rest, as one optimizer."""
+
+    def __init__(self, parts):
+        self.parts = parts
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__(groups, {})
+
+    def step(self, closure=None):
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+
+@plugin()
+class Muon:
+    @hookimpl
+    def optimizer(self, model, train):
+        trained = [(name, w) for name, w in model.named_parameters() if w.requires_grad]
+        matrices = [w for name, w in trained if ".layers." in name and w.ndim == 2]
+        others = [w for name, w in trained if not (".layers." in name and w.ndim == 2)]
+        return Both([TorchMuon(matrices, lr=train.learning_rate), AdamW(others, lr=1e-3)])
+'''
+KTO = '''
+import numpy as np
+import torch
+
+def log_probs(nll, targets):
+    return -torch.segment_reduce(nll, "sum", lengths=targets, unsafe=True, initial=0)
+
+@plugin(affects_results=["beta"])
+class Kto:
+    """Learn from answers that are marked good or bad (KTO, with its reference point at 0)."""
+    beta: float = 0.1
+
+    @hookimpl(wrapper=True)
+    def render(self, rows):
+        rendered = yield
+        rendered.columns["label"] = [row["label"] for row in rows]
+        rendered.read = {*rendered.read, "label"}
+        return rendered
+
+    @hookimpl(wrapper=True)
+    def add_columns(self, model):
+        tokens = yield
+        reference = tokens.columns["reference"] = np.zeros(len(tokens))
+        for number in range(len(tokens)):
+            reference[number] = -model.score(tokens, np.array([number])).sum().item()
+        tokens.denominators = np.ones(len(tokens), np.int64)
+        return tokens
+
+    @hookimpl(wrapper=True)
+    def collate(self, tokens, examples):
+        batch = yield
+        columns = {f"_{name}": tokens.columns[name][examples] for name in ("label", "reference")}
+        columns["_targets"] = tokens.targets[examples]
+        return batch | {name: torch.from_numpy(values) for name, values in columns.items()}
+
+    @hookimpl
+    def step(self, model, batch, denominator, token_nll):
+        nll = token_nll(model=model, batch=batch, summed=False)
+        reward = self.beta * (log_probs(nll, batch["_targets"]) - batch["_reference"])
+        sign = batch["_label"] * 2 - 1
+        return (1 - torch.sigmoid(sign * reward)).sum().float() / denominator
+'''
+ORPO = '''
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+@plugin(provides={"preference_pairs": None}, affects_results=["loss", "beta"])
+class Orpo:
+    """Learn from pairs without a reference: ORPO, or SimPO."""
+    loss: str = "orpo"
+    beta: float = 0.5
+
+    @hookimpl
+    def render(self, rows, tokenizer, data):
+        from plugsft.kit import render_pairs
+        return render_pairs(rows, tokenizer, data)
+
+    @hookimpl(wrapper=True)
+    def add_columns(self):
+        tokens = yield
+        tokens.denominators = np.ones(len(tokens), np.int64)
+        return tokens
+
+    @hookimpl(wrapper=True)
+    def collate(self, tokens, examples):
+        batch = yield
+        return batch | {"_targets": torch.from_numpy(tokens.sequence_targets(examples))}
+
+    @hookimpl
+    def step(self, model, batch, denominator, token_nll):
+        nll, targets = token_nll(model=model, batch=batch, summed=False), batch["_targets"]
+        sums = torch.segment_reduce(nll, "sum", lengths=targets, unsafe=True, initial=0)
+        good, bad = (-sums / targets).view(-1, 2).unbind(1)  # mean log p of each answer
+        if self.loss == "simpo":
+            return -logsigmoid(2 * (good - bad) - self.beta).sum() / denominator
+        odds = good - bad - torch.log1p(-good.exp()) + torch.log1p(-bad.exp())
+        return -(good + self.beta * logsigmoid(odds)).sum() / denominator
+'''
+ROUTER = '''
+import torch
+
+@plugin(affects_results=["weight"])
+class Router:
+    """Balance the experts: add the router loss of Switch Transformers."""
+    weight: float = 0.01
+    logits: list = state([])
+    total: object = state(0.0)
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self):
+        model = yield
+        for name, module in model.named_modules():
+            if name.endswith(".mlp.gate"):
+                module.register_forward_pre_hook(self.note)
+        return model
+
+    def note(self, gate, inputs):
+        hidden = inputs[0].flatten(0, -2)
+        self.logits.append(torch.nn.functional.linear(hidden, gate.weight))
+
+    @hookimpl(wrapper=True)
+    def step(self, batch, denominator):
+        self.logits.clear()
+        loss = yield
+        balance = sum(map(self.balance, self.logits)) / len(self.logits)
+        self.total += balance.detach()
+        share = (batch["labels"][:, 1:] != -100).sum() / denominator
+        return loss + self.weight * balance * share
+
+    def balance(self, logits):
+        probabilities = logits.float().softmax(-1)
+        chosen = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        return logits.shape[-1] * (chosen.mean(0) * probabilities.mean(0)).sum()
+
+    @hookimpl
+    def add_metrics(self):
+        total, self.total = self.total, 0.0
+        return {"router_balance": total}
+'''
+FLOAT8 = '''
+from functools import partial
+import torch
+from torch.nn.functional import linear
+
+def rounded(values):
+    """Round to float8 in the forward pass; the gradient passes."""
+    scale = values.detach().abs().amax().clamp(min=1e-12) / 448
+    exact = (values.detach() / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
+    return values + (exact - values).detach()
+
+def forward(layer, inputs):
+    return linear(rounded(inputs), rounded(layer.weight), layer.bias)
+
+@plugin(affects_results=["layers"])
+class Float8:
+    """Compute the layers' products from values of 8 bits."""
+    layers: str = "all"
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self):
+        model = yield
+        for name, module in model.named_modules():
+            if ".layers." in name and isinstance(module, torch.nn.Linear):
+                module.forward = partial(forward, module)
+        return model
+'''
