@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from test_docs import README, TEXTS
 
-from plugsft.registry.contracts import SPECS
+from plugsft.registry.contracts import METRICS, SPECS
 from plugsft.registry.discover import find
 
 
@@ -55,6 +55,13 @@ def test_the_map_of_the_code_names_every_room():
 
 def test_the_readme_is_read_in_five_minutes():
     assert len(README.splitlines()) <= 150
+
+
+def test_every_metric_is_explained():
+    table = TEXTS[ROOT / "docs/after_training.md"].split("\n## Metrics\n")[1].split("\n## ")[0]
+    names = [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in row.split(", ")]
+    reduced = {"stop", "computed_tokens"}
+    assert {name.strip("`") for name in names} == METRICS - reduced | {"eval_loss", "eval_tokens"}
 
 
 def test_every_hook_is_in_the_picture():
