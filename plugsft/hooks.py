@@ -316,10 +316,19 @@ class Hooks(Protocol):
         """Add columns that need the model, before step 1; return the tokens."""
 
     @stage
+    def order_examples(self, tokens: Tokens, epoch: int, seed: int) -> Ints:
+        """Return the order of an epoch as numbers of examples; the first epoch is 0.
+
+        A pure function of its arguments, so that runs resume. Examples may be left out or come
+        several times, but every epoch must have the same number of steps. Evaluation has its own
+        order, with all examples.
+        """
+
+    @stage
     def plan_batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
         """Lay out an epoch's examples as global batches: [step][rank][micro-batch] -> examples.
 
-        `order` is the epoch's shuffled order, `lengths` the tokens of each example. Every rank
+        `order` is the epoch's order, `lengths` the tokens of each example. Every rank
         gets the same number of micro-batches; some may be empty arrays.
         """
 

@@ -181,7 +181,7 @@ def test_windows_are_a_sequence():
 
 
 def test_batches_must_give_every_epoch_the_same_number():
-    class Shrinks:
+    class Shrinks(BatchDefaults):
         number = 4
 
         @hookimpl

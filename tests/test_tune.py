@@ -24,7 +24,6 @@ from conftest import (
 
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
-from plugsft.batches.plan import shuffle
 from plugsft.lab.trials.runner import trials
 from plugsft.lab.tune.edit_recipe import edit, ensure_free, read_body, write_edited
 from plugsft.lab.tune.run import Tuning
@@ -286,12 +285,11 @@ def test_probes_take_steps_of_the_run_those_that_fill_memory_first(tmp_path):
     recipe, active = load(write_recipe(tmp_path / "recipe.toml", tables))
     with trials(recipe, active) as made:
         lengths = made.tokens.lengths
-        global_batches = choose_steps(recipe, made.tokens, lengths, 4)
+        global_batches = choose_steps(made.epoch_order(), 8, lengths, 4)
         made.use(global_batches.ravel(), in_order=True)
         used = Tokens(next(made.folder.glob("tokens-*")))
-        order = shuffle([(used.facts["examples"], 1.0)], recipe.train.seed, 0)
-        assert [*used.rows[order]] == [*made.tokens.rows[global_batches.ravel()]]
-        assert [*used.lengths[order]] == [*lengths[global_batches.ravel()]]
+        assert [*used.rows] == [*made.tokens.rows[global_batches.ravel()]]
+        assert [*used.lengths] == [*lengths[global_batches.ravel()]]
         trial = made.run({"train.micro_batch": 8}, steps=6)
     assert not trial.error
     assert trial.of("tokens") == lengths[global_batches].sum(1).tolist()
@@ -304,7 +302,7 @@ def test_probes_take_steps_of_the_run_those_that_fill_memory_first(tmp_path):
 def test_a_data_set_smaller_than_a_step_is_one_step(tmp_path):
     recipe, active = load(write_recipe(tmp_path / "recipe.toml", tiny_tables(tmp_path, chats(5))))
     with trials(recipe, active) as made:
-        global_batches = choose_steps(recipe, made.tokens, made.tokens.lengths, 4)
+        global_batches = choose_steps(made.epoch_order(), 8, made.tokens.lengths, 4)
     assert global_batches.shape == (1, 5)
 
 
@@ -341,7 +339,8 @@ def sweep_and_tune(folder):
     started = time.perf_counter()
     swept = {}
     with trials(*load(folder / "recipe.toml")) as made:
-        made.use(choose_steps(recipe, made.tokens, made.tokens.lengths, 6).ravel(), in_order=True)
+        steps = choose_steps(made.epoch_order(), 64, made.tokens.lengths, 6)
+        made.use(steps.ravel(), in_order=True)
         for again in (False, True):
             for size in tuning.sizes:
                 probe = tuning.probe(made, Setting(size, again))

@@ -278,3 +278,29 @@ class Float8:
                 module.forward = partial(forward, module)
         return model
 '''
+CURRICULUM = '''
+import numpy as np
+
+@plugin()
+class Curriculum:
+    """Short examples first, in every epoch."""
+
+    @hookimpl
+    def order_examples(self, tokens):
+        return np.argsort(tokens.lengths, kind="stable")
+'''
+MIXTURE = '''
+import numpy as np
+
+@plugin(affects_results=["examples"])
+class Mixture:
+    """Take more of the second source from epoch to epoch."""
+    examples: int = 16
+
+    @hookimpl
+    def order_examples(self, tokens, epoch, seed):
+        first, second = (source["examples"] for source in tokens.facts["sources"])
+        random, count = np.random.default_rng([seed, epoch]), 2 + 6 * epoch
+        rest = random.permutation(first)[: self.examples - count]
+        return random.permutation(np.append(rest, first + np.arange(count) % second))
+'''

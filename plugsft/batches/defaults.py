@@ -3,11 +3,17 @@
 from ..base.types import Build, Ints, Layouts, LoadedSteps
 from ..hooks import hookimpl
 from ..recipe.tables import Train
-from .plan import InOrder
+from ..tokens.store import Tokens
+from .plan import InOrder, shuffle_sources
 
 
 class BatchDefaults:
-    """Lay out examples in their order, and build batches in the loop's process."""
+    """Shuffle the examples, lay them out in order, and build batches in the loop's process."""
+
+    @hookimpl
+    def order_examples(self, tokens: Tokens, epoch: int, seed: int) -> Ints:
+        """Shuffle all examples, each as often as the weight of its source says."""
+        return shuffle_sources(tokens, seed, epoch)
 
     @hookimpl
     def plan_batches(self, order: Ints, ranks: int, train: Train) -> Layouts:

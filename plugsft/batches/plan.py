@@ -48,9 +48,7 @@ class Plan:
         self, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks, evaluates: bool = False
     ) -> None:
         self.tokens, self._train, self.ranks, self._hooks = tokens, recipe.train, ranks, hooks
-        self._sources = [
-            (source["examples"], source["weight"]) for source in tokens.facts["sources"]
-        ]
+        self._evaluates = evaluates
         if empty := int(np.count_nonzero(tokens.targets == 0)):
             raise DataError(
                 f"{empty:,} of {len(tokens.lengths):,} examples have no trained token, so a step "
@@ -127,11 +125,32 @@ class Plan:
                     "no loss; leave rows of weight 0 out, or raise train.batch_size"
                 )
 
+    def _order(self, epoch: int) -> Ints:
+        """Return the order of an epoch; an evaluation takes each example once."""
+        if self._evaluates:
+            return shuffle_sources(self.tokens, self._train.seed, epoch)
+        order = np.asarray(
+            self._hooks.order_examples(tokens=self.tokens, epoch=epoch, seed=self._train.seed)
+        )
+        count = len(self.tokens.lengths)
+        if order.size and (order.dtype.kind not in "iu" or order.ndim != 1):
+            raise PluginError(
+                f"'order_examples' gave an array of {order.dtype} with {order.ndim} dimensions for "
+                f"epoch {epoch}; it must give a list of example numbers"
+            )
+        if order.size and not 0 <= order.min() <= order.max() < count:
+            wrong = order[(order < 0) | (order >= count)][0]
+            raise PluginError(
+                f"'order_examples' gave the example {wrong:,} for epoch {epoch}, but there are "
+                f"{count:,}, from 0 to {count - 1:,}"
+            )
+        return order.astype(np.int64)
+
     def _epoch(self, epoch: int) -> Layouts:
         if epoch not in self._epochs:
             # At most two: the current epoch, and the next, whose batches may be loaded ahead.
             self._epochs = {n: layouts for n, layouts in self._epochs.items() if n >= epoch - 1}
-            order = shuffle(self._sources, self._train.seed, epoch)
+            order = self._order(epoch)
             self.examples = len(order)
             layouts = self._hooks.plan_batches(
                 order=order,
@@ -141,8 +160,9 @@ class Plan:
             )
             if self._epochs and len(layouts) != self.per_epoch:
                 raise PluginError(
-                    f"'plan_batches' gave {len(layouts)} steps for epoch {epoch} and "
-                    f"{self.per_epoch} for the first; every epoch must have the same number"
+                    f"'order_examples' and 'plan_batches' gave {len(layouts)} steps for epoch "
+                    f"{epoch} and {self.per_epoch} for the first; every epoch must have the same "
+                    "number"
                 )
             self._epochs[epoch] = layouts
         return self._epochs[epoch]
@@ -155,6 +175,12 @@ def small_data(train: Train, examples: int) -> str:
         f"{examples:,} examples; lower it, or add data"
     )
     return warning if train.batch_size > examples else ""
+
+
+def shuffle_sources(tokens: Tokens, seed: int, epoch: int) -> Ints:
+    """Return the core's order of an epoch: all sources shuffled, by their weights."""
+    sources = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
+    return shuffle(sources, seed, epoch)
 
 
 def shuffle(sources: Sequence[tuple[int, float]], seed: int, epoch: int) -> Ints:

@@ -28,7 +28,6 @@ from ...output.folder import describe_results, ensure_ours, wrong_inputs
 from ...recipe.tables import LOSSY, Model, Recipe, Train
 from ...registry import active as registry
 from ...registry.active import Active
-from ...registry.contracts import hook_mark
 from .batches import describe_batches
 from .findings import Findings
 from .sources import check_data
@@ -120,11 +119,9 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
     findings.ok("ranks", f"{ranks} {word}, a global batch of {size} examples: {share}")
 
 
-def _planners(active: Active) -> list[str]:
-    """Return the plugins that plan batches."""
-    return [
-        name for name, plugin in active.plugins.items() if hook_mark(type(plugin), "plan_batches")
-    ]
+def _planners(active: Active, hook: str = "plan_batches") -> list[str]:
+    """Return the plugins that plan batches, or have another hook."""
+    return [name for name in active.plugins if active.implements(name, (hook,))]
 
 
 def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ranks: int) -> int:
@@ -136,6 +133,8 @@ def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ra
     per_epoch = max(1, len(layouts))
     steps = train.steps or train.epochs * per_epoch
     about, first = "", ""
+    if _planners(active, "order_examples") and not recipe.data.tokens:
+        about = "about "  # they order all examples, and only a sample is known
     if _planners(active) and len(layouts):
         about, layout = "about ", layouts[0]
         count, packed = len(layout[0]), sum(len(part) for rank in layout for part in rank)

@@ -8,7 +8,6 @@ import numpy as np
 from ...base.console import format_count
 from ...base.errors import DataError
 from ...base.types import Ints
-from ...batches.plan import shuffle
 from ...data.jsonl import name_rows
 from ...data.prepare import open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
@@ -76,8 +75,8 @@ def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[st
             tokens = open_named_tokens(recipe, open_data(recipe, active), active)
             check_ids(recipe, tokens.facts["largest_id"])
             findings.ok("data", summarize(tokens.facts, "already prepared"))
-            counts = [(each["examples"], each["weight"]) for each in tokens.facts["sources"]]
-            return tokens.lengths[shuffle(counts, recipe.train.seed, 0)]
+            seed = recipe.train.seed
+            return tokens.lengths[active.hooks.order_examples(tokens=tokens, epoch=0, seed=seed)]
     return np.zeros(0, np.int64)
 
 

@@ -232,7 +232,7 @@ def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
             )
         tokens = Tokens(Path(runner.tables["data"]["tokens"]))
         prepared, _ = registry.resolve(runner.tables)
-        epoch = epoch_of(recipe, tokens, len(load_tokenizer(prepared.model, Path())))
+        epoch = epoch_of(recipe, active, tokens, len(load_tokenizer(prepared.model, Path())))
         forecaster = Forecaster(runner.tables, epoch, cluster.gpu)
         [forecast] = forecaster.forecast(changes, replace(cluster, machines=1, per_machine=1))
     [rank] = trial.ranks

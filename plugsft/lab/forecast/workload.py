@@ -57,7 +57,7 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
     if recipe.data.tokens:
         data = open_data(recipe, active)
         tokens = open_named_tokens(recipe, data, active)
-        return epoch_of(recipe, tokens, len(data.tokenizer))
+        return epoch_of(recipe, active, tokens, len(data.tokenizer))
     sources = recipe.data.all_sources()
     opened = [open_source(source) for source in sources]
     ensure_columns(recipe.data, opened)
@@ -85,10 +85,9 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
     return Epoch(_share_prompts(recipe, tokens), numbers, order, len(work.tokenizer), False)
 
 
-def epoch_of(recipe: Recipe, tokens: Tokens, vocabulary: int) -> Epoch:
+def epoch_of(recipe: Recipe, active: Active, tokens: Tokens, vocabulary: int) -> Epoch:
     """Return the first epoch of prepared tokens."""
-    counts = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
-    order = shuffle(counts, recipe.train.seed, 0)
+    order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
     return Epoch(_share_prompts(recipe, tokens), np.arange(len(tokens)), order, vocabulary, True)
 
 

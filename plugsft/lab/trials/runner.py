@@ -22,9 +22,9 @@ import tomli_w
 from ...base.errors import MEMORY
 from ...base.machine import look
 from ...base.types import Ints, Shard
-from ...batches.plan import shuffle
+from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
-from ...data.prepare import prepare
+from ...data.prepare import Prepared, prepare
 from ...hooks import DATA
 from ...model.checks import check_recipe
 from ...model.config import check_ids
@@ -62,6 +62,10 @@ class Trial:
         return [float(step[name]) for step in self.steps[warmup:]]
 
 
+IN_ORDER = "in-order"
+"""The last word of a trial whose examples stay in the order in which they are stored."""
+
+
 @contextmanager
 def trials(
     recipe: Recipe, active: Active, launch: str = "", examples: int = 0
@@ -70,12 +74,12 @@ def trials(
     with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as temporary, sigterm_as_interrupt():
         folder = Path(temporary)
         to_prepare = recipe.model_copy(update={"output": str(folder / "data"), "eval": None})
-        active.attach(DataDefaults(to_prepare.folder))
+        active.attach(DataDefaults(to_prepare.folder), BatchDefaults())
         with active.name_failing_plugin():
             check_recipe(to_prepare, active, look(), DATA)
             data = prepare(to_prepare, active)
             check_ids(to_prepare, data.largest_id)
-        yield TrialRunner(recipe, folder, data.tokens, data.tokenizer_folder, launch, examples)
+        yield TrialRunner(recipe, active, folder, data, launch, examples)
 
 
 class TrialRunner:
@@ -84,13 +88,13 @@ class TrialRunner:
     def __init__(
         self,
         recipe: Recipe,
+        active: Active,
         folder: Path,
-        tokens: Tokens,
-        tokenizer: Path,
+        data: Prepared,
         launch: str,
         examples: int,
     ) -> None:
-        self.folder, self.tokens, self._launch = folder, tokens, shlex.split(launch)
+        self.folder, self.tokens, self._launch = folder, data.tokens, shlex.split(launch)
         self.recipe, self.tables = recipe, anchored(recipe)
         self.tables.pop("eval", None)
         self.tables["checkpoint"] = {"every": 0}
@@ -99,21 +103,26 @@ class TrialRunner:
         # The steps to trace are those of a whole run.
         for traced in recipe.providers("traced_steps"):
             self.tables["plugins"][traced.plugin].pop(traced.option, None)
-        self._tokenizer, self._trials = tokenizer, 0
-        if 0 < examples < len(tokens):
-            self.use(sample_by_length(tokens, examples))
+        self._active, self._tokenizer, self._trials = active, data.tokenizer_folder, 0
+        self._in_order = False
+        """Whether trials take the examples in the order in which they are stored."""
+        if 0 < examples < len(self.tokens):
+            self.use(sample_by_length(self.tokens, examples))
         else:
-            self._set_tokens(tokens.folder)
+            self._set_tokens(self.tokens.folder)
+
+    def epoch_order(self) -> Ints:
+        """Return the order of the recipe's first epoch."""
+        seed = self.recipe.train.seed
+        with self._active.name_failing_plugin():
+            return self._active.hooks.order_examples(tokens=self.tokens, epoch=0, seed=seed)
 
     def use(self, numbers: Ints, in_order: bool = False) -> None:
         """Train on these examples from now on; if `in_order`, in this order in each epoch."""
-        folder = self.folder / f"tokens-{time.monotonic_ns()}"
-        if in_order:
-            # The order of an epoch is known in advance if there is a single source.
+        folder, self._in_order = self.folder / f"tokens-{time.monotonic_ns()}", in_order
+        if in_order:  # the examples become a single source
             for name in ("source", "sources", "split"):
                 self.tables["data"].pop(name, None)
-            order = shuffle([(len(numbers), 1.0)], self.tables["train"]["seed"], 0)
-            numbers = numbers[np.argsort(order)]
         write_examples(self.tokens, numbers, folder, together=in_order)
         self._set_tokens(folder)
 
@@ -145,6 +154,7 @@ class TrialRunner:
         path.write_text(tomli_w.dumps(tables))
         words = [*self._launch, *(() if self._launch else (sys.executable,))]
         words += ["-m", "plugsft.lab.trials.trial", str(path), str(memory)]
+        words += [IN_ORDER] if self._in_order else []
         code, seconds = run_process(words, folder / "output.txt")
         return read_trial(folder, steps, code, seconds)
 

@@ -1,4 +1,4 @@
-"""One trial of a recipe: python -m plugsft.lab.trials.trial RECIPE BYTES.
+"""One trial of a recipe: python -m plugsft.lab.trials.trial RECIPE BYTES [in-order].
 
 Each trial is a fresh process, so that it inherits no loaded modules, caches or memory.
 `accelerate launch -m plugsft.lab.trials.trial` starts several ranks.
@@ -8,9 +8,11 @@ import json
 import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -23,6 +25,8 @@ from ...ranks.precision import on_cpu
 from ...registry.active import load
 from ...registry.discover import FoundPlugin
 from ...run import open as open_run
+from ...tokens.store import Tokens
+from .runner import IN_ORDER
 
 NO_STACK = "can't start new thread"
 """Python's message when a memory limit leaves no space for a thread's stack."""
@@ -64,10 +68,22 @@ class Trial:
             yield loaded
 
 
-def run(path: Path, limit: int) -> dict[str, Any]:
+@plugin()
+class TrialInOrder(Trial):
+    """Takes the examples in the order in which they are stored, whatever plugins would do."""
+
+    @hookimpl(wrapper=True)
+    def order_examples(self, tokens: Tokens) -> Any:
+        """Return all examples, in order."""
+        with suppress(Exception):  # plugins do not know these examples
+            yield
+        return np.arange(len(tokens))
+
+
+def run(path: Path, limit: int, in_order: bool) -> dict[str, Any]:
     """Train all steps of a recipe but the last; return this rank's peak memory and error."""
     recipe, active = load(path)
-    trial = Trial(last=recipe.train.steps or 0)
+    trial = (TrialInOrder if in_order else Trial)(last=recipe.train.steps or 0)
     active.plugins["trial"] = trial
     active.found = {
         **active.found,
@@ -108,7 +124,7 @@ def limit_memory(limit: int) -> None:
 def main() -> None:
     """Run a trial; write this rank's results next to the recipe."""
     path, limit = Path(sys.argv[1]), int(sys.argv[2])
-    result = run(path, limit)
+    result = run(path, limit, sys.argv[3:] == [IN_ORDER])
     rank = os.environ.get("RANK", "0")
     path.with_name(f"rank-{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()

@@ -122,7 +122,8 @@ class Tuning:
         """Probe the recipe's own setting, then search."""
         lengths = lengths_of(self._recipe, runner.tokens)
         self._ensure_whole(int(lengths.max()))
-        steps = choose_steps(self._recipe, runner.tokens, lengths, self._steps)
+        size = self._recipe.train.batch_size
+        steps = choose_steps(runner.epoch_order(), size, lengths, self._steps)
         if len(steps) > 1:
             runner.use(steps.ravel(), in_order=True)
         limit = self._limit

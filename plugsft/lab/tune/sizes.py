@@ -8,7 +8,6 @@ import numpy as np
 from ...base.machine import look
 from ...base.types import Ints
 from ...batches.defaults import BatchDefaults
-from ...batches.plan import shuffle
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry import active as registry
@@ -37,15 +36,12 @@ def keeps_steps(recipe: Recipe) -> bool:
     return np.array_equal(np.sort(examples), order[:size])
 
 
-def choose_steps(recipe: Recipe, tokens: Tokens, lengths: Ints, count: int) -> Ints:
-    """Choose steps of the first epoch, [step, example]; first the two that need most memory.
+def choose_steps(order: Ints, size: int, lengths: Ints, count: int) -> Ints:
+    """Choose steps of an epoch, [step, example]; first the two that need most memory.
 
     The first begins with the longest example, the second has the most tokens; the others are
     evenly spaced in the steps sorted by tokens.
     """
-    sources = [(source["examples"], source["weight"]) for source in tokens.facts["sources"]]
-    order = shuffle(sources, recipe.train.seed, 0)
-    size = recipe.train.batch_size
     if len(order) < size:
         return order[None]
     steps = order[: len(order) // size * size].reshape(-1, size)
