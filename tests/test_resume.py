@@ -4,11 +4,14 @@ import json
 import os
 import socket
 import traceback
+from contextlib import redirect_stdout
 from functools import cache, partial
+from io import StringIO
 from types import SimpleNamespace
 
 import optimizers
 import pytest
+import schedulefree
 import torch
 from conftest import tiny_tables, write_recipe
 from forks import FORKS
@@ -154,6 +157,34 @@ def resumed_is_uninterrupted(name, accelerator, recipe, active):
     return restored or differing(whole.everything(), parts.everything(), "trained on")
 
 
+def make_schedule_free(model):
+    """Return the real schedule-free AdamW, in training mode."""
+    optimizer = schedulefree.AdamWScheduleFree(optimizers.own_groups(model), lr=1e-3)
+    optimizer.train()
+    return optimizer
+
+
+def resumed_from_evaluation_mode(name, accelerator, recipe, active):
+    """Save schedule-free AdamW in evaluation mode; say in what a resumed run differs."""
+    recipe = recipe.model_copy(update={"output": str(recipe.folder / "evaluation")})
+    whole = Run(name, accelerator, recipe, active, make=make_schedule_free)
+    whole.train(range(1, 4))
+    trained = whole.everything()
+    whole.optimizer.eval()
+    whole.checkpoints.save(3)
+    saved = whole.everything()
+    assert differing(trained["weights"], saved["weights"])
+    parts = Run(name, accelerator, recipe, active, seed=1, make=make_schedule_free)
+    parts.checkpoints.restore([recipe.folder / "checkpoints/step-000003"])
+    for group in parts.optimizer.param_groups:
+        group["lr"] = 1e-2 / 3
+    restored = differing(saved, parts.everything(), "restored")
+    for run in (whole, parts):
+        run.optimizer.train()
+        run.train(range(4, 7))
+    return restored or differing(whole.everything(), parts.everything(), "trained on")
+
+
 def _rank(rank, ranks, port, env, folder, work, answers):
     os.environ.update(env, OMP_NUM_THREADS="1")
     if ranks > 1:
@@ -203,6 +234,7 @@ def on_ranks(ranks, env, folder, work, dtype="float32"):
 
 # Optimizers of torch that use what DTensors cannot do.
 NOT_ON = {"FSDP2": ["Rprop", "Adafactor"]}
+EVALUATION_MODE = "schedule-free, saved in evaluation mode"
 KINDS = {"one process": (1, {}), "DDP": (2, {}), "FSDP2": (2, FSDP2)}
 
 
@@ -215,6 +247,7 @@ def said(tmp_path_factory):
         ranks, env = KINDS[kind]
         names = [name for name in optimizers.ALL if name not in NOT_ON.get(kind, [])]
         work = [(name, resumed_is_uninterrupted) for name in names]
+        work.append((EVALUATION_MODE, resumed_from_evaluation_mode))
         folder = tmp_path_factory.mktemp(kind.replace(" ", "-"))
         return on_ranks(ranks, env, folder, work), folder
 
@@ -228,6 +261,12 @@ def said(tmp_path_factory):
 def test_resumed_is_uninterrupted_with_any_optimizer(said, kind, name):
     for answers in said(kind)[0]:
         assert answers[name] == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_either_mode_of_an_optimizer_comes_back(said, kind):
+    for answers in said(kind)[0]:
+        assert answers[EVALUATION_MODE] == ""
 
 
 def resharded(source, name, accelerator, recipe, active):
@@ -355,7 +394,36 @@ def another_setting(name, accelerator, recipe, active):
     third.checkpoints.restore([path])
 
 
+class Unstorable(torch.optim.SGD):
+    """Has an object in its state, and one in its groups."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["function"] = print
+            for parameter in group["params"]:
+                self.state[parameter]["codes"] = SimpleNamespace()
+
+
+def an_object_in_the_state(name, accelerator, recipe, active):
+    """Save and resume an optimizer with a state that no checkpoint can store."""
+    run = Run(name, accelerator, recipe, active, make=lambda model: Unstorable(model.parameters()))
+    run.train(range(1, 6))
+    with redirect_stdout(StringIO()) as said:
+        run.checkpoints.save(5)
+        run.train(range(6, 7))
+        run.checkpoints.save(6)
+    warning = "warning: checkpoints of this run cannot be resumed: Unstorable's"
+    codes = "model.embed_tokens.weight/codes is a types.SimpleNamespace, which they cannot store"
+    assert [f"{warning} {codes}"] == said.getvalue().splitlines()
+    run.checkpoints.restore([recipe.folder / "checkpoints/step-000005"])
+
+
 SPECIAL = {
+    "object": (
+        an_object_in_the_state,
+        "state 'codes' of model.embed_tokens.weight was a types.SimpleNamespace, which checkpoints",
+    ),
     "older": (an_older_one, "was written by an older plugsft (format 2; this one resumes from 3)"),
     "newer": (a_newer_one, "was written by a newer plugsft (format 4; this one reads up to 3)"),
     "lost": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
