@@ -51,6 +51,10 @@ STEPS = 6
 REFUSED = {
     ("zero3", "adafactor"): "Adafactor updates weights by their shape",
     ("zero3", "muon"): "the plugin's optimizer failed on the empty weights of ZeRO-3",
+    (
+        "zero3",
+        "schedule_free",
+    ): "AdamWScheduleFree has an evaluation mode, and between steps",
     ("fsdp2", "adafactor"): "Adafactor failed on the DTensors of FSDP2",
 }
 # Muon computes in bfloat16, and FSDP2 adds up its products in another order.

@@ -53,6 +53,11 @@ def ensure_suits_zero3(optimizer: Optimizer, model: Module, flat_tensors: int) -
     _, *inner = optimizers_in(optimizer)
     if inner:
         raise _unsuitable(f"{name} passes them to {type(inner[0]).__name__}")
+    if callable(getattr(optimizer, "eval", None)):
+        raise PluginError(
+            f"{name} has an evaluation mode, and between steps ZeRO-3 leaves an optimizer no "
+            f"weights, so its eval() would do nothing. {CURE}"
+        )
     if hasattr(optimizer, "__del__"):
         return  # The end of a copy would free what the optimizer needs.
     update = partial(_two_steps, optimizer, [*model.parameters()])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from plugsft import PluginError, Recipe, RecipeError, Run, Train, hookimpl, plugin, state
+from plugsft import Recipe, RecipeError, Run, Train, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -49,12 +49,6 @@ class ScheduleFree:
         )
         self.adamw.train()
         return self.adamw
-
-    @hookimpl
-    def ready(self, run: Run) -> None:
-        """Refuse ZeRO-3, where the optimizer has no weights between its steps."""
-        if run.facts["machine"]["launcher"] == "ZeRO-3":
-            raise PluginError("schedule_free cannot average under ZeRO-3; launch with FSDP2 or DDP")
 
     @hookimpl(wrapper=True)
     def use_weights(self, run: Run) -> Generator[None, Any, Any]:
