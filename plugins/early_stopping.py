@@ -8,23 +8,23 @@ from pydantic import Field
 from plugsft import PluginError, Recipe, RecipeError, Run, did_you_mean, hookimpl, plugin, state
 
 SPEED = ("tokens_per_second", "step_seconds", "memory_gib")
-"""Metrics that are each rank's own."""
+"""Metrics that differ between ranks."""
 
 
 @plugin(provides={"early_stop": None}, affects_results=["metric", "best", "patience", "min_delta"])
 class EarlyStopping:
     """Stop the run when a metric stops improving: affects results.
 
-    The run ends in good order, with checkpoint, model and report. With `checkpoint.keep_best`, the
-    model is the best one.
+    The run still writes its checkpoint, model and report. With `checkpoint.keep_best`, the model is
+    the best one.
     """
 
     metric: str = "eval_loss"
-    """Metric to watch: one of evaluations (eval_...), or of steps, such as loss."""
+    """Metric to watch: of evaluations (eval_...), or of steps, such as loss."""
     best: Literal["lowest", "highest"] = "lowest"
     """Which value of the metric is the best."""
     patience: Annotated[int, Field(ge=1)] = 3
-    """Evaluations without improvement after which the run stops; steps, for a metric of steps."""
+    """The run stops after this number of evaluations (or steps) without improvement."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """Improvements up to this size do not count."""
 
@@ -36,7 +36,7 @@ class EarlyStopping:
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Refuse a metric that the run cannot have, or that ranks do not share."""
+        """Refuse a metric that the run does not have, or that differs between ranks."""
         if self._of_evaluations and recipe.eval is None:
             raise RecipeError(
                 f"metric: '{self.metric}' comes from evaluations, and there are none; add [eval], "
@@ -50,7 +50,7 @@ class EarlyStopping:
 
     @hookimpl
     def ready(self, run: Run) -> None:
-        """Stop at once if the checkpoint is the one that the run stopped with."""
+        """Stop at once if the run resumes from the checkpoint of its early stop."""
         self._stop_if_due(run)
 
     @hookimpl
@@ -75,7 +75,7 @@ class EarlyStopping:
 
     @hookimpl
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the best value and the count."""
         self.best_value, self.best_step = state["value"], state["step"]
         self.waited = state["waited"]
 

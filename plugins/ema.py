@@ -12,13 +12,13 @@ from plugsft import Run, WeightSlice, hookimpl, plugin, state
 class Ema:
     """Evaluate and save an exponential moving average of the weights: affects results.
 
-    Training itself is unchanged. The average is evaluated, generates, and becomes `model/`;
-    checkpoints hold it beside the trained weights. It takes 4 bytes a trained weight, sharded like
-    the model. Evaluations set the trained weights aside, in the place of the gradients.
+    Training itself is unchanged. Evaluations, generation and `model/` use the average; checkpoints
+    have the trained weights too. It takes 4 bytes per trained weight, sharded like the model.
+    Evaluations copy the trained weights, usually into memory that the gradients have freed.
     """
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Share of the old average that stays at each step."""
+    """Share of the old average that each step keeps."""
     warmup: bool = True
     """Lower the decay at first, to (1 + n) / (10 + n) at step n, to forget the initial weights."""
 
@@ -29,7 +29,7 @@ class Ema:
 
     @hookimpl
     def ready(self, run: Run) -> None:
-        """Start from the current weights, unless a checkpoint held an average."""
+        """Start from the current weights, unless the checkpoint had an average."""
         if not self.average:
             self.average = {name: part.clone() for name, part in run.model.shards().items()}
 
@@ -37,8 +37,8 @@ class Ema:
     def stepped(self, run: Run) -> None:
         """Move the average towards the new weights."""
         self.steps += 1
-        early = (1 + self.steps) / (10 + self.steps)
-        decay = min(self.decay, early) if self.warmup else self.decay
+        warmup_decay = (1 + self.steps) / (10 + self.steps)
+        decay = min(self.decay, warmup_decay) if self.warmup else self.decay
         for name, part in run.model.shards().items():
             self.average[name].lerp_(part, 1 - decay)
 
@@ -46,8 +46,7 @@ class Ema:
     def use_weights(self, run: Run) -> Generator[None, Any, Any]:
         """Evaluate, generate and save with the average in place of the trained weights."""
         with run.model.swapped(self.average):
-            result = yield
-        return result
+            return (yield)
 
     @hookimpl
     def state_dict(self) -> dict[str, Any]:
@@ -57,7 +56,7 @@ class Ema:
 
     @hookimpl
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the average of a checkpoint."""
+        """Restore the average of a checkpoint."""
         self.average = {name: part.values for name, part in state["average"].items()}
         self.steps = state["steps"]
 

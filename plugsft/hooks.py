@@ -1,16 +1,16 @@
 """Every hook of plugsft, in the order of a run, and the declaration of a plugin.
 
-A *stage* returns one result. The core answers it; one plugin may answer instead; any number may
-wrap it:
+A *stage* returns one result. The core implements it; one plugin may implement it instead; any
+number may wrap it:
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load):
-        load.kwargs["attn_implementation"] = "sdpa"   # before the core's answer
+        load.kwargs["attn_implementation"] = "sdpa"   # before the core loads it
         model = yield
         return model                                  # the result for the next wrapper
 
-A *notice* goes to each plugin in turn, in the declared order, on every rank. Each call is guarded
-by itself: a plugin that fails ends the run in good order, and the others still hear the notice.
+A *notice* calls each plugin in turn, in the declared order, on every rank. A plugin that fails ends
+the run in good order; the plugins after it are still called.
 An implementation names only the arguments that it needs.
 """
 
@@ -67,7 +67,7 @@ Kind = Literal["checkpoint", "model"]
 Status = Literal["completed", "stopped", "failed"]
 
 PASSES = ("cache", "tokenize", "render")
-"""Stages where returning None passes the call on: to other plugins, then to the core."""
+"""Stages where None leaves the call to the other plugins, then to the core."""
 
 DATA = ("cache", "tokenize", "render", "encode")
 """The hooks of data preparation; `plugsft prepare` calls only these."""
@@ -186,7 +186,7 @@ class Run(Protocol):
 
     @property
     def epoch(self) -> float:
-        """The epochs that are done."""
+        """The epochs done so far."""
 
     @property
     def model(self) -> RunModel:
@@ -317,7 +317,7 @@ class Hooks(Protocol):
 
     @stage
     def order_examples(self, tokens: Tokens, epoch: int, seed: int) -> Ints:
-        """Return the order of an epoch as numbers of examples; the first epoch is 0.
+        """Return the indices of an epoch's examples, in order; the first epoch is 0.
 
         A pure function of its arguments, so that runs resume. Examples may be left out or come
         several times, but every epoch must have the same number of steps. Evaluation has its own
@@ -368,22 +368,23 @@ class Hooks(Protocol):
         """Return sums over this rank's micro-batches since the last call; same names on all ranks.
 
         The core sums them over ranks, divides by the step's `denominator`, and logs them; metrics
-        of an evaluation as `eval_NAME`. Names of other metrics are refused.
+        of an evaluation as `eval_NAME`. A name that another metric has is refused.
         """
 
     @notice
     def ready(self, run: Run) -> None:
-        """Hear that all is loaded, and that the next step is `run.step + 1`."""
+        """Prepare: all is loaded, and the next step is `run.step + 1`."""
 
     @notice
     def stepped(self, run: Run) -> None:
-        """Hear that an optimizer step is done."""
+        """React to an optimizer step; the work counts as step time."""
 
     @notice
     def logged(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
         """Receive the metrics of a step, or of an evaluation after it, on every rank.
 
-        Speed and memory are this rank's own; all others are the same on every rank.
+        Speed and memory differ between ranks; all other metrics are the same. The work does not
+        count as step time.
         """
 
     @notice
@@ -392,11 +393,11 @@ class Hooks(Protocol):
 
     @notice
     def saved(self, run: Run, folder: Path, kind: Kind, step: int) -> None:
-        """Hear that a checkpoint or the final model is published in a folder."""
+        """React to a checkpoint or the final model, complete in `folder`."""
 
     @notice
     def finished(self, run: Run, status: Status) -> None:
-        """Hear that the run has ended; only "completed" still has all ranks."""
+        """React to the end; all ranks are still there only if `status` is "completed"."""
 
     @notice
     def state_dict(self) -> dict[str, Any]:
@@ -408,7 +409,10 @@ class Hooks(Protocol):
 
     @notice
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, when the run resumes; called before `ready`."""
+        """Restore what `state_dict` returned; called as the run resumes, before `ready`.
+
+        Called again at the end, if the best checkpoint becomes the model.
+        """
 
     @notice
     def summary(self) -> str | None:

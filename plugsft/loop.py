@@ -45,7 +45,7 @@ def train(run: OpenRun) -> None:
                 run.notify("evaluated", metrics=evaluation)
             if run.checkpoint_due():
                 run.save_checkpoint()
-        run.save_checkpoint()  # of a run that was stopped early
+        run.save_checkpoint()  # if the run stops before its last step
         run.stopping.raise_stopped(run.step, run.recipe.output)
         run.save_model()
     disconnect(run.accelerator, run.module)
@@ -53,7 +53,7 @@ def train(run: OpenRun) -> None:
 
 @contextmanager
 def saving_at_failure(run: OpenRun) -> Iterator[None]:
-    """Save the last finished step if a notice fails: the weights are fine then."""
+    """Save the last finished step if a notice fails, which leaves the weights valid."""
     try:
         yield
     except Exception:
@@ -87,11 +87,11 @@ def all_reduce(
     run: OpenRun, losses: list[Tensor], counts: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """Sum losses, the plugins' metrics and counts over all ranks, in one reduction."""
-    measured: Any = run.hooks.add_metrics()  # a notice returns a list
-    metrics = {name: value for plugin in measured for name, value in plugin.items()}
+    per_plugin: Any = run.hooks.add_metrics()  # a notice returns a list
+    metrics = {name: value for plugin in per_plugin for name, value in plugin.items()}
     # Counts need float64, which Apple's GPUs do not have.
-    exact = torch.float32 if run.accelerator.device.type == "mps" else torch.float64
-    loss = torch.stack(losses).to(exact).sum()
+    dtype = torch.float32 if run.accelerator.device.type == "mps" else torch.float64
+    loss = torch.stack(losses).to(dtype).sum()
     local = torch.stack([loss, *(value.to(loss) for value in metrics.values())])
     local = torch.cat([local, loss.new_tensor([*counts.values()])])
     loss_sum, *sums = run.accelerator.reduce(local, reduction="sum").tolist()
@@ -99,16 +99,16 @@ def all_reduce(
 
 
 def clip_gradients(run: OpenRun) -> float:
-    """Clip gradients to the recipe's norm (0: no limit); return the norm before."""
+    """Clip gradients to the recipe's norm (0: no limit); return the norm before clipping."""
     limit = run.recipe.train.max_grad_norm or math.inf
     norm = run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
     return math.nan if norm is None else float(norm)
 
 
 def ensure_finite(batch: GlobalBatch, loss: float, grad_norm: float) -> None:
-    """Refuse a loss or norm that is not finite, before it is saved.
+    """Refuse a loss or norm that is not finite, before anything is saved.
 
-    The weights have not changed yet, but for DeepSpeed, which steps at the end of the backward.
+    The weights have not changed yet, except under DeepSpeed, which steps in the last backward.
     """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise TrainError(
@@ -119,7 +119,7 @@ def ensure_finite(batch: GlobalBatch, loss: float, grad_norm: float) -> None:
 
 
 def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> dict[str, Any]:
-    """Return a step's metrics: plugins', speed and batches."""
+    """Return a step's metrics of plugins, speed and the batch."""
     seconds, plan = batch.seconds(), batch.plan
     computed, waited = sums.pop("computed_tokens"), sums.pop("data_wait_seconds")
     return {
@@ -138,7 +138,7 @@ def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> di
 
 
 def log_metrics(run: OpenRun, metrics: dict[str, Any]) -> None:
-    """Notify record and plugins of metrics."""
+    """Send metrics to the record and the plugins."""
     run.notify("logged", step=run.step, metrics=metrics)
 
 

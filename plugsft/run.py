@@ -48,7 +48,7 @@ from .registry.active import Active
 def open(
     recipe: Recipe, active: Active, machine: Machine, checkpoints: Sequence[Path] = ()
 ) -> "OpenRun":
-    """Open a run, at step 1 or after the first undamaged checkpoint."""
+    """Open a run at step 1, or after the first undamaged one of `checkpoints`."""
     silence_libraries()
     run = OpenRun(recipe, active, machine)
     run.checkpoints.restore(checkpoints)
@@ -108,11 +108,11 @@ class OpenRun:
 
     @property
     def epoch(self) -> float:
-        """The epochs that are done."""
+        """The epochs done so far."""
         return self.step / self.plan.per_epoch
 
     def stop(self, reason: str) -> None:
-        """End the run in good order after this step, with checkpoint, model and report."""
+        """End the run after this step, with checkpoint, model and report."""
         self.stopping.request(reason)
 
     def notify(self, hook: str, **arguments: Any) -> None:
@@ -120,7 +120,7 @@ class OpenRun:
         for plugin, error in self.active.notify(hook, run=self, **arguments):
             if is_known_to_all(error):
                 raise error
-            # Where a plugin with state failed, a checkpoint could hold half of its step.
+            # If a plugin with state failed, a checkpoint could save a half-updated state.
             keeps_state = plugin in self.active.plugins and self.active.implements(
                 plugin, ["state_dict"]
             )
@@ -133,7 +133,7 @@ class OpenRun:
     @contextmanager
     def lifecycle(self) -> Iterator[None]:
         """End the run, however it ends: notify the plugins, write record and report."""
-        told = False
+        notified = False
         try:
             with (
                 self.stopping,
@@ -144,18 +144,18 @@ class OpenRun:
                 yield
                 with self.agreed("ending the run"):
                     self.record.end("completed", self.stopping.reason or None)
-                    told = True
+                    notified = True
                     self.notify("finished", status="completed")
                 with self.agreed("notifying plugins of the end"):
                     self.record.close()
         except BaseException as error:
-            self._end_early(error, told)
+            self._end_early(error, notified)
             raise
         finally:
             self.record.write_report()
 
     def _begin(self) -> None:
-        """Notify the plugins, then begin the record in place of an earlier run's results."""
+        """Notify the plugins, then start the record in place of an earlier run's results."""
         with self.agreed("notifying plugins that the run is ready"):
             self.facts["steps"] = {
                 "done": self.step,
@@ -166,23 +166,23 @@ class OpenRun:
         with self.agreed("beginning the record"):
             self.record.open(self.step)
 
-    def _end_early(self, error: BaseException, told: bool) -> None:
-        """Write how the run failed or was stopped; what fails here must not hide it.
+    def _end_early(self, error: BaseException, notified: bool) -> None:
+        """Record how the run failed or was stopped; errors in here must not hide the reason.
 
-        `told`: the plugins have heard that the run has ended.
+        `notified`: the plugins were notified of the end already.
         """
         status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         try:
             self.record.end(status, describe_error(error))
-            if not told:
-                for _, another in self.active.notify("finished", run=self, status=status):
-                    error.add_note(f"then, as the run ended: {describe_error(another)}")
+            if not notified:
+                for _, plugin_error in self.active.notify("finished", run=self, status=status):
+                    error.add_note(f"then, as the run ended: {describe_error(plugin_error)}")
             self.record.close()
         except Exception as closing_error:  # a full disk, or a plugin's summary
             error.add_note(f"then, as the record was closed: {describe_error(closing_error)}")
 
     def global_batches(self) -> Generator[GlobalBatch, None, None]:
-        """Load the global batches of all steps that are still to train, until a stop."""
+        """Load the global batches of the remaining steps, until a stop."""
         steps = range(self.checkpoints.saved + 1, self.plan.steps + 1)
         batches = self.loader.load(self.plan.plan_step, self.tokens, steps, self.agreed)
         with closing(batches):
@@ -236,7 +236,7 @@ class OpenRun:
         self.notify("saved", folder=self.output / "model", kind="model", step=step)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients over ranks in the last backward of a step, or in each if sharded."""
+        """Reduce gradients in a step's last backward pass only, or in each if sharded."""
         whole = self.recipe.train.keep_whole_gradients
         return gradient_sync(self.accelerator, self.module, last, whole)
 

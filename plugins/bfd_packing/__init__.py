@@ -1,4 +1,4 @@
-"""Pack examples into full micro-batches, best fit first, without attention across examples."""
+"""Pack examples into full micro-batches (best-fit decreasing); no attention across examples."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COUNTING = Lock()
 
 @plugin(provides={"packed_rows": "capacity"}, affects_results=["scope", "overlong"])
 class BfdPacking:
-    """Pack examples into full micro-batches, best fit first, without attention across examples.
+    """Pack examples into full micro-batches (best-fit decreasing); no attention across examples.
 
-    scope = "step" leaves every step's examples as they are, and does not affect results; "dataset"
-    does: it fills rows from the whole epoch, and a step is then `batch_size` packed rows.
+    scope = "step" keeps the examples of each step, and does not affect results. scope = "dataset"
+    does: it fills rows from the whole epoch, and a step trains `batch_size` packed rows.
     """
 
     capacity: Annotated[int, Field(ge=2)] | None = None
@@ -63,7 +63,7 @@ class BfdPacking:
 
     @hookimpl(wrapper=True)
     def add_columns(self) -> Generator[None, Tokens, Tokens]:
-        """Cut overlong examples."""
+        """Refuse, truncate or split overlong examples."""
         from .overlong import cut_overlong
 
         tokens = yield
@@ -75,7 +75,7 @@ class BfdPacking:
     def plan_batches(
         self, order: Ints, lengths: Ints, ranks: int, train: Train
     ) -> Generator[None, Layouts, Layouts]:
-        """Pack the examples of each step; or fill rows from the whole epoch."""
+        """Pack the examples of each step, or of the whole epoch."""
         from .layouts import PackedEpoch, PackedSteps
         from .overlong import limit_lengths
 

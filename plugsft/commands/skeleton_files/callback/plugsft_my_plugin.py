@@ -55,7 +55,7 @@ class MyPlugin:
 
     @hookimpl
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore it."""
         self.average = state["average"]
 
     @hookimpl
