@@ -13,8 +13,8 @@ from test_launch import config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from plugsft.model.flops import peak_flops, shapes_of
 from plugsft.plugins.profiler.clock import PARTS
+from plugsft.plugins.profiler.flops import peak_flops, shapes_of
 
 # peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
