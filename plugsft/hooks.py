@@ -312,6 +312,13 @@ class Hooks(Protocol):
         """Create the optimizer."""
 
     @stage
+    def schedule(self, train: Train, steps: int) -> Callable[[int], float]:
+        """Return the learning rate as a share of its peak, for each step, counted from 0.
+
+        The logged learning rate is the one that was applied.
+        """
+
+    @stage
     def add_columns(self, model: RunModel, tokens: Tokens, ranks: Ranks) -> Tokens:
         """Add columns that need the model, before step 1; return the tokens."""
 

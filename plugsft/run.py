@@ -266,7 +266,8 @@ class OpenRun:
         """Plan steps and learning rates, the same on every rank."""
         with agreed(self.accelerator, "planning the steps"):
             plan = Plan(self.tokens, self.recipe, self.accelerator.num_processes, self.hooks)
-            schedule = Schedule(self.recipe.train, self.optimizer, plan.steps)
+            factor = self.hooks.schedule(train=self.recipe.train, steps=plan.steps)
+            schedule = Schedule(factor, self.optimizer)
             facts = plan.facts()
         ensure_alike(self.accelerator, facts, SAME_INPUTS)
         return plan, schedule

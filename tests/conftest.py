@@ -47,6 +47,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the quickstart first: it takes minutes, and would delay the end."""
     items.sort(key=lambda item: item.path.stem != "test_quickstart")
+    # Importing the laws of plugins asks for a fork server that has imported less.
+    FORKS.set_forkserver_preload(["preloaded"])
 
 
 def chats(count: int, seed: int = 0) -> list[dict[str, Any]]:

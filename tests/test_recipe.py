@@ -338,7 +338,12 @@ def places_of(table, prefix=""):
                 yield from places_of(kind, f"{prefix}{name}.")
 
 
-PLUGINS_OF_PLACES = {"dpo": "reference", "arrow_cache": "folder", "tracker": "folder"}
+PLUGINS_OF_PLACES = {
+    "dpo": "reference",
+    "arrow_cache": "folder",
+    "samples": "file",
+    "tracker": "folder",
+}
 PLACES = [*places_of(Recipe), *(f"plugins.{name}.{key}" for name, key in PLUGINS_OF_PLACES.items())]
 
 

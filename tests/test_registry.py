@@ -450,8 +450,9 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "optimize_model(load)",
         "optimizer(model, train)",
         *["add_columns(model, ranks, tokens)"] * 2,  # what is trained on, and what is evaluated
-        "order_examples(epoch, seed, tokens)",
+        "order_examples(tokens, epoch, seed)",
         "plan_batches(order, lengths, ranks, train)",
+        "schedule(train, steps)",
         "load_batches(build, steps)",
         *["collate(tokens, examples, pad)"] * 2,
         *["  token_nll(model, batch, summed)", "step(model, batch, denominator, token_nll)"] * 2,

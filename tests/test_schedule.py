@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
-from conftest import run_plugsft
+from conftest import read_metrics, run_plugsft
+from plugin_packages import activate, install
 from transformers import get_scheduler
 
 from plugsft.base.errors import RecipeError
-from plugsft.model.schedule import Schedule, check_schedule
+from plugsft.model.schedule import Schedule, check_schedule, schedule_factor
 from plugsft.recipe.tables import Train
 
 
@@ -61,7 +62,7 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, optio
         theirs_on.step()
         theirs.step()
     ours_on = optimizer()
-    ours = Schedule(train, ours_on, 20)
+    ours = Schedule(schedule_factor(train, 20), ours_on)
     for step in [*range(20, 0, -1), 7]:
         rate = ours.set(step)
         found = [group["lr"] for group in ours_on.param_groups]
@@ -71,7 +72,8 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, optio
 def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
     for warmup in (0.5, 10.0):
         on = optimizer()
-        schedule = Schedule(Train(batch_size=1, learning_rate=0.5, warmup=warmup), on, 20)
+        train = Train(batch_size=1, learning_rate=0.5, warmup=warmup)
+        schedule = Schedule(schedule_factor(train, 20), on)
         assert schedule.set(6) == pytest.approx(0.25)
 
 
@@ -104,3 +106,41 @@ def test_training_refuses_them_before_it_starts(tiny, tmp_path):
     result = run_plugsft(tiny(), "train.schedule_options={foo=1}")
     assert result.returncode == 2 and "train.schedule_options" in result.stderr
     assert "data:" not in result.stdout
+
+
+HALVES = """
+    @plugin(affects_results=["every"])
+    class Halves:
+        every: int
+        wrong: bool = False
+
+        @hookimpl
+        def schedule(self, steps):
+            def factor(step):
+                return float("nan") if self.wrong and step == 2 else 0.5 ** (step // self.every)
+
+            return factor
+"""
+
+
+def test_a_plugin_s_schedule_sets_the_rate_that_is_logged(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", halves=HALVES), monkeypatch)
+    train = {"steps": 6, "learning_rate": 1e-2}
+    recipe = tiny(train=train, checkpoint={"every": 3}, plugins={"halves": {"every": 2}})
+    done = run_plugsft(recipe)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    lines = read_metrics(run)
+    assert [line["learning_rate"] for line in lines] == [
+        1e-2 * 0.5 ** (step // 2) for step in range(6)
+    ]
+    # Resumed in the middle, it goes on with the rate of its step.
+    again = tmp_path / "again"
+    done = run_plugsft(recipe, f"output={again}", "--resume-from", run / "checkpoints/step-000003")
+    assert done.returncode == 0, done.stderr
+    resumed = {line["step"]: (line["loss"], line["learning_rate"]) for line in read_metrics(again)}
+    assert resumed == {
+        line["step"]: (line["loss"], line["learning_rate"]) for line in lines if line["step"] > 3
+    }
+    wrong = run_plugsft(recipe, "plugins.halves.wrong=true", "--overwrite")
+    assert wrong.returncode == 2 and "'schedule' gave nan for step 3" in wrong.stderr

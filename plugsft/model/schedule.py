@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, validate_call
 
-from ..base.errors import RecipeError, did_you_mean
+from ..base.errors import PluginError, RecipeError, did_you_mean
 from ..recipe.tables import Train
 
 if TYPE_CHECKING:
@@ -28,14 +28,18 @@ Shape = Literal["linear", "cosine", "1-sqrt"]
 class Schedule:
     """Sets the learning rate of each step."""
 
-    def __init__(self, train: Train, optimizer: Optimizer, steps: int) -> None:
-        self._factor = schedule_factor(train, steps)
-        self._optimizer = optimizer
+    def __init__(self, factor: Factor, optimizer: Optimizer) -> None:
+        self._factor, self._optimizer = factor, optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
         """Set the learning rate of a step, counted from 1; return it."""
-        factor = self._factor(step - 1)
+        factor = float(self._factor(step - 1))
+        if not (math.isfinite(factor) and factor >= 0):
+            raise PluginError(
+                f"'schedule' gave {factor} for step {step}; it returns a share of the peak "
+                "learning rate, which is a number from 0 on"
+            )
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         return float(self._peaks[0]) * factor

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import weakref
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -55,7 +55,8 @@ class World:
         plan = Plan(self.tokens, recipe, ranks, hook)
         assert plan.steps == len(STEPS) or "bfd_packing" in plugins
         steps = range(steps.start, min(steps.stop, plan.steps + 1))
-        return BatchLoader(hook, place, pad=0).load(plan.plan_step, self.tokens, steps)
+        loader = BatchLoader(hook, place, pad=0)
+        return loader.load(plan.plan_step, self.tokens, steps, lambda operation: nullcontext())
 
     def build(self):
         """Build global batches without any feed."""

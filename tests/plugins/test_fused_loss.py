@@ -8,7 +8,7 @@ import sys
 import tomllib
 from copy import deepcopy
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,7 +112,7 @@ def stepped(plugin, model, batch, total=7):
 def fused(model, packed=False, **options):
     plugin = FusedLoss(**options)
     plugin.packed = packed
-    list(plugin.add_columns(model))
+    list(plugin.add_columns(SimpleNamespace(module=model)))
     return plugin
 
 
@@ -502,7 +502,8 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
 LIGER = """
 import triton_interpreter, torch
 from functools import partial
-from plugsft.plugins.fused_loss.loss import LogitTransform, Positions, call_package, fused_loss
+from plugsft.model.fused_head import LogitTransform, Positions, fused_loss
+from plugsft.plugins.fused_loss.loss import call_package
 
 torch.manual_seed(0)
 hidden, weight, bias = torch.randn(9, 16), torch.randn(61, 16), torch.randn(61)
