@@ -161,14 +161,14 @@ class Bad:
 KEPT_ELSEWHERE = """
 from torch.optim import SGD
 
-class Growing(SGD):
-    taken = 0
+taken = []  # a checkpoint holds what the optimizer holds, but not this
 
+class Growing(SGD):
     def step(self, closure=None):
-        self.taken += 1
+        taken.append(1)
         for group in self.param_groups:
             for weight in group["params"]:
-                weight.data -= 1e-3 * self.taken * weight.grad
+                weight.data -= 1e-3 * len(taken) * weight.grad
 
 @plugin()
 class Bad:
