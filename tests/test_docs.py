@@ -34,6 +34,8 @@ TOO_SLOW = {
     "tools/check": "its parts are in tools/test",
     "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it, with its own model",
     "tools/test --full": "takes longer than CI has",
+    "plugsft bench my.toml --only bfd_packing --rounds 1 --steps 3 --prepare-rounds 0": "a minute; "
+    "test_bench.py runs benches",
     "accelerate launch --config_file recipes/accelerate/zero3.yaml --num_processes 2 "
     "-m plugsft my.toml": "DeepSpeed's start; test_launch.py trains with this file",
 }
