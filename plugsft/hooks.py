@@ -332,11 +332,15 @@ class Hooks(Protocol):
         """
 
     @stage
-    def plan_batches(self, order: Ints, lengths: Ints, ranks: int, train: Train) -> Layouts:
+    def plan_batches(
+        self, order: Ints, lengths: Ints, columns: Mapping[str, Any], ranks: int, train: Train
+    ) -> Layouts:
         """Lay out an epoch's examples as global batches: [step][rank][micro-batch] -> examples.
 
-        `order` is the epoch's order, `lengths` the tokens of each example. Every rank
-        gets the same number of micro-batches; some may be empty arrays.
+        `order` is the epoch's order, `lengths` the tokens of each example. `columns` are those of
+        the tokens, and "longest" and "sequences": the tokens of each example's longest sequence,
+        and its number of sequences. `check`, `plan` and `tune` lay out estimates, where columns of
+        `add_columns` are 0. Every rank gets the same number of micro-batches; some may be empty.
         """
 
     @stage

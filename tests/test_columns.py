@@ -3,17 +3,23 @@
 import datasets
 import numpy as np
 import pytest
-from conftest import read_metrics, run_plugsft, run_ranks, tiny_tables, write_jsonl
+from conftest import chats, read_metrics, run_plugsft, run_ranks, tiny_tables, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugin_packages import activate, install
 
 from plugsft import DataError, PluginError
 from plugsft.base.types import Shard
+from plugsft.batches.defaults import BatchDefaults
+from plugsft.batches.plan import Plan
+from plugsft.commands.check import check
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
+from plugsft.lab.forecast.workload import read_epoch, workload_of
 from plugsft.lab.trials.runner import write_examples
-from plugsft.registry.active import resolve
+from plugsft.lab.tune.sizes import keeps_steps
+from plugsft.model.defaults import ModelDefaults
+from plugsft.registry.active import load, resolve
 from plugsft.tokens import shards as shards_module
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
@@ -270,3 +276,91 @@ def test_a_label_travels_from_its_row_to_its_step(tiny, tmp_path, monkeypatch):
         for ours, theirs in zip(metrics["one"], metrics[name], strict=True):
             for metric in ("loss", "grad_norm"):
                 assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5), name
+
+
+BALANCE = """
+    import numpy as np
+    from plugsft import Layouts
+
+    class Dealt(Layouts):
+        def __init__(self, layouts, labels):
+            self.layouts, self.labels = layouts, labels
+
+        def __len__(self):
+            return len(self.layouts)
+
+        def lay_out(self, number):
+            layout = self.layouts[number]
+            examples = np.concatenate([part for rank in layout for part in rank])
+            examples = examples[np.argsort(self.labels[examples], kind="stable")]
+            count = sum(map(len, layout))
+            parts = [examples[first::count] for first in range(count)]
+            return [parts[rank :: len(layout)] for rank in range(len(layout))]
+
+    @plugin(after=["tells"])
+    class Balance:
+        "Deal the labels of each step out to its micro-batches."
+
+        @hookimpl(wrapper=True)
+        def plan_batches(self, columns):
+            layouts = yield
+            return Dealt(layouts, columns["label"] + columns["later"])
+"""
+
+
+def test_batches_are_planned_by_columns(tiny, tmp_path, monkeypatch, capsys):
+    """On ranks; and in estimates, where a column of `add_columns` is not known yet."""
+    adds = """
+        import numpy as np
+
+        @plugin(after=["balance"])
+        class Adds:
+            @hookimpl(wrapper=True)
+            def add_columns(self):
+                tokens = yield
+                tokens.columns = {**tokens.columns, "later": np.ones(len(tokens))}
+                return tokens
+    """
+    activate(install(tmp_path / "site", tells=TELLS, balance=BALANCE, adds=adds), monkeypatch)
+    rows = [{**each, "label": int(n % 3 == 0)} for n, each in enumerate(chats(24))]
+    plugins = {"tells": {"tells": ["label"]}, "balance": {}, "adds": {}}
+    recipe = tiny(rows, plugins=plugins, train={"micro_batch": 2})
+    metrics = []
+    for ranks, words in ((2, []), (1, ["--without", "balance", f"output={tmp_path}/plain"])):
+        result = run_ranks(ranks, recipe, *words)
+        assert result.returncode == 0, result.stderr
+        metrics.append(read_metrics(tmp_path / ("plain" if words else "run")))
+    for ours, plain in zip(*metrics, strict=True):
+        assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+
+    [folder], (loaded, active) = (tmp_path / "run/tokens").iterdir(), load(recipe)
+    hooks = active.attach(BatchDefaults()).hooks
+    tokens = Tokens(folder)
+    tokens.facts["sources"][0]["weight"] = 1.0
+    tokens.columns["later"] = np.zeros(len(tokens))
+    for step in (1, 2, 3):
+        layout = Plan(tokens, loaded, 2, hooks).plan_step(step).layout
+        sums = [tokens.columns["label"][part].sum() for rank in layout for part in rank]
+        assert len(sums) == 4 and max(sums) - min(sums) <= 1
+    check(recipe, [], ["adds"], None)
+    assert "batches are planned by balance" in capsys.readouterr().out
+    assert keeps_steps(loaded)
+    loaded, active = load(recipe, [f"output={tmp_path}/planned"])
+    active.attach(DataDefaults(loaded.folder), BatchDefaults(), ModelDefaults())
+    epoch = read_epoch(loaded, active, tmp_path / "planned")
+    assert workload_of(loaded, active, epoch, 2).micro_batches == 2
+
+
+def test_pairs_are_planned_with_the_shapes_of_their_sequences(tmp_path):
+    pairs = [{"prompt": "who? ", "chosen": f"{10**n}", "rejected": "77777"} for n in (1, 9, 3)]
+    tokens = prepared(tmp_path, [pairs], {"dpo": {}})
+    for shared in (tokens, tokens.share_prompts()):
+        columns, counts = shared.plan_columns(), []
+        for number in range(3):
+            lengths = shared.sequences(np.array([number]))[0]
+            counts.append((lengths.max(), len(lengths)))
+        assert [*zip(columns["longest"], columns["sequences"], strict=True)] == counts
+    texts = prepared(tmp_path / "texts", [[row(n) for n in range(3)]], {})
+    columns = texts.plan_columns()
+    assert columns["longest"].tolist() == texts.lengths.tolist()
+    assert columns["sequences"].tolist() == [1, 1, 1]

@@ -42,6 +42,7 @@ def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, *
         lengths=np.arange(count) + 10,
         targets=np.arange(count) + 1,
         columns={},
+        plan_columns=dict,
         divisor=lambda examples: int((examples + 1).sum()),
         ensure_unchanged=lambda: None,
     )

@@ -333,7 +333,7 @@ def test_an_answer_of_nothing_is_named_unless_it_passes_the_question_on(company,
         DataDefaults(tmp_path)
     )
     with pytest.raises(PluginError, match="plugin 'one': its answer to 'plan_batches' is None"):
-        active.hooks.plan_batches(order=None, lengths=None, ranks=1, train=None)
+        active.hooks.plan_batches(order=None, lengths=None, columns={}, ranks=1, train=None)
     active = resolve(company(two=answer.format(hook="tokenize")))[1].attach(DataDefaults(tmp_path))
     assert active.hooks.tokenize(slices=[], work=None) == []
 
@@ -451,7 +451,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "optimizer(model, train)",
         *["add_columns(model, ranks, tokens)"] * 2,  # what is trained on, and what is evaluated
         "order_examples(tokens, epoch, seed)",
-        "plan_batches(order, lengths, ranks, train)",
+        "plan_batches(order, lengths, columns, ranks, train)",
         "schedule(train, steps)",
         "load_batches(build, steps)",
         *["collate(tokens, examples, pad)"] * 2,
@@ -464,7 +464,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "add_metrics()",
         "logged(run, step, metrics)",  # the record's
         "logged(run, step, metrics)",  # the plugin's
-        "  plan_batches(order, lengths, ranks, train)",
+        "  plan_batches(order, lengths, columns, ranks, train)",
         "  load_batches(build, steps)",
         *["  collate(tokens, examples, pad)"] * 2,
         *["    token_nll(model, batch, summed)", "  step(model, batch, denominator, token_nll)"]

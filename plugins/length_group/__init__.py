@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Mapping
 
 from plugsft import Ints, Layouts, Recipe, RecipeError, hookimpl, plugin, state
-
-if TYPE_CHECKING:
-    from plugsft.kit import Tokens
 
 
 @plugin(
@@ -24,8 +20,6 @@ class LengthGroup:
     """Tokens with padding, in the original micro-batches."""
     after: int = state(0)
     """Tokens with padding, in the sorted micro-batches."""
-    seen: list[Any] = state([])
-    """The training data and the evaluation data."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -37,20 +31,14 @@ class LengthGroup:
             )
 
     @hookimpl(wrapper=True)
-    def add_columns(self) -> Generator[None, Tokens, Tokens]:
-        """Keep the tokens: each answer of a pair is padded as its own row."""
-        tokens = yield
-        self.seen.append(tokens)
-        return tokens
-
-    @hookimpl(wrapper=True)
-    def plan_batches(self, lengths: Ints) -> Generator[None, Layouts, Layouts]:
+    def plan_batches(
+        self, lengths: Ints, columns: Mapping[str, Ints]
+    ) -> Generator[None, Layouts, Layouts]:
         """Sort the examples of each step, longest first."""
-        from .sorted_steps import SortedSteps, shapes_of
+        from .sorted_steps import SortedSteps
 
         layouts = yield
-        tokens = next((tokens for tokens in self.seen if tokens.lengths is lengths), None)
-        return SortedSteps(layouts, lengths, self, *(shapes_of(tokens) if tokens else ()))
+        return SortedSteps(layouts, lengths, columns, self)
 
     @hookimpl
     def summary(self) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from plugsft import Ints, Layouts
-from plugsft.kit import Tokens
 
 if TYPE_CHECKING:
     from . import LengthGroup
@@ -18,23 +18,13 @@ COUNTING = Lock()
 
 
 class SortedSteps(Layouts):
-    """Steps whose examples are sorted by length on demand.
-
-    `widths` are the lengths of each example's longest sequence, `rows` its numbers of sequences.
-    Default: each example is one sequence.
-    """
+    """Steps whose examples are sorted by length on demand; each sequence is padded as a row."""
 
     def __init__(
-        self,
-        layouts: Layouts,
-        lengths: Ints,
-        plugin: LengthGroup,
-        widths: Ints | None = None,
-        rows: Ints | None = None,
+        self, layouts: Layouts, lengths: Ints, columns: Mapping[str, Ints], plugin: LengthGroup
     ) -> None:
         self._layouts, self._lengths, self._plugin = layouts, lengths, plugin
-        self._widths = lengths if widths is None else widths
-        self._rows = np.ones_like(lengths) if rows is None else rows
+        self._widths, self._rows = columns["longest"], columns["sequences"]
         self._counted: set[int] = set()
         """Steps that the plugin has counted: a step may be laid out twice."""
 
@@ -59,14 +49,6 @@ class SortedSteps(Layouts):
                     int(lengths[micro_batch].sum()) for rank in original for micro_batch in rank
                 )
         return layout
-
-
-def shapes_of(tokens: Tokens) -> tuple[Ints, Ints]:
-    """Return each example's longest sequence, and its number of sequences."""
-    sequences, _ = tokens.sequences(np.arange(len(tokens)))
-    stops = np.searchsorted(np.cumsum(sequences), np.cumsum(tokens.lengths)) + 1
-    rows = np.diff(stops, prepend=0)
-    return np.maximum.reduceat(sequences, stops - rows), rows
 
 
 def sort_layout(layout: list[list[Ints]], widths: Ints) -> list[list[Ints]]:

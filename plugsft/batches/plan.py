@@ -48,7 +48,7 @@ class Plan:
         self, tokens: Tokens, recipe: Recipe, ranks: int, hooks: Hooks, evaluates: bool = False
     ) -> None:
         self.tokens, self._train, self.ranks, self._hooks = tokens, recipe.train, ranks, hooks
-        self._evaluates = evaluates
+        self._evaluates, self._columns = evaluates, tokens.plan_columns()
         if empty := int(np.count_nonzero(tokens.targets == 0)):
             raise DataError(
                 f"{empty:,} of {len(tokens.lengths):,} examples have no trained token, so a step "
@@ -155,6 +155,7 @@ class Plan:
             layouts = self._hooks.plan_batches(
                 order=order,
                 lengths=self.tokens.lengths,
+                columns=self._columns,
                 ranks=self.ranks,
                 train=self._train,
             )

@@ -139,6 +139,14 @@ class Tokens:
         # Rounded once, so that it is the same in any order of examples.
         return math.fsum((denominators * weights[examples]).tolist())
 
+    def plan_columns(self) -> dict[str, NDArray[Any]]:
+        """Return the columns that `plan_batches` gets: these, and the shapes of examples."""
+        first, second = self.lengths, np.zeros_like(self.lengths)
+        if self.facts["pairs"]:
+            first, second = self._first_lengths, self.lengths - self._first_lengths
+        shapes = {"longest": np.maximum(first, second), "sequences": 1 + (second > 0)}
+        return {**self.columns, **shapes}
+
     def sequences(self, examples: Ints) -> tuple[Ints, Ints]:
         """Return the length of each sequence, and of the shared prompt that it attends to.
 

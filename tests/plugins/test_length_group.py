@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugsft import testing
+from plugsft.batches.estimate import EstimatedColumns
 from plugsft.batches.plan import InOrder, split_over_ranks
 from plugsft.plugins.length_group import LengthGroup
 from plugsft.plugins.length_group.sorted_steps import SortedSteps, count_padded, sort_layout
@@ -23,6 +24,10 @@ shapes = st.tuples(
 
 def layout_of(lengths, ranks, micro):
     return split_over_ranks(np.arange(len(lengths)), ranks, micro), np.array(lengths, np.int64)
+
+
+def sorted_steps(layouts, lengths, plugin=None):
+    return SortedSteps(layouts, lengths, EstimatedColumns(lengths), plugin or LengthGroup())
 
 
 def places(lengths, layout):
@@ -40,7 +45,7 @@ def sizes(layout):
 @given(shapes)
 def test_a_window_keeps_its_examples_and_its_shape_and_never_pads_more(shape):
     layout, lengths = layout_of(*shape)
-    after = SortedSteps([layout], lengths, LengthGroup())[0]
+    after = sorted_steps([layout], lengths)[0]
     assert flat(after) == flat(layout)
     assert sizes(after) == sizes(layout)
     assert places(lengths, after) <= places(lengths, layout)
@@ -71,7 +76,7 @@ def test_a_window_is_laid_out_when_it_is_asked_for():
 
     train = Train(batch_size=10, micro_batch=2, learning_rate=0.0)
     lengths = np.arange(1, 1_000_001)
-    global_batches = SortedSteps(Counting(np.arange(1_000_000), 2, train), lengths, LengthGroup())
+    global_batches = sorted_steps(Counting(np.arange(1_000_000), 2, train), lengths)
     assert len(global_batches) == 100_000 and asked == []
     assert flat(global_batches[7]) == list(range(70, 80)) and asked == [7]
     assert [flat(global_batch)[0] for global_batch in global_batches[2:4]] == [20, 30]
@@ -127,11 +132,11 @@ def test_the_summary_is_the_padding_that_was_measured():
     plugin = LengthGroup()
     assert plugin.summary() is None
     layout, lengths = layout_of([10, 30, 10, 30], 1, 2)
-    after = SortedSteps([layout], lengths, plugin)[0]
+    after = sorted_steps([layout], lengths, plugin)[0]
     assert places(lengths, layout) == 120 and places(lengths, after) == 80
     assert plugin.summary() == "100% of the padding saved: 33% of all tokens before, 0% now"
     even = LengthGroup()
-    _ = SortedSteps([layout], np.full(4, 9), even)[0]
+    _ = sorted_steps([layout], np.full(4, 9), even)[0]
     assert even.summary() == "no padding to save"
 
 

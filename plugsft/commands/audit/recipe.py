@@ -10,7 +10,6 @@ from safetensors import safe_open
 from ...base.console import format_size
 from ...base.errors import RecipeError, reason_of
 from ...base.machine import free_disk, look
-from ...base.types import Ints
 from ...batches.defaults import BatchDefaults
 from ...batches.plan import small_data
 from ...data.cache_key import TOKEN_HOOKS
@@ -29,6 +28,7 @@ from ...recipe.tables import LOSSY, Model, Recipe, Train
 from ...registry import active as registry
 from ...registry.active import Active
 from .batches import describe_batches
+from .examples import Examples
 from .findings import Findings
 from .sources import check_data
 
@@ -63,15 +63,15 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
     with findings.about("schedule"):
         check_schedule(recipe.train)
         findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
-    lengths, tokens = check_data(findings, recipe, active, wrong)
+    examples, tokens = check_data(findings, recipe, active, wrong)
     for name, summary in active.summaries(TOKEN_HOOKS).items():
         if summary != "active":
             findings.ok("plugins", f"{name}: {summary}")
     _ranks(findings, recipe.train, machine.world_size, active)
     steps = None
     with findings.about("steps"):
-        if len(lengths):
-            steps = _steps(findings, recipe, active, lengths, machine.world_size)
+        if len(examples.lengths):
+            steps = _steps(findings, recipe, active, examples, machine.world_size)
     with findings.about("output"):
         _output(findings, recipe)
     with findings.about("disk"):
@@ -124,11 +124,17 @@ def _planners(active: Active, hook: str = "plan_batches") -> list[str]:
     return [name for name in active.plugins if active.implements(name, (hook,))]
 
 
-def _steps(findings: Findings, recipe: Recipe, active: Active, lengths: Ints, ranks: int) -> int:
-    """Return the steps of the run, estimated from the lengths of a sample."""
-    train, examples = recipe.train, len(lengths)
+def _steps(
+    findings: Findings, recipe: Recipe, active: Active, estimate: Examples, ranks: int
+) -> int:
+    """Return the steps of the run, estimated from a sample of its examples."""
+    train, lengths, examples = recipe.train, estimate.lengths, len(estimate.lengths)
     layouts = active.hooks.plan_batches(
-        order=np.arange(examples), lengths=lengths, ranks=ranks, train=train
+        order=np.arange(examples),
+        lengths=lengths,
+        columns=estimate.columns,
+        ranks=ranks,
+        train=train,
     )
     per_epoch = max(1, len(layouts))
     steps = train.steps or train.epochs * per_epoch

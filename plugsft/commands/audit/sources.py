@@ -3,11 +3,9 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
 from ...base.console import format_count
 from ...base.errors import DataError
-from ...base.types import Ints
+from ...batches.estimate import EstimatedColumns
 from ...data.jsonl import name_rows
 from ...data.prepare import open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
@@ -18,6 +16,7 @@ from ...model.config import check_ids
 from ...recipe.tables import Recipe, Source
 from ...registry.active import Active
 from .chats import judge_chats
+from .examples import Examples
 from .findings import Findings
 
 ROWS = 100
@@ -26,8 +25,8 @@ ROWS = 100
 
 def check_data(
     findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
-) -> tuple[Ints, float]:
-    """Check the sources; estimate the lengths of an epoch, and the tokens to be written."""
+) -> tuple[Examples, float]:
+    """Check the sources; estimate the examples of an epoch, and the tokens to be written."""
     if recipe.data.tokens:
         return _prepared(findings, recipe, active, wrong), 0.0
     sources = recipe.data.all_sources()
@@ -38,7 +37,7 @@ def check_data(
     can_encode = not {*wrong} & {model.tokenizer or model.path, model.chat_template}
     tokens, work = 0.0, None
     # If nothing can be encoded, the number of examples is still known.
-    lengths = [np.ones(len(rows), np.int64) for rows in opened]
+    examples = [Examples.unknown(len(rows)) for rows in opened]
     with TemporaryDirectory(prefix="plugsft-check-") as folder:
         if complete:
             with findings.about("columns"):
@@ -48,8 +47,8 @@ def check_data(
         for number in range(len(opened)):
             if work is not None:
                 with findings.about("rows"):
-                    lengths[number] = _rows(findings, recipe, active, work, opened, number)
-                    tokens += lengths[number].sum()
+                    examples[number] = _rows(findings, recipe, active, work, opened, number)
+                    tokens += examples[number].lengths.sum()
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
                 evaluation = recipe.eval_source()
@@ -58,26 +57,28 @@ def check_data(
                 elif (rows := _open(findings, "eval", evaluation)) is not None and work:
                     work.sources = [evaluation]
                     with findings.about("rows"):
-                        tokens += _rows(findings, recipe, active, work, [rows], 0).sum()
+                        evaluated = _rows(findings, recipe, active, work, [rows], 0)
+                        tokens += evaluated.lengths.sum()
     if not complete:
-        return np.zeros(0, np.int64), tokens
-    epoch = [
-        np.resize(of_source, round(source.weight * len(of_source)))
-        for of_source, source in zip(lengths, sources, strict=True)
-    ]
-    return np.concatenate(epoch), tokens
+        return Examples.unknown(0), tokens
+    return Examples.joined(examples, [source.weight for source in sources]), tokens
 
 
-def _prepared(findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]) -> Ints:
-    """Check the tokens that the recipe names; return the lengths of an epoch's examples."""
+def _prepared(
+    findings: Findings, recipe: Recipe, active: Active, wrong: dict[str, str]
+) -> Examples:
+    """Check the tokens that the recipe names; return an epoch's examples."""
     with findings.about("data"):
         if not wrong:
             tokens = open_named_tokens(recipe, open_data(recipe, active), active)
             check_ids(recipe, tokens.facts["largest_id"])
             findings.ok("data", summarize(tokens.facts, "already prepared"))
             seed = recipe.train.seed
-            return tokens.lengths[active.hooks.order_examples(tokens=tokens, epoch=0, seed=seed)]
-    return np.zeros(0, np.int64)
+            order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=seed)
+            lengths, columns = tokens.lengths[order], tokens.plan_columns()
+            ordered = {name: values[order] for name, values in columns.items()}
+            return Examples(lengths, EstimatedColumns(lengths, ordered))
+    return Examples.unknown(0)
 
 
 def _open(findings: Findings, subject: str, source: Source) -> OpenSource | None:
@@ -112,8 +113,8 @@ def _rows(
     work: ShardWriter,
     opened: list[OpenSource],
     number: int,
-) -> Ints:
-    """Prepare the first rows of a source; estimate the lengths of all."""
+) -> Examples:
+    """Prepare the first rows of a source; estimate the examples of all."""
     sample, source = sample_rows(work, opened, number, 0, ROWS), work.sources[number].source
     shard, data, rows = sample.shard, recipe.data, opened[number].part(0, len(opened[number]))
     problems, warnings = list[str](), list[str]()
@@ -152,4 +153,4 @@ def _rows(
     check_weights(recipe, active, sample.tokens)
     if problems:
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
-    return np.resize(sample.tokens.lengths, len(opened[number]))
+    return Examples.like(sample.tokens, len(opened[number]))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ...base.types import Batch, Ints, Slice
+from ...batches.estimate import EstimatedColumns
 from ...batches.plan import shuffle
 from ...data.prepare import open_data, open_named_tokens
 from ...data.sample import make_work
@@ -98,9 +99,12 @@ def _share_prompts(recipe: Recipe, tokens: Tokens) -> Tokens:
 
 def workload_of(recipe: Recipe, active: Active, epoch: Epoch, ranks: int) -> Workload:
     """Lay out steps of an epoch; find the largest micro-batch."""
+    lengths = epoch.tokens.lengths[epoch.examples]
+    columns = {name: of[epoch.examples] for name, of in epoch.tokens.plan_columns().items()}
     layouts = active.hooks.plan_batches(
         order=epoch.order,
-        lengths=epoch.tokens.lengths[epoch.examples],
+        lengths=lengths,
+        columns=EstimatedColumns(lengths, columns),
         ranks=ranks,
         train=recipe.train,
     )

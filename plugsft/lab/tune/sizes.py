@@ -8,6 +8,7 @@ import numpy as np
 from ...base.machine import look
 from ...base.types import Ints
 from ...batches.defaults import BatchDefaults
+from ...batches.estimate import EstimatedColumns
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry import active as registry
@@ -31,7 +32,13 @@ def keeps_steps(recipe: Recipe) -> bool:
     registry.check(active, recipe, look(), ["plan_batches"])
     size = recipe.train.batch_size
     order, lengths = np.arange(2 * size), np.full(2 * size, 2)
-    layouts = active.hooks.plan_batches(order=order, lengths=lengths, ranks=1, train=recipe.train)
+    layouts = active.hooks.plan_batches(
+        order=order,
+        lengths=lengths,
+        columns=EstimatedColumns(lengths),
+        ranks=1,
+        train=recipe.train,
+    )
     examples = np.concatenate([batch for rank in layouts[0] for batch in rank])
     return np.array_equal(np.sort(examples), order[:size])
 
