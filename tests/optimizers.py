@@ -212,6 +212,7 @@ TORCH = {
 }
 OWN = {
     "ScheduleFree": lambda model: ScheduleFree(own_groups(model)),
+    "One group": lambda model: ScheduleFree(model.parameters()),
     "Quantized": lambda model: Quantized(own_groups(model)),
     "Masters": lambda model: Masters(own_groups(model)),
     "Combined": Combined,

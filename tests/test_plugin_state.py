@@ -26,7 +26,6 @@ KINDS = {
 def make_run(accelerator, recipe, active, seed=0):
     """Make a run; under ZeRO-3, some of its weights stay whole between steps, others do not."""
     if accelerator.state.deepspeed_plugin:
-        accelerator.deepspeed_engine_wrapped = None
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 300
     return Run("AdamW", accelerator, recipe, active, seed=seed)
