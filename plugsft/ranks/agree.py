@@ -184,7 +184,7 @@ def ending_together(output: str) -> Iterator[None]:
     except (PeerError, Stopped):
         raise
     except Exception as error:
-        if not _is_lost(error):
+        if not is_lost(error):
             failure.publish(error)
             raise
         reason = failure.reason() or "another rank has ended; see its message above"
@@ -193,7 +193,7 @@ def ending_together(output: str) -> Iterator[None]:
         failure.stop_listening()
 
 
-def _is_lost(error: Exception) -> bool:
+def is_lost(error: Exception) -> bool:
     """Tell whether an error means that another rank is gone."""
     lost = isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST)
     return isinstance(error, RuntimeError) and lost

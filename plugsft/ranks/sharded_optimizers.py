@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..base.errors import PluginError, out_of_memory, reason_of
+from .agree import is_lost
 from .optimizer_parts import optimizers_in
 from .optimizer_state import Describer
 from .param_groups import describe_values
@@ -39,7 +40,7 @@ def explain_optimizer(accelerator: Accelerator, name: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
         kind = accelerator.distributed_type.value
-        if kind not in WEIGHTS or out_of_memory(error):
+        if kind not in WEIGHTS or out_of_memory(error) or is_lost(error):
             raise
         raise PluginError(
             f"{name} failed on {WEIGHTS[kind]}: {reason_of(error)}. Launch with DDP "
@@ -102,7 +103,7 @@ def _two_steps(
     twin.param_groups = [{**copy.deepcopy(group), "params": weights}]
     describer = Describer(0, device)
     initial = describe_values(describer, twin)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for step in range(2):
             torch.manual_seed(step)
             gradients = torch.sin(numbers * (7 + step)) * scale

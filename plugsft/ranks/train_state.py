@@ -21,11 +21,7 @@ from .optimizer_parts import (
     optimizers_in,
     restore_states,
 )
-from .optimizer_state import (
-    STATES,
-    Describer,
-    Restorer,
-)
+from .optimizer_state import STATES, Describer, Restorer
 from .param_groups import describe_values, restore_values
 from .plugin_state import PLUGINS, PluginDescriber, PluginRestorer
 from .shard_files import ShardReader
@@ -78,9 +74,8 @@ class TrainState:
         under ZeRO-3. It may be a view, which training changes: clone it to keep it, and write with
         `set_shards`.
         """
-        return {
-            name: self.local(parameter).float() for name, parameter in self.parameters().items()
-        }
+        named = self.parameters()
+        return {name: self.local(parameter).float() for name, parameter in named.items()}
 
     def set_shards(self, shards: Mapping[str, Tensor]) -> None:
         """Write parts of weights, as `shards` returns them; all ranks call it alike."""
