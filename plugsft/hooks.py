@@ -315,7 +315,8 @@ class Hooks(Protocol):
     def schedule(self, train: Train, steps: int) -> Callable[[int], float]:
         """Return the learning rate as a share of its peak, for each step, counted from 0.
 
-        The logged learning rate is the one that was applied.
+        The logged learning rate is the one that was applied. A pure function of the step: all
+        shares are computed before step 1, in a resumed run too.
         """
 
     @stage

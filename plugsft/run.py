@@ -267,7 +267,7 @@ class OpenRun:
         with agreed(self.accelerator, "planning the steps"):
             plan = Plan(self.tokens, self.recipe, self.accelerator.num_processes, self.hooks)
             factor = self.hooks.schedule(train=self.recipe.train, steps=plan.steps)
-            schedule = Schedule(factor, self.optimizer)
+            schedule = Schedule(factor, self.optimizer, plan.steps)
             facts = plan.facts()
         ensure_alike(self.accelerator, facts, SAME_INPUTS)
         return plan, schedule

@@ -1,16 +1,21 @@
 """Learning rates equal those of transformers at every step, without state."""
 
+import math
 import re
 
+import numpy as np
 import pytest
 import torch
-from conftest import read_metrics, run_plugsft
+from conftest import read_metrics, run_plugsft, run_ranks
 from plugin_packages import activate, install
 from transformers import get_scheduler
 
-from plugsft.base.errors import RecipeError
+from plugsft.base.errors import PluginError, RecipeError
+from plugsft.commands.check import check
+from plugsft.lab.trials.runner import trials
 from plugsft.model.schedule import Schedule, check_schedule, schedule_factor
 from plugsft.recipe.tables import Train
+from plugsft.registry.active import load
 
 
 def optimizer():
@@ -62,7 +67,7 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, optio
         theirs_on.step()
         theirs.step()
     ours_on = optimizer()
-    ours = Schedule(schedule_factor(train, 20), ours_on)
+    ours = Schedule(schedule_factor(train, 20), ours_on, 20)
     for step in [*range(20, 0, -1), 7]:
         rate = ours.set(step)
         found = [group["lr"] for group in ours_on.param_groups]
@@ -73,7 +78,7 @@ def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():
     for warmup in (0.5, 10.0):
         on = optimizer()
         train = Train(batch_size=1, learning_rate=0.5, warmup=warmup)
-        schedule = Schedule(schedule_factor(train, 20), on)
+        schedule = Schedule(schedule_factor(train, 20), on, 20)
         assert schedule.set(6) == pytest.approx(0.25)
 
 
@@ -123,7 +128,7 @@ HALVES = """
 """
 
 
-def test_a_plugin_s_schedule_sets_the_rate_that_is_logged(tiny, tmp_path, monkeypatch):
+def test_a_plugin_s_schedule_sets_the_rate_that_is_logged(tiny, tmp_path, monkeypatch, capsys):
     activate(install(tmp_path / "site", halves=HALVES), monkeypatch)
     train = {"steps": 6, "learning_rate": 1e-2}
     recipe = tiny(train=train, checkpoint={"every": 3}, plugins={"halves": {"every": 2}})
@@ -144,3 +149,55 @@ def test_a_plugin_s_schedule_sets_the_rate_that_is_logged(tiny, tmp_path, monkey
     }
     wrong = run_plugsft(recipe, "plugins.halves.wrong=true", "--overwrite")
     assert wrong.returncode == 2 and "'schedule' gave nan for step 3" in wrong.stderr
+    # Before step 1, so that the finished run stays; `check` finds it, too.
+    assert read_metrics(run) == lines
+    with pytest.raises(RecipeError, match=r"'schedule' gave nan for step 3"):
+        check(recipe, ["plugins.halves.wrong=true"], [], None)
+    capsys.readouterr()
+    check(recipe, [f"output={tmp_path}/new"], [], None)
+    assert "schedule    halves, peak 0.01" in capsys.readouterr().out
+    with trials(*load(recipe)) as runner:  # as `bench` and `tune` train
+        trial = runner.run({}, steps=4)
+    assert trial.of("learning_rate") == [1e-2, 1e-2, 5e-3, 5e-3]
+
+
+SLOWER = """
+    @plugin()
+    class Slower:
+        @hookimpl(wrapper=True)
+        def schedule(self):
+            factor = yield
+            return lambda step: factor(step) / 2
+"""
+
+
+def test_the_recipe_s_schedule_may_be_wrapped(tiny, tmp_path, monkeypatch, capsys):
+    activate(install(tmp_path / "site", slower=SLOWER), monkeypatch)
+    recipe = tiny(train={"steps": 4, "learning_rate": 1e-2}, plugins={"slower": {}})
+    done = run_ranks(2, recipe)
+    assert done.returncode == 0, done.stderr
+    rates = [line["learning_rate"] for line in read_metrics(tmp_path / "run")]
+    assert rates == pytest.approx([5e-3, 3.75e-3, 2.5e-3, 1.25e-3])
+    check(recipe, [f"output={tmp_path}/new"], [], None)
+    assert "schedule    slower, peak 0.01" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (0.5, "'schedule' gave 0.5; it returns a function: the step, counted from 0 -> "),
+        (lambda step: -0.1, "'schedule' gave -0.1 for step 1; it returns a share of the peak"),
+        (lambda step: None if step else 1, "'schedule' gave None for step 2; it returns a share"),
+        (lambda step: 1 / (3 - step) if step < 3 else math.inf, "'schedule' gave inf for step 4"),
+    ],
+    ids=["no function", "negative", "nothing", "infinite"],
+)
+def test_a_schedule_that_is_none_is_refused(factor, message):
+    with pytest.raises(PluginError, match=re.escape(message)):
+        Schedule(factor, optimizer(), 4)
+
+
+def test_any_type_of_number_is_a_factor():
+    on = optimizer()
+    assert Schedule(np.float32, on, 4).set(4) == 1.5
+    assert [type(group["lr"]) for group in on.param_groups] == [float, float]

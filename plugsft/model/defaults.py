@@ -17,10 +17,10 @@ from ..recipe.tables import Train
 from ..tokens.store import Tokens
 from .load import Load
 from .packed_model import PackedModel
-from .schedule import Factor, schedule_factor
+from .schedule import ScheduleDefaults
 
 
-class ModelDefaults:
+class ModelDefaults(ScheduleDefaults):
     """The unchanged model, token cross-entropy, AdamW."""
 
     def __init__(self, packed: PackedModel | None = None) -> None:
@@ -93,11 +93,6 @@ class ModelDefaults:
             return token_nll(model=model, batch=batch, summed=True) / denominator
         loss: Tensor = (weights * token_nll(model=model, batch=batch, summed=False)).sum()
         return loss / denominator
-
-    @hookimpl
-    def schedule(self, train: Train, steps: int) -> Factor:
-        """Follow the recipe's schedule."""
-        return schedule_factor(train, steps)
 
     @hookimpl
     def use_weights(self, work: Callable[[], Any]) -> Any:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, validate_call
 
 from ..base.errors import PluginError, RecipeError, did_you_mean
-from ..recipe.tables import Train
+from ..hooks import hookimpl
+from ..recipe.tables import Train, short
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -28,21 +30,42 @@ Shape = Literal["linear", "cosine", "1-sqrt"]
 class Schedule:
     """Sets the learning rate of each step."""
 
-    def __init__(self, factor: Factor, optimizer: Optimizer) -> None:
-        self._factor, self._optimizer = factor, optimizer
+    def __init__(self, factor: Factor, optimizer: Optimizer, steps: int) -> None:
+        self._factors, self._optimizer = factors_of(factor, steps), optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
         """Set the learning rate of a step, counted from 1; return it."""
-        factor = float(self._factor(step - 1))
-        if not (math.isfinite(factor) and factor >= 0):
-            raise PluginError(
-                f"'schedule' gave {factor} for step {step}; it returns a share of the peak "
-                "learning rate, which is a number from 0 on"
-            )
+        factor = self._factors[step - 1]
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         return float(self._peaks[0]) * factor
+
+
+class ScheduleDefaults:
+    """The core's answer to the hook `schedule`. It needs no torch."""
+
+    @hookimpl
+    def schedule(self, train: Train, steps: int) -> Factor:
+        """Follow the recipe's schedule."""
+        return schedule_factor(train, steps)
+
+
+def factors_of(factor: Any, steps: int) -> list[float]:
+    """Return the factor of each step; refuse those of a plugin that are no learning rates."""
+    if not callable(factor):
+        raise PluginError(
+            f"'schedule' gave {short(factor)}; it returns a function: the step, counted from 0 -> "
+            "the share of the peak learning rate"
+        )
+    factors = [factor(step) for step in range(steps)]
+    for step, value in enumerate(factors, start=1):
+        if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
+            raise PluginError(
+                f"'schedule' gave {short(value)} for step {step}; it returns a share of the peak "
+                "learning rate, which is a finite number of at least 0"
+            )
+    return [float(value) for value in factors]
 
 
 class Steps(NamedTuple):

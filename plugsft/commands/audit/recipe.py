@@ -15,7 +15,7 @@ from ...batches.plan import small_data
 from ...data.cache_key import TOKEN_HOOKS
 from ...data.defaults import DataDefaults
 from ...model.config import check_context
-from ...model.schedule import check_schedule
+from ...model.schedule import ScheduleDefaults, check_schedule, factors_of
 from ...output.disk_space import (
     TOKEN_BYTES,
     may_train_few_weights,
@@ -35,7 +35,7 @@ from .sources import check_data
 
 def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
     """Print a line for each check; then raise all problems at once."""
-    active.attach(DataDefaults(recipe.folder), BatchDefaults())
+    active.attach(DataDefaults(recipe.folder), BatchDefaults(), ScheduleDefaults())
     with active.name_failing_plugin():
         _check(recipe, active, path, ranks)
 
@@ -62,7 +62,8 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         findings.warn("model", LOSSY)
     with findings.about("schedule"):
         check_schedule(recipe.train)
-        findings.ok("schedule", f"{recipe.train.schedule}, peak {recipe.train.learning_rate:g}")
+        schedule = " and ".join(_planners(active, "schedule")) or recipe.train.schedule
+        findings.ok("schedule", f"{schedule}, peak {recipe.train.learning_rate:g}")
     examples, tokens = check_data(findings, recipe, active, wrong)
     for name, summary in active.summaries(TOKEN_HOOKS).items():
         if summary != "active":
@@ -72,6 +73,9 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
     with findings.about("steps"):
         if len(examples.lengths):
             steps = _steps(findings, recipe, active, examples, machine.world_size)
+    with findings.about("schedule"):
+        count = steps or recipe.train.steps or 100
+        factors_of(active.hooks.schedule(train=recipe.train, steps=count), count)
     with findings.about("output"):
         _output(findings, recipe)
     with findings.about("disk"):
