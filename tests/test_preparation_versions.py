@@ -51,7 +51,7 @@ PAIRS = [
     {name: value for name, value in PAIR.items() if name != "prompt"}
     | {side: [*PAIR["prompt"], *PAIR[side]] for side in ("chosen", "rejected")},
     {"prompt": "6 x 7 is ", "chosen": "42", "rejected": " forty"},
-    {"chosen": "the owl hoots", "rejected": "the owl barks"},
+    {"chosen": "the owl hoots", "rejected": "the owl barks", "weight": 3},
 ]
 
 
@@ -105,7 +105,8 @@ def hooks(folder, **plugins):
 def rendered(hook, rows, template, **data):
     made = render(hook, Data(source="x", **data), "x", rows, tokenizer(template))
     # Which rows are bad counts, and not in which words that is said.
-    return [made.texts, made.spans, made.rows, made.special_tokens, sorted(made.bad)]
+    columns = {name: list(values) for name, values in made.columns.items()}
+    return [made.texts, made.spans, made.rows, made.special_tokens, sorted(made.bad), columns]
 
 
 def render_all(folder):
@@ -114,7 +115,7 @@ def render_all(folder):
     for kind, row in ROWS.items():
         if kind == "preference":
             continue
-        more = [row, {**row, "label": 1}, {**row, "score": 2}]
+        more = [row, {**row, "label": 1}, {**row, "score": 2}, {**row, "weight": 0.5}]
         for template in TEMPLATES:
             for train_on in ("assistant", "last", "all"):
                 name = f"{kind} {template} {train_on}"
