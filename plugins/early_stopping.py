@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import PluginError, Recipe, RecipeError, Run, did_you_mean, hookimpl, plugin, state
+from plugsft import PluginError, Recipe, RecipeError, Run, hookimpl, plugin, state
 
 SPEED = ("tokens_per_second", "step_seconds", "memory_gib")
 """Metrics that differ between ranks."""
@@ -60,8 +60,8 @@ class EarlyStopping:
             return
         if self.metric not in metrics:
             raise PluginError(
-                f"plugins.early_stopping: metric: there is no '{self.metric}'"
-                f"{did_you_mean(self.metric, metrics) or ';'} there are: {', '.join(metrics)}"
+                f"plugins.early_stopping: metric: there is no '{self.metric}'; there are: "
+                f"{', '.join(metrics)}"
             )
         self.waited += 1
         if self._improves(value := float(metrics[self.metric])):

@@ -13,8 +13,6 @@ from .base.errors import (
     PluginError,
     PlugsftError,
     RecipeError,
-    TrainError,
-    did_you_mean,
     reason_of,
 )
 from .base.machine import Machine
@@ -33,7 +31,7 @@ from .base.types import (
     Work,
 )
 from .hooks import Ranks, Run, RunModel, hookimpl, plugin, state
-from .recipe.capabilities import Capability, bundled_plugin
+from .recipe.capabilities import Capability
 from .recipe.tables import Data, Folder, Place, Recipe, Train
 
 __version__ = "0.1.0"
@@ -64,13 +62,10 @@ __all__ = [
     "Slice",
     "TokenNll",
     "Train",
-    "TrainError",
     "WeightSlice",
     "Work",
-    "bundled_plugin",
     "cache_folder",
     "damage",
-    "did_you_mean",
     "digest",
     "hookimpl",
     "once",

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batches.labels import model_inputs
     from .batches.packed_rows import attend_per_document, documents_of, pack, single_document
-    from .data.defaults import opened, tokenizing
     from .data.pairs import render_pairs
     from .model import fused_head
     from .model.for_plugins import decoder_layers
@@ -21,14 +20,12 @@ __all__ = [
     "encode",
     "fused_head",
     "model_inputs",
-    "opened",
     "pack",
     "render_pairs",
     "single_document",
-    "tokenizing",
 ]
 
-DATA = ("Tokenizer", "Tokens", "encode", "opened", "render_pairs", "tokenizing")
+DATA = ("Tokenizer", "Tokens", "encode", "render_pairs")
 """Names that need numpy, Arrow and tokenizers, but not torch."""
 
 
@@ -36,10 +33,10 @@ def _import_name(name: str) -> Any:
     """Import the modules of a name's group; return its value."""
     modules: tuple[Any, ...]
     if name in DATA:
-        from .data import defaults, pairs
+        from .data import pairs
         from .tokens import store, tokenizer
 
-        modules = defaults, pairs, store, tokenizer
+        modules = pairs, store, tokenizer
     else:
         from .batches import labels, packed_rows
         from .model import for_plugins, fused_head

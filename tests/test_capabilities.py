@@ -9,7 +9,7 @@ from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
 from plugin_packages import activate, install
 
 from plugsft import PluginError, RecipeError
-from plugsft.recipe.capabilities import CAPABILITIES, SHARED, bundled_plugin
+from plugsft.recipe.capabilities import CAPABILITIES, SHARED, Capability
 from plugsft.recipe.parse import resolved
 from plugsft.registry.active import resolve
 from plugsft.registry.contracts import contract_of
@@ -130,7 +130,7 @@ def test_every_capability_has_its_bundled_plugin():
         for capability in contract_of(load_class(found)).provides
     }
     assert provided == CAPABILITIES and set(provided) >= SHARED
-    assert bundled_plugin("packed_rows").table == "[plugins.bfd_packing]"
+    assert Capability.bundled("packed_rows").table == "[plugins.bfd_packing]"
 
 
 def test_the_readme_explains_every_capability():

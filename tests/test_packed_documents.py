@@ -17,7 +17,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from plugsft import RecipeError, TrainError
+from plugsft import RecipeError
+from plugsft.base.errors import TrainError
 from plugsft.base.types import Shard
 from plugsft.batches.labels import IGNORED
 from plugsft.batches.packed_rows import ATTENTION, attend

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 from plugsft import DataError, DiskError, damage, once, reason_of, say
-from plugsft.kit import opened
 
 BUILT = "built.json"
 """File of an entry: the run that built it, and how long that took."""
@@ -62,7 +61,7 @@ class Entry:
         if not self.read_only:
             with suppress(OSError):
                 os.utime(manifest)  # the time of the last use
-        artefact = opened(self.read, self.folder, in_memory)
+        artefact = self.read(self.folder, in_memory)
         with suppress(OSError):  # a file system without locks
             lock = os.open(manifest, os.O_RDONLY)
             weakref.finalize(artefact, os.close, lock)

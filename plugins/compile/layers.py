@@ -12,7 +12,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plugsft import TrainError
+from plugsft import PluginError
 from plugsft.kit import attend_per_document, decoder_layers
 
 LIMIT = 32
@@ -91,7 +91,7 @@ def run_layer(program: Callable[..., Any], layer: Any, *inputs: Any, **options: 
     except (FailOnRecompileLimitHit, Unsupported) as error:
         if "recompile" not in f"{type(error)} {error}".lower():
             raise
-        raise TrainError(
+        raise PluginError(
             f"plugins.compile: a layer was compiled {LIMIT} times, for rows of different shapes; "
             "set dynamic = true, or remove [plugins.compile]"
         ) from error

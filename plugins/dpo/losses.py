@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from plugsft import Batch, Ints, TrainError
+from plugsft import Batch, Ints, PluginError
 from plugsft.kit import Tokens
 
 from .scorer import Pairs
@@ -109,7 +109,7 @@ def ensure_initial_loss(plugin: Dpo, losses: Tensor, exact: bool) -> None:
         return
     expected, actual = float(losses_of_margins(plugin, torch.zeros(()))), float(losses.mean())
     if not abs(actual - expected) <= INITIAL_TOLERANCE[exact] * expected:
-        raise TrainError(
+        raise PluginError(
             f"plugins.dpo: the first loss is {actual:.6g}, but should be {expected:.6g}, since "
             "model and reference are the same before step 1. Most likely the model is random (a "
             "dropout or a router of its own code), or the stored log-probabilities are of other "

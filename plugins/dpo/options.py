@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plugsft import Recipe, RecipeError, bundled_plugin
+from plugsft import Capability, Recipe, RecipeError
 
 if TYPE_CHECKING:
     from . import Dpo
@@ -21,7 +21,7 @@ def ensure_options_work(plugin: Dpo, recipe: Recipe) -> None:
             'data.train_on = "all" would score prompts, but DPO scores answers only; remove it'
         )
     if plugin.share_prompt and not recipe.provides("packed_rows"):
-        packing = bundled_plugin("packed_rows").table
+        packing = Capability.bundled("packed_rows").table
         raise RecipeError(f"share_prompt is for packed rows; add {packing}")
 
 

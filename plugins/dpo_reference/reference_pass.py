@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from plugsft import Ints, Ranks, RunModel, TrainError, digest, progress
+from plugsft import Ints, PluginError, Ranks, RunModel, digest, progress
 from plugsft.kit import Tokens
 
 from .log_probs import LogProbs, Values, block_file, load_known, pair_ids, write_block
@@ -158,7 +158,7 @@ class ReferencePass:
             difference = np.abs(actual - expected)
             self.difference = max(self.difference, float(difference.max()))
             if not (difference <= np.maximum(relative * np.abs(expected), absolute)).all():
-                raise TrainError(
+                raise PluginError(
                     f"plugins.dpo_reference: pair {number} (row {self.tokens.rows[number]}) has "
                     f"the log-probabilities {actual.tolist()}, but {expected.tolist()} in "
                     f"{stored.folder}, which belong to other weights or another kernel, or are "

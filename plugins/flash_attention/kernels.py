@@ -19,7 +19,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from plugsft import ModelLoad, Recipe, bundled_plugin
+from plugsft import Capability, ModelLoad, Recipe
 from plugsft.kit import attend_per_document
 
 from . import Conditions
@@ -100,7 +100,7 @@ def find_obstacle_in_torch(conditions: Conditions) -> Obstacle | None:
     if not conditions.built:
         return Obstacle("this torch was built without it", 'set kernel = "sdpa"')
     if not conditions.packed:
-        cure = f'add {bundled_plugin("packed_rows").table}, or set kernel = "sdpa"'
+        cure = f'add {Capability.bundled("packed_rows").table}, or set kernel = "sdpa"'
         return Obstacle("takes packed rows only", cure)
     return None
 

@@ -13,7 +13,6 @@ from multiprocessing.connection import Pipe
 from threading import Lock
 
 from plugsft import PluginError, PlugsftError, Shard, Slice, Work
-from plugsft.kit import tokenizing
 
 from .worker import collector_off, tokenize_slice
 
@@ -47,7 +46,7 @@ def tokenize_together(slices: list[Slice], work: Work, num_workers: int) -> list
             raise
 
     with (
-        tokenizing(slices) as advance,
+        work.progress(slices) as advance,
         ThreadPoolExecutor(num_workers) as threads,
         start_workers(num_workers, work) as workers,
     ):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from plugsft import Recipe, bundled_plugin
+from plugsft import Capability, Recipe
 
 Finding: TypeAlias = tuple[float, str]
 """Share of the time or memory, and the message."""
@@ -50,7 +50,7 @@ def waiting(recipe: Recipe, profile: StepProfile) -> Finding | None:
     share = profile.shares["wait"] + profile.shares["copy"]
     if share < 0.05:
         return None
-    cure = f"add {bundled_plugin('batches_ahead').table}"
+    cure = f"add {Capability.bundled('batches_ahead').table}"
     if ahead := recipe.provides("batches_ahead"):
         raise_depth = f"raise {ahead.key} if only some do, or " if ahead.option else ""
         cure = (
@@ -64,7 +64,7 @@ def padding(recipe: Recipe, share: float) -> Finding | None:
     """Tell whether much of a batch is padding."""
     if share < 0.25:
         return None
-    cure = f"add {bundled_plugin('packed_rows').table}"
+    cure = f"add {Capability.bundled('packed_rows').table}"
     if recipe.provides("packed_rows"):
         key, capacity = recipe.micro_batch_size()
         cure = f"raise {key} from {capacity:,}"
@@ -91,7 +91,7 @@ def logits(recipe: Recipe, profile: StepProfile, peak_gib: float) -> Finding | N
     share = profile.logits_bytes / 2**30 / peak_gib
     if share < 0.25 or recipe.provides("fused_head"):
         return None
-    return share, f"loss head {share:.0%} of memory: add {bundled_plugin('fused_head').table}"
+    return share, f"loss head {share:.0%} of memory: add {Capability.bundled('fused_head').table}"
 
 
 def slowest_rank(recipe: Recipe, profile: StepProfile, imbalance: float) -> Finding | None:
@@ -106,7 +106,7 @@ def slowest_rank(recipe: Recipe, profile: StepProfile, imbalance: float) -> Find
         return None
     cure = "its machine is slower, or busy with other work; no recipe line changes that"
     if imbalance > 1.05 and not recipe.provides("packed_rows"):
-        packing = bundled_plugin("packed_rows").table
+        packing = Capability.bundled("packed_rows").table
         cure = f"the busiest has {imbalance:.2f}x the average: add {packing}"
     return share, f"others wait {share:.0%} for rank {busy.index(max(busy))}, the slowest: {cure}"
 
@@ -124,7 +124,7 @@ def intervals(recipe: Recipe, profile: StepProfile, steps: int) -> Iterator[Find
         "exchange": (
             0.25,
             "gradients are reduced once a step: a larger train.batch_size, or "
-            f"{bundled_plugin('adapters').table}, reduces less, and affects results",
+            f"{Capability.bundled('adapters').table}, reduces less, and affects results",
         ),
     }
     for part, (limit, cure) in cures.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
@@ -136,6 +137,9 @@ class Work(Protocol):
 
     def where(self, part: Slice) -> str:
         """Describe a slice for messages: its source and rows."""
+
+    def progress(self, slices: list[Slice]) -> AbstractContextManager[Callable[[Shard], None]]:
+        """Show the progress of these slices; call the function that it yields with each shard."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import format_count, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
+from ..base.machine import is_slow_to_map, look
 from ..base.types import Rendered, Row, Shard
 from ..recipe.tables import Recipe
 from ..registry.active import Active
@@ -20,7 +21,6 @@ from ..tokens.shards import write_index
 from ..tokens.store import Tokens
 from ..tokens.tokenizer import OWN, Tokenizer, lighten
 from .cache_key import differences, key_of, plugin_versions, token_plugins
-from .defaults import opened as open_mapped
 from .load_tokenizer import Render, load_tokenizer, train_tokenizer
 from .slices import ShardWriter, cure_bad, describe_bad_rows, describe_warnings, merge, render
 from .sources import OpenSource, ensure_columns, open_source, slices_of
@@ -146,7 +146,7 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
     """Open the folder of `data.tokens` if it holds the tokens that the recipe would prepare."""
     folder = Path(str(recipe.data.tokens))
     try:
-        tokens = open_mapped(Tokens, folder)
+        tokens = Tokens(folder)
         stored_key = dict(tokens.facts["key_parts"])
     except (PlugsftError, OSError, ValueError, KeyError) as error:
         raise RecipeError(
@@ -198,6 +198,8 @@ def _prepare_tokens(work: ShardWriter, sources: Sequence[OpenSource], active: Ac
     tokens = _name_sources(entry, work)
     origin = f"in {time.perf_counter() - build_started[0]:.1f} s" if build_started else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
+    if is_slow_to_map(tokens.folder, look()):
+        say(f"data: read into memory: {tokens.folder} is on a Windows disk, which WSL maps slowly")
     weights = tokens.columns.get(WEIGHT)
     if weights is not None:
         say(

@@ -6,7 +6,7 @@ from operator import lt
 
 from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
-from ..recipe.capabilities import bundled_plugin
+from ..recipe.capabilities import Capability
 from ..recipe.tables import Data, short
 from ..tokens.schema import MAX_WEIGHT, SCHEMA, WEIGHT, common_type, type_of
 from ..tokens.tokenizer import Tokenizer
@@ -154,5 +154,5 @@ def _refuse_preferences(rows: list[Row]) -> str:
         "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
         f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen" and '
         'data.ignore = ["rejected"]; to learn which answer is preferred, add '
-        f"{bundled_plugin('preference_pairs').table}"
+        f"{Capability.bundled('preference_pairs').table}"
     )

@@ -1,7 +1,9 @@
 """Render, encode and mask a slice of a source, and write it as a shard. Needs no torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..base.atomic import write_text
 from ..base.checksums import add_checksum, file_digest, parse_checksummed
+from ..base.console import progress
 from ..base.errors import DataError
 from ..base.types import Counted, Encoded, Ints, Rendered, Row, Rows, Shard, Slice, Span
 from ..hooks import Hooks
@@ -80,6 +83,22 @@ class ShardWriter:
     def where(self, part: Slice) -> str:
         """Name the source and rows of a slice."""
         return f"{self.name(part)}, rows {part.start:,} to {part.stop - 1:,}"
+
+    @contextmanager
+    def progress(self, slices: list[Slice]) -> Iterator[Callable[[Shard], None]]:
+        """Show the progress of slices; call the function that it yields with each shard."""
+        started, rows, tokens = time.monotonic(), 0, 0
+        total = sum(part.stop - part.start for part in slices)
+        with progress("tokenizing", total, "rows") as advance:
+
+            def add(shard: Shard) -> None:
+                nonlocal rows, tokens
+                rows, tokens = rows + shard.rows, tokens + shard.tokens
+                seconds = max(time.monotonic() - started, 1e-3)
+                speed = f"{rows / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s"
+                advance(shard.rows, speed)
+
+            yield add
 
     def name(self, part: Slice) -> str:
         """Name the source of a slice."""

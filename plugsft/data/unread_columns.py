@@ -4,7 +4,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from ..base.types import Row
-from ..recipe.capabilities import bundled_plugin
+from ..recipe.capabilities import Capability
 from ..tokens.schema import WEIGHT
 from .messages import BadRow
 
@@ -12,7 +12,7 @@ REFUSED = {
     "label": "tells good answers from bad ones",
     **dict.fromkeys(
         ("chosen", "rejected"),
-        f"is one of two answers to compare ({bundled_plugin('preference_pairs').table})",
+        f"is one of two answers to compare ({Capability.bundled('preference_pairs').table})",
     ),
     WEIGHT: "says how much a row counts",
     **dict.fromkeys(

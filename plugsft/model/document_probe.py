@@ -24,7 +24,7 @@ from ..base.checksums import cache_folder, digest
 from ..base.errors import DiskError, PlugsftError, RecipeError
 from ..base.types import Ints
 from ..batches.packed_rows import ATTENTION, attend_per_document, documents_of
-from ..recipe.capabilities import Capability, bundled_plugin
+from ..recipe.capabilities import Capability
 from .small_copy import NO_LIMIT_REACHED, Longest, build_small_copy, limits
 
 VERSION = 2
@@ -57,7 +57,7 @@ def unwrap(model: Any) -> Any:
 
 def unpack(packing: Capability) -> str:
     """Return the cure: to train on separate rows."""
-    sort = bundled_plugin("sorted_lengths").table
+    sort = Capability.bundled("sorted_lengths").table
     return f"remove {packing.table}; {sort} lowers the padding of separate rows"
 
 

@@ -19,7 +19,7 @@ from ..model.tensor_shards import TensorShard, shard_of
 from ..model.weight_files import Weights, converted_shapes, find_weight_files, meta_copy
 from ..ranks.agree import agreed
 from ..ranks.train_state import TrainState
-from ..recipe.capabilities import bundled_plugin
+from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 
 
@@ -124,5 +124,5 @@ def _unsaveable(why: str) -> RecipeError:
         "model.path: transformers "
         f"{transformers.__version__} could not save and load this model: {why}. "
         "Nothing was trained; use another version of transformers, or adapters "
-        f"({bundled_plugin('adapters').table})"
+        f"({Capability.bundled('adapters').table})"
     )

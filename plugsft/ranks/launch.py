@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..base.errors import LaunchError
 from ..base.machine import Machine
-from ..recipe.capabilities import bundled_plugin
+from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .agree import host_group
 from .failures import failure, store, store_key
@@ -147,8 +147,8 @@ def _ensure_effective(accelerator: Accelerator, recipe: Recipe) -> None:
     wrong = []
     if state.dynamo_plugin.backend.value != "NO":
         wrong.append(
-            f"dynamo_backend: a recipe compiles with {bundled_plugin('compiled_layers').table}; "
-            "set it to 'no'"
+            "dynamo_backend: a recipe compiles with "
+            f"{Capability.bundled('compiled_layers').table}; set it to 'no'"
         )
     if accelerator.parallelism_config and accelerator.parallelism_config.total_size > 1:
         wrong.append("parallelism_config: plugsft supports DDP, FSDP2 and ZeRO-3; remove it")
@@ -156,7 +156,7 @@ def _ensure_effective(accelerator: Accelerator, recipe: Recipe) -> None:
     if kind == DistributedType.FSDP and state.fsdp_plugin.activation_checkpointing:
         wrong.append(
             "fsdp_activation_checkpointing: a recipe has "
-            f"{bundled_plugin('recomputed_activations').table} for it; set it to false"
+            f"{Capability.bundled('recomputed_activations').table} for it; set it to false"
         )
     if kind == DistributedType.DEEPSPEED:
         stage = state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 
 from ..base.errors import TrainError, out_of_memory
-from ..recipe.capabilities import bundled_plugin
+from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .load_batches import GlobalBatch
 
@@ -69,7 +69,7 @@ def _cures(recipe: Recipe) -> str:
 def _missing(recipe: Recipe, savers: Iterable[str]) -> list[str]:
     """Return the plugins to add for capabilities that the recipe lacks."""
     return [
-        f"{bundled_plugin(name).table} ({SAVERS[name]})"
+        f"{Capability.bundled(name).table} ({SAVERS[name]})"
         for name in savers
         if not recipe.provides(name)
     ]

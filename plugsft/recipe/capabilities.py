@@ -34,7 +34,7 @@ SHARED = {"early_stop", "external_reports", "fused_kernels", "traced_steps"}
 
 
 class Capability(NamedTuple):
-    """A capability that an active plugin provides."""
+    """A capability, and the plugin that provides it."""
 
     plugin: str
     option: str | None
@@ -52,11 +52,11 @@ class Capability(NamedTuple):
         """The option's key in the recipe: plugins.bfd_packing.capacity."""
         return f"plugins.{self.plugin}.{self.option}"
 
-
-def bundled_plugin(capability: str) -> Capability:
-    """Return the bundled plugin to suggest for a capability."""
-    ensure_known(capability)
-    return Capability(CAPABILITIES[capability], None, None)
+    @staticmethod
+    def bundled(name: str) -> "Capability":
+        """Return the bundled plugin to suggest for a capability."""
+        ensure_known(name)
+        return Capability(CAPABILITIES[name], None, None)
 
 
 def ensure_complete(provides: Mapping[str, str | None]) -> None:

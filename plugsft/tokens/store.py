@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from ..base.errors import DataError, reason_of
+from ..base.machine import is_slow_to_map, look
 from ..base.types import Ints
 from .schema import WEIGHT, index_schema, shard_schema
 from .shards import checksum_of, count_true, numpy_of, offsets_of, read_facts
@@ -47,7 +48,7 @@ class Tokens:
         self.folder = folder
         self._cuts: tuple[Ints, Ints] | None = None
         self._shares_prompts = False
-        self._in_memory = in_memory
+        self._in_memory = in_memory or is_slow_to_map(folder, look())
         facts_file, index_file = folder / "facts.json", folder / "index.arrow"
         with self._explain_damage(facts_file):
             self.facts = read_facts(facts_file.read_text(encoding="utf8"))

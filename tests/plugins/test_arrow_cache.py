@@ -25,10 +25,10 @@ from plugsft import RecipeError, testing
 from plugsft.base.atomic import damage, is_published, publish
 from plugsft.base.checksums import add_checksum, parse_checksummed
 from plugsft.base.machine import look
-from plugsft.data import defaults as answers
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.registry.active import check, resolve
+from plugsft.tokens import store
 from plugsft.tokens.store import Tokens
 
 ROUNDS = 20 if os.environ.get("PLUGSFT_FULL") else 2
@@ -285,7 +285,8 @@ def test_in_memory_reads_at_once(run):
 
 def test_a_windows_disk_is_read_at_once_and_that_is_said(run, monkeypatch, capsys):
     run()
-    monkeypatch.setattr(answers, "is_slow_to_map", lambda folder, machine: True)
+    for module in (prepare, store):
+        monkeypatch.setattr(module, "is_slow_to_map", lambda folder, machine: True)
     tokens, _ = run()
     shard = next(tokens.folder.glob("data-*"))
     assert "is on a Windows disk" in capsys.readouterr().out

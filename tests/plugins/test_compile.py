@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_launch import TRAIN, curve
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from plugsft import RecipeError, TrainError
+from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
 from plugsft.kit import attend_per_document, documents_of
 from plugsft.plugins.compile import Compile, layers
@@ -119,7 +119,7 @@ def test_a_program_for_each_length_ends_in_words(monkeypatch):
 
     for length in (4, 6, 4, 6):
         call(length)
-    with pytest.raises(TrainError, match="set dynamic = true"):
+    with pytest.raises(PluginError, match="set dynamic = true"):
         call(8)
 
 

@@ -160,7 +160,7 @@ def test_numbers_of_other_weights_are_noticed(recipe, tmp_path):
         wrong = np.stack([block["chosen"], block["rejected"]], 1) + 1
         write_block(path, block["example"], block["id"], wrong)
     again = run_plugsft(recipe, REFERENCE, "--overwrite", "plugins.dpo_reference.probes=23")
-    assert again.returncode == 1 and "Traceback" not in again.stderr, again.stderr
+    assert again.returncode == 2 and "Traceback" not in again.stderr, again.stderr
     assert "remove that folder, and the next run computes them again" in again.stderr
 
 

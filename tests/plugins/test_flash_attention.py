@@ -27,7 +27,8 @@ from transformers import (
     modeling_flash_attention_utils,
 )
 
-from plugsft import RecipeError, TrainError, testing
+from plugsft import RecipeError, testing
+from plugsft.base.errors import TrainError
 from plugsft.kit import attend_per_document, documents_of
 from plugsft.plugins.flash_attention import Conditions, FlashAttention, varlen
 from plugsft.plugins.flash_attention.kernels import (

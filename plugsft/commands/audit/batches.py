@@ -1,7 +1,7 @@
 """The size and padding of batches, and likely mistakes in them."""
 
 from ...base.types import Ints, Layouts
-from ...recipe.capabilities import bundled_plugin
+from ...recipe.capabilities import Capability
 from ...recipe.tables import Recipe
 
 STEPS = 8
@@ -33,8 +33,8 @@ def describe_batches(recipe: Recipe, layouts: Layouts, lengths: Ints) -> tuple[s
     if padding > MAX_PADDING:
         warnings.append(
             f"{padding:.0%} of all tokens would be padding; "
-            f"add {bundled_plugin('packed_rows').table}, which needs none, or "
-            f"{bundled_plugin('sorted_lengths').table}, or lower train.micro_batch"
+            f"add {Capability.bundled('packed_rows').table}, which needs none, or "
+            f"{Capability.bundled('sorted_lengths').table}, or lower train.micro_batch"
         )
     return f"{text}, padding {padding:.0%}", warnings
 

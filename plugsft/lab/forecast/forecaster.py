@@ -15,7 +15,7 @@ from ...model.config import load_config
 from ...model.defaults import ModelDefaults
 from ...model.load import scratch_config
 from ...model.packed_model import packed_model
-from ...recipe.capabilities import bundled_plugin
+from ...recipe.capabilities import Capability
 from ...recipe.tables import Recipe
 from ...registry import active as registry
 from ...tokens.store import Tokens
@@ -161,7 +161,9 @@ def suggest(
 ) -> Iterator[tuple[str, Forecast]]:
     """Yield changes, one at a time and then together, and the forecast with each."""
     savers: dict[str, Any] = {
-        f"plugins.{bundled_plugin(name).plugin}": {} for name in SAVERS if not recipe.provides(name)
+        f"plugins.{Capability.bundled(name).plugin}": {}
+        for name in SAVERS
+        if not recipe.provides(name)
     }
     smaller = _smaller_micro_batch(forecaster, recipe, cluster)
     variants: list[tuple[str, dict[str, Any]]] = [(_line(smaller), smaller)] if smaller else []
@@ -171,7 +173,7 @@ def suggest(
         lines = [f"[{name}]" for name in savers] + [_line(smaller)] * bool(smaller)
         variants.append((" and ".join(lines), together))
     if not recipe.provides("adapters"):
-        table = f"plugins.{bundled_plugin('adapters').plugin}"
+        table = f"plugins.{Capability.bundled('adapters').plugin}"
         words = f"[{table}] (affects results)"
         variants.append((words, {table: {}}))
         variants.append((f"{words} and all of these", {**together, table: {}}))

@@ -15,7 +15,7 @@ from ...base.errors import PlugsftError, RecipeError
 from ...base.machine import look
 from ...base.sizes import parse_size
 from ...ranks.precision import on_cpu
-from ...recipe.capabilities import bundled_plugin
+from ...recipe.capabilities import Capability
 from ...recipe.parse import flatten, read
 from ...recipe.tables import Recipe
 from ...registry.active import Active
@@ -102,7 +102,7 @@ class Tuning:
                 "examples of other steps, so another value would affect results; choose it by hand"
             )
         recomputed = recipe.provides("recomputed_activations")
-        self.recomputing = (recomputed or bundled_plugin("recomputed_activations")).plugin
+        self.recomputing = (recomputed or Capability.bundled("recomputed_activations")).plugin
         """The plugin that recomputes activations, in the recipe or to add."""
         self.own = Setting(size, recomputed is not None)
         self._search = Search([size], self.own, lambda setting: Probe(setting, 0.0))
@@ -211,7 +211,7 @@ class Tuning:
             raise RecipeError(
                 f"nothing fits in {format_size(self._allowed)} a rank; tried: {tried}. The last: "
                 f"{self._last.error}. More memory (--memory), a smaller data.max_length, and "
-                f"{bundled_plugin('adapters').table} help"
+                f"{Capability.bundled('adapters').table} help"
             )
         own = self._search.probes[0]
         self._print_table(best)
