@@ -97,8 +97,8 @@ REFUSED = {
     ): "AdamWScheduleFree has an evaluation mode, and between steps",
     ("fsdp2", "adafactor"): "Adafactor failed on the DTensors of FSDP2",
 }
-# Each rank rounds its part of Muon's products to bfloat16, so a run that goes on under FSDP2 is no
-# measure: one process that takes over the weights and the state at the same step is.
+# Under FSDP2 each rank rounds its part of Muon's products to bfloat16, so even uninterrupted runs
+# differ by 1e-4 from one process. The measure is one process that takes over weights and state.
 ROUNDS = ("fsdp2", "muon")
 
 
