@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,5 +179,5 @@ def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
     return {
         "eval_loss": loss / denominator,
         **{f"eval_{name}": value / denominator for name, value in sums.items()},
-        "eval_tokens": int(tokens.targets.sum()),
+        "eval_tokens": int(tokens.targets[tokens.weighted(np.arange(len(tokens)))].sum()),
     }

@@ -43,6 +43,7 @@ def plan(count=20, batch=6, micro=2, ranks=2, seed=0, sources=None, core=None, *
         targets=np.arange(count) + 1,
         columns={},
         plan_columns=dict,
+        weighted=lambda examples: examples,
         divisor=lambda examples: int((examples + 1).sum()),
         ensure_unchanged=lambda: None,
     )

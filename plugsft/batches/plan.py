@@ -81,6 +81,7 @@ class Plan:
         self.tokens.ensure_unchanged()
         layout = self._epoch(epoch)[number]
         self._ensure_rows_fit(layout)
+        layout = [list(map(self.tokens.weighted, rank)) for rank in layout]
         rank_examples = [np.concatenate(micro_batches) for micro_batches in layout]
         rank_tokens = [int(self.tokens.lengths[examples].sum()) for examples in rank_examples]
         examples = np.concatenate(rank_examples)
@@ -91,7 +92,7 @@ class Plan:
             denominator=self.tokens.divisor(examples),
             targets=int(self.tokens.targets[examples].sum()),
             tokens=sum(rank_tokens),
-            imbalance=max(rank_tokens) * len(rank_tokens) / sum(rank_tokens),
+            imbalance=max(rank_tokens) * len(rank_tokens) / max(1, sum(rank_tokens)),
         )
 
     def _ensure_rows_fit(self, layout: Layout) -> None:
@@ -121,8 +122,8 @@ class Plan:
             plan = self.plan_step(step)
             if not plan.denominator:
                 raise DataError(
-                    f"step {step}: all its {plan.examples:,} examples have the weight 0, so it has "
-                    "no loss; leave rows of weight 0 out, or raise train.batch_size"
+                    f"step {step}: all its examples have the weight 0, so it has no loss; leave "
+                    "rows of weight 0 out, or raise train.batch_size"
                 )
 
     def _order(self, epoch: int) -> Ints:

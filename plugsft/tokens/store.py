@@ -132,6 +132,10 @@ class Tokens:
             return np.ones(len(examples), np.float32)
         return weights[examples].astype(np.float32)
 
+    def weighted(self, examples: Ints) -> Ints:
+        """Return the examples but those of weight 0, which no step computes: 0 x inf is NaN."""
+        return examples[self.weights(examples) > 0]
+
     def divisor(self, examples: "Ints | slice" = slice(None)) -> float:
         """Return the divisor of the loss of examples: the sum of weight x denominator."""
         denominators, weights = self.denominators[examples], self.columns.get(WEIGHT)
