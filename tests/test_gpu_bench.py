@@ -1,5 +1,6 @@
 """tools/bench/gpu.py without a GPU: its checks, and a tiny case."""
 
+import ast
 import importlib
 import json
 import os
@@ -79,6 +80,26 @@ def test_mfu_is_of_gpus_whose_peak_is_known(bench):
     assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989e12
     for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB", ""):
         assert peak_of(other) is None
+
+
+def test_the_kernels_of_this_machine_compute_what_float32_does():
+    process = subprocess.run(
+        [sys.executable, BENCH / "gpu.py", "--child", "checks:{}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    checks = json.loads(process.stdout.splitlines()[-1])
+    assert len([check for check in checks if check["error"] is not None]) >= 12
+    assert not any(check["failed"] for check in checks)
+
+
+@pytest.mark.parametrize("path", sorted(BENCH.glob("*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_finds_what_it_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("plugsft"):
+            exec(ast.unparse(node), {})
 
 
 @only_full

@@ -27,14 +27,16 @@ from plugsft import RecipeError
 from plugsft.base.types import StepPlan
 from plugsft.batches.packed_rows import attend as attend_documents
 from plugsft.kit import Tokens, documents_of, pack
+from plugsft.model.fused_head import LogitTransform
 from plugsft.plugins.async_collate import AsyncCollate
 from plugsft.plugins.flash_attention import Conditions
 from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability
 from plugsft.plugins.flash_attention.varlen import attend as attend_varlen
 from plugsft.plugins.fused_loss import FusedLoss
-from plugsft.plugins.fused_loss.loss import LogitTransform, compute_losses
+from plugsft.plugins.fused_loss.loss import compute_losses
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.lora import Lora
+from plugsft.ranks.agree import agreed
 from plugsft.ranks.load_batches import BatchLoader
 
 IGNORED = -100
@@ -263,7 +265,7 @@ def check_loss() -> Iterator[Check]:
 def make_fused_loss(kernel: str) -> Any:
     """Return the plugin with this kernel; raise RecipeError if it cannot run."""
     plugin = FusedLoss(kernel=kernel)  # type: ignore[arg-type]
-    recipe: Any = SimpleNamespace(has=lambda plugin: False)
+    recipe: Any = SimpleNamespace(provides=lambda capability: None)
     plugin.check(recipe)
     return plugin
 
@@ -396,17 +398,19 @@ def check_loading_ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]
     """Collate rows with async_collate while the device computes; compare with serial collation."""
     plugin = AsyncCollate(depth=2)
     hook = SimpleNamespace(
-        feed=plugin.load_batches, collate=lambda tokens, examples, pad: pack(tokens, examples)
+        load_batches=plugin.load_batches,
+        collate=lambda tokens, examples, pad: pack(tokens, examples),
     )
     loader = BatchLoader(hook, Accelerator(cpu=not GPU), 0)
 
     def plan_step(step: int) -> StepPlan:
         return StepPlan(step, 0, [[rows[step - 1]]], 1, 1, 1)
 
+    loaded_steps = loader.load(
+        plan_step, tokens, range(1, len(rows) + 1), partial(agreed, loader.accelerator)
+    )
     mismatches, busy = 0, torch.randn(POSITIONS, POSITIONS, device=DEVICE)
-    for loaded_step, batch in zip(
-        loader.load(plan_step, tokens, range(1, len(rows) + 1)), batches, strict=True
-    ):
+    for loaded_step, batch in zip(loaded_steps, batches, strict=True):
         busy @ busy  # the next row is copied meanwhile
         [loaded] = loaded_step.micro_batches
         mismatches += sum(

@@ -161,7 +161,7 @@ def plugsft_step(folder: Path, tokens: Any, dtype: torch.dtype, peft: bool = Fal
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> float:
-        loss = core.step(model, batch, total, core.score)
+        loss = core.step(model, batch, total, core.token_nll)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
