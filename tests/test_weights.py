@@ -128,18 +128,18 @@ def test_rows_without_a_weight_count_1_whatever_else_their_source_holds(tmp_path
     [
         (-1, "-1"),
         (math.nan, "nan"),
-        (1e39, "1e.39"),
+        (math.inf, "inf"),
+        (1e31, "1e.31"),
         (10**400, "10"),
+        (1e-31, "1e-31"),
         (True, "true"),
         ("2", "'2'"),
     ],
-    ids=["negative", "nan", "too large", "very large", "boolean", "text"],
+    ids=["negative", "nan", "infinite", "too large", "very large", "too small", "boolean", "text"],
 )
 def test_a_weight_that_is_none_makes_a_bad_row(tmp_path, weight, shown):
     rows = [row(1), row(2, weight=weight)]
-    with pytest.raises(
-        DataError, match=rf"line 2: 'weight' is {shown}.*should be a number of at l"
-    ):
+    with pytest.raises(DataError, match=rf"line 2: 'weight' is {shown}.*should be 0, or a num"):
         prepared(tmp_path, [rows], {})
     tokens = prepared(tmp_path, [rows], {}, on_bad_row="drop")
     assert tokens.columns["weight"].tolist() == [1]
@@ -235,7 +235,9 @@ def test_a_plugin_may_weigh_rows(tmp_path, monkeypatch):
     activate(install(tmp_path / "site", weighs=WEIGHS), monkeypatch)
     tokens = prepared(tmp_path, [[row(1), row(2)]], {"weighs": {"weight": 0.5}})
     assert tokens.divisor() == 0.5 * tokens.targets.sum()
-    with pytest.raises(PluginError, match=r"the column 'weight' the value -0\.5; it must be a num"):
+    with pytest.raises(
+        PluginError, match=r"the column 'weight' the value -0\.5; it must be 0, or a"
+    ):
         prepared(tmp_path, [[row(1), row(2)]], {"weighs": {"weight": -0.5}})
 
 
@@ -245,7 +247,12 @@ def test_liger_s_loss_refuses_weights():
     wrapper = plugin.add_columns(None)
     next(wrapper)
     with pytest.raises(RecipeError, match="the rows have weights; set kernel"):
-        wrapper.send(SimpleNamespace(columns={"weight": np.ones(3)}))
+        wrapper.send(SimpleNamespace(columns={"weight": np.array([0, 1, 2])}))
+    # It computes no example of weight 0.
+    wrapper = plugin.add_columns(None)
+    next(wrapper)
+    with pytest.raises(StopIteration):
+        wrapper.send(SimpleNamespace(columns={"weight": np.array([0, 1, 1])}))
 
 
 def test_a_pair_s_weight_multiplies_its_loss(tiny, tmp_path):

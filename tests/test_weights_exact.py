@@ -1,10 +1,10 @@
-"""Weights are exact where weights of the model are sharded; a row of weight 0 has no influence."""
+"""Weights of rows are exact under FSDP2 and ZeRO-3; a row of weight 0 has no influence."""
 
 import json
 
 import pytest
 import torch
-from conftest import ROOT, chats, only_full, run_launch, run_ranks, write_jsonl
+from conftest import ROOT, chats, run_launch, run_ranks, write_jsonl
 from plugin_packages import activate, install
 from test_weights import sums_of
 from transformers import AutoModelForCausalLM
@@ -12,23 +12,32 @@ from transformers import AutoModelForCausalLM
 from plugsft.tokens.store import Tokens
 
 POISONS = """
+    import numpy as np
     import torch
 
-    @plugin()
+    @plugin(before=["dpo_reference"])
     class Poisons:
-        '''Make the hidden state of each token with the letter Z NaN.'''
+        '''Make hidden states NaN, of tokens that only rows of weight 0 have.'''
 
-        @hookimpl
-        def ready(self, run):
-            vocab = run.tokenizer.get_vocab()
-            ids = torch.tensor([number for text, number in vocab.items() if "Z" in text])
-            modules = run.model.module.modules()
+        poisoned: bool = state(False)
+
+        @hookimpl(wrapper=True)
+        def add_columns(self, model):
+            tokens = yield
+            if self.poisoned:  # then these are the evaluation's
+                return tokens
+            counts = tokens.columns["weight"] > 0
+            counted, others = (tokens.gather(np.flatnonzero(c))[0] for c in (counts, ~counts))
+            ids = torch.from_numpy(np.setdiff1d(others, counted))
+            modules = model.module.modules()
             embeddings = next(m for m in modules if isinstance(m, torch.nn.Embedding))
 
             def poison(_, inputs, hidden):
                 return hidden.masked_fill(torch.isin(inputs[0], ids)[..., None], torch.nan)
 
             embeddings.register_forward_hook(poison)
+            self.poisoned = len(ids) > 0
+            return tokens
 """
 PAIRS = [
     {"prompt": "who? ", "chosen": "owls" + " hoot" * (n % 5), "rejected": "elks"} for n in range(12)
@@ -36,7 +45,12 @@ PAIRS = [
 KINDS = {
     "padded": (1, chats(12), {}, 4),
     "packed": (2, chats(12), {"bfd_packing": {"capacity": 100}, "fused_loss": {"chunk": 7}}, 1),
-    "pairs, and empty micro-batches": (1, PAIRS, {"dpo": {"nll": 1.0}}, 1),
+    "pairs, and empty micro-batches": (
+        1,
+        PAIRS,
+        {"dpo": {"nll": 1.0}, "dpo_reference": {"probes": 20}},
+        1,
+    ),
 }
 OF_THE_CLOCK = {"tokens_per_second", "step_seconds", "data_wait_seconds", "memory_gib"}
 
@@ -89,7 +103,7 @@ LIMIT = 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_sharded_models_learn_weighted_rows_like_plain_torch(tiny, tmp_path, monkeypatch, kind):
     """With gradient accumulation, ranks with unequal tokens, and NaN in rows of weight 0."""
     activate(install(tmp_path / "site", poisons=POISONS), monkeypatch)

@@ -30,12 +30,13 @@ class LogProbs:
             self.facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
             blocks = [read_block(path) for path in block_files(folder)]
             examples = np.concatenate([block["example"] for block in blocks])
-            self.ids = np.zeros(self.facts["rows"], np.uint64)
-            self.values = np.full((self.facts["rows"], 2), np.nan, np.float32)
+            count = self.facts["rows"]
+            self.ids = np.zeros(count, np.uint64)
+            self.values = np.zeros((count, 2), np.float32)
             self.ids[examples] = np.concatenate([block["id"] for block in blocks])
             for column, side in enumerate(("chosen", "rejected")):
                 self.values[examples, column] = np.concatenate([block[side] for block in blocks])
-            if np.isnan(self.values).any():
+            if len(np.unique(examples)) < count:
                 raise ValueError("some pairs are missing")
         except (OSError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
             raise DataError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..base.types import Row
 from ..recipe.tables import FORMATS, short
-from ..tokens.schema import MAX_WEIGHT, WEIGHT
+from ..tokens.schema import WEIGHT, WEIGHT_RANGE, is_weight
 from .messages import BadRow, Conversation, parse_value, read_turns
 
 TEXTS = ("text", "completion")
@@ -56,8 +56,8 @@ def read_weight(row: Row) -> float:
     weight = row.get(WEIGHT)
     if weight in (None, [], ""):
         return 1.0
-    if type(weight) not in (int, float) or not 0 <= weight <= MAX_WEIGHT:
-        raise BadRow(f"'weight' is {short(weight)}, and should be a number of at least 0")
+    if type(weight) not in (int, float) or not is_weight(weight):
+        raise BadRow(f"'weight' is {short(weight)}, and should be {WEIGHT_RANGE}")
     return float(weight)
 
 

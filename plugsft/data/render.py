@@ -8,7 +8,7 @@ from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Data, short
-from ..tokens.schema import MAX_WEIGHT, SCHEMA, WEIGHT, common_type, type_of
+from ..tokens.schema import SCHEMA, WEIGHT, WEIGHT_RANGE, common_type, is_weight, type_of
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat, Text
 from .formats import READ, TEXTS, format_of, read_chat, read_text, read_weight
@@ -134,10 +134,8 @@ def check_columns(rendered: Rendered, count: int, source: str) -> None:
             raise PluginError(f"{where} both booleans and numbers; it must give one type")
         if name == WEIGHT:
             for row in rendered.rows:
-                if not 0 <= values[row] <= MAX_WEIGHT:
-                    raise PluginError(
-                        f"{where} the value {values[row]}; it must be a number of at least 0"
-                    )
+                if not is_weight(values[row]):
+                    raise PluginError(f"{where} the value {values[row]}; it must be {WEIGHT_RANGE}")
 
 
 def renamed(row: Row, columns: dict[str, str]) -> Row:

@@ -25,10 +25,12 @@ def check_recipe(
 def check_weights(recipe: Recipe, active: Active, tokens: Tokens) -> None:
     """Refuse weights of examples that the loss would ignore, or that are all 0."""
     weights = tokens.columns.get(WEIGHT)
-    if weights is None or (weights == 1).all():
+    if weights is None:
         return
     if not weights.any():
         raise DataError(f"all {len(weights):,} examples have the weight 0; raise some")
+    if (weights[weights > 0] == 1).all():  # those of weight 0 reach no loss
+        return
     answers = {hook: names for hook, _, names, _ in active.describe()}["step"]
     providers = [capability.plugin for capability in recipe.providers("weighted_examples")]
     for name in answers:

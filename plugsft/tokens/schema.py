@@ -41,8 +41,15 @@ INDEX_COLUMNS = ("length", "first", "shared", "trained", "row", "checksum")
 
 WEIGHT = "weight"
 """The column of `render` that multiplies an example's loss; 1 in shards without it."""
-MAX_WEIGHT = 3e38
-"""Losses are float32."""
+MIN_WEIGHT, MAX_WEIGHT = 1e-30, 1e30
+"""The smallest weight above 0, and the largest: losses are float32."""
+WEIGHT_RANGE = f"0, or a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+
+
+def is_weight(value: float) -> bool:
+    """Return whether an example may have this weight."""
+    return value == 0 or MIN_WEIGHT <= value <= MAX_WEIGHT
+
 
 ColumnType = Literal["bool", "int64", "float64"]
 """Type of a column of `render`: a name that numpy, Arrow and `datasets` share."""
