@@ -92,9 +92,8 @@ class FusedLoss:
             finally:
                 module.train(training)
         tokens = yield
-        weights = tokens.columns.get("weight")
         # Examples of weight 0 reach no batch.
-        if self.package == "liger" and weights is not None and (weights[weights > 0] != 1).any():
+        if self.package == "liger" and not {*tokens.columns.get("weight", ())} <= {0, 1}:
             raise RecipeError(
                 'plugins.fused_loss: kernel = "liger" gives all positions the same weight, but the '
                 'rows have weights; set kernel = "auto", or data.ignore = ["weight"]'

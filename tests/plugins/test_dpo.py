@@ -802,7 +802,7 @@ def test_a_model_that_differs_from_call_to_call_stops_at_step_1(
 ):
     activate(install(tmp_path / "site", noise=NOISE), monkeypatch)
     result = run_plugsft(recipe, f"plugins.dpo.loss={loss}", "plugins.noise={}")
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     assert re.search(r"plugins\.dpo: the first loss is \S+, but should be", result.stderr)
     assert "step 1/" not in result.stdout
 
