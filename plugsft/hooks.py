@@ -72,6 +72,9 @@ PASSES = ("cache", "tokenize", "render")
 DATA = ("cache", "tokenize", "render", "encode")
 """The hooks of data preparation; `plugsft prepare` calls only these."""
 
+EVERY = "*"
+"""In @plugin(after=...): every plugin that does not say so too."""
+
 PLUGIN = "__plugsft__"
 """Attribute of a plugin's class that holds its contract."""
 
@@ -112,6 +115,11 @@ def plugin(
     `affects_tokens`: options that affect tokens; default: all options of a plugin with hooks of
     data. Declare state with `state(default)`.
     """
+    for argument, names in (("after", after), ("before", before), ("requires", requires)):
+        if isinstance(names, str):
+            raise PluginError(f'@plugin({argument}="{names}"): write a list: ["{names}"]')
+    if EVERY in (*before, *requires, *(conflicts or ())):
+        raise PluginError(f'@plugin(...): "{EVERY}" is for `after` only')
     contract = Contract(
         tuple(after),
         tuple(before),

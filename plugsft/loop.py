@@ -12,10 +12,12 @@ from torch import Tensor
 from .base.errors import TrainError
 from .base.types import Batch
 from .output.record import memory_gib
+from .ranks.agree import ensure_alike
 from .ranks.launch import disconnect, seed_step
 from .ranks.load_batches import GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory
 from .ranks.sharded_optimizers import explain_optimizer
+from .ranks.trained_model import work_with_weights
 from .run import OpenRun
 
 
@@ -88,8 +90,7 @@ def all_reduce(
     run: OpenRun, losses: list[Tensor], counts: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """Sum losses, the plugins' metrics and counts over all ranks, in one reduction."""
-    per_plugin: Any = run.hooks.add_metrics()  # a notice returns a list
-    metrics = {name: value for plugin in per_plugin for name, value in plugin.items()}
+    metrics = plugin_metrics(run)
     # Counts need float64, which Apple's GPUs do not have.
     dtype = torch.float32 if run.accelerator.device.type == "mps" else torch.float64
     loss = torch.stack(losses).to(dtype).sum()
@@ -97,6 +98,16 @@ def all_reduce(
     local = torch.cat([local, loss.new_tensor([*counts.values()])])
     loss_sum, *sums = run.accelerator.reduce(local, reduction="sum").tolist()
     return loss_sum, dict(zip([*metrics, *counts], sums, strict=True))
+
+
+def plugin_metrics(run: OpenRun) -> dict[str, Tensor]:
+    """Return this rank's sums of the plugins' metrics, which have the same names on all ranks."""
+    per_plugin: Any = run.hooks.add_metrics()  # a notice returns a list
+    metrics = {name: value for plugin in per_plugin for name, value in plugin.items()}
+    if run.active.hears("add_metrics"):
+        names = {"the names that 'add_metrics' gave": ", ".join(sorted(metrics)) or "none"}
+        ensure_alike(run.accelerator, names, "A plugin gives the same names on all ranks")
+    return dict(sorted(metrics.items()))
 
 
 def clip_gradients(run: OpenRun) -> float:
@@ -153,7 +164,7 @@ def evaluate(run: OpenRun) -> dict[str, Any]:
         run.module.train()
         return evaluation_metrics(run, losses)
 
-    metrics: dict[str, Any] = run.hooks.use_weights(run=run, purpose="evaluate", work=work)
+    metrics: dict[str, Any] = work_with_weights(run.hooks, run, "evaluate", work)
     return metrics
 
 

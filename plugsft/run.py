@@ -40,7 +40,7 @@ from .ranks.rank_group import RankGroup
 from .ranks.same_inputs import SAME_INPUTS, model_facts, recipe_facts
 from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, train_state_of
 from .ranks.stopping import Stopping
-from .ranks.trained_model import TrainedModel
+from .ranks.trained_model import TrainedModel, work_with_weights
 from .recipe.tables import LOSSY, Recipe
 from .registry.active import Active
 
@@ -229,11 +229,14 @@ class OpenRun:
             self.facts["best"] = {"step": step, metric: best.value}
             say(f"best: {metric} {best.value:.4g} at step {step}; model/ has its weights")
 
-        def work() -> None:
-            save_model(self.accelerator, self.train_state, self.tokenizer, self.recipe)
+        folder = self.output / "model"
 
-        self.hooks.use_weights(run=self, purpose="save", work=work)
-        self.notify("saved", folder=self.output / "model", kind="model", step=step)
+        def work() -> Path:
+            save_model(self.accelerator, self.train_state, self.tokenizer, self.recipe)
+            return folder
+
+        work_with_weights(self.hooks, self, "save", work)
+        self.notify("saved", folder=folder, kind="model", step=step)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Reduce gradients in a step's last backward pass only, or in each if sharded."""
@@ -268,7 +271,7 @@ class OpenRun:
             plan = Plan(self.tokens, self.recipe, self.accelerator.num_processes, self.hooks)
             factor = self.hooks.schedule(train=self.recipe.train, steps=plan.steps)
             schedule = Schedule(factor, self.optimizer, plan.steps)
-            facts = plan.facts()
+            facts = plan.facts() | schedule.facts()
         ensure_alike(self.accelerator, facts, SAME_INPUTS)
         return plan, schedule
 

@@ -103,6 +103,8 @@ def test_two_plugins_with_one_capability_are_both_named(tables):
             "provides={'packd_rows': 'scope'}",
             "@plugin(provides=...): unknown capability 'packd_rows'; did you mean 'packed_rows'?",
         ),
+        ("after='lora'", '@plugin(after="lora"): write a list: ["lora"]'),
+        ("before=['*']", '@plugin(...): "*" is for `after` only'),
         (
             "provides={'packed_rows': None}",
             '\'packed_rows\' needs the option that tunes it: provides={"packed_rows": "OPTION"}',

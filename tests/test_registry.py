@@ -163,6 +163,7 @@ def test_a_module_holds_one_plugin(company, source):
         ("@hookimpl(trylast=True)\ndef step(self): ...", "only wrapper=True is understood"),
         ("@hookimpl(hookwrapper=True)\ndef step(self): yield", "only wrapper=True is understood"),
         ("@hookimpl\ndef step(self): yield", "a wrapper is marked @hookimpl(wrapper=True)"),
+        ("@hookimpl\nasync def stepped(self): ...", "stepped(): a hook is a plain function"),
         (
             "@hookimpl(wrapper=True)\ndef logged(self): yield",
             "'logged' is a notice to every plugin",

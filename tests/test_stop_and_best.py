@@ -13,13 +13,14 @@ STOPS = """
     class Stops:
         at: int
         rank: int = 0
+        reason: str = "enough was learned"
         steps: int = state(0)
 
         @hookimpl
         def stepped(self, run):
             self.steps += 1
             if run.step == self.at and run.ranks.rank == self.rank:
-                run.stop("enough was learned")
+                run.stop(self.reason)
 
         @hookimpl
         def state_dict(self):
@@ -70,6 +71,20 @@ def test_a_plugin_on_any_rank_stops_the_run_in_good_order(tiny, tmp_path, stops,
     assert result.returncode == 0, result.stderr
     assert "6 steps seen" in result.stdout
     assert record_of(run)["steps"]["done"] == 6 and record_of(run)["reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "recorded"),
+    [("!SIGTERM", "!SIGTERM"), ("", "a plugin stopped the run"), ("one\ntwo", "one two")],
+)
+def test_any_reason_stops_in_good_order(tiny, tmp_path, stops, reason, recorded):
+    recipe = tiny(train=TRAIN, plugins={"stops": {"at": 2, "reason": reason}})
+    result = run_plugsft(recipe)
+    assert result.returncode == 0, result.stderr
+    record = record_of(tmp_path / "run")
+    assert (record["status"], record["reason"]) == ("completed", recorded)
+    assert record["steps"]["done"] == 2
+    assert (tmp_path / "run/model").is_dir()
 
 
 BEST = """

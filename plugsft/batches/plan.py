@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
+import xxhash
 
 from ..base.checksums import digest
 from ..base.errors import DataError, PluginError
@@ -14,6 +15,7 @@ from ..hooks import Hooks
 from ..recipe.tables import Recipe, Train
 from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
+from .coverage import Coverage, ensure_layout
 
 
 class InOrder(Layouts):
@@ -56,6 +58,9 @@ class Plan:
             )
         self._row_limit = recipe.micro_batch_size() if recipe.provides("packed_rows") else None
         self._epochs: dict[int, Layouts] = {}
+        self._coverage: dict[int, Coverage] = {}
+        self._first_order = ""
+        """A checksum of the first epoch's order, to compare ranks."""
         self.per_epoch = len(self._epoch(0))
         if not self.per_epoch:
             raise DataError("an epoch has no example: raise the weights of [[data.sources]]")
@@ -80,6 +85,8 @@ class Plan:
         epoch, number = divmod(step - 1, self.per_epoch)
         self.tokens.ensure_unchanged()
         layout = self._epoch(epoch)[number]
+        ensure_layout(layout, self.ranks)
+        self._coverage[epoch].add(number, layout)
         self._ensure_rows_fit(layout)
         layout = [list(map(self.tokens.weighted, rank)) for rank in layout]
         rank_examples = [np.concatenate(micro_batches) for micro_batches in layout]
@@ -111,9 +118,10 @@ class Plan:
         """Describe the number of steps and the layout of the first, to compare ranks."""
         first = self.plan_step(1)
         layout = [[examples.tolist() for examples in rank] for rank in first.layout]
+        step_one = {"layout": layout, "targets": first.denominator, "order": self._first_order}
         return {
             "the number of steps": f"{self.steps:,}",
-            "the order of examples": digest({"layout": layout, "targets": first.denominator})[:8],
+            "the order of examples": digest(step_one)[:8],
         }
 
     def _ensure_divisors(self) -> None:
@@ -151,7 +159,9 @@ class Plan:
         if epoch not in self._epochs:
             # At most two: the current epoch, and the next, whose batches may be loaded ahead.
             self._epochs = {n: layouts for n, layouts in self._epochs.items() if n >= epoch - 1}
+            self._coverage = {n: self._coverage[n] for n in self._epochs}
             order = self._order(epoch)
+            self._first_order = self._first_order or xxhash.xxh3_64_hexdigest(order.tobytes())
             self.examples = len(order)
             layouts = self._hooks.plan_batches(
                 order=order,
@@ -166,6 +176,7 @@ class Plan:
                     f"{epoch} and {self.per_epoch} for the first; every epoch must have the same "
                     "number"
                 )
+            self._coverage[epoch] = Coverage(order, len(self.tokens.lengths), len(layouts))
             self._epochs[epoch] = layouts
         return self._epochs[epoch]
 

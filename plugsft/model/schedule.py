@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError, validate_call
 
+from ..base.checksums import digest
 from ..base.errors import PluginError, RecipeError, did_you_mean
 from ..hooks import hookimpl
 from ..recipe.tables import Train, short
@@ -33,6 +34,14 @@ class Schedule:
     def __init__(self, factor: Factor, optimizer: Optimizer, steps: int) -> None:
         self._factors, self._optimizer = factors_of(factor, steps), optimizer
         self._peaks = [group["lr"] for group in optimizer.param_groups]
+
+    def facts(self) -> dict[str, str]:
+        """Describe the learning rates, to compare ranks."""
+        return {
+            "the learning rates": digest(
+                {"factors": self._factors, "peaks": [*map(float, self._peaks)]}
+            )[:8]
+        }
 
     def set(self, step: int) -> float:
         """Set the learning rate of a step, counted from 1; return it."""

@@ -154,9 +154,9 @@ class Record:
             say(f"warning: no report: {reason_of(error)}")
 
     def write(self) -> None:
-        """Write run.json with its current content."""
+        """Write run.json with its current content; facts of plugins that JSON lacks, as text."""
         if self.writes:
-            write_text(self.folder / "run.json", json.dumps(self.run, indent=1) + "\n")
+            write_text(self.folder / "run.json", json.dumps(self.run, indent=1, default=str) + "\n")
 
     def plugins(self) -> list[dict[str, Any]]:
         """Return the active plugins with their options and summaries."""

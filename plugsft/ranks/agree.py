@@ -65,12 +65,14 @@ class Vote:
     fatal: bool = True
     """Whether this rank cannot even save a checkpoint after its error."""
     stop: str = ""
-    """Why this rank asks to end the run in good order."""
+    """Why a plugin on this rank asks to end the run in good order."""
+    signal: str = ""
+    """The signal that asks this rank to end."""
 
     @property
     def level(self) -> int:
         """How bad it is: 0 fine, 1 stop or failed but able to save, 2 failed."""
-        return 2 if self.error and self.fatal else int(bool(self.error or self.stop))
+        return 2 if self.error and self.fatal else int(bool(self.error or self.stop or self.signal))
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Report:
     failure: str | None
     fatal: bool
     stop: str
+    signal: str
 
 
 def vote(accelerator: Accelerator, ballot: Vote, patience: float = PATIENCE) -> list[Report]:
@@ -209,7 +212,7 @@ def _equal(text: str, level: int = 0) -> bool:
 
 def _report(ballot: Vote) -> Report:
     reason = None if ballot.error is None else reason_of(ballot.error)
-    return Report(ballot.operation, reason, ballot.fatal, ballot.stop)
+    return Report(ballot.operation, reason, ballot.fatal, ballot.stop, ballot.signal)
 
 
 def _gathered(value: Any) -> list[Any]:

@@ -78,10 +78,11 @@ class BatchLoader:
         """
         batches = iter(self.hooks.load_batches(build=self._builder(plan_step, tokens), steps=steps))
         try:
-            while True:
+            for expected in [*steps, None]:
                 started = time.perf_counter()
                 with agree("making batches"):
                     loaded = next(batches, None)
+                    ensure_step(loaded, expected)
                 if loaded is None:
                     return
                 waited = time.perf_counter() - started
@@ -133,6 +134,17 @@ class BatchLoader:
             name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
+
+
+def ensure_step(loaded: LoadedStep | None, expected: int | None) -> None:
+    """Refuse another step than the next, which 'load_batches' lost, repeated or reordered."""
+    step = None if loaded is None else loaded.plan.step
+    if step != expected:
+        names = [f"step {number}" if number else "the end" for number in (step, expected)]
+        raise PluginError(
+            f"'load_batches' gave {names[0]} in place of {names[1]}; it must give every step, in "
+            "order"
+        )
 
 
 def name_rows(tokens: Tokens, micro_batches: Sequence[Ints]) -> str:

@@ -50,6 +50,8 @@ class PluginDescriber(Describer):
                 f"{_where(name)} is a slice of '{weight_slice.weight}', and the model has no "
                 "weight of that name"
             )
+        if not isinstance(weight_slice.values, Tensor):
+            raise PluginError(f"{_where(name)} is a WeightSlice whose values are no tensor")
         values, parameter = weight_slice.values.detach(), self.weights[weight_slice.weight]
         if values.shape != (shape := local_values(parameter).shape):
             raise PluginError(

@@ -38,7 +38,8 @@ class RankGroup:
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sums of values over all ranks."""
-        with together(self._accelerator, "reducing values of a plugin"):
+        kind = f"{values.dtype} {[*values.shape]}"
+        with together(self._accelerator, f"reducing values of a plugin ({kind})"):
             local = values.to(self._accelerator.device)
             summed: Tensor = self._accelerator.reduce(local, reduction="sum")
             return summed

@@ -40,7 +40,8 @@ class Stopping:
 
     def request(self, reason: str) -> None:
         """Ask all ranks to end the run after this step, with checkpoint and model."""
-        self._request = self._request or reason
+        line = " ".join(str(reason).split())
+        self._request = self._request or line or "a plugin stopped the run"
 
     def fail(self, error: Exception, fatal: bool) -> None:
         """Store the error of a notice until the next agreement, where all ranks end.
@@ -60,7 +61,8 @@ class Stopping:
             caught = raised
         error = self._error or caught
         fatal = self._fatal or caught is not None
-        reports = vote(accelerator, Vote(operation, error, fatal, self._own_reason()))
+        ballot = Vote(operation, error, fatal, self._request, self._own_signal())
+        reports = vote(accelerator, ballot)
         if not reports:
             return
         failed = [report for report in reports if report.failure is not None]
@@ -80,17 +82,15 @@ class Stopping:
                 128 + number,
             )
 
-    def _own_reason(self) -> str:
-        """Return why this rank asks to stop; signals are marked with a "!"."""
-        if self._signal or launcher_ended():
-            return f"!{self._signal or 'the end of its launcher'}"
-        return self._request
+    def _own_signal(self) -> str:
+        """Return the signal that this rank received, if any."""
+        return self._signal or ("the end of its launcher" if launcher_ended() else "")
 
     def _agree_on_reason(self, reports: list[Report]) -> None:
         """Take the same reason on all ranks: a signal, or the first request."""
-        reasons = [report.stop for report in reports if report.stop]
-        signals = [reason[1:] for reason in reasons if reason.startswith("!")]
-        self.reason = (signals or reasons)[0]
+        signals = [report.signal for report in reports if report.signal]
+        requests = [report.stop for report in reports if report.stop]
+        self.reason = (signals or requests)[0]
         self._agreed_signal = signals[0] if signals else ""
 
     def __enter__(self) -> Self:

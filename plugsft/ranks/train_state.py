@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..base.console import say
 from ..base.errors import PluginError
 from ..model.tensor_shards import TensorShard, local_values, shard_of
+from ..recipe.tables import short
 from .optimizer_parts import (
     describe_optimizer,
     describe_states,
@@ -82,14 +83,21 @@ class TrainState:
         named = self.parameters()
         with torch.no_grad():
             for name, values in shards.items():
-                if name not in named:
-                    raise PluginError(f"'{name}' is no trained weight of the model")
-                if values.shape != (shape := self.local(named[name]).shape):
-                    raise PluginError(
-                        f"{name}: this rank's part has shape {[*shape]}, not {[*values.shape]}"
-                    )
                 self._set_local(named[name], values)
         self._update_copies()
+
+    def ensure_fitting(self, shards: Mapping[str, Tensor]) -> None:
+        """Refuse parts of weights that `set_shards` cannot write; nothing is written yet."""
+        named = self.parameters()
+        for name, values in shards.items():
+            if name not in named:
+                raise PluginError(f"'{name}' is no trained weight of the model")
+            if not isinstance(values, Tensor):
+                raise PluginError(f"{name}: a part is a tensor, not {short(values)}")
+            if values.shape != (shape := self.local(named[name]).shape):
+                raise PluginError(
+                    f"{name}: this rank's part has shape {[*shape]}, not {[*values.shape]}"
+                )
 
     def local(self, parameter: Any) -> Tensor:
         """Return this rank's part of a trained parameter; a view where possible."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ..base.checksums import digest
+from ..base.errors import PluginError
 from ..base.types import Ints
-from ..hooks import Run
+from ..hooks import Hooks, Purpose, Run
 from ..model.for_plugins import weights_digest
 from ..model.generate import Speaker, attention_with_cache
 from ..model.load import Load
@@ -76,9 +78,9 @@ class TrainedModel:
                 speaker = Speaker(plain, self._run.tokenizer, max_tokens, temperature, sharded)
                 return speaker.answer_all(prompts)
 
-        with together(self._accelerator, "generating"):
-            answers: list[str]
-            answers = self._hooks.use_weights(run=self._run, purpose="generate", work=work)
+        asked = digest({"prompts": [*prompts]})[:6]
+        with together(self._accelerator, f"generating answers to the prompts {asked}"):
+            answers: list[str] = work_with_weights(self._hooks, self._run, "generate", work)
             return answers
 
     def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
@@ -108,11 +110,26 @@ class TrainedModel:
         """Put other weights in place inside the block, and the trained ones back after it."""
         trained = {name: shard.clone() for name, shard in self.shards().items() if name in shards}
         with together(self._accelerator, "swapping weights"):
-            self._state.set_shards(shards)
+            self._state.ensure_fitting(shards)
         try:
+            self._state.set_shards(shards)
             yield
         finally:
             self._state.set_shards(trained)
+
+
+def work_with_weights(hooks: Hooks, run: Run, purpose: Purpose, work: Callable[[], Any]) -> Any:
+    """Return `work()`, done with the weights that plugins put in place for its purpose."""
+    calls = []
+
+    def noted() -> Any:
+        calls.append(purpose)
+        return work()
+
+    result = hooks.use_weights(run=run, purpose=purpose, work=noted)
+    if not calls:
+        raise PluginError(f"'use_weights' did not call work() for \"{purpose}\"; it must")
+    return result
 
 
 @contextmanager

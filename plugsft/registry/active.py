@@ -18,7 +18,7 @@ from ..base.checksums import digest, file_digest
 from ..base.console import say
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine
-from ..hooks import Hooks
+from ..hooks import EVERY, Hooks
 from ..recipe import parse as reading
 from ..recipe.tables import COLUMNS, Recipe, short
 from .capabilities import provided_by, provided_twice
@@ -34,9 +34,6 @@ from .contracts import (
 )
 from .discover import BUNDLED, CORE, FoundPlugin, find, is_core, load_class
 from .trace import print_call, trace_calls
-
-EVERY = "*"
-"""In @plugin(after=...): every plugin that does not say so too."""
 
 
 class Active:
@@ -77,8 +74,10 @@ class Active:
         """Call a notice's plugins in the declared order; yield each that fails, with its error."""
         for impl in self._impls(hook):
             started = time.perf_counter()
+            # A plugin that edits its metrics must not change those of others.
+            own = {n: dict(value) if n == "metrics" else value for n, value in arguments.items()}
             try:
-                impl.function(*(arguments[name] for name in impl.argnames))
+                impl.function(*(own[name] for name in impl.argnames))
             except Exception as error:
                 if not is_core(impl.plugin_name):
                     _name_plugin(error, impl.plugin_name, hook)
@@ -101,6 +100,10 @@ class Active:
                 say(f"warning: the checkpoint holds state of plugin '{name}', which is off")
         for name in impls.keys() - states.keys():
             say(f"warning: the checkpoint holds no state of plugin '{name}'; it starts without")
+
+    def hears(self, hook: str) -> bool:
+        """Tell whether a plugin or the core implements a notice."""
+        return bool(self._impls(hook))
 
     def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
         """Yield each hook: name, whether a stage, answering plugins, wrappers (outermost last)."""
@@ -161,7 +164,7 @@ class Active:
             yield
         except PlugsftError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             places = {
                 id(inspect.unwrap(impl.function).__code__): (impl.plugin_name, hook)
                 for hook in SPECS
@@ -169,7 +172,12 @@ class Active:
             }
             called = [places.get(id(frame.f_code)) for frame, _ in walk_tb(error.__traceback__)]
             name, hook = next(filter(None, reversed(called)), (CORE, ""))
-            if not is_core(name):
+            if isinstance(error, SystemExit) and not is_core(name):
+                raise PluginError(
+                    f"plugin '{name}' ended the program in its hook '{hook}', as sys.exit() does; "
+                    "a plugin calls run.stop(reason), or raises PluginError"
+                ) from error
+            if isinstance(error, Exception) and not is_core(name):
                 _name_plugin(error, name, hook)
             raise
 

@@ -62,6 +62,8 @@ def inspect_hooks(cls: type[Any], name: str) -> None:
                 f"{where}: a wrapper is marked @hookimpl(wrapper=True) and yields once; "
                 "an answer does neither"
             )
+        if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
+            raise PluginError(f"{where}: a hook is a plain function; nothing awaits an async one")
         _inspect_arguments(value, attribute, where)
 
 
@@ -137,7 +139,7 @@ def refuse_lost_result(function: Callable[..., Any], name: str, hook: str) -> Ca
 def refuse_taken_metric_names(
     function: Callable[..., Any], plugin: str, owners: dict[str, str]
 ) -> Callable[..., Any]:
-    """Wrap `measure` to refuse metric names of the core or of another plugin.
+    """Wrap `add_metrics` to refuse metric names of the core or of another plugin.
 
     `owners` maps each known metric to its plugin.
     """
@@ -145,8 +147,10 @@ def refuse_taken_metric_names(
     @functools.wraps(function)
     def checked(*args: Any) -> Any:
         measured = function(*args)
-        for metric in measured or ():
+        for metric, value in (measured or {}).items():
             where = f"plugin '{plugin}': its metric '{metric}'"
+            if not hasattr(value, "to") or value.shape != ():
+                raise PluginError(f"{where} is no tensor of one number: give the sum, as a tensor")
             if metric in METRICS:
                 raise PluginError(f"{where} has the name of a metric of plugsft; rename it")
             if metric.startswith("eval_"):

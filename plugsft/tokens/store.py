@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from ..base.errors import DataError, reason_of
+from ..base.errors import DataError, PluginError, reason_of
 from ..base.machine import is_slow_to_map, look
 from ..base.types import Ints
 from .schema import WEIGHT, index_schema, shard_schema
@@ -150,6 +150,10 @@ class Tokens:
         if self.facts["pairs"]:
             first, second = self._first_lengths, self.lengths - self._first_lengths
         shapes = {"longest": np.maximum(first, second), "sequences": 1 + (second > 0)}
+        if taken := self.columns.keys() & shapes.keys():
+            raise PluginError(
+                f"a plugin's column '{min(taken)}' has the name of a column of plugsft; rename it"
+            )
         return {**self.columns, **shapes}
 
     def sequences(self, examples: Ints) -> tuple[Ints, Ints]:

@@ -1,0 +1,243 @@
+"""Plugins that break a promise of their hooks end the run, in seconds and with the reason."""
+
+import json
+import time
+
+import pytest
+from conftest import chats, read_metrics, run_plugsft, run_ranks, start_ranks
+from plugin_packages import activate, install
+
+TRAIN = {"steps": 4, "batch_size": 8, "micro_batch": 4}
+EVAL = {"every": 2, "split": "train[:4]"}
+SECONDS = 40
+HEAD = """
+    import os, sys
+
+    import torch
+
+    RANK = int(os.environ.get("RANK", "0"))
+
+    @plugin()
+    class Made:
+        rank: int = state(0)
+"""
+
+
+@pytest.fixture
+def recipe(tiny, tmp_path, monkeypatch):
+    """Return `recipe(body)`: a recipe with a plugin of this class body."""
+
+    def make(body, **tables):
+        site = install(tmp_path / "site", made=HEAD + body)
+        activate(site, monkeypatch)
+        return tiny(rows=chats(24), train=TRAIN, plugins={"made": {}}, **tables)
+
+    return make
+
+
+PLANS = """
+        @hookimpl(wrapper=True)
+        def plan_batches(self):
+            steps = [*(yield)]
+            {edit}
+            return steps
+"""
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("steps[1] = steps[0]", "more often than the epoch's order has it; it must lay out each"),
+        ("steps[0] = [[part[:-1] for part in rank] for rank in steps[0]]", "left out 2 examples"),
+        ("steps[0] = [[part - 9 for part in rank] for rank in steps[0]]", "does not exist in step"),
+        ("steps = [step * 2 for step in steps]", "gave micro-batches per rank: [2, 2]; it must"),
+        ("steps = [[[]] for step in steps]", "gave micro-batches per rank: [0]; it must give each"),
+        ("steps = [[[[1]]] for step in steps]", "that is no numpy array of whole numbers"),
+    ],
+)
+def test_a_plan_that_repeats_or_loses_examples_is_refused(recipe, edit, message):
+    result = run_plugsft(recipe(PLANS.format(edit=edit)))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "error: 'plan_batches' " in result.stderr and message in result.stderr
+
+
+LOADS = """
+        @hookimpl
+        def load_batches(self, build, steps):
+            return map(build, {steps})
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("list(steps)[:2]", "gave the end in place of step 3"),
+        ("reversed(steps)", "gave step 4 in place of step 1"),
+        ("[*steps, 4]", "gave step 4 in place of the end"),
+    ],
+)
+def test_lost_and_reordered_batches_are_refused(recipe, steps, message):
+    result = run_plugsft(recipe(LOADS.format(steps=steps)))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert f"error: 'load_batches' {message}; it must give every step, in order" in result.stderr
+
+
+METRICS = """
+        @hookimpl
+        def add_metrics(self):
+            names = {names}
+            return {{name: torch.tensor(value) for name, value in names.items()}}
+"""
+DIFFERING = {
+    "metrics": (
+        METRICS.format(names="{'one': 1.0} if RANK else {}"),
+        "the ranks differ in the names that 'add_metrics' gave: rank 0 has none, rank 1 has one",
+    ),
+    "schedule": (
+        """
+        @hookimpl
+        def schedule(self, train, steps):
+            return lambda step: 1.0 - RANK / 2
+        """,
+        "the ranks differ in the learning rates",
+    ),
+    "order": (
+        """
+        @hookimpl(wrapper=True)
+        def order_examples(self):
+            order = yield
+            order[-2:] = order[-2:][::-1] if RANK else order[-2:].copy()
+            return order
+        """,
+        "the ranks differ in the order of examples",
+    ),
+    "load": (
+        LOADS.format(steps="list(steps)[:2] if RANK else steps"),
+        "'load_batches' gave the end in place of step 3",
+    ),
+    "reduce": (
+        """
+        @hookimpl
+        def stepped(self, run):
+            run.ranks.reduce(torch.ones(2 + RANK))
+        """,
+        "rank 0 has reducing values of a plugin (torch.float32 [2]), rank 1 has reducing",
+    ),
+    "generate": (
+        """
+        @hookimpl
+        def stepped(self, run):
+            run.model.generate(["hello"] * (RANK + 1), max_tokens=2)
+        """,
+        "the ranks are at different operations: rank 0 has generating answers to",
+    ),
+    "exit": (
+        """
+        @hookimpl
+        def stepped(self, run):
+            if RANK and run.step == 2:
+                sys.exit(0)
+        """,
+        "plugin 'made' ended the program in its hook 'stepped', as sys.exit() does",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_ranks_that_differ_end_in_seconds_with_the_reason(recipe, name):
+    body, message = DIFFERING[name]
+    path, started = recipe(body), time.monotonic()
+    ended = [process.wait(SECONDS) for process in start_ranks(2, path)]
+    assert time.monotonic() - started < SECONDS
+    assert {process.returncode for process in ended} <= {1, 2}, ended[0].stderr
+    for process in ended:
+        assert message in process.stderr and "Traceback" not in process.stderr
+
+
+def test_ranks_may_give_their_metrics_in_any_order(recipe, tmp_path):
+    names = "{'one': 1.0, 'two': 5.0} if RANK else {'two': 5.0, 'one': 1.0}"
+    run_ranks(2, recipe(METRICS.format(names=names)), timeout=SECONDS)
+    for line in read_metrics(tmp_path / "run"):
+        assert line["two"] == pytest.approx(5 * line["one"])
+
+
+@pytest.mark.parametrize("value", ["1.0", "torch.ones(2)"])
+def test_a_metric_is_a_tensor_of_one_number(recipe, value):
+    body = f"""
+        @hookimpl
+        def add_metrics(self):
+            return {{"sum": {value}}}
+    """
+    result = run_plugsft(recipe(body))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "plugin 'made': its metric 'sum' is no tensor of one number" in result.stderr
+
+
+def test_a_wrong_swap_leaves_the_trained_weights(recipe):
+    body = """
+        @hookimpl
+        def stepped(self, run):
+            trained = {name: shard.clone() for name, shard in run.model.shards().items()}
+            others = {name: torch.zeros_like(shard) for name, shard in trained.items()}
+            others[[*others][-1]] = torch.zeros(3)
+            try:
+                with run.model.swapped(others):
+                    pass
+            except PluginError as error:
+                assert "has shape" in str(error)
+            for name, shard in run.model.shards().items():
+                assert torch.equal(shard, trained[name])
+    """
+    result = run_plugsft(recipe(body))
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_plugin_may_answer_use_weights(recipe, tmp_path):
+    body = """
+        @hookimpl
+        def use_weights(self, work):
+            return work()
+    """
+    result = run_plugsft(recipe(body, eval=EVAL))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run/model/config.json").exists()
+
+
+def test_a_model_that_use_weights_does_not_save_is_missed(recipe):
+    body = """
+        @hookimpl
+        def use_weights(self, purpose, work):
+            return work() if purpose == "evaluate" else "nothing"
+    """
+    result = run_plugsft(recipe(body, eval=EVAL))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "'use_weights' did not call work() for \"save\"" in result.stderr
+
+
+def test_what_a_plugin_does_to_its_metrics_and_facts_stays_with_it(recipe, tmp_path):
+    body = """
+        @hookimpl
+        def ready(self, run):
+            run.facts["made"] = {"folder": run.output}
+
+        @hookimpl
+        def logged(self, metrics):
+            metrics.clear()
+    """
+    result = run_plugsft(recipe(body, eval=EVAL, checkpoint={"keep_best": "eval_loss"}))
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["made"] == {"folder": str(tmp_path / "run")} and record["best"]["step"] == 4
+
+
+def test_a_column_with_the_name_of_a_shape_is_refused(recipe):
+    body = """
+        @hookimpl(wrapper=True)
+        def render(self, rows):
+            rendered = yield
+            rendered.columns["longest"] = [1] * len(rows)
+            return rendered
+    """
+    result = run_plugsft(recipe(body))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "a plugin's column 'longest' has the name of a column of plugsft" in result.stderr
