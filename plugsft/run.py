@@ -223,6 +223,11 @@ class OpenRun:
     def save_model(self) -> None:
         """Write the best or last model, with the weights that plugins want saved."""
         step, best = self.step, self.checkpoints.best
+        if best is None and self.recipe.checkpoint.keep_best:
+            say(
+                f"warning: no evaluation had a finite {self.recipe.checkpoint.keep_best}; "
+                "model/ has the weights of the last step"
+            )
         if best is not None:
             step = self.checkpoints.restore_best(self.step)
             metric = str(self.recipe.checkpoint.keep_best)

@@ -5,7 +5,9 @@ import json
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 from conftest import read_metrics, run_plugsft, start_ranks, tiny_tables, write_recipe
@@ -302,6 +304,10 @@ class Wraps:
     assert described["logged"] == (False, [], [])
 
 
+NO_WORK = SimpleNamespace(progress=lambda slices: nullcontext(print))
+"""The work of no slices."""
+
+
 def wrapping(body):
     lines = dedent_in(dedent_in(dedent(body)))
     return f"@plugin()\nclass Wraps:\n    @hookimpl(wrapper=True)\n    def tokenize(self):\n{lines}"
@@ -318,7 +324,7 @@ def wrapping(body):
 def test_a_wrapper_that_breaks_its_contract_is_named(company, body, expected, tmp_path):
     active = resolve(company(one=wrapping(body)))[1].attach(DataDefaults(tmp_path))
     with pytest.raises(PluginError, match=expected) as caught:
-        active.hooks.tokenize(slices=[], work=None)
+        active.hooks.tokenize(slices=[], work=NO_WORK)
     assert "plugin 'one'" in str(caught.value)
 
 
@@ -336,7 +342,7 @@ def test_an_answer_of_nothing_is_named_unless_it_passes_the_question_on(company,
     with pytest.raises(PluginError, match="plugin 'one': its answer to 'plan_batches' is None"):
         active.hooks.plan_batches(order=None, lengths=None, columns={}, ranks=1, train=None)
     active = resolve(company(two=answer.format(hook="tokenize")))[1].attach(DataDefaults(tmp_path))
-    assert active.hooks.tokenize(slices=[], work=None) == []
+    assert active.hooks.tokenize(slices=[], work=NO_WORK) == []
 
 
 class Ours:
@@ -357,10 +363,10 @@ def test_a_wrapper_sees_and_may_mend_what_was_raised(company):
             return 1 / 0
 
     active = resolve(company(one=wrapping(body)))[1].attach(Core())
-    assert active.hooks.tokenize(slices=[], work=None) == "replaced"
+    assert active.hooks.tokenize(slices=[], work=NO_WORK) == "replaced"
     active = resolve(company(two=wrapping("return (yield)")))[1].attach(Core())
     with pytest.raises(ZeroDivisionError):
-        active.hooks.tokenize(slices=[], work=None)
+        active.hooks.tokenize(slices=[], work=NO_WORK)
 
 
 def test_check_hears_every_objection(company):

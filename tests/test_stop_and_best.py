@@ -1,6 +1,8 @@
 """A plugin stops a run in good order; the best checkpoint becomes the model; state is resumed."""
 
 import json
+import math
+import shutil
 
 import pytest
 import torch
@@ -143,6 +145,29 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     run_plugsft("export", run / "checkpoints/step-000006", "--to", exported_last)
     last = load_file(exported_last / "model.safetensors")
     assert any(not torch.equal(model[name], last[name]) for name in expected)
+
+
+def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", told=BEST), monkeypatch)
+    recipe = tiny(
+        rows=chats(24),
+        train=TRAIN | {"steps": 3},
+        eval={"split": "train[:4]", "every": 1},
+        checkpoint={"every": 1, "keep_best": "eval_told"},
+        plugins={"told": {"values": [math.nan] * 3}},
+    )
+    last = "warning: no evaluation had a finite eval_told; model/ has the weights of"
+    done = run_plugsft(recipe)
+    assert done.returncode == 0 and last in done.stdout, done.stderr
+    done = run_plugsft(recipe, "plugins.told.values=[1.0,2.0,3.0]", "--overwrite")
+    assert "at step 1; model/ has its weights" in done.stdout
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000001")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000003")
+    done = run_plugsft(recipe, "plugins.told.values=[1.0,2.0,3.0]", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "warning: the best checkpoint so far," in done.stdout
+    assert "step-000001, is missing; model/ will be the best of the steps from here" in done.stdout
+    assert "at step 3; model/ has its weights" in done.stdout
 
 
 def test_a_metric_that_evaluations_lack_is_named(tiny):

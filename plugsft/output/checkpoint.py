@@ -178,7 +178,13 @@ class Checkpoints:
         if self._recipe.checkpoint.keep_best is None or not saved.get("best"):
             return None
         best = Best(*saved["best"])
-        return best if is_published(step_folder(self.folder, best.step)) else None
+        if is_published(folder := step_folder(self.folder, best.step)):
+            return best
+        say(
+            f"warning: the best checkpoint so far, {folder}, is missing; model/ will be the best "
+            "of the steps from here"
+        )
+        return None
 
 
 def rank_file(rank: int) -> str:
