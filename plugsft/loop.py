@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base.errors import TrainError
+from .base.errors import PluginError, TrainError
 from .base.types import Batch
 from .output.record import memory_gib
 from .ranks.agree import ensure_alike
@@ -81,9 +81,14 @@ def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
 def compute_loss(run: OpenRun, micro_batch: Batch, denominator: float) -> Tensor:
     """Return a micro-batch's loss: its sum over targets, divided by the global batch's targets."""
     hooks = run.hooks  # without plugins, model/defaults.py answers
-    return hooks.step(
+    loss = hooks.step(
         model=run.module, batch=micro_batch, denominator=denominator, token_nll=hooks.token_nll
     )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise PluginError(
+            "'step' gave no tensor of one number; it must give the micro-batch's loss"
+        )
+    return loss
 
 
 def all_reduce(

@@ -111,6 +111,18 @@ DIFFERING = {
         """,
         "the ranks differ in the order of examples",
     ),
+    "columns": (
+        """
+        @hookimpl(wrapper=True)
+        def add_columns(self):
+            import numpy as np
+
+            tokens = yield
+            tokens.columns["score"] = np.full(len(tokens), RANK)
+            return tokens
+        """,
+        "the ranks differ in the columns of examples",
+    ),
     "load": (
         LOADS.format(steps="list(steps)[:2] if RANK else steps"),
         "'load_batches' gave the end in place of step 3",
@@ -171,6 +183,18 @@ def test_a_metric_is_a_tensor_of_one_number(recipe, value):
     result = run_plugsft(recipe(body))
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "plugin 'made': its metric 'sum' is no tensor of one number" in result.stderr
+
+
+@pytest.mark.parametrize("loss", ["0.5", "token_nll(model=model, batch=batch, summed=False)"])
+def test_a_loss_is_one_number(recipe, loss):
+    body = f"""
+        @hookimpl
+        def step(self, model, batch, token_nll):
+            return {loss}
+    """
+    result = run_plugsft(recipe(body))
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "error: 'step' gave no tensor of one number" in result.stderr
 
 
 def test_a_wrong_swap_leaves_the_trained_weights(recipe):

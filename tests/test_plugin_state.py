@@ -180,7 +180,7 @@ def refuse_states(kind, accelerator, recipe, active):
         "a part too long": {norm: torch.zeros(17)},
     }.items():
         try:
-            run.held.set_shards(shards)
+            run.held.ensure_fitting(shards)
         except PluginError as error:
             errors[name] = str(error)
     return errors

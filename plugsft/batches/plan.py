@@ -118,10 +118,15 @@ class Plan:
         """Describe the number of steps and the layout of the first, to compare ranks."""
         first = self.plan_step(1)
         layout = [[examples.tolist() for examples in rank] for rank in first.layout]
+        columns = {
+            name: xxhash.xxh3_64_hexdigest(values.tobytes())
+            for name, values in self.tokens.columns.items()
+        }
         step_one = {"layout": layout, "targets": first.denominator, "order": self._first_order}
         return {
             "the number of steps": f"{self.steps:,}",
             "the order of examples": digest(step_one)[:8],
+            "the columns of examples": digest(columns)[:8],
         }
 
     def _ensure_divisors(self) -> None:
