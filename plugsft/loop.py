@@ -29,6 +29,7 @@ def train(run: OpenRun) -> None:
             learning_rate = run.schedule.set(batch.step)
             losses = forward_backward(run, batch)
             loss, sums = all_reduce(run, losses, batch.counts())
+            batch.ensure_same_layout(sums.pop("layout_checksum"))
             grad_norm = clip_gradients(run)
             ensure_finite(batch, loss, grad_norm)
             with (

@@ -111,6 +111,15 @@ DIFFERING = {
         """,
         "the ranks differ in the order of examples",
     ),
+    "later order": (
+        """
+        @hookimpl(wrapper=True)
+        def order_examples(self, epoch):
+            order = yield
+            return order[::-1].copy() if RANK and epoch else order
+        """,
+        "step 4: the ranks have different layouts; 'order_examples' and 'plan_batches' must",
+    ),
     "columns": (
         """
         @hookimpl(wrapper=True)

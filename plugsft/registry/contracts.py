@@ -28,6 +28,7 @@ METRICS = frozenset(
         "memory_gib",
         "stop",
         "computed_tokens",
+        "layout_checksum",
     ]
 )
 """The core's metrics, and the counts that are all-reduced with them."""
