@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from .batches.packed_rows import attend_per_document, documents_of, pack, single_document
     from .data.pairs import render_pairs
     from .model import fused_head
-    from .model.for_plugins import decoder_layers
+    from .model.for_plugins import decay_groups, decoder_layers
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
 
@@ -15,6 +15,7 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "attend_per_document",
+    "decay_groups",
     "decoder_layers",
     "documents_of",
     "encode",

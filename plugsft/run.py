@@ -332,7 +332,7 @@ def describe(run: OpenRun) -> None:
     if run.packed is not None:
         record.run["packed_rows"] = run.packed.proof
         say(f"packed rows: {run.packed.proof}")
-    if recipe.model.weights == "bfloat16":
+    if recipe.loses_small_steps:
         say(f"warning: {LOSSY}")
     for plugin in record.run["plugins"]:
         say(f"plugin {plugin['name']}: {plugin['summary']}")

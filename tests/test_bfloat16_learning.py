@@ -1,5 +1,6 @@
 """bfloat16 learns as much as float32, in the same direction, under every launcher."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from test_launch import config
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
 
+from plugsft import digest
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.ranks.shard_files import ShardReader
@@ -20,13 +22,16 @@ EXAMPLES = 64 if FULL else 32
 TRAIN = {"batch_size": EXAMPLES, "schedule": "constant", "max_grad_norm": 0.0}
 
 
-def trained(folder, rows, model, steps, rate, kind=None, micro=EXAMPLES, seed=0, **keys):
+def trained(
+    folder, rows, model, steps, rate, kind=None, micro=EXAMPLES, seed=0, plugins=None, **keys
+):
     """Train; return the folder of the run."""
     tables = tiny_tables(folder, rows)
     tables["model"] = model | keys
     tables["train"] = TRAIN | {"steps": steps, "learning_rate": rate}
     tables["train"] |= {"micro_batch": micro, "seed": seed}
     tables["checkpoint"] = {"every": 0}
+    tables["plugins"] = plugins or {}
     recipe = write_recipe(folder / "recipe.toml", tables)
     if kind is None:
         done = run_plugsft(recipe, timeout=3000)
@@ -82,7 +87,8 @@ class Base:
 
     def learn(self, steps, kind=None, micro=EXAMPLES, dtype="bfloat16", **keys):
         """Train from here on at 1e-5; return the fall of the loss and how the weights moved."""
-        folder = self.folder / f"{steps}-{dtype}-{kind}-{micro}-{len(keys)}"
+        words = json.dumps(keys.get("plugins", len(keys)))
+        folder = self.folder / f"{steps}-{dtype}-{kind}-{micro}-{digest({'keys': words})}"
         model = {"path": str(self.path), "dtype": dtype}
         run = trained(folder, self.rows, model, steps, 1e-5, kind, micro, self.seed, **keys)
         after, names = weights_of(run), sorted(self.weights)

@@ -113,6 +113,7 @@ def test_a_forecast_is_the_measured_memory_of_ranks(tmp_path, monkeypatch, kind,
     assert forecast == pytest.approx(measured, rel=0.15)
 
 
+NARROW = {"dtype": "bfloat16", "weights": "bfloat16"}
 GRID = [
     *(
         (kind, plugins, {})
@@ -123,6 +124,12 @@ GRID = [
     ("one", {**LORA, **CHECKPOINTING}, {"micro_batch": 4}),
     ("one", {"bfd_packing": {"capacity": 512}}, {"micro_batch": 1}),
     *((kind, {}, {"model": {"dtype": "bfloat16"}}) for kind in ("one", "fsdp2", "zero3")),
+    *(
+        (kind, {"low_memory_adam": {"kind": "corrected"}}, {"model": NARROW})
+        for kind in ("one", "fsdp2")
+    ),
+    ("one", {"low_memory_adam": {"kind": "adamw_8bit"}}, {}),
+    *(("one", {"optimizer": {"name": name}}, {}) for name in ("sgd", "adafactor", "muon")),
 ]
 
 

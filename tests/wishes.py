@@ -16,35 +16,6 @@ class Freeze:
             frozen.requires_grad_(False)
         return model
 '''
-EIGHT_BIT = '''
-import torch
-
-def scale_of(values):
-    return values.abs().amax().clamp(min=1e-12) / 127
-
-class Sgd8(torch.optim.Optimizer):
-    """SGD with a momentum of 8 bits."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state = self.state[weight]
-                momentum = weight.grad.clone()
-                if state:
-                    momentum += 0.9 * (state["codes"].float() - 128) * state["scale"]
-                scale = scale_of(momentum)
-                state["codes"] = (momentum / scale).round().add(128).to(torch.uint8)
-                state["scale"] = scale
-                weight -= group["lr"] * momentum
-
-@plugin()
-class EightBit:
-    @hookimpl
-    def optimizer(self, model, train):
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
-        return Sgd8(trained, {"lr": train.learning_rate})
-'''
 GRADIENT_NOISE = '''
 import torch
 
@@ -104,32 +75,6 @@ class Quiz:
         right = sum(map(str.startswith, answers, self.questions.values()))
         self.scores[str(run.step)] = right / len(answers)
         run.facts["quiz"] = self.scores
-'''
-MUON = '''
-import torch
-from torch.optim import AdamW, Muon as TorchMuon
-
-class Both(torch.optim.Optimizer):
-    """Muon for matrices of the layers, AdamW for the rest, as one optimizer."""
-
-    def __init__(self, parts):
-        self.parts = parts
-        groups = [group for part in parts for group in part.param_groups]
-        super().__init__(groups, {})
-
-    def step(self, closure=None):
-        for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state
-            part.step()
-
-@plugin()
-class Muon:
-    @hookimpl
-    def optimizer(self, model, train):
-        trained = [(name, w) for name, w in model.named_parameters() if w.requires_grad]
-        matrices = [w for name, w in trained if ".layers." in name and w.ndim == 2]
-        others = [w for name, w in trained if not (".layers." in name and w.ndim == 2)]
-        return Both([TorchMuon(matrices, lr=train.learning_rate), AdamW(others, lr=1e-3)])
 '''
 KTO = '''
 import numpy as np

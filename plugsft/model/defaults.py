@@ -15,6 +15,7 @@ from ..batches.labels import IGNORED, buffer, make_labels, model_inputs
 from ..hooks import RunModel, hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
+from .for_plugins import decay_groups
 from .load import Load
 from .packed_model import PackedModel
 from .schedule import ScheduleDefaults
@@ -41,19 +42,8 @@ class ModelDefaults(ScheduleDefaults):
     @hookimpl
     def optimizer(self, model: Module, train: Train) -> Optimizer:
         """Create AdamW, without weight decay for norms and biases."""
-        decayed: list[Tensor] = []
-        exempt: list[Tensor] = []
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                # Under ZeRO-3 a rank's shard is flat; ds_shape is the shape of the parameter.
-                shape = getattr(parameter, "ds_shape", parameter.shape)
-                (decayed if len(shape) > 1 else exempt).append(parameter)
-        groups: list[dict[str, Any]] = [
-            {"params": decayed, "weight_decay": train.weight_decay},
-            {"params": exempt, "weight_decay": 0.0},
-        ]
         return AdamW(
-            [group for group in groups if group["params"]],
+            decay_groups(model, train.weight_decay),
             lr=train.learning_rate,
             betas=(train.beta1, train.beta2),
             eps=train.eps,

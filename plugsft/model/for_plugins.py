@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.nn import Module
 from transformers import GradientCheckpointingLayer
 
 from ..base.checksums import cached_file_digest, digest
@@ -16,6 +18,27 @@ def decoder_layers(model: Any, that: str) -> list[Any]:
     if not layers:
         raise RecipeError(f"a model of type '{model.config.model_type}' has no layers that {that}")
     return layers
+
+
+def decay_groups(model: Module, weight_decay: float | None) -> list[dict[str, Any]]:
+    """Return the parameter groups of all trained weights; norms and biases are not decayed.
+
+    None: the optimizer has no weight decay.
+    """
+    decayed: list[Tensor] = []
+    exempt: list[Tensor] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Under ZeRO-3 a rank's shard is flat; ds_shape is the shape of the parameter.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            (decayed if len(shape) > 1 else exempt).append(parameter)
+    if weight_decay is None:
+        return [{"params": decayed + exempt}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def weights_digest(path: str, revision: str | None) -> str:

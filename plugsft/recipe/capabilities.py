@@ -8,6 +8,7 @@ from ..base.errors import PluginError, did_you_mean
 CAPABILITIES = {
     "adapters": "lora",
     "batches_ahead": "async_collate",
+    "bfloat16_updates": "low_memory_adam",
     "cached_tokens": "arrow_cache",
     "compiled_layers": "compile",
     "early_stop": "early_stopping",

@@ -81,8 +81,8 @@ TRL = "trl"
 """Value of model.chat_template for trl's training variant of the model's template."""
 LOSSY = (
     'model.weights = "bfloat16": trained weights and optimizer states are stored in bfloat16, '
-    "which rounds away most of a step at a learning rate of 1e-5; remove it where memory allows "
-    "(16 bytes a weight in place of 8)"
+    "which rounds away most of a step at a learning rate of 1e-5; add "
+    f'{Capability.bundled("bfloat16_updates").table} with kind = "corrected", which keeps them'
 )
 FORMATS = {
     "messages": ("messages",),
@@ -397,6 +397,11 @@ class Recipe(Table):
         ]
         # An option that is true or false turns the capability on or off.
         return [each for each in provided if each.value is not False]
+
+    @property
+    def loses_small_steps(self) -> bool:
+        """Whether rounding to bfloat16 loses most of a step."""
+        return self.model.weights == "bfloat16" and self.provides("bfloat16_updates") is None
 
     def with_provided(self, provided: dict[str, list[tuple[str, str | None]]]) -> Self:
         """Return a copy that knows which plugins provide which capabilities."""

@@ -58,7 +58,7 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
             check_context(recipe)
             _ensure_whole_weights(recipe.model)
             findings.ok("model", _describe(recipe))
-    if recipe.model.weights == "bfloat16":
+    if recipe.loses_small_steps:
         findings.warn("model", LOSSY)
     with findings.about("schedule"):
         check_schedule(recipe.train)

@@ -1,7 +1,7 @@
 """A model without data: the sizes of its parameters, and the memory of a micro-batch."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,7 @@ from ...model.defaults import ModelDefaults
 from ...model.for_plugins import decoder_layers
 from ...model.fused_head import LogitTransform, Positions, fused_loss
 from ...model.load import Load, make_load
+from ...ranks.optimizer_parts import optimizers_in
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active
@@ -66,6 +67,8 @@ class Weights:
     trained_count: int
     bytes: int
     trained_bytes: int
+    state_bytes: float
+    """Bytes of the optimizer's states."""
     largest: int
     """Elements of the largest tensor."""
     unsharded_count: int
@@ -87,7 +90,7 @@ class MetaModel:
     def __init__(
         self, recipe: Recipe, active: Active, config: PretrainedConfig, casts_weights: bool = False
     ) -> None:
-        self.recipe = recipe
+        self.recipe, self._active = recipe, active
         self._mode = FakeTensorMode()
         AttentionInterface.register(FLASH, _attend)
         load = make_load(recipe.model, recipe.folder)
@@ -127,12 +130,36 @@ class MetaModel:
             trained_count=whole.trained_count,
             bytes=whole.bytes,
             trained_bytes=whole.trained_bytes,
+            state_bytes=self._state_bytes(),
             largest=max(weight.numel() for weight in parameters),
             unsharded_count=_unit([w for w in parameters if w.numel() <= unsharded]).count,
             layers=[_unit(list(layer.parameters())) for layer in self.layers],
             embeddings=_unit([weight for weight in parameters if id(weight) in embedded]),
             tail=_unit(tail),
         )
+
+    def _state_bytes(self) -> float:
+        """Return the bytes of all states of the optimizer, which a step without data makes."""
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        with self._active.name_failing_plugin():
+            optimizer = self._active.hooks.optimizer(model=self.model, train=self.recipe.train)
+        with self._mode:
+            for weight in trained:
+                weight.grad = torch.empty_like(weight)
+            # An optimizer that reads numbers fails, after it has made a state at least.
+            with suppress(Exception):
+                optimizer.step()
+            for weight in trained:
+                weight.grad = None
+        made = [weight for weight in trained if state_of(optimizer, weight)]
+        total = sum(
+            value.numel() * value.element_size()
+            for weight in made
+            for value in state_of(optimizer, weight).values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        )
+        count = sum(weight.numel() for weight in made)
+        return float(total * sum(weight.numel() for weight in trained) / max(1, count))
 
     def trace(self, batch: Batch, device: str, flash: bool) -> Trace:
         """Trace the memory of a micro-batch, forward and backward."""
@@ -209,6 +236,12 @@ def merge_documents(batch: Batch) -> Batch:
     cuts = [total * number // DOCUMENTS for number in range(DOCUMENTS + 1)]
     parts = tuple(stop - start for start, stop in pairwise(cuts))
     return {**batch, "documents": parts}
+
+
+def state_of(optimizer: Any, weight: Tensor) -> dict[str, Any]:
+    """Return the state of a weight, in an optimizer or in those inside it."""
+    states = (each.state.get(weight) for each in optimizers_in(optimizer))
+    return next((state for state in states if state), {})
 
 
 def _make_fake(model: Module) -> None:

@@ -126,7 +126,7 @@ def _ddp(weights: Weights, setting: Setting) -> _Fixed:
     trained = weights.trained_bytes
     # DDP's buckets hold a second copy of all gradients.
     buckets = trained if setting.ranks > 1 else 0
-    return _Fixed(weights.bytes, trained, 2 * trained, buckets + _process(setting))
+    return _Fixed(weights.bytes, trained, weights.state_bytes, buckets + _process(setting))
 
 
 def _fsdp2(weights: Weights, setting: Setting) -> _Fixed:
@@ -144,7 +144,7 @@ def _fsdp2(weights: Weights, setting: Setting) -> _Fixed:
     return _Fixed(
         weights.bytes * share,
         weights.trained_bytes * (1 if whole else share),
-        2 * weights.trained_bytes * share,
+        weights.state_bytes * share,
         gathered + _process(setting),
         # Gradients of embeddings, and of a tied head, are reduced at the end.
         reducing=reducing * max(trained, tail if weights.embeddings.count else 0),
@@ -161,10 +161,11 @@ def _zero3(weights: Weights, setting: Setting) -> _Fixed:
     bucket = REDUCED * (BUCKET if setting.gpu else min(BUCKET, weights.trained_count))
     # DeepSpeed updates float32 copies of trained weights.
     masters = 4 * weights.trained_count / setting.ranks
+    states = weights.state_bytes / setting.ranks
     return _Fixed(
         (weights.count * each - small) / setting.ranks + small,
         REDUCED * weights.trained_count / setting.ranks,
-        3 * masters,
+        masters + states,
         gathered + bucket + _process(setting),
         # Gathered weights and sent gradients have a second copy, sorted by ranks.
         prefetch=min(weights.count, PREFETCH) * each,

@@ -1,0 +1,60 @@
+"""Train with an AdamW that takes less memory: affects results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from plugsft import Recipe, RecipeError, Train, hookimpl, plugin
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+
+@plugin(provides={"bfloat16_updates": None}, affects_results=["kind"])
+class LowMemoryAdam:
+    """Train with an AdamW that takes less memory: affects results.
+
+    AdamW in float32 takes 16 bytes a weight: weight, gradient and two moments.
+
+    - `corrected`: 8 bytes a weight: all four in bfloat16, with `model.weights = "bfloat16"`. Values
+      are rounded up or down at random, so on average they lose nothing. The random bits depend on
+      seed, step and weight alone, so DDP and FSDP2 compute what one process does.
+    - `adamw_8bit`: 10 bytes a weight: the moments in 8 bits, with one scale for each 256
+      (bitsandbytes).
+    - `paged_adamw_8bit`: the same, and moments that do not fit the GPU stay in the host's memory.
+    """
+
+    kind: Literal["adamw_8bit", "paged_adamw_8bit", "corrected"]
+    """Which AdamW."""
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Refuse weights of another type, and a package or a GPU that is missing."""
+        narrow = recipe.model.weights == "bfloat16"
+        if self.kind == "corrected":
+            if not narrow:
+                raise RecipeError(
+                    'kind: "corrected" is for weights in bfloat16: set model.dtype = "bfloat16" '
+                    'and model.weights = "bfloat16"'
+                )
+            return
+        if narrow:
+            raise RecipeError(
+                f'kind: "{self.kind}" rounds bfloat16 weights, which loses small steps; set '
+                'kind = "corrected", or remove model.weights'
+            )
+        from .eight_bit import ensure_available
+
+        ensure_available(self.kind)
+
+    @hookimpl
+    def optimizer(self, model: Module, train: Train) -> Optimizer:
+        """Create the optimizer."""
+        if self.kind == "corrected":
+            from .corrected import make_corrected
+
+            return make_corrected(model, train)
+        from .eight_bit import make_eight_bit
+
+        return make_eight_bit(self.kind, model, train)

@@ -1,0 +1,162 @@
+"""AdamW of bfloat16 weights and moments, rounded up or down at random.
+
+A value between two bfloat16 numbers becomes the upper one with a probability of its distance from
+the lower one. So its expectation is exact, and steps smaller than the distance add up.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from plugsft import PluginError, Train
+from plugsft.kit import decay_groups
+
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Weights that are updated at a time, which bounds the float32 values in between."""
+ROUNDED = 16
+"""Bits of a float32 that bfloat16 does not have."""
+MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
+"""Odd numbers that spread the bits of a position over all 64."""
+
+
+def make_corrected(model: Module, train: Train) -> Optimizer:
+    """Make the optimizer; refuse ZeRO-3, which keeps float32 copies of all weights."""
+    if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        raise PluginError(
+            'plugins.low_memory_adam: kind = "corrected" saves nothing under ZeRO-3, which keeps '
+            "float32 copies of all weights; launch with DDP or FSDP2 (recipes/accelerate/)"
+        )
+    return CorrectedAdamW(
+        decay_groups(model, train.weight_decay),
+        lr=train.learning_rate,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        seed=train.seed,
+    )
+
+
+class CorrectedAdamW(Optimizer):
+    """AdamW whose bfloat16 weights and moments are exact on average."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        seed: int,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.seed = seed
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all weights."""
+        number = 0
+        for group in self.param_groups:
+            for weight in group["params"]:
+                number += 1
+                if weight.grad is not None:
+                    self._update(weight, group, number)
+
+    def _update(self, weight: Tensor, group: dict[str, Any], number: int) -> None:
+        state = self.state[weight]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        numbers = [
+            float(group["lr"]),
+            group["weight_decay"],
+            beta1,
+            beta2,
+            group["eps"],
+            1 - beta1 ** state["step"],
+            1 - beta2 ** state["step"],
+        ]
+        tensors = [weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]]
+        flat = [_local(tensor).view(-1) for tensor in tensors]
+        device = flat[0].device
+        scalars = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
+        key = hash_of(self.seed, state["step"], number)
+        start, update = first_element(weight), _update_for(device.type)
+        for offset in range(0, flat[0].numel(), CHUNK.get(device.type, CHUNK["cpu"])):
+            chunk = slice(offset, offset + CHUNK.get(device.type, CHUNK["cpu"]))
+            first = torch.tensor([start + offset, key]).to(device, non_blocking=True)
+            update(*(values[chunk] for values in flat), scalars, first)
+
+
+def update_chunk(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    scalars: Tensor,
+    first: Tensor,
+) -> None:
+    """Update a chunk in place; `first` has the position of its first element, and a key."""
+    lr, decay, beta1, beta2, eps, correction1, correction2 = scalars.unbind()
+    gradient = grad.float()
+    mean = exp_avg.float().lerp(gradient, 1 - beta1)
+    square = exp_avg_sq.float().lerp(gradient.square(), 1 - beta2)
+    denominator = (square / correction2).sqrt() + eps
+    updated = weight.float() * (1 - lr * decay) - lr * (mean / correction1) / denominator
+    bits = random_bits(first[0] + torch.arange(len(weight), device=weight.device), first[1])
+    for number, (target, values) in enumerate(
+        [(weight, updated), (exp_avg, mean), (exp_avg_sq, square)]
+    ):
+        rounds = target.dtype == torch.bfloat16
+        target.copy_(round_at_random(values, bits >> number * ROUNDED) if rounds else values)
+
+
+def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 to bfloat16: up or down, by the lowest 16 of the random bits."""
+    mask = (1 << ROUNDED) - 1
+    rounded = (values.view(torch.int32) + (bits & mask).int()) & ~mask
+    return torch.where(values.isfinite(), rounded.view(torch.float32), values).bfloat16()
+
+
+def random_bits(positions: Tensor, key: Tensor) -> Tensor:
+    """Return 64 random bits for each position of a weight, the same on every machine."""
+    bits = positions * MIX[0] + key
+    bits = (bits ^ (bits >> 32)) * MIX[1]
+    return bits ^ (bits >> 32)
+
+
+def hash_of(*numbers: int) -> int:
+    """Return a whole number of 63 bits from others."""
+    value = 0
+    for number in numbers:
+        value = (value ^ number) * 0xD6E8FEB86659FD93 % (1 << 64)
+        value ^= value >> 32
+    return value >> 1
+
+
+def first_element(weight: Tensor) -> int:
+    """Return the position of this rank's first element in the whole weight."""
+    if not isinstance(weight, DTensor):
+        return 0
+    for dimension, placement in enumerate(weight.placements):
+        if placement.is_shard():
+            ranks = weight.device_mesh.size(dimension)
+            rows = -(-weight.shape[0] // ranks) * weight.device_mesh.get_local_rank(dimension)
+            return min(rows, weight.shape[0]) * weight[0].numel()
+    return 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@cache
+def _update_for(device: str) -> Callable[..., None]:
+    """Return the update: on a GPU one compiled kernel reads and writes each value once."""
+    return torch.compile(update_chunk, dynamic=True) if device == "cuda" else update_chunk

@@ -1,0 +1,123 @@
+"""Makes an optimizer of torch from a recipe's options."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import AdamW, Muon, Optimizer
+
+from plugsft import RecipeError, Train
+from plugsft.kit import decay_groups, decoder_layers
+
+CLASSES = {
+    name.lower(): getattr(torch.optim, name)
+    for name in torch.optim.__all__
+    if inspect.isclass(getattr(torch.optim, name))
+}
+DECOUPLED = {"adafactor", "muon"}
+"""Optimizers whose weight decay is decoupled, as [train] says; others may have a switch for it."""
+SWITCH = "decoupled_weight_decay"
+SET_BY_RECIPE = {"params": "", "lr": "train.learning_rate", "betas": "train.beta1 and train.beta2"}
+"""Argument -> where a recipe sets it."""
+
+
+def arguments_of(name: str) -> Mapping[str, Any]:
+    """Return an optimizer's arguments and their defaults."""
+    parameters = inspect.signature(CLASSES[name].__init__).parameters
+    return {key: each.default for key, each in parameters.items() if key != "self"}
+
+
+def ensure_options(name: str, options: Mapping[str, Any], train: Train) -> None:
+    """Refuse options that the optimizer does not have, in its table or in [train]."""
+    arguments = arguments_of(name)
+    problems = []
+    for key in options:
+        if key in SET_BY_RECIPE:
+            problems.append(f"options.{key}: set {SET_BY_RECIPE[key] or 'other options'} instead")
+        elif key not in arguments:
+            known = ", ".join(sorted({*arguments} - {*SET_BY_RECIPE}))
+            problems.append(f"options.{key}: {name} has no such option; it has: {known}")
+    if name != "muon":  # its AdamW uses them
+        for key in sorted(changed(train)):
+            if not isinstance(arguments.get("eps" if key == "eps" else "betas"), float | tuple):
+                problems.append(f"train.{key}: {name} does not use it; remove it")
+            elif key == "eps" and not isinstance(arguments["eps"], float):
+                problems.append(f"train.eps: {name} has several; set options = {{eps = [...]}}")
+    if train.weight_decay and "weight_decay" in options:
+        problems.append("options.weight_decay: train.weight_decay is set too; remove one")
+    elif train.weight_decay and name not in DECOUPLED and SWITCH not in arguments:
+        kind = "has only the L2 penalty" if "weight_decay" in arguments else "has no weight decay"
+        cure = ": set options = {weight_decay = ...} for it, and" if "only" in kind else ";"
+        problems.append(f"train.weight_decay is decoupled, and {name} {kind}{cure} remove this")
+    if problems:
+        raise RecipeError(problems)
+
+
+def changed(train: Train) -> set[str]:
+    """Return which of AdamW's settings a recipe changes."""
+    settings = ("beta1", "beta2", "eps")
+    return {key for key in settings if getattr(train, key) != Train.model_fields[key].default}
+
+
+def make_optimizer(name: str, options: Mapping[str, Any], model: Module, train: Train) -> Optimizer:
+    """Make an optimizer of all trained weights; norms and biases have no weight decay."""
+    arguments = dict(options)
+    known = arguments_of(name)
+    decay = arguments.pop("weight_decay", train.weight_decay)
+    if name == "muon":
+        return MuonAndAdamW(model, train, decay, arguments)
+    if {"beta1", "beta2"} & changed(train):
+        arguments["betas"] = (train.beta1, train.beta2)
+    if "eps" in changed(train):
+        arguments["eps"] = train.eps
+    if SWITCH in known and train.weight_decay:
+        arguments[SWITCH] = True
+    arguments = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
+    }
+    groups = decay_groups(model, decay if "weight_decay" in known else None)
+    made: Optimizer = CLASSES[name](groups, lr=train.learning_rate, **arguments)
+    return made
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon for the matrices of the layers, AdamW for the rest."""
+
+    def __init__(
+        self, model: Module, train: Train, decay: float, options: Mapping[str, Any]
+    ) -> None:
+        in_layers = {
+            id(weight)
+            for layer in decoder_layers(model, "Muon could train: use another optimizer")
+            for weight in layer.parameters()
+            if len(weight.shape) == 2
+        }
+        groups = decay_groups(model, decay)
+        inner: list[Optimizer] = []
+        matrices = _select(groups, lambda weight: id(weight) in in_layers)
+        others = _select(groups, lambda weight: id(weight) not in in_layers)
+        rate = train.learning_rate
+        if matrices:
+            # Its updates are as large as AdamW's, so both can have the same learning rate.
+            inner.append(Muon(matrices, lr=rate, **{"adjust_lr_fn": "match_rms_adamw", **options}))
+        if others:
+            betas = train.beta1, train.beta2
+            inner.append(AdamW(others, lr=rate, betas=betas, eps=train.eps, fused=True))
+        self.inner = inner
+        super().__init__([group for each in inner for group in each.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all weights."""
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+def _select(groups: list[dict[str, Any]], belongs: Any) -> list[dict[str, Any]]:
+    """Return the groups with the weights that belong; no empty groups."""
+    selected = [
+        group | {"params": [weight for weight in group["params"] if belongs(weight)]}
+        for group in groups
+    ]
+    return [group for group in selected if group["params"]]
