@@ -129,7 +129,7 @@ GRID = [
         for kind in ("one", "fsdp2")
     ),
     ("one", {"low_memory_adam": {"kind": "adamw_8bit"}}, {}),
-    *(("one", {"optimizer": {"name": name}}, {}) for name in ("sgd", "adafactor", "muon")),
+    *(("one", {"torch_optimizer": {"name": name}}, {}) for name in ("sgd", "adafactor", "muon")),
 ]
 
 

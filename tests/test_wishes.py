@@ -87,7 +87,9 @@ def test_frozen_layers_8_bit_states_gradient_noise_pushed_checkpoints_and_a_quiz
 
 def test_muon_learns_from_marked_answers(tmp_path, installed):
     rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(chats(24))]
-    _, losses = train(tmp_path, {"optimizer": {"name": "muon"}, "kto": {"beta": 0.5}}, rows=rows)
+    _, losses = train(
+        tmp_path, {"torch_optimizer": {"name": "muon"}, "kto": {"beta": 0.5}}, rows=rows
+    )
     # The model is its own reference at first.
     assert losses[0] == pytest.approx(0.5, abs=1e-5)
     assert losses[-1] < 0.47

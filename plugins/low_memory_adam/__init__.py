@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+PAGED = "paged_adamw_8bit"
+
+
 @plugin(provides={"bfloat16_updates": None}, affects_results=["kind"])
 class LowMemoryAdam:
     """Train with an AdamW that takes less memory: affects results.
@@ -44,9 +47,9 @@ class LowMemoryAdam:
                 f'kind: "{self.kind}" rounds bfloat16 weights, which loses small steps; set '
                 'kind = "corrected", or remove model.weights'
             )
-        from .eight_bit import ensure_available
+        from .available import ensure_available
 
-        ensure_available(self.kind)
+        ensure_available(self.kind, self.kind == PAGED)
 
     @hookimpl
     def optimizer(self, model: Module, train: Train) -> Optimizer:
@@ -57,4 +60,4 @@ class LowMemoryAdam:
             return make_corrected(model, train)
         from .eight_bit import make_eight_bit
 
-        return make_eight_bit(self.kind, model, train)
+        return make_eight_bit(model, train, paged=self.kind == PAGED)

@@ -1,4 +1,4 @@
-"""optimizer trains with torch's own optimizers, and refuses settings that they do not have."""
+"""torch_optimizer trains with the optimizers of torch, and refuses settings they do not have."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from families import tiny_config
 from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, Train, testing
-from plugsft.plugins.optimizer import OtherOptimizer
-from plugsft.plugins.optimizer.make import CLASSES, ensure_options, make_optimizer
+from plugsft.plugins.torch_optimizer import TorchOptimizer
+from plugsft.plugins.torch_optimizer.make import CLASSES, ensure_options, make_optimizer
 
 NAMES = sorted({*CLASSES} - {"adamw", "lbfgs", "optimizer", "sparseadam"})
 """All of torch but the core's own, one that calls the model itself, and one of sparse gradients."""
@@ -38,7 +38,7 @@ def assert_same(first, second):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_name_is_the_optimizer_of_torch(name):
-    OtherOptimizer(name=name).check(type("R", (), {"train": settings()}))
+    TorchOptimizer(name=name).check(type("R", (), {"train": settings()}))
     if name == "muon":
         return
     ours, twin = tiny_model(), tiny_model()
@@ -100,8 +100,8 @@ def test_settings_without_effect_are_refused(name, options, changed, message):
     "name, options", [("muon", {}), ("adafactor", {}), ("sgd", {"momentum": 0.9})]
 )
 def test_a_run_resumes_bit_for_bit(name, options):
-    testing.resumes("optimizer", {"name": name, "options": options})
+    testing.resumes("torch_optimizer", {"name": name, "options": options})
 
 
 def test_two_ranks_learn_what_one_does():
-    testing.ranks_agree("optimizer", {"name": "muon"}, tolerance=1e-3)
+    testing.ranks_agree("torch_optimizer", {"name": "muon"}, tolerance=1e-3)

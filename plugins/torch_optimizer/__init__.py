@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @plugin(affects_results=["name", "options"])
-class OtherOptimizer:
+class TorchOptimizer:
     """Train with another optimizer of torch, in place of AdamW: affects results.
 
     Learning rate, schedule and weight decay are those of [train]. Muon updates the matrices of the
