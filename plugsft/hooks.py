@@ -417,7 +417,10 @@ class Hooks(Protocol):
 
     @notice
     def finished(self, run: Run, status: Status) -> None:
-        """React to the end; all ranks are still there only if `status` is "completed"."""
+        """React to the end; all ranks are still there only if `status` is "completed".
+
+        After `run.stop`, the status is "completed" too.
+        """
 
     @notice
     def state_dict(self) -> dict[str, Any]:
@@ -431,7 +434,8 @@ class Hooks(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; called as the run resumes, before `ready`.
 
-        Called again at the end, if the best checkpoint becomes the model.
+        If the best checkpoint becomes the model, it is called twice at the end: with the state of
+        that checkpoint before the model is saved, and with the state of the last step after it.
         """
 
     @notice

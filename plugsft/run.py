@@ -222,25 +222,23 @@ class OpenRun:
 
     def save_model(self) -> None:
         """Write the best or last model, with the weights that plugins want saved."""
-        step, best = self.step, self.checkpoints.best
-        if best is None and self.recipe.checkpoint.keep_best:
-            say(
-                f"warning: no evaluation had a finite {self.recipe.checkpoint.keep_best}; "
-                "model/ has the weights of the last step"
-            )
-        if best is not None:
-            step = self.checkpoints.restore_best(self.step)
-            metric = str(self.recipe.checkpoint.keep_best)
-            self.facts["best"] = {"step": step, metric: best.value}
-            say(f"best: {metric} {best.value:.4g} at step {step}; model/ has its weights")
-
-        folder = self.output / "model"
+        folder, best = self.output / "model", self.checkpoints.best
+        keep_best = self.recipe.checkpoint.keep_best
 
         def work() -> Path:
             save_model(self.accelerator, self.train_state, self.tokenizer, self.recipe)
             return folder
 
-        work_with_weights(self.hooks, self, "save", work)
+        if keep_best and best is None:
+            say(
+                f"warning: no evaluation had a finite {keep_best}; "
+                "model/ has the weights of the last step"
+            )
+        with self.checkpoints.best_restored(self.step) as step:
+            if keep_best and best is not None:
+                self.facts["best"] = {"step": step, keep_best: best.value}
+                say(f"best: {keep_best} {best.value:.4g} at step {step}; model/ has its weights")
+            work_with_weights(self.hooks, self, "save", work)
         self.notify("saved", folder=folder, kind="model", step=step)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:

@@ -147,6 +147,70 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     assert any(not torch.equal(model[name], last[name]) for name in expected)
 
 
+WORST = """
+    from typing import Any
+    import torch
+
+    @plugin()
+    class Worst:
+        losses: list = state([])
+        steps: Any = state()
+        status: str = state("")
+
+        @hookimpl
+        def ready(self):
+            if self.steps is None:
+                self.steps = torch.zeros(())
+
+        @hookimpl
+        def logged(self, step, metrics):
+            if "loss" in metrics:
+                self.steps += 1
+                self.losses.append([metrics["loss"], step])
+
+        @hookimpl
+        def state_dict(self):
+            return {"losses": self.losses, "steps": self.steps}
+
+        @hookimpl
+        def load_state_dict(self, state):
+            self.losses[:] = state["losses"]
+            if self.steps is None:
+                self.steps = torch.zeros(())
+            self.steps.copy_(state["steps"])
+
+        @hookimpl
+        def finished(self, run, status):
+            seen = [step for _, step in self.losses]
+            (run.output / f"seen-{run.ranks.rank}").write_text(f"{seen} of {self.steps:.0f}")
+
+        @hookimpl
+        def summary(self):
+            return f"{len(self.losses)} losses"
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_best_model_leaves_plugins_the_state_of_the_last_step(
+    tiny, tmp_path, monkeypatch, ranks
+):
+    activate(install(tmp_path / "site", told=BEST, worst=WORST), monkeypatch)
+    recipe = tiny(
+        rows=chats(24),
+        train=TRAIN,
+        eval={"split": "train[:4]", "every": 2},
+        checkpoint={"every": 2, "keep_best": "eval_told", "best": "highest"},
+        plugins={"told": {"values": [3.0, 2.0, 1.0]}, "worst": {}},
+    )
+    ended = [process.wait() for process in start_ranks(ranks, recipe)]
+    assert [process.returncode for process in ended] == [0] * ranks, ended[0].stderr
+    run = tmp_path / "run"
+    assert record_of(run)["best"]["step"] == 2
+    seen = {(run / f"seen-{rank}").read_text() for rank in range(ranks)}
+    assert seen == {"[1, 2, 3, 4, 5, 6] of 6"}
+    assert "worst: 6 losses" in ended[0].stdout
+
+
 def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path / "site", told=BEST), monkeypatch)
     recipe = tiny(

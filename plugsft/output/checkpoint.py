@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_parts import first_difference, name_difference
 from ..ranks.optimizer_state import RESUME_ALIKE
+from ..ranks.plugin_state import from_host, to_host
 from ..ranks.shard_files import ShardReader, write_shards
 from ..ranks.train_state import TrainState
 from ..recipe.tables import Recipe
@@ -76,14 +77,23 @@ class Checkpoints:
         """Tell whether the evaluation of this step is the best so far."""
         return self.best is not None and self.best.step == step
 
-    def restore_best(self, step: int) -> int:
-        """Load the best checkpoint, unless it is this step's; return its step."""
-        assert self.best is not None
+    @contextmanager
+    def best_restored(self, step: int) -> Iterator[int]:
+        """Load the best checkpoint, if any, and yield its step.
+
+        After the block, the plugins have the state of this step again.
+        """
         best = self.best
-        if best.step != step:
-            self.restore([step_folder(self.folder, best.step)])
-            self.saved, self.best = step, best
-        return best.step
+        if best is None or best.step == step:
+            yield step
+            return
+        with agreed(self._accelerator, "copying the state of the plugins"):
+            plugin_states = to_host(self._active.state_dicts())
+        self.restore([step_folder(self.folder, best.step)])
+        self.saved, self.best = step, best
+        yield best.step
+        with agreed(self._accelerator, "restoring the state of the plugins"):
+            self._active.load_state_dicts(from_host(plugin_states))
 
     def save(self, step: int) -> None:
         """Publish a checkpoint of a finished step, and remove the oldest."""
