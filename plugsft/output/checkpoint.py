@@ -7,7 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from ..base.atomic import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
 from ..base.console import say
@@ -16,7 +18,7 @@ from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_parts import first_difference, name_difference
 from ..ranks.optimizer_state import RESUME_ALIKE
-from ..ranks.plugin_state import from_host, to_host
+from ..ranks.plugin_state import copy_state
 from ..ranks.shard_files import ShardReader, write_shards
 from ..ranks.train_state import TrainState
 from ..recipe.tables import Recipe
@@ -87,13 +89,21 @@ class Checkpoints:
         if best is None or best.step == step:
             yield step
             return
+        devices: dict[Tensor, torch.device] = {}
+
+        def to_host(tensor: Tensor) -> Tensor:
+            copy = tensor.detach().to("cpu", copy=True)
+            devices[copy] = tensor.device
+            return copy
+
         with agreed(self._accelerator, "copying the state of the plugins"):
-            plugin_states = to_host(self._active.state_dicts())
+            plugin_states = copy_state(self._active.state_dicts(), to_host)
         self.restore([step_folder(self.folder, best.step)])
         self.saved, self.best = step, best
         yield best.step
         with agreed(self._accelerator, "restoring the state of the plugins"):
-            self._active.load_state_dicts(from_host(plugin_states))
+            states = copy_state(plugin_states, lambda tensor: tensor.to(devices[tensor]))
+            self._active.load_state_dicts(states)
 
     def save(self, step: int) -> None:
         """Publish a checkpoint of a finished step, and remove the oldest."""

@@ -99,45 +99,18 @@ class PluginRestorer(Restorer):
         return WeightSlice(name, values)
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """A copy of a tensor in host memory."""
-
-    values: Tensor
-    device: torch.device
-    """The device of the tensor."""
-
-
-def to_host(state: Any) -> Any:
-    """Copy a plugin's state; later changes of the state do not change the copy."""
-
-    def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return HostCopy(value.detach().to("cpu", copy=True), value.device)
-
-    return _map_values(state, copy)
-
-
-def from_host(state: Any) -> Any:
-    """Return a copied state with its tensors on their devices."""
-
-    def move(value: Any) -> Any:
-        return value.values.to(value.device) if isinstance(value, HostCopy) else value
-
-    return _map_values(state, move)
-
-
-def _map_values(state: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a state with each value changed, in new dictionaries and lists."""
+def copy_state(state: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """Copy a plugin's state, with `copy(tensor)` for each tensor."""
+    if isinstance(state, Tensor):
+        return copy(state)
     if isinstance(state, WeightSlice):
-        return WeightSlice(state.weight, change(state.values))
+        return WeightSlice(state.weight, copy(state.values))
     if isinstance(state, Mapping):
-        return {key: _map_values(value, change) for key, value in state.items()}
+        return {key: copy_state(value, copy) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        kind = tuple if isinstance(state, tuple) else list
-        return kind(_map_values(value, change) for value in state)
-    return change(state)
+        values = [copy_state(value, copy) for value in state]
+        return tuple(values) if isinstance(state, tuple) else values
+    return state
 
 
 def _where(name: str) -> str:
