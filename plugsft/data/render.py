@@ -90,8 +90,8 @@ def without(row: Row, columns: Collection[str]) -> Row:
 
 
 def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
-    """Remove rows with unread columns that change their meaning; warn of other columns."""
-    read, refused = rendered.read, set[int]()
+    """Mark rows with unread columns that change their meaning as bad; warn of other columns."""
+    read = rendered.read
     if read is None:
         return
     if data.columns:
@@ -105,9 +105,12 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
                 rendered.warnings.setdefault(warning, []).append(number)
         except BadRow as error:
             rendered.bad[number] = str(error)
-            refused.add(number)
-    if refused:
-        good = [index for index, row in enumerate(rendered.rows) if row not in refused]
+
+
+def drop_bad_texts(rendered: Rendered) -> None:
+    """Drop the texts of bad rows: a wrapper of `render` may mark rows that have texts."""
+    good = [index for index, row in enumerate(rendered.rows) if row not in rendered.bad]
+    if len(good) < len(rendered.rows):
         rendered.texts = [rendered.texts[index] for index in good]
         rendered.spans = [rendered.spans[index] for index in good]
         rendered.rows = [rendered.rows[index] for index in good]

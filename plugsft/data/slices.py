@@ -26,7 +26,7 @@ from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .long_texts import shorten
-from .render import check_columns, judge_columns, without
+from .render import check_columns, drop_bad_texts, judge_columns, without
 
 Mask = NDArray[np.bool_]
 """A boolean for each token, text or row."""
@@ -164,6 +164,7 @@ def render(
     if rendered is None:
         raise DataError(describe_unknown_columns(rows, data, source))
     judge_columns(rows, rendered, data)
+    drop_bad_texts(rendered)
     check_columns(rendered, len(rows), source)
     return rendered
 
