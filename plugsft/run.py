@@ -34,6 +34,7 @@ from .output.record import Record, data_facts
 from .ranks.agree import agreed, ending_together, ensure_alike, is_known_to_all
 from .ranks.launch import connect, gradient_sync, silence_libraries, strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch
+from .ranks.optimizer_settings import ensure_uses_settings
 from .ranks.out_of_memory import explain_out_of_memory_in_loading
 from .ranks.precision import describe_dtypes, dtypes_of
 from .ranks.rank_group import RankGroup
@@ -255,7 +256,9 @@ class OpenRun:
 
         def make_optimizer(model: Module) -> Optimizer:
             with agreed(accelerator, "making the optimizer"):
-                return self.hooks.optimizer(model=model, train=recipe.train)
+                optimizer = self.hooks.optimizer(model=model, train=recipe.train)
+                ensure_uses_settings(optimizer, recipe.train, self.active.having("optimizer"))
+                return optimizer
 
         with explain_out_of_memory_in_loading(recipe, accelerator.process_index):
             # DeepSpeed scatters each tensor as it is made, so there ranks cannot agree afterwards.

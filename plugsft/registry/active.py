@@ -123,6 +123,10 @@ class Active:
         """Tell whether a plugin implements one of these hooks."""
         return any(hook_mark(type(self.plugins[name]), hook) for hook in hooks)
 
+    def having(self, hook: str) -> list[str]:
+        """Name the plugins that answer or wrap a hook."""
+        return [name for name in self.plugins if self.implements(name, [hook])]
+
     def options_affecting_results(self) -> dict[str, Any]:
         """Return the options that affect results and differ from their defaults."""
         changed = {}

@@ -62,7 +62,7 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         findings.warn("model", LOSSY)
     with findings.about("schedule"):
         check_schedule(recipe.train)
-        schedule = " and ".join(_planners(active, "schedule")) or recipe.train.schedule
+        schedule = " and ".join(active.having("schedule")) or recipe.train.schedule
         findings.ok("schedule", f"{schedule}, peak {recipe.train.learning_rate:g}")
     examples, tokens = check_data(findings, recipe, active, wrong)
     for name, summary in active.summaries(TOKEN_HOOKS).items():
@@ -103,7 +103,7 @@ def _ensure_whole_weights(model: Model) -> None:
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:
     """Describe how a global batch is divided among the ranks."""
     word = "rank" if ranks == 1 else "ranks"
-    if planners := _planners(active):
+    if planners := active.having("plan_batches"):
         findings.ok("ranks", f"{ranks} {word}; batches are planned by {' and '.join(planners)}")
         return
     size, micro = train.batch_size, train.micro_batch
@@ -123,11 +123,6 @@ def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None
     findings.ok("ranks", f"{ranks} {word}, a global batch of {size} examples: {share}")
 
 
-def _planners(active: Active, hook: str = "plan_batches") -> list[str]:
-    """Return the plugins that plan batches, or have another hook."""
-    return [name for name in active.plugins if active.implements(name, (hook,))]
-
-
 def _steps(
     findings: Findings, recipe: Recipe, active: Active, estimate: Examples, ranks: int
 ) -> int:
@@ -143,9 +138,9 @@ def _steps(
     per_epoch = max(1, len(layouts))
     steps = train.steps or train.epochs * per_epoch
     about, first = "", ""
-    if _planners(active, "order_examples") and not recipe.data.tokens:
+    if active.having("order_examples") and not recipe.data.tokens:
         about = "about "  # they order all examples, and only a sample is known
-    if _planners(active) and len(layouts):
+    if active.having("plan_batches") and len(layouts):
         about, layout = "about ", layouts[0]
         count, packed = len(layout[0]), sum(len(part) for rank in layout for part in rank)
         first = f"; the first: {packed:,} examples in {count:,} x {ranks} micro-batches"
