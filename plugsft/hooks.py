@@ -111,9 +111,9 @@ def plugin(
     `after`, `before`: plugins that this one wraps, and that wrap this one; after=["*"]: all.
     `requires`: plugins that must be active too. `conflicts`: plugins that must not be active ->
     reason. `provides`: capability -> the option that tunes it, or None. `affects_results`: options
-    that affect results, unless at their defaults; resuming with other values is refused.
-    `affects_tokens`: options that affect tokens; default: all options of a plugin with hooks of
-    data. Declare state with `state(default)`.
+    that affect results; a resume with another value of these is refused.
+    `affects_tokens`: options that affect tokens; default: all options of a plugin with `render` or
+    `encode`. Declare state with `state(default)`.
     """
     for argument, names in (("after", after), ("before", before), ("requires", requires)):
         if isinstance(names, str):

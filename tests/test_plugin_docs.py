@@ -1,17 +1,22 @@
 """plugins/README.md agrees with the code."""
 
+import dataclasses
 import inspect
 import re
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
 import plugsft
 from plugsft import kit, testing
+from plugsft.base.types import Shard
 from plugsft.commands.skeleton import FILES
 from plugsft.hooks import Hooks
+from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
+from plugsft.tokens.shards import Examples, write_index, write_shard
 
 README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
 SKELETON = (FILES / "callback/plugsft_my_plugin.py").read_text(encoding="utf8")
@@ -82,6 +87,66 @@ def test_what_plugins_see_of_a_run_is_there(protocol):
         name, arguments = call.rstrip(")").split("(")
         parameters = list(inspect.signature(getattr(protocol, name)).parameters)[1:]
         assert ", ".join(parameters) == arguments, call
+
+
+def names_in(first):
+    """Return the names in the first column of a table, without arguments."""
+    cells = [cell for row in rows(first) for cell in re.findall("`(.+?)`", row[0])]
+    return [cell.split("(")[0] for cell in cells if cell != "len(tokens)"]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """Return three examples, of two tokens each."""
+    folder = tmp_path_factory.mktemp("tokens")
+    examples = Examples(
+        ids=np.arange(6, dtype=np.int32),
+        mask=np.tile([False, True], 3),
+        counts=np.full(3, 2),
+        num_sequences=np.ones(3, np.int64),
+        rows=np.arange(3),
+        columns={},
+    )
+    shard = Shard("data-0.arrow", 3, columns=examples.types)
+    write_shard(folder / shard.file, examples)
+    write_index(folder, [shard], {"key": "k"})
+    return kit.Tokens(folder)
+
+
+def test_the_attributes_of_tokens_are_there_with_their_arguments(tokens):
+    attributes = [name for name in vars(tokens) if not name.startswith("_")]
+    methods = [name for name in vars(kit.Tokens) if not name.startswith("_")]
+    assert {*names_in("tokens")} == {*attributes, *methods}
+    for name in attributes:
+        assert f"\n{name} " in inspect.getdoc(kit.Tokens), name
+    for name in methods:
+        assert inspect.getdoc(getattr(kit.Tokens, name)), name
+        parameters = [*inspect.signature(getattr(kit.Tokens, name)).parameters][1:]
+        call = f"`{name}({', '.join(parameters)})`"
+        assert call in [row[0] for row in rows("tokens")]
+
+
+def test_the_names_in_batches_are_there(tokens):
+    examples = np.arange(3)
+    padded = ModelDefaults().collate(tokens=tokens, examples=examples, pad=0)
+    packed = kit.pack(tokens, examples)
+    shared = kit.documents_of(np.full(2, 2), seen=np.array([0, 1]))
+    assert {*names_in("batch")} == {*padded, *packed, *shared, "_target_weights"}
+    kinds = {"padded": {*padded} - {*packed}, "packed": {*packed} - {*padded}}
+    for kind, names in kinds.items():
+        cells = [cell for cell, batches, _ in rows("batch") if batches == kind]
+        assert {*re.findall("`(.+?)`", " ".join(cells))} == names
+
+
+def test_labels_are_not_shifted(tokens):
+    batch = ModelDefaults().collate(tokens=tokens, examples=np.arange(3), pad=0)
+    assert batch["input_ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert batch["labels"].tolist() == [[-100, 1], [-100, 3], [-100, 5]]
+
+
+def test_the_fields_of_rendered_are_there():
+    fields = [field.name for field in dataclasses.fields(plugsft.Rendered)]
+    assert names_in("rendered") == fields
 
 
 @pytest.mark.parametrize("text", [README, SKELETON], ids=["README", "skeleton"])

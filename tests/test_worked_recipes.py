@@ -10,7 +10,7 @@ from plugin_packages import activate, install
 README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
 SECTION = README.split("\n## Worked recipes\n")[1].split("\n## ")[0]
 CODES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
-NAMES = ["time_limit", "unlikelihood", "averaged_sgd", "reviews"]
+NAMES = ["time_limit", "unlikelihood", "smooth_labels", "averaged_sgd", "reviews"]
 TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 4, "learning_rate": 1e-2}
 
 
@@ -20,7 +20,7 @@ def recipes(tmp_path, monkeypatch):
     activate(site, monkeypatch)
 
 
-def test_there_are_four_and_each_is_a_whole_class():
+def test_each_is_a_whole_class():
     assert len(CODES) == len(NAMES)
     for code in CODES:
         compile(code, "README", "exec")
@@ -65,3 +65,37 @@ def test_a_row_format_with_a_label_column(tiny, tmp_path, recipes):
     [facts] = (tmp_path / "run/tokens").glob("*/facts.json")
     assert json.loads(facts.read_text())["columns"] == {"stars": "int64"}
     assert "no 'review' as text" in (tmp_path / "run/run.json").read_text()
+
+
+def test_a_loss_that_needs_the_logits(tiny, tmp_path, recipes):
+    """Padded and packed; without smoothing it is the core's loss."""
+    tables = {"rows": chats(24), "train": {**TRAIN, "steps": 2, "micro_batch": 1}}
+    runs = {
+        "padded": {"smooth_labels": {"share": 0.2}},
+        "packed": {"smooth_labels": {"share": 0.2}, "bfd_packing": {}},
+        "unsmoothed": {"smooth_labels": {"share": 0.0}},
+        "core": {},
+    }
+    metrics = {}
+    for name, plugins in runs.items():
+        words = [] if name == "packed" else ["train.micro_batch=4"]
+        result = run_plugsft(tiny(plugins=plugins, output=str(tmp_path / name), **tables), *words)
+        assert result.returncode == 0, result.stderr
+        metrics[name] = [
+            value
+            for line in read_metrics(tmp_path / name)
+            for value in (line["loss"], line["grad_norm"])
+        ]
+    assert metrics["packed"] == pytest.approx(metrics["padded"], rel=1e-4)
+    assert metrics["unsmoothed"] == pytest.approx(metrics["core"], rel=1e-4)
+    assert metrics["padded"] != pytest.approx(metrics["core"], rel=1e-3)
+    refused = run_plugsft(tiny(plugins=runs["padded"] | {"fused_loss": {}}, **tables))
+    assert refused.returncode == 2
+    assert "it needs the logits; remove [plugins.fused_loss], which computes none" in refused.stderr
+
+
+def test_a_row_without_a_label_is_refused(tiny, recipes):
+    rows = [{**row, "label" if number else "lable": True} for number, row in enumerate(chats(8))]
+    result = run_plugsft(tiny(rows=rows, train=TRAIN, plugins={"unlikelihood": {}}))
+    assert result.returncode == 2
+    assert "line 1: no 'label' that is true or false" in result.stderr

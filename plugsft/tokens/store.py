@@ -42,7 +42,18 @@ READ_ERRORS = (
 
 
 class Tokens:
-    """Prepared examples, mapped from disk."""
+    """Prepared examples, mapped from disk.
+
+    len(tokens) is their number. Arrays have a value for each example; change none in place.
+
+    lengths       the tokens of each example, of all its sequences
+    targets       the trained tokens of each example
+    denominators  what each example adds to the divisor of the loss, before its weight
+    columns       the columns of `render`, and those that plugins add: name -> values
+    rows          the row of each example in its source, counted from 0
+    facts         facts about the data: sources, pairs, key and others
+    folder        where they are stored
+    """
 
     def __init__(self, folder: Path, in_memory: bool = False) -> None:
         self.folder = folder
