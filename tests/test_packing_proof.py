@@ -263,6 +263,7 @@ def test_the_probe_stops_where_it_can_prove_nothing(value):
 
 @only_full
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_family_of_transformers_is_proved_apart_or_refused():
     passed, refused, unbuilt = [], [], []
     for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
