@@ -104,7 +104,7 @@ def compared(folder, monkeypatch, kind, plugins, more):
         pytest.param("one", {}, marks=only_full),
         ("one", CHECKPOINTING),
         pytest.param("fsdp2", {}, marks=only_full),
-        ("zero3", {}),
+        pytest.param("zero3", {}, marks=only_full),
     ],
     ids=["one", "checkpointing", "fsdp2", "zero3"],
 )

@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from conftest import chats, read_metrics, run_plugsft
+from conftest import chats, only_full, read_metrics, run_plugsft
 from plugin_packages import activate, install
 from test_packing_proof import FRESH
 from transformers import AutoModelForCausalLM, MambaConfig
@@ -111,6 +111,7 @@ def test_it_is_checked(recipe):
     assert "batches are planned by rows" in result.stdout
 
 
+@only_full
 def test_its_option_is_tuned(recipe, forked_trials):
     result = run_plugsft("tune", recipe, "--steps=2", "train.batch_size=3")
     assert result.returncode == 0, result.stderr

@@ -95,6 +95,7 @@ def steps_of(weight, gradients):
     return weight.detach()
 
 
+@only_full
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_compiled_as_on_a_gpu_it_computes_the_same_bits(monkeypatch):
     torch.manual_seed(0)
