@@ -119,7 +119,7 @@ class Plan:
         first = self.plan_step(1)
         layout = [[examples.tolist() for examples in rank] for rank in first.layout]
         columns = {
-            name: xxhash.xxh3_64_hexdigest(values.tobytes())
+            name: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(values).data)
             for name, values in self.tokens.columns.items()
         }
         step_one = {"layout": layout, "targets": first.denominator, "order": self._first_order}
@@ -166,7 +166,9 @@ class Plan:
             self._epochs = {n: layouts for n, layouts in self._epochs.items() if n >= epoch - 1}
             self._coverage = {n: self._coverage[n] for n in self._epochs}
             order = self._order(epoch)
-            self._first_order = self._first_order or xxhash.xxh3_64_hexdigest(order.tobytes())
+            self._first_order = self._first_order or xxhash.xxh3_64_hexdigest(
+                np.ascontiguousarray(order).data
+            )
             self.examples = len(order)
             layouts = self._hooks.plan_batches(
                 order=order,

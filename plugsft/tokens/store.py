@@ -145,7 +145,7 @@ class Tokens:
 
     def weighted(self, examples: Ints) -> Ints:
         """Return the examples but those of weight 0, which no step computes: 0 x inf is NaN."""
-        return examples[self.weights(examples) > 0]
+        return examples[self.weights(examples) > 0] if WEIGHT in self.columns else examples
 
     def divisor(self, examples: "Ints | slice" = slice(None)) -> float:
         """Return the divisor of the loss of examples: the sum of weight x denominator."""
