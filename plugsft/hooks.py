@@ -384,9 +384,10 @@ class Hooks(Protocol):
         """
 
     @notice
-    def add_metrics(self) -> dict[str, Tensor]:
+    def add_metrics(self) -> dict[str, Tensor | float]:
         """Return sums over this rank's micro-batches since the last call; same names on all ranks.
 
+        A sum is a number, or a tensor of one number, which need not wait for the device.
         The core sums them over ranks, divides by the step's `denominator`, and logs them; metrics
         of an evaluation as `eval_NAME`. A name that another metric has is refused.
         """

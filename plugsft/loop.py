@@ -100,13 +100,16 @@ def all_reduce(
     # Counts need float64, which Apple's GPUs do not have.
     dtype = torch.float32 if run.accelerator.device.type == "mps" else torch.float64
     loss = torch.stack(losses).to(dtype).sum()
-    local = torch.stack([loss, *(value.to(loss) for value in metrics.values())])
-    local = torch.cat([local, loss.new_tensor([*counts.values()])])
+    own = [
+        torch.as_tensor(value, dtype=dtype, device=loss.device).reshape(1)
+        for value in (loss, *metrics.values())
+    ]
+    local = torch.cat([*own, loss.new_tensor([*counts.values()])])
     loss_sum, *sums = run.accelerator.reduce(local, reduction="sum").tolist()
     return loss_sum, dict(zip([*metrics, *counts], sums, strict=True))
 
 
-def plugin_metrics(run: OpenRun) -> dict[str, Tensor]:
+def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
     """Return this rank's sums of the plugins' metrics, which have the same names on all ranks."""
     per_plugin: Any = run.hooks.add_metrics()  # a notice returns a list
     metrics = {name: value for plugin in per_plugin for name, value in plugin.items()}

@@ -182,28 +182,37 @@ def test_ranks_may_give_their_metrics_in_any_order(recipe, tmp_path):
         assert line["two"] == pytest.approx(5 * line["one"])
 
 
-@pytest.mark.parametrize("value", ["1.0", "torch.ones(2)"])
-def test_a_metric_is_a_tensor_of_one_number(recipe, value):
-    body = f"""
+SUM = """
         @hookimpl
         def add_metrics(self):
-            return {{"sum": {value}}}
-    """
-    result = run_plugsft(recipe(body))
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "plugin 'made': its metric 'sum' is no tensor of one number" in result.stderr
+            return {{"sum": {value}, "share": torch.ones(())}}
+"""
 
 
-@pytest.mark.parametrize("loss", ["0.5", "token_nll(model=model, batch=batch, summed=False)"])
-def test_a_loss_is_one_number(recipe, loss):
-    body = f"""
-        @hookimpl
-        def step(self, model, batch, token_nll):
-            return {loss}
-    """
-    result = run_plugsft(recipe(body))
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("torch.ones(2)", "a tensor of 2 numbers"),
+        ("None", "None"),
+        ("'7'", "'7'"),
+        ("[7.0]", "[7.0]"),
+    ],
+)
+def test_a_metric_that_is_not_one_number_is_refused(recipe, value, what):
+    result = run_plugsft(recipe(SUM.format(value=value)))
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "error: 'step' gave no tensor of one number" in result.stderr
+    assert (
+        f"plugin 'made': its metric 'sum' is {what}; return the sum of this rank, as a number or "
+        "a tensor of one number"
+    ) in result.stderr
+
+
+@pytest.mark.parametrize("value", ["2", "2.0", "2 * torch.ones(1, 1)", "torch.tensor(2)"])
+def test_a_metric_is_a_number_or_a_tensor_of_one_number(recipe, tmp_path, value):
+    result = run_plugsft(recipe(SUM.format(value=value)))
+    assert result.returncode == 0, result.stderr
+    for line in read_metrics(tmp_path / "run"):
+        assert line["sum"] == pytest.approx(2 * line["share"])
 
 
 def test_a_wrong_swap_leaves_the_trained_weights(recipe):

@@ -30,7 +30,7 @@ from .contracts import (
     is_stage,
     refuse_lost_result,
     refuse_none,
-    refuse_taken_metric_names,
+    refuse_wrong_metrics,
 )
 from .discover import BUNDLED, CORE, FoundPlugin, find, is_core, load_class
 from .trace import print_call, trace_calls
@@ -62,7 +62,7 @@ class Active:
                 if is_core(impl.plugin_name) or not (is_stage(hook) or hook == "add_metrics"):
                     continue
                 if hook == "add_metrics":
-                    checked = refuse_taken_metric_names(impl.function, impl.plugin_name, metrics)
+                    checked = refuse_wrong_metrics(impl.function, impl.plugin_name, metrics)
                 else:
                     guard = refuse_lost_result if impl.wrapper else refuse_none
                     checked = guard(impl.function, impl.plugin_name, hook)

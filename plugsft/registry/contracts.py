@@ -3,10 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, cast
 
 from ..base.errors import PluginError, did_you_mean
 from ..hooks import PASSES, PLUGIN, Contract, Hooks
+from ..recipe.tables import short
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 
@@ -137,10 +139,10 @@ def refuse_lost_result(function: Callable[..., Any], name: str, hook: str) -> Ca
     return checked
 
 
-def refuse_taken_metric_names(
+def refuse_wrong_metrics(
     function: Callable[..., Any], plugin: str, owners: dict[str, str]
 ) -> Callable[..., Any]:
-    """Wrap `add_metrics` to refuse metric names of the core or of another plugin.
+    """Wrap `add_metrics` to refuse what is no number, and metric names that are taken.
 
     `owners` maps each known metric to its plugin.
     """
@@ -150,8 +152,14 @@ def refuse_taken_metric_names(
         measured = function(*args)
         for metric, value in (measured or {}).items():
             where = f"plugin '{plugin}': its metric '{metric}'"
-            if not hasattr(value, "to") or value.shape != ():
-                raise PluginError(f"{where} is no tensor of one number: give the sum, as a tensor")
+            # A tensor, without an import of torch.
+            numbers = value.numel() if hasattr(value, "numel") else None
+            if numbers != 1 and not isinstance(value, Real):
+                what = short(value) if numbers is None else f"a tensor of {numbers} numbers"
+                raise PluginError(
+                    f"{where} is {what}; return the sum of this rank, as a number or a tensor of "
+                    "one number"
+                )
             if metric in METRICS:
                 raise PluginError(f"{where} has the name of a metric of plugsft; rename it")
             if metric.startswith("eval_"):
