@@ -142,6 +142,14 @@ def test_what_changes_learning_does_not_keep_gradients(install, code, words):
 OF_SECOND_RANK = "import os\nrank = int(os.environ.get('RANK', 0))\n"
 
 
+def test_a_packer_beside_the_plugin_sets_the_micro_batch(install):
+    install(wrapper("step(self)"))
+    packed = {"plugins": {"bfd_packing": {"capacity": 512}}}
+    testing.keeps_gradients("bad", tables=packed)
+    words = ["train.micro_batch has no effect", "remove it"]
+    refuse(testing.keeps_gradients, *words, tables=packed | {"train": {"micro_batch": 4}})
+
+
 def test_what_changes_learning_on_a_rank_only_does_not_keep_gradients(install):
     install(OF_SECOND_RANK + wrapper("step(self)", "return given * (1 + 0.1 * rank)"))
     refuse(testing.keeps_gradients, "step 1: loss", ranks=2)
@@ -244,6 +252,13 @@ class Bad:
     def add_metrics(self):
         return {"share": torch.tensor(1.0)}
 """
+MEAN = """
+@plugin()
+class Bad:
+    @hookimpl
+    def step(self, model, batch, denominator, token_nll):
+        return token_nll(model=model, batch=batch, summed=False).mean()
+"""
 OWN_STATE = """
 @plugin()
 class Bad:
@@ -268,6 +283,7 @@ FAILS_ON_RANK = OF_SECOND_RANK + wrapper("step(self)", "return [given][rank]")
             OF_SECOND_RANK + wrapper("step(self)", "return given * (1 + 0.1 * rank)"),
             ["step 1: loss is", "Divide by `denominator`"],
         ),
+        (MEAN, ["step 1: loss is", "2 examples on two ranks, and 4 on one", "not their mean"]),
         (METRIC, ["step 1: share is", "sums over the rank's own micro-batches"]),
         (OWN_STATE, ["state_dict() at seconds is ", "on rank 1: it must be the same on all ranks"]),
         (
@@ -280,7 +296,7 @@ FAILS_ON_RANK = OF_SECOND_RANK + wrapper("step(self)", "return [given][rank]")
         (FAILS_ON_RANK, ["IndexError"]),
         (ENDS_RANK, ["its process ended with exit code 7"]),
     ],
-    ids=["loss", "metric", "state", "weights", "error", "exit"],
+    ids=["loss", "mean", "metric", "state", "weights", "error", "exit"],
 )
 def test_what_depends_on_the_ranks_does_not_agree(install, code, words):
     install(code)

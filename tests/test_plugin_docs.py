@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import tomllib
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from plugsft.hooks import Hooks
 from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.contracts import SPECS
 from plugsft.registry.discover import find
+from plugsft.testing.tiny_runs import LARGER_MICRO_BATCH, MICRO_BATCH, TINY
 from plugsft.tokens.shards import Examples, write_index, write_shard
 
 README = (ROOT / "plugins/README.md").read_text(encoding="utf8")
@@ -75,6 +77,13 @@ def call_of(module, name):
 def test_every_public_name_is_there_with_its_arguments(head, module):
     assert [row[0] for row in rows(head)] == [call_of(module, name) for name in module.__all__]
     assert all(len(row) == 2 and row[1] for row in rows(head))
+
+
+def test_the_tiny_recipe_of_the_laws_is_there():
+    recipe = README.split("\n## The laws\n")[1].split("```toml\n")[1].split("```")[0]
+    train = TINY["train"] | {"micro_batch": MICRO_BATCH}
+    assert tomllib.loads(recipe) == TINY | {"train": train}
+    assert f"ranks_agree: {LARGER_MICRO_BATCH};" in recipe
 
 
 @pytest.mark.parametrize("protocol", [plugsft.Run, plugsft.RunModel, plugsft.Ranks])

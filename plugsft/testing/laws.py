@@ -4,11 +4,13 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base.step_folders import list_checkpoints, parse_step
 from .processes import results, workers
 from .tiny_runs import (
+    LARGER_MICRO_BATCH,
+    MICRO_BATCH,
     Tables,
     Trained,
     merged,
@@ -33,14 +35,16 @@ CURES = {
 """Metric that differs first -> the likely cause."""
 RANK_CURES = {
     "trained_tokens": ORDER,
-    "loss": "ranks see different micro-batches. Divide by `denominator`, which counts the targets "
-    "of all ranks, and let no result depend on the rank or on its other micro-batches",
+    "loss": f"micro-batches have {MICRO_BATCH} examples on two ranks, and {LARGER_MICRO_BATCH} on "
+    "one. Return the sum over the micro-batch's targets, not their mean. Divide by `denominator`, "
+    "which counts the targets of the whole step, and let no result depend on the rank, on the size "
+    "of a micro-batch or on other micro-batches",
     "grad_norm": "the loss is equal, but its gradient is not. All ranks must change gradients and "
     "weights in the same way",
 }
 SUMS = (
-    "'add_metrics' returns sums over the rank's own micro-batches; the core adds up those of all "
-    "ranks and divides them"
+    "'add_metrics' returns sums over the rank's own micro-batches, not means; the core adds up "
+    "those of all ranks and divides them"
 )
 KEEP = (
     "Return what the plugin has gathered from `state_dict`, and take it back in `load_state_dict`. "
@@ -70,7 +74,7 @@ def keeps_gradients(
     """Check that a run has the same losses and gradient norms as without the plugin."""
     who = f"plugin '{name}'"
     with tiny_recipe(name, options, tables) as recipe:
-        jobs = [(without_plugin(recipe, name), ranks), (recipe, ranks)]
+        jobs = [Job(without_plugin(recipe, name), ranks), Job(recipe, ranks)]
         (bare, *_), (trained, *_) = _train(jobs, who)
     _ensure_same_steps(bare.steps, trained.steps, who, ("without", "with it"))
     for before, after in zip(bare.steps, trained.steps, strict=True):
@@ -92,11 +96,11 @@ def resumes(
     who = f"plugin '{name}'"
     with tiny_recipe(name, options, {"checkpoint": {"every": 2}}) as recipe:
         recipe = merged(recipe, tables)
-        [whole] = _train([(recipe, ranks)], who)
+        [whole] = _train([Job(recipe, ranks)], who)
         checkpoint, *later = list_checkpoints(Path(recipe["output"], "checkpoints"))
         assert later, f"{who}: the run has one checkpoint; train for at least 4 steps"
         again = {**recipe, "output": f"{recipe['output']}-resumed"}
-        [resumed] = _train([(again, ranks)], who, checkpoint)
+        [resumed] = _train([Job(again, ranks)], who, checkpoint)
     start = parse_step(checkpoint) or 0
     where = f"{who}: resumed after step {start}"
     expected = [line for line in whole[0].metrics if line["step"] > start]
@@ -126,11 +130,17 @@ def ranks_agree(
     tables: Tables | None = None,
     tolerance: float = 1e-4,
 ) -> None:
-    """Check that two ranks learn what one learns, and have the same weights and state."""
+    """Check that two ranks learn what one learns, and have the same weights and state.
+
+    Micro-batches on two ranks have half the examples of those on one, unless `tables` or packed
+    rows set them: the loss may not depend on them.
+    """
     who = f"plugin '{name}'"
     with tiny_recipe(name, options, merged({"device": "cpu"}, tables)) as recipe:
         pair = {**recipe, "output": f"{recipe['output']}-ranks"}
-        [single], (first, second) = _train([(recipe, 1), (pair, 2)], who)
+        # A loss that depends on the size of its micro-batch may be the same on all ranks.
+        jobs = [Job(recipe, micro_batch=LARGER_MICRO_BATCH), Job(pair, ranks=2)]
+        [single], (first, second) = _train(jobs, who)
     _ensure_same_steps(single.metrics, first.metrics, who, ("on one rank", "on two"))
     for alone, together in zip(single.metrics, first.metrics, strict=True):
         names = alone.keys() - OF_THE_CLOCK - OF_THE_LAYOUT
@@ -209,20 +219,26 @@ def costs_at_most(
 def summary(name: str, options: Tables | None = None, *, tables: Tables | None = None) -> str:
     """Return the plugin's `summary` at the end of a tiny run."""
     with tiny_recipe(name, options, tables) as recipe:
-        [[trained]] = _train([(recipe, 1)], f"plugin '{name}'")
+        [[trained]] = _train([Job(recipe)], f"plugin '{name}'")
     return trained.summaries[name]
 
 
-def _train(
-    jobs: Sequence[tuple[dict[str, Any], int]], who: str, checkpoint: Path | None = None
-) -> list[list[Trained]]:
-    """Train recipes on so many ranks each, all at once; return each rank's results."""
-    with workers(*[ranks for _, ranks in jobs]) as groups:
-        for (recipe, ranks), group in zip(jobs, groups, strict=True):
+class Job(NamedTuple):
+    """A recipe to train, and on how many ranks."""
+
+    recipe: dict[str, Any]
+    ranks: int = 1
+    micro_batch: int = MICRO_BATCH
+
+
+def _train(jobs: Sequence[Job], who: str, checkpoint: Path | None = None) -> list[list[Trained]]:
+    """Train all recipes at once; return each rank's results."""
+    with workers(*[job.ranks for job in jobs]) as groups:
+        for job, group in zip(jobs, groups, strict=True):
             for worker in group:
                 # Several ranks train on the CPU, on a machine with a GPU too.
-                device = {"device": "cpu"} if ranks > 1 else {}
-                worker.call(train, merged(recipe, device), checkpoint)
+                device = {"device": "cpu"} if job.ranks > 1 else {}
+                worker.call(train, merged(job.recipe, device), checkpoint, job.micro_batch)
         return [results(group, who) for group in groups]
 
 

@@ -21,13 +21,25 @@ from ..data.defaults import DataDefaults
 from ..data.prepare import open_data
 from ..data.slices import ShardWriter
 from ..output.report import read_metrics
-from ..registry.active import check, resolve
+from ..recipe.tables import Recipe
+from ..registry.active import Active, check, resolve
 from ..registry.discover import find
 
 ROWS = 24
 TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that read them all"
 
 Tables = Mapping[str, Any]
+
+TINY: dict[str, Any] = {
+    "model": {"scratch": {"hidden": 32, "layers": 2, "heads": 2, "vocab": 400, "context": 256}},
+    "data": {"max_length": 256},
+    # Two epochs, in steps of several micro-batches that differ in length and in targets.
+    "train": {"batch_size": 8, "learning_rate": 1e-3, "epochs": 2},
+}
+"""The tiny recipe, without its folders and plugins; plugins/README.md shows it."""
+MICRO_BATCH = 2
+"""Its train.micro_batch, but where the packed rows of a plugin set the micro-batch."""
+LARGER_MICRO_BATCH = 4
 
 
 @contextmanager
@@ -44,13 +56,9 @@ def tiny_recipe(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "data.jsonl").write_text("\n".join(map(json.dumps, _chats())))
-        scratch = {"hidden": 32, "layers": 2, "heads": 2, "vocab": 400, "context": 256}
-        # Two epochs, in steps of several micro-batches that differ in length and in targets.
-        recipe: dict[str, Any] = {
+        recipe = {
+            **merged(TINY, {"data": {"source": str(folder / "data.jsonl")}}),
             "output": str(folder / "run"),
-            "model": {"scratch": scratch},
-            "data": {"source": str(folder / "data.jsonl"), "max_length": 256},
-            "train": {"batch_size": 8, "micro_batch": 2, "learning_rate": 1e-3, "epochs": 2},
             "plugins": {name: dict(options or {})},
         }
         yield merged(recipe, tables)
@@ -97,9 +105,19 @@ class Trained:
         return [line for line in self.metrics if "loss" in line]
 
 
-def train(raw: dict[str, Any], checkpoint: Path | None = None) -> Trained:
-    """Train, perhaps from a checkpoint; return what was learned."""
+def resolve_tiny(raw: dict[str, Any], micro_batch: int) -> tuple[Recipe, Active]:
+    """Create a recipe and its plugins; set the micro-batch where neither tables nor packing do."""
     recipe, active = resolve(raw)
+    if "micro_batch" in raw["train"] or recipe.provides("packed_rows"):
+        return recipe, active
+    return resolve(merged(raw, {"train": {"micro_batch": micro_batch}}))
+
+
+def train(
+    raw: dict[str, Any], checkpoint: Path | None = None, micro_batch: int = MICRO_BATCH
+) -> Trained:
+    """Train, perhaps from a checkpoint; return what was learned."""
+    recipe, active = resolve_tiny(raw, micro_batch)
     checkpoints = [checkpoint] if checkpoint else []
     # A tiny model gains nothing from threads, and several runs share the cores.
     opened = run.open(recipe, active, replace(look(), cores=1), checkpoints)
@@ -136,7 +154,7 @@ def _checksum(tensor: Tensor) -> str:
 
 def prepare(raw: dict[str, Any]) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
-    recipe, active = resolve(raw)
+    recipe, active = resolve_tiny(raw, MICRO_BATCH)
     active.attach(DataDefaults(recipe.folder))
     check(active, recipe, look())
     data = open_data(recipe, active)

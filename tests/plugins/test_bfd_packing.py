@@ -396,8 +396,7 @@ def test_attention_is_weighed_by_the_model_itself():
 
 
 def test_it_keeps_the_laws():
-    tables = {"train": {"micro_batch": 1}}
-    testing.keeps_gradients("bfd_packing", {"capacity": 128}, tables=tables)
+    testing.keeps_gradients("bfd_packing", {"capacity": 128})
 
 
 @settings(max_examples=60, deadline=None)
