@@ -21,8 +21,7 @@ from ..data.defaults import DataDefaults
 from ..data.prepare import open_data
 from ..data.slices import ShardWriter
 from ..output.report import read_metrics
-from ..recipe.tables import Recipe
-from ..registry.active import Active, check, resolve
+from ..registry.active import check, resolve
 from ..registry.discover import find
 
 ROWS = 24
@@ -105,19 +104,18 @@ class Trained:
         return [line for line in self.metrics if "loss" in line]
 
 
-def resolve_tiny(raw: dict[str, Any], micro_batch: int) -> tuple[Recipe, Active]:
-    """Create a recipe and its plugins; set the micro-batch where neither tables nor packing do."""
-    recipe, active = resolve(raw)
-    if "micro_batch" in raw["train"] or recipe.provides("packed_rows"):
-        return recipe, active
-    return resolve(merged(raw, {"train": {"micro_batch": micro_batch}}))
+def with_micro_batch(raw: dict[str, Any], size: int) -> dict[str, Any]:
+    """Return a recipe with this micro-batch, where neither `tables` nor packed rows set it."""
+    if "micro_batch" in raw["train"] or resolve(raw)[0].provides("packed_rows"):
+        return raw
+    return merged(raw, {"train": {"micro_batch": size}})
 
 
 def train(
     raw: dict[str, Any], checkpoint: Path | None = None, micro_batch: int = MICRO_BATCH
 ) -> Trained:
     """Train, perhaps from a checkpoint; return what was learned."""
-    recipe, active = resolve_tiny(raw, micro_batch)
+    recipe, active = resolve(with_micro_batch(raw, micro_batch))
     checkpoints = [checkpoint] if checkpoint else []
     # A tiny model gains nothing from threads, and several runs share the cores.
     opened = run.open(recipe, active, replace(look(), cores=1), checkpoints)
@@ -154,7 +152,7 @@ def _checksum(tensor: Tensor) -> str:
 
 def prepare(raw: dict[str, Any]) -> tuple[ShardWriter, list[Slice], dict[str, bytes]]:
     """Prepare data as a run does; return the work, ready to travel, and what it writes here."""
-    recipe, active = resolve_tiny(raw, MICRO_BATCH)
+    recipe, active = resolve(with_micro_batch(raw, MICRO_BATCH))
     active.attach(DataDefaults(recipe.folder))
     check(active, recipe, look())
     data = open_data(recipe, active)
