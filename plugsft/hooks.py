@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, dataclass_transform
 
@@ -74,6 +75,9 @@ DATA = ("cache", "tokenize", "render", "encode")
 
 EVERY = "*"
 """In @plugin(after=...): every plugin that does not say so too."""
+
+CORE = "core"
+"""Name under which the core's answers are registered."""
 
 PLUGIN = "__plugsft__"
 """Attribute of a plugin's class that holds its contract."""
@@ -138,12 +142,26 @@ def plugin(
     )
 
     def declare(cls: type[T]) -> type[T]:
-        plugin_class: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
+        try:
+            plugin_class: Any = pydantic_dataclass(kw_only=True, config=config)(cls)
+        except ValueError as error:
+            raise _explain_default(error, cls) from error
         _ensure_names_exist(contract, plugin_class)
         setattr(plugin_class, PLUGIN, contract)
         return cast("type[T]", plugin_class)
 
     return declare
+
+
+def _explain_default(error: ValueError, cls: type[Any]) -> Exception:
+    """Name the option whose default is a list, a table or a set; dataclasses refuse these."""
+    message = re.match(r"mutable default <class '(\w+)'> for field (\w+)", str(error))
+    if message is None:
+        return error
+    kind, option = message.groups()
+    return PluginError(
+        f"class {cls.__name__}: {option}: write field(default_factory={kind}), from dataclasses"
+    )
 
 
 def _ensure_names_exist(contract: Contract, cls: Any) -> None:
@@ -174,6 +192,18 @@ def state(default: Any = None) -> Any:
     return dataclasses.field(
         init=False, default_factory=lambda: copy.deepcopy(default), repr=False, compare=False
     )
+
+
+def is_core(name: str) -> bool:
+    """Tell whether a name is one of the core's registrations."""
+    return name.rstrip("0123456789") == CORE
+
+
+def with_plugins(caller: Any) -> str:
+    """Name a hook and the plugins that answer or wrap it: "'render' of plugin 'pairs'"."""
+    names = [impl.plugin_name for impl in caller.get_hookimpls()]
+    plugins = [f"plugin '{name}'" for name in names if not is_core(name)]
+    return f"'{caller.name}'" + (f" of {' and '.join(plugins)}" if plugins else "")
 
 
 class Run(Protocol):

@@ -209,7 +209,10 @@ WRONG = """
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 1}, "'render' gave the column 'score' 4 values for 3 rows; it must give one"),
+        (
+            {"count": 1},
+            "'render' of plugin 'wrong' gave the column 'score' of length 4, but the number",
+        ),
         ({"name": "lengths"}, "'lengths'; plugsft has a column of this name: rename it"),
     ],
 )

@@ -95,6 +95,24 @@ def test_equal_runs_are_said_to_be_equal(runs):
     assert cells(parts["results"])["loss"][0] == cells(parts["results"])["loss"][1]
 
 
+def test_rounding_is_no_divergence(runs):
+    shutil.copytree(runs / "twin", runs / "rounded")
+    edited = runs / "rounded/metrics.jsonl"
+    twin = [json.loads(line) for line in edited.read_text().splitlines()]
+    for change, last, told_losses in (
+        (1e-7, "rounding", "losses are the same in all 4 common steps, but for rounding"),
+        (1e-5, "+0.001%", "losses diverge at step 2: "),
+    ):
+        lines = [dict(line) for line in twin]
+        for line in lines:
+            if "loss" in line and line["step"] > 1:
+                line["loss"] *= 1 + change
+        edited.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        _, parts = told(run_plugsft("diff", runs / "one", runs / "rounded"))
+        assert any(line.startswith(told_losses) for line in parts["results"])
+        assert cells(parts["results"])["loss"][2] == last
+
+
 def test_a_plugin_has_other_options_another_version_and_another_summary(runs):
     shutil.copytree(runs / "other", runs / "more")
     facts = json.loads((runs / "other/run.json").read_text())

@@ -122,9 +122,9 @@ class Orders(BatchDefaults):
     [
         (
             [0.5],
-            r"'order_examples' gave an array of float64 with 1 dimensions for epoch 0; it must",
+            r"'order_examples' gave float64 values of shape \[1\] for epoch 0; it must give",
         ),
-        ([[1]], r"an array of int64 with 2 dimensions for epoch 0; it must give a list of example"),
+        ([[1]], r"gave int64 values of shape \[1, 1\] for epoch 0; it must give a list of example"),
         ([3, 20], r"gave the example 20 for epoch 0, but there are 20, from 0 to 19"),
         ([-1, 3], r"gave the example -1 for epoch 0, but there are 20"),
     ],

@@ -58,7 +58,7 @@ PLANS = """
 def test_a_plan_that_repeats_or_loses_examples_is_refused(recipe, edit, message):
     result = run_plugsft(recipe(PLANS.format(edit=edit)))
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "error: 'plan_batches' " in result.stderr and message in result.stderr
+    assert "error: 'plan_batches' of plugin 'made' " in result.stderr and message in result.stderr
 
 
 LOADS = """
@@ -79,7 +79,10 @@ LOADS = """
 def test_lost_and_reordered_batches_are_refused(recipe, steps, message):
     result = run_plugsft(recipe(LOADS.format(steps=steps)))
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert f"error: 'load_batches' {message}; it must give every step, in order" in result.stderr
+    assert (
+        f"error: 'load_batches' of plugin 'made' {message}; it must give every step, in order"
+        in result.stderr
+    )
 
 
 METRICS = """
@@ -134,7 +137,7 @@ DIFFERING = {
     ),
     "load": (
         LOADS.format(steps="list(steps)[:2] if RANK else steps"),
-        "'load_batches' gave the end in place of step 3",
+        "'load_batches' of plugin 'made' gave the end in place of step 3",
     ),
     "reduce": (
         """

@@ -164,7 +164,12 @@ def test_a_module_holds_one_plugin(company, source):
         ("@hookimpl(tryfirst=True)\ndef step(self): ...", "only wrapper=True is understood"),
         ("@hookimpl(trylast=True)\ndef step(self): ...", "only wrapper=True is understood"),
         ("@hookimpl(hookwrapper=True)\ndef step(self): yield", "only wrapper=True is understood"),
-        ("@hookimpl\ndef step(self): yield", "a wrapper is marked @hookimpl(wrapper=True)"),
+        ("@hookimpl\ndef step(self): yield", "step() has a yield: mark it @hookimpl(wrapper=True)"),
+        (
+            "@hookimpl(wrapper=True)\ndef step(self): ...",
+            "step() has no yield: remove wrapper=True, or yield once",
+        ),
+        ("@hookimpl\ndef logged(self): yield", "logged() has a yield: a notice has none"),
         ("@hookimpl\nasync def stepped(self): ...", "stepped(): a hook is a plain function"),
         (
             "@hookimpl(wrapper=True)\ndef logged(self): yield",
@@ -179,6 +184,14 @@ def test_slips_that_pluggy_passes_over(company, body, expected):
     assert len(lines) == 2
     for name, line in zip(("one", "two"), lines, strict=True):
         assert f"plugins.{name}: plugin '{name}': " in line and expected in line
+
+
+def test_an_option_with_a_list_as_its_default_is_refused(company):
+    body = "@plugin()\nclass One:\n    names: {} = {}\n"
+    lists, tables = body.format("list[str]", "[]"), body.format("dict[str, int]", "{'a': 1}")
+    lines = refused(company(one=lists, two=tables))
+    for name, kind, line in zip(("one", "two"), ("list", "dict"), lines, strict=True):
+        assert f"plugins.{name}: class One: names: write field(default_factory={kind})" in line
 
 
 def dedent_in(body):

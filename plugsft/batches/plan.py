@@ -11,7 +11,7 @@ import xxhash
 from ..base.checksums import digest
 from ..base.errors import DataError, PluginError
 from ..base.types import Ints, Layout, Layouts, StepPlan
-from ..hooks import Hooks
+from ..hooks import Hooks, with_plugins
 from ..recipe.tables import Recipe, Train
 from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
@@ -85,7 +85,7 @@ class Plan:
         epoch, number = divmod(step - 1, self.per_epoch)
         self.tokens.ensure_unchanged()
         layout = self._epoch(epoch)[number]
-        ensure_layout(layout, self.ranks)
+        ensure_layout(layout, self.ranks, with_plugins(self._hooks.plan_batches))
         self._coverage[epoch].add(number, layout)
         self._ensure_rows_fit(layout)
         layout = [list(map(self.tokens.weighted, rank)) for rank in layout]
@@ -147,15 +147,16 @@ class Plan:
             self._hooks.order_examples(tokens=self.tokens, epoch=epoch, seed=self._train.seed)
         )
         count = len(self.tokens.lengths)
+        where = with_plugins(self._hooks.order_examples)
         if order.size and (order.dtype.kind not in "iu" or order.ndim != 1):
             raise PluginError(
-                f"'order_examples' gave an array of {order.dtype} with {order.ndim} dimensions for "
-                f"epoch {epoch}; it must give a list of example numbers"
+                f"{where} gave {order.dtype} values of shape {[*order.shape]} for epoch {epoch}; "
+                "it must give a list of example numbers"
             )
         if order.size and not 0 <= order.min() <= order.max() < count:
             wrong = order[(order < 0) | (order >= count)][0]
             raise PluginError(
-                f"'order_examples' gave the example {wrong:,} for epoch {epoch}, but there are "
+                f"{where} gave the example {wrong:,} for epoch {epoch}, but there are "
                 f"{count:,}, from 0 to {count - 1:,}"
             )
         return order.astype(np.int64)
@@ -183,7 +184,8 @@ class Plan:
                     f"{epoch} and {self.per_epoch} for the first; every epoch must have the same "
                     "number"
                 )
-            self._coverage[epoch] = Coverage(order, len(self.tokens.lengths), len(layouts))
+            planner = with_plugins(self._hooks.plan_batches)
+            self._coverage[epoch] = Coverage(order, len(self.tokens.lengths), len(layouts), planner)
             self._epochs[epoch] = layouts
         return self._epochs[epoch]
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from rich.text import Text
 
 from ..base.console import out, say
+from ..hooks import CORE
 from ..output.report import read_record
 from ..recipe.parse import resolved
 from ..registry import active as registry
 from ..registry.contracts import SPECS
-from ..registry.discover import CORE, find
+from ..registry.discover import find
 
 CORE_NOTICES = ("logged",)
 """The notices that the core implements; it answers every stage. Listed here to avoid torch."""

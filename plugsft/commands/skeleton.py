@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ..base.console import say
 from ..base.errors import PluginError, reason_of
-from ..registry.discover import find, is_core
+from ..hooks import is_core
+from ..registry.discover import find
 
 FILES = Path(__file__).with_name("skeleton_files")
 """A folder for each kind of plugin, and the pyproject.toml that they share."""

@@ -116,29 +116,32 @@ def drop_bad_texts(rendered: Rendered) -> None:
         rendered.rows = [rendered.rows[index] for index in good]
 
 
-def check_columns(rendered: Rendered, count: int, source: str) -> None:
+def check_columns(rendered: Rendered, count: int, where: str) -> None:
     """Refuse columns that are not a number or boolean for each of `count` rows."""
     for name, values in rendered.columns.items():
-        where = f"{source}: 'render' gave the column '{name}'"
+        column = f"{where} gave the column '{name}'"
         if name in SCHEMA.names:
-            raise PluginError(f"{where}; plugsft has a column of this name: rename it")
+            raise PluginError(f"{column}; plugsft has a column of this name: rename it")
         if len(values) != count:
             raise PluginError(
-                f"{where} {len(values):,} values for {count:,} rows; it must give one for each row"
+                f"{column} of length {len(values):,}, but the number of rows is {count:,}; it must "
+                "give one value for each row"
             )
         types = [type_of(values[row]) for row in rendered.rows]
         if None in types:
             wrong = values[rendered.rows[types.index(None)]]
             raise PluginError(
-                f"{where} the value {short(wrong)}; it must be true, false, an integer of 64 bits "
+                f"{column} the value {short(wrong)}; it must be true, false, an integer of 64 bits "
                 "or a float"
             )
         if types and common_type(types) is None:
-            raise PluginError(f"{where} both booleans and numbers; it must give one type")
+            raise PluginError(f"{column} both booleans and numbers; it must give one type")
         if name == WEIGHT:
             for row in rendered.rows:
                 if not is_weight(values[row]):
-                    raise PluginError(f"{where} the value {values[row]}; it must be {WEIGHT_RANGE}")
+                    raise PluginError(
+                        f"{column} the value {values[row]}; it must be {WEIGHT_RANGE}"
+                    )
 
 
 def renamed(row: Row, columns: dict[str, str]) -> Row:

@@ -17,7 +17,7 @@ from ..base.checksums import add_checksum, file_digest, parse_checksummed
 from ..base.console import progress
 from ..base.errors import DataError
 from ..base.types import Counted, Encoded, Ints, Rendered, Row, Rows, Shard, Slice, Span
-from ..hooks import Hooks
+from ..hooks import Hooks, with_plugins
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
 from ..tokens.schema import column_of
@@ -165,7 +165,7 @@ def render(
         raise DataError(describe_unknown_columns(rows, data, source))
     judge_columns(rows, rendered, data)
     drop_bad_texts(rendered)
-    check_columns(rendered, len(rows), source)
+    check_columns(rendered, len(rows), f"{source}: {with_plugins(hooks.render)}")
     return rendered
 
 

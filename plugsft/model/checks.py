@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from ..base.errors import DataError, RecipeError
 from ..base.machine import Machine
+from ..hooks import is_core
 from ..recipe.tables import Recipe
 from ..registry.active import Active, check
-from ..registry.discover import is_core
 from ..tokens.schema import WEIGHT
 from ..tokens.store import Tokens
 from .config import check_context

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base.errors import PluginError
 from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
-from ..hooks import Hooks
+from ..hooks import Hooks, with_plugins
 from ..tokens.store import Tokens
 
 MAX_ROWS = 20
@@ -100,7 +100,7 @@ class BatchLoader:
                 started = time.perf_counter()
                 with agree("making batches"):
                     loaded = next(batches, None)
-                    ensure_step(loaded, expected)
+                    ensure_step(loaded, expected, with_plugins(self.hooks.load_batches))
                 if loaded is None:
                     return
                 waited = time.perf_counter() - started
@@ -142,8 +142,9 @@ class BatchLoader:
         targets = int((batch["labels"][:, 1:] >= 0).sum())
         if targets != len(per_target):
             raise PluginError(
-                f"'collate' gave {targets:,} targets for examples with {len(per_target):,}, so "
-                "that their weights cannot be assigned; it must keep all targets, in order"
+                f"{with_plugins(self.hooks.collate)} gave {targets:,} targets for examples with "
+                f"{len(per_target):,}, so that their weights cannot be assigned; it must keep "
+                "all targets, in order"
             )
         return batch | {"_target_weights": torch.from_numpy(per_target)}
 
@@ -154,14 +155,13 @@ class BatchLoader:
         }
 
 
-def ensure_step(loaded: LoadedStep | None, expected: int | None) -> None:
-    """Refuse another step than the next, which 'load_batches' lost, repeated or reordered."""
+def ensure_step(loaded: LoadedStep | None, expected: int | None, loader: str) -> None:
+    """Refuse another step than the next, which `loader` lost, repeated or reordered."""
     step = None if loaded is None else loaded.plan.step
     if step != expected:
         names = [f"step {number}" if number else "the end" for number in (step, expected)]
         raise PluginError(
-            f"'load_batches' gave {names[0]} in place of {names[1]}; it must give every step, in "
-            "order"
+            f"{loader} gave {names[0]} in place of {names[1]}; it must give every step, in order"
         )
 
 

@@ -18,7 +18,7 @@ from ..base.checksums import digest, file_digest
 from ..base.console import say
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine
-from ..hooks import EVERY, Hooks
+from ..hooks import CORE, EVERY, Hooks, is_core
 from ..recipe import parse as reading
 from ..recipe.tables import COLUMNS, Recipe, short
 from .capabilities import provided_by, provided_twice
@@ -32,7 +32,7 @@ from .contracts import (
     refuse_none,
     refuse_wrong_metrics,
 )
-from .discover import BUNDLED, CORE, FoundPlugin, find, is_core, load_class
+from .discover import BUNDLED, FoundPlugin, find, load_class
 from .trace import print_call, trace_calls
 
 

@@ -60,11 +60,12 @@ def inspect_hooks(cls: type[Any], name: str) -> None:
             raise PluginError(
                 f"{where}: '{attribute}' is a notice to every plugin; it cannot be wrapped"
             )
-        if bool(mark["wrapper"]) != inspect.isgeneratorfunction(value):
-            raise PluginError(
-                f"{where}: a wrapper is marked @hookimpl(wrapper=True) and yields once; "
-                "an answer does neither"
-            )
+        yields = inspect.isgeneratorfunction(value)
+        if yields and not mark["wrapper"]:
+            cure = "mark it @hookimpl(wrapper=True)" if is_stage(attribute) else "a notice has none"
+            raise PluginError(f"{where} has a yield: {cure}")
+        if mark["wrapper"] and not yields:
+            raise PluginError(f"{where} has no yield: remove wrapper=True, or yield once")
         if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
             raise PluginError(f"{where}: a hook is a plain function; nothing awaits an async one")
         _inspect_arguments(value, attribute, where)

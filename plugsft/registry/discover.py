@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..base.errors import PluginError
-from ..hooks import PLUGIN
+from ..hooks import PLUGIN, is_core
 
 PLUGIN_PACKAGE = "plugsft.plugins"
 GROUP = "plugsft"
 BUNDLED = "bundled"
 """Origin of bundled plugins; that of others is their distribution's name and version."""
-CORE = "core"
-"""Name under which the core's answers are registered."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,6 @@ def find() -> dict[str, FoundPlugin]:
             )
         found[point.name] = FoundPlugin(point.name, origin, point.value, dist)
     return found
-
-
-def is_core(name: str) -> bool:
-    """Tell whether a name is one of the core's registrations."""
-    return name.rstrip("0123456789") == CORE
 
 
 def load_class(found: FoundPlugin) -> type[Any]:

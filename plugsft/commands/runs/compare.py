@@ -1,6 +1,7 @@
 """Compare two runs: recipes, versions, machines, data and results."""
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -29,6 +30,8 @@ COSTS = {
     "peak memory, GiB": ("memory", "peak_gib"),
 }
 
+ROUNDING = 1e-6
+"""A relative difference that rounding explains."""
 TIME = re.compile(r"\b[\d.,]+ (ms|s|min)\b")
 
 
@@ -244,6 +247,8 @@ def _numbers(name: str, a: object, b: object) -> Row:
     if first and second is not None and first != second and first * second >= 0:
         percent = 100 * (second - first) / abs(first)
         change = f"{percent:+,.0f}%" if abs(percent) >= 10 else f"{percent:+.2g}%"
+        if abs(percent) < 100 * ROUNDING:
+            change = "rounding"
     return Row(name.replace("_", " "), _figure(first), _figure(second), change)
 
 
@@ -253,12 +258,22 @@ def _figure(value: float | None) -> str:
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.5g}"
 
 
+def _are_close(first: float | None, second: float | None) -> bool:
+    """Tell whether two losses differ by rounding at most; None is not finite."""
+    if first is None or second is None:
+        return first is second
+    return math.isclose(first, second, rel_tol=ROUNDING)
+
+
 def _losses(a: Run, b: Run) -> list[str]:
     """Say whether the losses are the same, or at which step they diverge."""
     losses_a, losses_b = (dict(run.series.get("loss", [])) for run in (a, b))
     common = sorted(losses_a.keys() & losses_b.keys())
-    for step in common:
-        if losses_a[step] != losses_b[step]:
-            values = f"{_text(losses_a[step])} and {_text(losses_b[step])}"
-            return [f"losses diverge at step {step:,}: {values}"]
-    return [f"losses are the same in all {len(common):,} common steps"] if common else []
+    pairs = [(losses_a[step], losses_b[step]) for step in common]
+    for step, (first, second) in zip(common, pairs, strict=True):
+        if not _are_close(first, second):
+            return [f"losses diverge at step {step:,}: {_text(first)} and {_text(second)}"]
+    same = f"losses are the same in all {len(common):,} common steps"
+    if any(first != second for first, second in pairs):
+        same += f", but for rounding (relative differences below {ROUNDING:g})"
+    return [same] if common else []
