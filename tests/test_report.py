@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plugsft.output import report
-from plugsft.plugins.dpo.losses import METRICS
+from plugsft.plugins.dpo.objective import METRICS
 
 EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"
 LENGTHS = {"edges": [0, 16, 32, 64], "counts": [3, 100, 194], "min": 12, "median": 44, "max": 61}

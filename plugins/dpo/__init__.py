@@ -1,9 +1,9 @@
-"""Learn which of two answers is preferred (DPO): affects results."""
+"""Learn which of two answers is preferred (DPO, SimPO, ORPO, ...): affects results."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ from plugsft import (
     state,
 )
 
+from .losses import LOSSES, LossName, describe
 from .options import ensure_options_work
 
 if TYPE_CHECKING:
@@ -38,27 +39,34 @@ if TYPE_CHECKING:
         "shared_prompts": "share_prompt",
         "weighted_examples": None,
     },
-    affects_results=["loss", "beta", "label_smoothing", "nll", "reference"],
+    affects_results=["loss", "beta", "gamma", "alpha", "label_smoothing", "nll", "reference"],
     affects_tokens=[],
 )
 class Dpo:
-    """Learn which of two answers is preferred (DPO): affects results.
+    """Learn which of two answers is preferred (DPO, SimPO, ORPO, ...): affects results.
 
     A row has a prompt, a chosen and a rejected answer; the loss of a step is the mean over its
     pairs, each times its weight. The reference is the model before training: with adapters the
     base, else a frozen copy. With [plugins.dpo_reference] its log-probabilities are computed once,
-    and no copy is loaded.
+    and no copy is loaded. cpo, cpo_hinge, cpo_ipo, simpo and orpo have no reference.
     """
 
-    loss: Literal["sigmoid", "length_normalized", "hinge", "ipo"] = "sigmoid"
-    """length_normalized is sigmoid with log-probabilities per token (Tulu 3). ipo also compares
-    log-probabilities per token, as its authors do."""
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the model stays near the reference; with ipo, 1 / (2 x the wanted margin)."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of mislabelled pairs (for sigmoid and length_normalized)."""
-    nll: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of an additional loss: the chosen answer's mean loss per token."""
+    loss: LossName = "sigmoid"
+    """length_normalized, ipo, cpo_ipo, simpo and orpo compare log-probabilities per token, the
+    others those of whole answers. docs/preferences.md has the formulas."""
+    beta: Annotated[float, Field(gt=0)] | None = None
+    """Factor of the compared log-probabilities; with ipo and cpo_ipo, 1 / (2 x the wanted margin);
+    with orpo, the weight of the odds ratio. Default: 0.1, with simpo 2."""
+    gamma: Annotated[float, Field(ge=0)] | None = None
+    """The wanted margin of beta x log-probabilities, for simpo. Default: 1."""
+    alpha: float | None = None
+    """Shape of the reward, for simpo: AlphaPO's (1 - p^-alpha) / alpha. Default: 0, log p."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
+    """Assumed share of mislabelled pairs, for sigmoid, length_normalized, cpo and simpo.
+    Default: 0."""
+    nll: Annotated[float, Field(ge=0)] | None = None
+    """Weight of an additional loss: the chosen answer's mean loss per token. Default: 0, with cpo,
+    cpo_hinge, cpo_ipo and orpo 1."""
     reference: Place | None = None
     """Another reference: a folder or a name on the hub."""
     share_prompt: bool = False
@@ -88,7 +96,7 @@ class Dpo:
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
-        """Remove the model's dropout, which would make it differ from the reference."""
+        """Remove the model's dropout: answers are compared, with each other and a reference."""
         from .scorer import remove_dropout
 
         model = yield
@@ -98,7 +106,7 @@ class Dpo:
     @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
         """Divide the loss by the number of pairs, share prompts, and load the reference."""
-        from .losses import Objective
+        from .objective import Objective
         from .pairs import count_pairs
         from .scorer import Scorer
         from .shared_prompts import ensure_same_losses
@@ -108,14 +116,15 @@ class Dpo:
         if self.share_prompt and not self.sharing:
             self.sharing = ensure_same_losses(model, plain, tokens)
         if self.scorer is None:
-            self.scorer = Scorer(model, self.reference or "", self.precomputed)
+            reference = (self.reference or "") if LOSSES[self.loss].reference else None
+            self.scorer = Scorer(model, reference, self.precomputed)
             self.objective = Objective(self, model.exact)
         return tokens
 
     @hookimpl(wrapper=True)
     def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
         """Add the targets of each answer, and the reference's log-probabilities if known."""
-        from .losses import pair_columns
+        from .objective import pair_columns
 
         batch = yield
         return batch | pair_columns(tokens, examples)
@@ -141,8 +150,5 @@ class Dpo:
     @hookimpl
     def summary(self) -> str:
         """Report the loss, the reference, and what shared prompts save."""
-        smoothing = f", label smoothing {self.label_smoothing:g}" if self.label_smoothing else ""
-        nll = f", {self.nll:g} x the chosen answer's loss per token" if self.nll else ""
-        loss = f"{self.loss} loss, beta {self.beta:g}{smoothing}{nll}"
         reference = f"reference: {self.scorer.name}" if self.scorer else ""
-        return "; ".join(filter(None, [loss, reference, self.sharing]))
+        return "; ".join(filter(None, [describe(self), reference, self.sharing]))

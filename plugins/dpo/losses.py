@@ -1,117 +1,127 @@
-"""Losses and metrics of pairs of answers."""
+"""The table of losses. Imports no torch, so that reading a recipe stays cheap."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
-from plugsft import Batch, Ints, PluginError
-from plugsft.kit import Tokens
-
-from .scorer import Pairs
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from . import Dpo
 
-SIDES = ("chosen", "rejected")
-METRICS = (
-    "accuracy",
-    "margin",
-    *(f"{name}_{side}" for name in ("reward", "logp") for side in SIDES),
-)
-INITIAL_TOLERANCE = {True: 1e-3, False: 5e-2}
-"""Allowed relative error of the first loss, in float32 (True) or not."""
+LossName = Literal[
+    "sigmoid",
+    "length_normalized",
+    "hinge",
+    "ipo",
+    "cpo",
+    "cpo_hinge",
+    "cpo_ipo",
+    "simpo",
+    "orpo",
+]
 
 
-def pair_columns(tokens: Tokens, examples: Ints) -> Batch:
-    """Return the targets of each answer, the weights, and the reference's scores if known."""
-    columns = {
-        "_targets": torch.from_numpy(tokens.sequence_targets(examples)),
-        "_pair_weights": torch.from_numpy(tokens.weights(examples)),
+class Options(NamedTuple):
+    """The numbers in a loss; one that it does not use is 0."""
+
+    beta: float
+    gamma: float = 0.0
+    alpha: float = 0.0
+    label_smoothing: float = 0.0
+    nll: float = 0.0
+
+
+class Loss(NamedTuple):
+    """A loss of pairs."""
+
+    formula: Callable[[Tensor, Options], Tensor]
+    """The loss of each pair, from its scores, [pair, answer]; column 0 is the chosen answer."""
+    defaults: Mapping[str, float]
+    """Each option that the loss uses, and its default."""
+    per_token: bool = False
+    """Whether a score is divided by the answer's length."""
+    reference: bool = True
+    """Whether a score is the log-probability less that of the reference."""
+
+
+def sigmoid(scores: Tensor, options: Options) -> Tensor:
+    """Bradley-Terry's loss, with a target margin and label smoothing."""
+    logits = options.beta * (scores[:, 0] - scores[:, 1]) - options.gamma
+    smoothing = options.label_smoothing
+    return -log_sigmoid(logits) * (1 - smoothing) - log_sigmoid(-logits) * smoothing
+
+
+def hinge(scores: Tensor, options: Options) -> Tensor:
+    """Linear up to a margin of 1 / beta, then 0."""
+    return (1 - options.beta * (scores[:, 0] - scores[:, 1])).relu()
+
+
+def ipo(scores: Tensor, options: Options) -> Tensor:
+    """Squared distance to the wanted margin, 1 / (2 beta)."""
+    return (scores[:, 0] - scores[:, 1] - 1 / (2 * options.beta)) ** 2
+
+
+def simpo(scores: Tensor, options: Options) -> Tensor:
+    """Bradley-Terry's loss of scores, which AlphaPO bends: (1 - p^-alpha) / alpha."""
+    if options.alpha:
+        scores = -(-options.alpha * scores).expm1() / options.alpha
+    return sigmoid(scores, options)
+
+
+def odds_ratio(scores: Tensor, options: Options) -> Tensor:
+    """-log sigmoid of the log odds ratio; odds are p / (1 - p)."""
+    # p = 1 has infinite odds, and a gradient that is no number.
+    scores = scores.clamp(max=-1e-6)
+    log_odds = scores - (-scores.expm1()).log()
+    return -options.beta * log_sigmoid(log_odds[:, 0] - log_odds[:, 1])
+
+
+def log_sigmoid(logits: Tensor) -> Tensor:
+    """Log of the sigmoid, without underflow."""
+    return -(-logits).logaddexp(logits.new_zeros(()))
+
+
+LOSSES: dict[LossName, Loss] = {
+    "sigmoid": Loss(sigmoid, {"beta": 0.1, "label_smoothing": 0.0, "nll": 0.0}),
+    "length_normalized": Loss(
+        sigmoid, {"beta": 0.1, "label_smoothing": 0.0, "nll": 0.0}, per_token=True
+    ),
+    "hinge": Loss(hinge, {"beta": 0.1, "nll": 0.0}),
+    "ipo": Loss(ipo, {"beta": 0.1, "nll": 0.0}, per_token=True),
+    "cpo": Loss(sigmoid, {"beta": 0.1, "label_smoothing": 0.0, "nll": 1.0}, reference=False),
+    "cpo_hinge": Loss(hinge, {"beta": 0.1, "nll": 1.0}, reference=False),
+    "cpo_ipo": Loss(ipo, {"beta": 0.1, "nll": 1.0}, per_token=True, reference=False),
+    "simpo": Loss(
+        simpo,
+        {"beta": 2.0, "gamma": 1.0, "alpha": 0.0, "label_smoothing": 0.0, "nll": 0.0},
+        per_token=True,
+        reference=False,
+    ),
+    "orpo": Loss(odds_ratio, {"beta": 0.1, "nll": 1.0}, per_token=True, reference=False),
+}
+
+
+def options_of(plugin: Dpo) -> Options:
+    """Return the options of the plugin's loss: as set, else its defaults."""
+    values = dict(LOSSES[plugin.loss].defaults)
+    for name in values:
+        value = getattr(plugin, name)
+        if value is not None:
+            values[name] = value
+    return Options(**values)
+
+
+def describe(plugin: Dpo) -> str:
+    """Name the loss, and its options that have an effect."""
+    options = options_of(plugin)
+    words = {
+        "beta": f"beta {options.beta:g}",
+        "gamma": f"gamma {options.gamma:g}",
+        "alpha": f"alpha {options.alpha:g}",
+        "label_smoothing": f"label smoothing {options.label_smoothing:g}",
+        "nll": f"{options.nll:g} x the chosen answer's loss per token",
     }
-    if "reference" in tokens.columns:
-        columns["_reference"] = torch.from_numpy(tokens.columns["reference"][examples])
-    return columns
-
-
-class Objective:
-    """The losses of pairs, and the sums of their metrics."""
-
-    def __init__(self, plugin: Dpo, exact: bool) -> None:
-        self.is_untrained = False
-        """Whether the first loss is still to be checked."""
-        self._plugin, self._exact = plugin, exact
-        self._sums: dict[str, Tensor] = {}
-
-    def losses(self, pairs: Pairs, training: bool) -> Tensor:
-        """Return the loss of each pair times its weight, and add up its metrics."""
-        plugin = self._plugin
-        losses, metrics = preference_losses(plugin, pairs), pair_metrics(plugin.beta, pairs)
-        if self.is_untrained and training:
-            self.is_untrained = False
-            ensure_initial_loss(plugin, losses.detach(), self._exact)
-        if plugin.nll:
-            metrics["nll"] = mean_nll(pairs)
-            losses = losses + plugin.nll * metrics["nll"]
-        for name, values in metrics.items():
-            self._sums[name] = self._sums.get(name, 0) + (pairs.weights * values.detach()).sum()
-        return pairs.weights * losses
-
-    def take_sums(self) -> dict[str, Tensor]:
-        """Return a sum for every metric, and forget it; a rank without pairs has none."""
-        sums, self._sums = self._sums, {}
-        names = (*METRICS, "nll") if self._plugin.nll else METRICS
-        return {name: sums.get(name, torch.zeros(())) for name in names}
-
-
-def preference_losses(plugin: Dpo, pairs: Pairs) -> Tensor:
-    """Return the loss of each pair."""
-    scores = pairs.log_probs - pairs.reference
-    if plugin.loss in ("length_normalized", "ipo"):
-        scores = scores / pairs.lengths
-    return losses_of_margins(plugin, scores[:, 0] - scores[:, 1])
-
-
-def losses_of_margins(plugin: Dpo, margins: Tensor) -> Tensor:
-    """Return the losses of differences between chosen and rejected answers."""
-    if plugin.loss == "hinge":
-        return torch.relu(1 - plugin.beta * margins)
-    if plugin.loss == "ipo":
-        return (margins - 1 / (2 * plugin.beta)) ** 2
-    smoothing = plugin.label_smoothing
-    preferred = logsigmoid(plugin.beta * margins) * (1 - smoothing)
-    return -preferred - logsigmoid(-plugin.beta * margins) * smoothing
-
-
-def mean_nll(pairs: Pairs) -> Tensor:
-    """Return the mean loss per token of each chosen answer."""
-    return -pairs.log_probs[:, 0] / pairs.lengths[:, 0]
-
-
-def pair_metrics(beta: float, pairs: Pairs) -> dict[str, Tensor]:
-    """Return the metrics of each pair."""
-    # Of whole answers for every loss, as in TRL.
-    rewards = beta * (pairs.log_probs - pairs.reference).detach()
-    return {
-        "accuracy": (rewards[:, 0] > rewards[:, 1]).float(),
-        "margin": rewards[:, 0] - rewards[:, 1],
-        **{f"reward_{side}": rewards[:, column] for column, side in enumerate(SIDES)},
-        **{f"logp_{side}": pairs.log_probs[:, column] for column, side in enumerate(SIDES)},
-    }
-
-
-def ensure_initial_loss(plugin: Dpo, losses: Tensor, exact: bool) -> None:
-    """Check the first loss, which is known if the reference is the initial model."""
-    if plugin.reference or not len(losses):
-        return
-    expected, actual = float(losses_of_margins(plugin, torch.zeros(()))), float(losses.mean())
-    if not abs(actual - expected) <= INITIAL_TOLERANCE[exact] * expected:
-        raise PluginError(
-            f"plugins.dpo: the first loss is {actual:.6g}, but should be {expected:.6g}, since "
-            "model and reference are the same before step 1. Most likely the model is random (a "
-            "dropout or a router of its own code), or the stored log-probabilities are of other "
-            "weights or another kernel (remove the folder that the plugin that stores them names)"
-        )
+    used = [text for name, text in words.items() if getattr(options, name)]
+    return ", ".join([f"{plugin.loss} loss", *used])

@@ -16,8 +16,8 @@ class Pairs(NamedTuple):
 
     log_probs: Tensor
     """Log-probability of each answer by the model."""
-    reference: Tensor
-    """The same by the reference."""
+    reference: Tensor | None
+    """The same by the reference; None for a loss without one."""
     lengths: Tensor
     """Number of targets of each answer."""
     weights: Tensor
@@ -25,14 +25,20 @@ class Pairs(NamedTuple):
 
 
 class Scorer:
-    """Scores answers by the model and the reference, whose scores may be precomputed."""
+    """Scores answers by the model and the reference, whose scores may be precomputed.
 
-    def __init__(self, model: RunModel, reference: str, precomputed: bool) -> None:
+    `reference`: another reference than the model before training; None for no reference.
+    """
+
+    def __init__(self, model: RunModel, reference: str | None, precomputed: bool) -> None:
+        self.has_reference = reference is not None
         self.frozen: Module | None = None
         self.adapted: Any = None
         module: Any = getattr(model.module, "module", model.module)
         has_adapters = hasattr(module, "disable_adapter")
-        if precomputed:
+        if reference is None:
+            self.name = "none"
+        elif precomputed:
             base = "the base without adapters" if has_adapters else "the initial model"
             self.name = f"{reference or base}, computed before step 1"
         elif reference or not has_adapters:
@@ -48,8 +54,8 @@ class Scorer:
         """Compute the log-probability of each answer by the model and by the reference."""
         targets = batch["_targets"]
         log_probs = sum_per_answer(token_nll(model=model, batch=batch, summed=False), targets)
-        known = batch.get("_reference")
-        if known is None:
+        known = batch.get("_reference") if self.has_reference else None
+        if known is None and self.has_reference:
             with torch.no_grad():
                 known = sum_per_answer(self._reference_nll(model, batch, token_nll), targets)
         return Pairs(log_probs, known, targets.view(-1, 2), batch["_pair_weights"])
