@@ -95,17 +95,6 @@ def test_muon_learns_from_marked_answers(tmp_path, installed):
     assert losses[-1] < 0.47
 
 
-@pytest.mark.parametrize("loss", ["orpo", "simpo"])
-def test_pairs_without_a_reference(tmp_path, installed, loss):
-    rows = [
-        {"prompt": f"say {n}", "chosen": f"number {n} it is", "rejected": f"no, {n} {n}"}
-        for n in range(16)
-    ]
-    plugins = {"orpo": {"loss": loss}}
-    _, losses = train(tmp_path, plugins, rows=rows, train=TRAIN | {"steps": 6})
-    assert losses[-1] < losses[0] - 0.1
-
-
 def test_the_router_of_experts_and_products_of_8_bits(tmp_path, installed):
     config = tiny_config("qwen3_moe")
     config.vocab_size = 400

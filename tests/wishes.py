@@ -118,43 +118,6 @@ class Kto:
         sign = batch["_label"] * 2 - 1
         return (1 - torch.sigmoid(sign * reward)).sum().float() / denominator
 '''
-ORPO = '''
-import numpy as np
-import torch
-from torch.nn.functional import logsigmoid
-
-@plugin(provides={"preference_pairs": None}, affects_results=["loss", "beta"])
-class Orpo:
-    """Learn from pairs without a reference: ORPO, or SimPO."""
-    loss: str = "orpo"
-    beta: float = 0.5
-
-    @hookimpl
-    def render(self, rows, tokenizer, data):
-        from plugsft.kit import render_pairs
-        return render_pairs(rows, tokenizer, data)
-
-    @hookimpl(wrapper=True)
-    def add_columns(self):
-        tokens = yield
-        tokens.denominators = np.ones(len(tokens), np.int64)
-        return tokens
-
-    @hookimpl(wrapper=True)
-    def collate(self, tokens, examples):
-        batch = yield
-        return batch | {"_targets": torch.from_numpy(tokens.sequence_targets(examples))}
-
-    @hookimpl
-    def step(self, model, batch, denominator, token_nll):
-        nll, targets = token_nll(model=model, batch=batch, summed=False), batch["_targets"]
-        sums = torch.segment_reduce(nll, "sum", lengths=targets, unsafe=True, initial=0)
-        good, bad = (-sums / targets).view(-1, 2).unbind(1)  # mean log p of each answer
-        if self.loss == "simpo":
-            return -logsigmoid(2 * (good - bad) - self.beta).sum() / denominator
-        odds = good - bad - torch.log1p(-good.exp()) + torch.log1p(-bad.exp())
-        return -(good + self.beta * logsigmoid(odds)).sum() / denominator
-'''
 ROUTER = '''
 import torch
 

@@ -319,8 +319,9 @@ class Run:
         else:
             tokenizer.save_pretrained(folder / "tokenizer")
             tables["model"]["tokenizer"] = str(folder / "tokenizer")
-        tables["train"] |= {"batch_size": len(self.rows), "micro_batch": 3}
         tables["plugins"] = options.pop("plugins", {}) | {"dpo": options}
+        micro_batch = 1 if "bfd_packing" in tables["plugins"] else 3
+        tables["train"] |= {"batch_size": len(self.rows), "micro_batch": micro_batch}
         recipe, active = resolve(tables)
         opened = OpenRun(recipe, active, look())
         self.folder, self.tokenizer = Path(opened.load.path), opened.tokenizer
