@@ -53,9 +53,9 @@ def test_a_loss_with_labels_an_averaging_optimizer_and_a_time_limit_on_two_ranks
 
 def test_a_row_format_with_a_label_column(tiny, tmp_path, recipes):
     rows = [{"review": f"good soup {number}", "stars": number % 5} for number in range(16)]
-    bad = {"review": None, "stars": 1}
+    bad = [{"review": None, "stars": 1}, {"review": "good soup", "stras": 1}]
     recipe = tiny(
-        rows=[*rows, bad],
+        rows=[*rows, *bad],
         train=TRAIN | {"steps": 1},
         data={"on_bad_row": "drop"},
         plugins={"reviews": {}},
@@ -64,7 +64,10 @@ def test_a_row_format_with_a_label_column(tiny, tmp_path, recipes):
     assert done.returncode == 0, done.stderr
     [facts] = (tmp_path / "run/tokens").glob("*/facts.json")
     assert json.loads(facts.read_text())["columns"] == {"stars": "int64"}
-    assert "no 'review' as text" in (tmp_path / "run/run.json").read_text()
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["data"]["bad_rows"] == {
+        "no 'review' as text, or no number of 'stars'": {"count": 2, "rows": [16, 17]}
+    }
 
 
 def test_a_loss_that_needs_the_logits(tiny, tmp_path, recipes):
