@@ -49,11 +49,11 @@ class Good:
 
     @hookimpl
     def state_dict(self):
-        return {"average": self.average, "list": [torch.arange(9)]}
+        return {"average": self.average, "seen": self.seen, "list": [torch.arange(9)]}
 
     @hookimpl
     def load_state_dict(self, state):
-        self.average = state["average"]
+        self.average, self.seen = state["average"], state["seen"]
 
     @hookimpl
     def summary(self):
@@ -201,6 +201,21 @@ class Bad:
     def load_state_dict(self, state):
         pass
 """
+SAYS = """
+import time
+
+@plugin()
+class Bad:
+    seen: int = state(0)
+
+    @hookimpl
+    def stepped(self):
+        self.seen += 1
+
+    @hookimpl
+    def summary(self):
+        return f"{{self.seen}} steps{more}"
+"""
 HEARS_STEPS = """
 @plugin()
 class Bad:
@@ -228,12 +243,18 @@ class Bad:
             HEARS_STEPS.format(at=6, action="next(run.model.module.parameters()).data[-1] += 1"),
             ["is another one at the end on rank 0"],
         ),
+        (SAYS.format(more=""), ["summary() is '4 steps', and '6 steps' uninterrupted"]),
     ],
-    ids=["in the loss", "in the optimizer", "in its state", "a stop", "in the weights"],
+    ids=["in the loss", "in the optimizer", "in its state", "a stop", "in the weights", "said"],
 )
 def test_what_forgets_its_state_does_not_resume(install, code, words):
     install(code)
     refuse(testing.resumes, *words)
+
+
+def test_a_summary_that_depends_on_the_clock_is_not_compared(install):
+    install(SAYS.format(more=" at {{time.time()}}").replace("{{", "{").replace("}}", "}"))
+    testing.resumes("bad")
 
 
 def test_what_forgets_its_state_on_a_rank_only_does_not_resume(install):
@@ -271,6 +292,10 @@ class Bad:
     @hookimpl
     def state_dict(self):
         return {"seconds": self.step_seconds}
+
+    @hookimpl
+    def load_state_dict(self, state):
+        self.step_seconds = state["seconds"]
 """
 ENDS_RANK = OF_SECOND_RANK + HEARS_STEPS.format(at=2, action="if rank: os._exit(7)")
 FAILS_ON_RANK = OF_SECOND_RANK + wrapper("step(self)", "return [given][rank]")
@@ -382,6 +407,14 @@ def test_what_works_in_every_step_costs_too_much(install):
             "@plugin()\nclass Bad:\n    @hookimpl\n    def stop(self, model):\n        pass",
             ["stop() is no hook", "did you mean 'step'?"],
         ),
+        (
+            "@plugin()\nclass Bad:\n    @hookimpl\n    def state_dict(self):\n        return {}",
+            ["state_dict() and no load_state_dict()", "add load_state_dict()"],
+        ),
+        (
+            "@plugin()\nclass Bad:\n    @hookimpl\n    def load_state_dict(self):\n        pass",
+            ["load_state_dict() and no state_dict()", "add state_dict()"],
+        ),
         (wrapper("step(self, modell)"), ["no argument 'modell'", "did you mean 'model'?"]),
         (
             "@plugin()\nclass Bad:\n    @hookimpl\n    def logged(self):\n        1 / 0",
@@ -394,6 +427,8 @@ def test_what_works_in_every_step_costs_too_much(install):
         "render",
         "answer",
         "misspelt hook",
+        "state_dict alone",
+        "load_state_dict alone",
         "misspelt argument",
         "raises",
     ],

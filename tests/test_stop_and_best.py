@@ -256,6 +256,10 @@ LOSES = """
             return {}
 
         @hookimpl
+        def load_state_dict(self, state):
+            pass
+
+        @hookimpl
         def finished(self, run, status):
             (run.output / f"finished-{run.ranks.rank}").write_text(status)
 """

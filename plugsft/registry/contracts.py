@@ -12,6 +12,9 @@ from ..recipe.tables import short
 
 SPECS = {name: spec for name, spec in vars(Hooks).items() if hasattr(spec, "plugsft_spec")}
 
+STATE_HOOKS = ("state_dict", "load_state_dict")
+"""Hooks that a plugin has both, or neither."""
+
 METRICS = frozenset(
     [
         "step",
@@ -69,6 +72,13 @@ def inspect_hooks(cls: type[Any], name: str) -> None:
         if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
             raise PluginError(f"{where}: a hook is a plain function; nothing awaits an async one")
         _inspect_arguments(value, attribute, where)
+
+    for one, other in (STATE_HOOKS, STATE_HOOKS[::-1]):
+        if hook_mark(cls, one) and not hook_mark(cls, other):
+            raise PluginError(
+                f"plugin '{name}' has {one}() and no {other}(): a resumed run would start without "
+                f"its state; add {other}()"
+            )
 
 
 def _inspect_arguments(function: Callable[..., Any], hook: str, where: str) -> None:

@@ -92,7 +92,10 @@ def resumes(
     tables: Tables | None = None,
     ranks: int = 1,
 ) -> None:
-    """Check that a resumed run ends bit-equal to an uninterrupted one."""
+    """Check that a resumed run ends bit-equal to an uninterrupted one.
+
+    The plugin's summary must be equal too, if it is in two uninterrupted runs.
+    """
     who = f"plugin '{name}'"
     with tiny_recipe(name, options, {"checkpoint": {"every": 2}}) as recipe:
         recipe = merged(recipe, tables)
@@ -101,25 +104,16 @@ def resumes(
         assert later, f"{who}: the run has one checkpoint; train for at least 4 steps"
         again = {**recipe, "output": f"{recipe['output']}-resumed"}
         [resumed] = _train([Job(again, ranks)], who, checkpoint)
-    start = parse_step(checkpoint) or 0
-    where = f"{who}: resumed after step {start}"
-    expected = [line for line in whole[0].metrics if line["step"] > start]
-    _ensure_same_steps(expected, resumed[0].metrics, where, ("uninterrupted", "resumed"))
-    for before, after in zip(expected, resumed[0].metrics, strict=True):
-        for metric in [metric for metric in before if metric not in OF_THE_CLOCK]:
-            assert before[metric] == after.get(metric), (
-                f"{where}, step {before['step']}: {metric} is {after.get(metric)}, and "
-                f"{before[metric]} uninterrupted. {KEEP}"
-            )
-    for rank, (uninterrupted, own) in enumerate(zip(whole, resumed, strict=True)):
-        for weight, checksum in uninterrupted.weights.items():
-            assert checksum == own.weights[weight], (
-                f"{where}: {weight} is another one at the end on rank {rank}. {KEEP}"
-            )
-        for place, value, other in _differing(uninterrupted, own, name):
-            raise AssertionError(
-                f"{where}: state_dict() at {place} is {other} at the end on rank {rank}, and "
-                f"{value} uninterrupted. {KEEP}"
+        start = parse_step(checkpoint) or 0
+        where = f"{who}: resumed after step {start}"
+        _ensure_resumed(whole, resumed, start, where, name)
+        text, resumed_text = (rank[0].summaries[name] for rank in (whole, resumed))
+        if text != resumed_text:
+            # Times, and what a cache had, differ between two uninterrupted runs too.
+            second = {**recipe, "output": f"{recipe['output']}-second"}
+            [[other, *_]] = _train([Job(second, ranks)], who)
+            assert other.summaries[name] != text, (
+                f"{where}: summary() is {resumed_text!r}, and {text!r} uninterrupted. {KEEP}"
             )
 
 
@@ -240,6 +234,29 @@ def _train(jobs: Sequence[Job], who: str, checkpoint: Path | None = None) -> lis
                 device = {"device": "cpu"} if job.ranks > 1 else {}
                 worker.call(train, merged(job.recipe, device), checkpoint, job.micro_batch)
         return [results(group, who) for group in groups]
+
+
+def _ensure_resumed(
+    whole: Sequence[Trained], resumed: Sequence[Trained], start: int, where: str, name: str
+) -> None:
+    expected = [line for line in whole[0].metrics if line["step"] > start]
+    _ensure_same_steps(expected, resumed[0].metrics, where, ("uninterrupted", "resumed"))
+    for before, after in zip(expected, resumed[0].metrics, strict=True):
+        for metric in [metric for metric in before if metric not in OF_THE_CLOCK]:
+            assert before[metric] == after.get(metric), (
+                f"{where}, step {before['step']}: {metric} is {after.get(metric)}, and "
+                f"{before[metric]} uninterrupted. {KEEP}"
+            )
+    for rank, (uninterrupted, own) in enumerate(zip(whole, resumed, strict=True)):
+        for weight, checksum in uninterrupted.weights.items():
+            assert checksum == own.weights[weight], (
+                f"{where}: {weight} is another one at the end on rank {rank}. {KEEP}"
+            )
+        for place, value, other in _differing(uninterrupted, own, name):
+            raise AssertionError(
+                f"{where}: state_dict() at {place} is {other} at the end on rank {rank}, and "
+                f"{value} uninterrupted. {KEEP}"
+            )
 
 
 def _ensure_same_steps(

@@ -18,7 +18,7 @@ class MyPlugin:
     """About how many steps the average covers."""
 
     average: float | None = state()
-    checkpoints: int = state(0)
+    checkpoint: str | None = state()
     status: str | None = state()
 
     @hookimpl
@@ -40,8 +40,9 @@ class MyPlugin:
 
     @hookimpl
     def saved(self, run: Run, folder: Path, kind: str, step: int) -> None:
-        """Count the checkpoints; `folder` could be copied to another place here."""
-        self.checkpoints += kind == "checkpoint"
+        """Remember the last checkpoint; `folder` could be copied to another place here."""
+        if kind == "checkpoint":
+            self.checkpoint = folder.name
 
     @hookimpl
     def finished(self, run: Run, status: str) -> None:
@@ -63,4 +64,4 @@ class MyPlugin:
         """Report the average loss at the end."""
         if self.average is None:
             return None
-        return f"average loss {self.average:.4f}, {self.checkpoints} checkpoints, {self.status}"
+        return f"average loss {self.average:.4f}, saved as {self.checkpoint}, {self.status}"
