@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import run_plugsft, run_ranks
+from conftest import ROOT, only_full, run_launch, run_plugsft, run_ranks
 from plugin_packages import activate, install
 
 from plugsft import RecipeError
@@ -58,6 +58,17 @@ def test_a_setting_that_the_optimizer_ignores_is_refused(recipe, ranks):
         "remove train.weight_decay = 0.1: the optimizer of plugin 'lion' does not use it",
     ):
         assert line in result.stderr
+
+
+@only_full
+@pytest.mark.parametrize("launcher", ["fsdp2", "zero3"])
+def test_sharded_weights_change_nothing(recipe, launcher):
+    config = ROOT / f"recipes/accelerate/{launcher}.yaml"
+    start = ("--config_file", config, "--num_processes", 2, "-m", "plugsft", recipe(inside=False))
+    code, out, err = run_launch(*start, "train.beta2=0.95")
+    assert code == 2 and "remove train.beta2 = 0.95: the optimizer of plugin 'lion'" in err, out
+    code, out, err = run_launch(*start, "plugins.lion.enabled=false", "train.beta2=0.95")
+    assert code == 0, out + err
 
 
 @pytest.mark.parametrize("inside", [False, True])
