@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .base.errors import PluginError, TrainError
 from .base.types import Batch
@@ -19,6 +21,11 @@ from .ranks.out_of_memory import explain_out_of_memory
 from .ranks.sharded_optimizers import explain_optimizer
 from .ranks.trained_model import work_with_weights
 from .run import OpenRun
+
+MOST_METRICS = 240
+"""Most metrics of plugins in a step."""
+NUMBERS = MOST_METRICS + 16
+"""Numbers in the reduction of a step; the others are the core's."""
 
 
 def train(run: OpenRun) -> None:
@@ -95,8 +102,12 @@ def compute_loss(run: OpenRun, micro_batch: Batch, denominator: float) -> Tensor
 def all_reduce(
     run: OpenRun, losses: list[Tensor], counts: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """Sum losses, the plugins' metrics and counts over all ranks, in one reduction."""
+    """Sum losses, counts and the plugins' metrics over all ranks, in one reduction."""
     metrics = plugin_metrics(run)
+    names = ", ".join(metrics) or "none"
+    checksum = (
+        xxhash.xxh32_intdigest(names.encode()) % 2**24
+    )  # float32 holds it, and float64 sums it
     # Counts need float64, which Apple's GPUs do not have.
     dtype = torch.float32 if run.accelerator.device.type == "mps" else torch.float64
     loss = torch.stack(losses).to(dtype).sum()
@@ -104,18 +115,25 @@ def all_reduce(
         torch.as_tensor(value, dtype=dtype, device=loss.device).reshape(1)
         for value in (loss, *metrics.values())
     ]
-    local = torch.cat([*own, loss.new_tensor([*counts.values()])])
-    loss_sum, *sums = run.accelerator.reduce(local, reduction="sum").tolist()
-    return loss_sum, dict(zip([*metrics, *counts], sums, strict=True))
+    local = torch.cat([loss.new_tensor([checksum, *counts.values()]), *own])
+    # Its size is the same on all ranks, even if their metrics are not.
+    local = pad(local, (0, NUMBERS - len(local)))
+    checksums, *sums = run.accelerator.reduce(local, reduction="sum").tolist()
+    if checksums != checksum * run.accelerator.num_processes:
+        facts = {"the names that 'add_metrics' gave": names}
+        ensure_alike(run.accelerator, facts, "A plugin gives the same names on all ranks")
+    summed = dict(zip([*counts, "loss", *metrics], sums, strict=False))
+    return summed.pop("loss"), summed
 
 
 def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
-    """Return this rank's sums of the plugins' metrics, which have the same names on all ranks."""
+    """Return this rank's sums of the plugins' metrics, by name."""
     per_plugin: Any = run.hooks.add_metrics()  # a notice returns a list
     metrics = {name: value for plugin in per_plugin for name, value in plugin.items()}
-    if run.active.hears("add_metrics"):
-        names = {"the names that 'add_metrics' gave": ", ".join(sorted(metrics)) or "none"}
-        ensure_alike(run.accelerator, names, "A plugin gives the same names on all ranks")
+    if len(metrics) > MOST_METRICS:
+        raise PluginError(
+            f"'add_metrics' gave {len(metrics):,} metrics in all; at most {MOST_METRICS} are logged"
+        )
     return dict(sorted(metrics.items()))
 
 

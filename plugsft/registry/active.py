@@ -101,10 +101,6 @@ class Active:
         for name in impls.keys() - states.keys():
             say(f"warning: the checkpoint holds no state of plugin '{name}'; it starts without")
 
-    def hears(self, hook: str) -> bool:
-        """Tell whether a plugin or the core implements a notice."""
-        return bool(self._impls(hook))
-
     def describe(self) -> Iterator[tuple[str, bool, list[str], list[str]]]:
         """Yield each hook: name, whether a stage, answering plugins, wrappers (outermost last)."""
         for hook in SPECS:
