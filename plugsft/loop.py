@@ -1,7 +1,7 @@
 """The loop: global batches, gradients, optimizer steps, metrics, evaluations, checkpoints."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ MOST_METRICS = 240
 """Most metrics of plugins in a step."""
 NUMBERS = MOST_METRICS + 16
 """Numbers in the reduction of a step; the others are the core's."""
+SAME_CALLS = "'order_examples', 'plan_batches' and 'add_metrics' give the same on all ranks"
 
 
 def train(run: OpenRun) -> None:
@@ -35,8 +36,7 @@ def train(run: OpenRun) -> None:
             seed_step(run.recipe.train.seed, batch.step, batch.rank)
             learning_rate = run.schedule.set(batch.step)
             losses = forward_backward(run, batch)
-            loss, sums = all_reduce(run, losses, batch.counts())
-            batch.ensure_same_layout(sums.pop("layout_checksum"))
+            loss, sums = all_reduce(run, losses, batch)
             grad_norm = clip_gradients(run)
             ensure_finite(batch, loss, grad_norm)
             with (
@@ -100,14 +100,15 @@ def compute_loss(run: OpenRun, micro_batch: Batch, denominator: float) -> Tensor
 
 
 def all_reduce(
-    run: OpenRun, losses: list[Tensor], counts: Mapping[str, float]
+    run: OpenRun, losses: list[Tensor], batch: GlobalBatch | None = None
 ) -> tuple[float, dict[str, float]]:
-    """Sum losses, counts and the plugins' metrics over all ranks, in one reduction."""
-    metrics = plugin_metrics(run)
-    names = ", ".join(metrics) or "none"
-    checksum = (
-        xxhash.xxh32_intdigest(names.encode()) % 2**24
-    )  # float32 holds it, and float64 sums it
+    """Sum losses, a batch's counts and the plugins' metrics over all ranks, in one reduction."""
+    metrics, counts = plugin_metrics(run), batch.counts() if batch else {}
+    facts = {
+        **(batch.facts() if batch else {}),
+        "the names that 'add_metrics' gave": ", ".join(metrics) or "none",
+    }
+    checksum = xxhash.xxh32_intdigest(repr(facts).encode()) % 2**24  # exact in float32
     # Counts need float64, which Apple's GPUs do not have.
     dtype = torch.float32 if run.accelerator.device.type == "mps" else torch.float64
     loss = torch.stack(losses).to(dtype).sum()
@@ -120,8 +121,7 @@ def all_reduce(
     local = pad(local, (0, NUMBERS - len(local)))
     checksums, *sums = run.accelerator.reduce(local, reduction="sum").tolist()
     if checksums != checksum * run.accelerator.num_processes:
-        facts = {"the names that 'add_metrics' gave": names}
-        ensure_alike(run.accelerator, facts, "A plugin gives the same names on all ranks")
+        ensure_alike(run.accelerator, facts, SAME_CALLS)
     summed = dict(zip([*counts, "loss", *metrics], sums, strict=False))
     return summed.pop("loss"), summed
 
@@ -131,9 +131,7 @@ def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
     per_plugin: Any = run.hooks.add_metrics()  # a notice returns a list
     metrics = {name: value for plugin in per_plugin for name, value in plugin.items()}
     if len(metrics) > MOST_METRICS:
-        raise PluginError(
-            f"'add_metrics' gave {len(metrics):,} metrics in all; at most {MOST_METRICS} are logged"
-        )
+        raise PluginError(f"'add_metrics' gave more than {MOST_METRICS} metrics in all")
     return dict(sorted(metrics.items()))
 
 
@@ -212,7 +210,7 @@ def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
     """Sum losses and metrics over all ranks; return their means over the targets."""
     tokens = run.evaluation_tokens
     assert tokens is not None
-    loss, sums = all_reduce(run, losses, {})
+    loss, sums = all_reduce(run, losses)
     denominator = tokens.divisor()
     return {
         "eval_loss": loss / denominator,

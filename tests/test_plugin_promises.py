@@ -121,7 +121,7 @@ DIFFERING = {
             order = yield
             return order[::-1].copy() if RANK and epoch else order
         """,
-        "step 4: the ranks have different layouts; 'order_examples' and 'plan_batches' must",
+        "the ranks differ in the layout of step 4: rank 0 has ",
     ),
     "columns": (
         """

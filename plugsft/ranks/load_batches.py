@@ -47,24 +47,13 @@ class GlobalBatch:
         """Return this rank's counts, to be summed over all ranks."""
         # Padding is computed, too.
         computed = sum(batch["input_ids"].numel() for batch in self.micro_batches)
-        return {
-            "computed_tokens": computed,
-            "data_wait_seconds": self.waited,
-            "layout_checksum": self._layout_checksum(),
-        }
+        return {"computed_tokens": computed, "data_wait_seconds": self.waited}
 
-    def ensure_same_layout(self, checksums: float) -> None:
-        """Refuse ranks with other layouts of this step, from the sum of their checksums."""
-        if checksums != len(self.plan.layout) * self._layout_checksum():
-            raise PluginError(
-                f"step {self.step}: the ranks have different layouts; 'order_examples' and "
-                "'plan_batches' must give the same on all ranks"
-            )
-
-    def _layout_checksum(self) -> int:
-        """Return a number of 24 bits, which float32 holds, and float64 sums exactly."""
+    def facts(self) -> dict[str, str]:
+        """Describe what is the same on all ranks."""
         micro_batches = (examples.tobytes() for rank in self.plan.layout for examples in rank)
-        return xxhash.xxh32_intdigest(b"|".join(micro_batches)) % 2**24
+        layout = xxhash.xxh3_64_hexdigest(b"|".join(micro_batches))
+        return {f"the layout of step {self.step}": layout}
 
     def seconds(self) -> float:
         """Return the seconds since the loop asked for this batch."""

@@ -33,7 +33,6 @@ METRICS = frozenset(
         "memory_gib",
         "stop",
         "computed_tokens",
-        "layout_checksum",
     ]
 )
 """The core's metrics, and the counts that are all-reduced with them."""
