@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from plugsft import RecipeError
+from plugsft import RecipeError, hookimpl
 from plugsft.base.types import StepPlan
 from plugsft.batches.packed_rows import attend as attend_documents
 from plugsft.kit import Tokens, documents_of, pack
@@ -38,6 +38,7 @@ from plugsft.plugins.liger import Liger
 from plugsft.plugins.lora import Lora
 from plugsft.ranks.agree import agreed
 from plugsft.ranks.load_batches import BatchLoader
+from plugsft.registry.active import Active
 
 IGNORED = -100
 GPU = torch.cuda.is_available()
@@ -394,14 +395,19 @@ def collate_in_python(tokens: Tokens, examples: Any) -> dict[str, Tensor]:
     return {name: torch.tensor(values) for name, values in columns.items()}
 
 
+class Packer:
+    """Collates packed rows, as the core would call bfd_packing."""
+
+    @hookimpl
+    def collate(self, tokens: Tokens, examples: Any) -> dict[str, Any]:
+        """Pack the examples."""
+        return pack(tokens, examples)
+
+
 def check_loading_ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
     """Collate rows with async_collate while the device computes; compare with serial collation."""
-    plugin = AsyncCollate(depth=2)
-    hook = SimpleNamespace(
-        load_batches=plugin.load_batches,
-        collate=lambda tokens, examples, pad: pack(tokens, examples),
-    )
-    loader = BatchLoader(hook, Accelerator(cpu=not GPU), 0)
+    hooks = Active({"async_collate": AsyncCollate(depth=2)}, {}).attach(Packer()).hooks
+    loader = BatchLoader(hooks, Accelerator(cpu=not GPU), 0)
 
     def plan_step(step: int) -> StepPlan:
         return StepPlan(step, 0, [[rows[step - 1]]], 1, 1, 1)
