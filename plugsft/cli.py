@@ -1,6 +1,7 @@
 """The command line: `plugsft RECIPE` trains; every other command is named."""
 
 import errno
+import logging
 import os
 import shlex
 import sys
@@ -89,6 +90,8 @@ app.add_typer(cache_app, name="cache")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; print the user's mistakes without a traceback, and exit with their code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # If it is installed, peft imports it, and it warns of a package that it does not need.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app(with_auto(with_command(words)), prog_name="plugsft")
     except PlugsftError as error:
