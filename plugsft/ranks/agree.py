@@ -93,9 +93,9 @@ def vote(accelerator: Accelerator, ballot: Vote, patience: float = PATIENCE) -> 
     """
     if accelerator.num_processes == 1:
         return [_report(ballot)] if ballot.level else []
-    late = threading.Timer(patience, failure.publish, [ballot.error])
+    late = ballot.error and threading.Timer(patience, failure.publish, [ballot.error])
     try:
-        if ballot.error is not None:
+        if late:
             late.start()
         if _equal(ballot.operation, ballot.level):
             return []
@@ -105,7 +105,8 @@ def vote(accelerator: Accelerator, ballot: Vote, patience: float = PATIENCE) -> 
         raise_failures([], ballot.error)
         raise lost
     finally:
-        late.cancel()
+        if late:
+            late.cancel()
 
 
 def raise_failures(reports: Sequence[Report], error: Exception | None) -> None:
@@ -205,9 +206,10 @@ def is_lost(error: Exception) -> bool:
 def _equal(text: str, level: int = 0) -> bool:
     """Tell whether all ranks have the same text and level 0, in one all-reduce."""
     number = xxhash.xxh3_64_intdigest(text.encode()) >> 2  # fits in 64 bits, negated too
-    largest = torch.tensor([number, -number, level])
-    dist.all_reduce(largest, dist.ReduceOp.MAX, host_group())
-    return bool(largest[0] == -largest[1]) and not largest[2]
+    votes = torch.tensor([number, -number, level])
+    dist.all_reduce(votes, dist.ReduceOp.MAX, host_group())
+    largest, smallest_negated, worst = votes.tolist()
+    return largest == -smallest_negated and not worst
 
 
 def _report(ballot: Vote) -> Report:
