@@ -204,12 +204,15 @@ def is_lost(error: Exception) -> bool:
 
 
 def _equal(text: str, level: int = 0) -> bool:
-    """Tell whether all ranks have the same text and level 0, in one all-reduce."""
-    number = xxhash.xxh3_64_intdigest(text.encode()) >> 2  # fits in 64 bits, negated too
-    votes = torch.tensor([number, -number, level])
-    dist.all_reduce(votes, dist.ReduceOp.MAX, host_group())
-    largest, smallest_negated, worst = votes.tolist()
-    return largest == -smallest_negated and not worst
+    """Tell whether all ranks have the same text and level 0, in one all-reduce.
+
+    Of one number: gloo takes three times as long for several. Unequal numbers have the sum that a
+    rank expects with a probability of 2^-40.
+    """
+    number = xxhash.xxh3_64_intdigest(f"{level} {text}".encode()) >> 24
+    total = torch.tensor([number])
+    dist.all_reduce(total, dist.ReduceOp.SUM, host_group())
+    return not level and int(total) == number * dist.get_world_size()
 
 
 def _report(ballot: Vote) -> Report:
