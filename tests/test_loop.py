@@ -21,6 +21,8 @@ from conftest import (
 )
 from safetensors.torch import load_file
 
+from plugsft.ranks.stopping import Stopping
+
 # 43 examples in global batches of 8: five whole ones and one of three, in every epoch.
 LONG = {"epochs": 4, "batch_size": 8, "steps": 20, "learning_rate": 1e-3, "max_grad_norm": 0.5}
 
@@ -134,6 +136,22 @@ def test_a_signal_that_comes_twice_at_once_is_one(tiny, tmp_path):
     ended = running.wait()
     assert ended.returncode == 130 and "saved" in ended.stderr, ended.stderr
     assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
+
+
+def test_a_signal_that_comes_again_as_the_run_ends_is_the_same_one():
+    """Else the message that the run was saved could be lost."""
+    before = {number: signal.getsignal(number) for number in Stopping.SIGNALS}
+    try:
+        with Stopping():
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # would raise KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt), Stopping() as stopping:
+            os.kill(os.getpid(), signal.SIGINT)
+            stopping._received -= Stopping.REPEATED
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_second_run_into_the_same_output_is_refused_while_the_first_runs(tiny, tmp_path):

@@ -101,7 +101,8 @@ class Stopping:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        for number, handler in self._handlers.items():
+        # After a signal, the same one may come again while the run ends.
+        for number, handler in ({} if self._signal else self._handlers).items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
