@@ -1,5 +1,8 @@
 """low_memory_adam learns what float32 AdamW learns, with less memory, and resumes bit for bit."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -146,6 +149,49 @@ def test_it_resumes_bit_for_bit(plugins, tables, ranks):
 def test_two_ranks_agree(plugins, tables, tolerance):
     [(name, options)] = plugins.items()
     testing.ranks_agree(name, options, tables=tables, tolerance=tolerance)
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from plugsft.plugins.low_memory_adam.corrected import CorrectedAdamW
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+
+
+def steps_of(make, weight, gradients):
+    parameter = torch.nn.Parameter(make(weight.clone()))
+    groups = [{"params": [parameter], "weight_decay": 0.1}]
+    optimizer = CorrectedAdamW(groups, 1e-3, (0.9, 0.999), 1e-8, seed=3)
+    for gradient in gradients:
+        parameter.grad = make(gradient.clone())
+        optimizer.step()
+    state = optimizer.state[parameter]
+    return [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
+
+
+for shape in ((5, 7), (8, 3), (1, 4), (9,)):
+    torch.manual_seed(0)
+    weight, *gradients = [torch.randn(shape).bfloat16() for _ in range(4)]
+    whole = steps_of(lambda tensor: tensor, weight, gradients)
+    divide = lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])
+    sharded = steps_of(divide, weight, gradients)
+    for expected, parts in zip(whole, sharded, strict=True):
+        assert expected.equal(parts.full_tensor()), shape
+dist.destroy_process_group()
+"""
+
+
+def test_weights_that_fsdp2_divides_are_rounded_to_the_same_bits(tmp_path):
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def refused(tmp_path, plugins, kind=None, **model):
