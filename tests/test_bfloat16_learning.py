@@ -1,5 +1,6 @@
 """bfloat16 learns as much as float32, in the same direction, under every launcher."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -117,14 +118,7 @@ class Base:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    made = {}
-
-    def of(seed):
-        if seed not in made:
-            made[seed] = Base(tmp_path_factory.mktemp(f"seed-{seed}"), seed)
-        return made[seed]
-
-    return of
+    return functools.cache(lambda seed: Base(tmp_path_factory.mktemp(f"seed-{seed}"), seed))
 
 
 def ensure_learned(found):

@@ -9,7 +9,7 @@ from ..base.types import Ints
 
 
 class EstimatedColumns(dict[str, Any]):
-    """Columns to estimate a plan with: those of which nothing is known are 0."""
+    """Columns for an estimate; a column without known values is all 0."""
 
     def __init__(self, lengths: Ints, columns: Mapping[str, Any] | None = None) -> None:
         shapes = {"longest": lengths, "sequences": np.ones_like(lengths)}

@@ -1,5 +1,6 @@
 """low_memory_adam learns what float32 AdamW learns, with less memory, and resumes bit for bit."""
 
+import functools
 import subprocess
 import sys
 
@@ -27,14 +28,7 @@ COUNT = 1 << 18
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    made = {}
-
-    def of(seed):
-        if seed not in made:
-            made[seed] = Base(tmp_path_factory.mktemp(f"seed-{seed}"), seed)
-        return made[seed]
-
-    return of
+    return functools.cache(lambda seed: Base(tmp_path_factory.mktemp(f"seed-{seed}"), seed))
 
 
 def bits(seed=0, step=1, number=1):
@@ -50,7 +44,8 @@ def test_rounding_goes_to_a_neighbour_and_is_exact_on_average(value):
         assert len(neighbours) <= 2
         distance = float(neighbours[-1] - neighbours[0])
         error = abs(float(rounded.double().mean()) - float(values[0]))
-        assert error <= 5 * distance / 2 / COUNT**0.5  # five standard deviations of so many coins
+        deviation = distance / 2 / COUNT**0.5  # of the mean of COUNT coin flips
+        assert error <= 5 * deviation
 
 
 def test_infinity_and_nan_stay():
