@@ -139,25 +139,24 @@ class MetaModel:
         )
 
     def _state_bytes(self) -> float:
-        """Return the bytes of all states of the optimizer, which a step without data makes."""
+        """Return the bytes of the optimizer's states, from a step of one weight of each shape."""
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         with self._active.name_failing_plugin():
             optimizer = self._active.hooks.optimizer(model=self.model, train=self.recipe.train)
+        updated = {(weight.shape, weight.dtype): weight for weight in trained}
         with self._mode:
-            for weight in trained:
+            for weight in updated.values():
                 weight.grad = torch.empty_like(weight)
             # An optimizer that reads numbers fails, after it has made a state at least.
             with suppress(Exception):
                 optimizer.step()
-            for weight in trained:
-                weight.grad = None
-        made = [weight for weight in trained if state_of(optimizer, weight)]
-        total = sum(
-            value.numel() * value.element_size()
-            for weight in made
-            for value in state_of(optimizer, weight).values()
-            if isinstance(value, Tensor) and value.dim() > 0
-        )
+        sizes = dict[Any, int]()
+        for kind, weight in updated.items():
+            weight.grad = None
+            if state := state_of(optimizer, weight):
+                sizes[kind] = sum(map(num_bytes, state.values()))
+        made = [weight for weight in trained if (weight.shape, weight.dtype) in sizes]
+        total = sum(sizes[weight.shape, weight.dtype] for weight in made)
         count = sum(weight.numel() for weight in made)
         return float(total * sum(weight.numel() for weight in trained) / max(1, count))
 
@@ -242,6 +241,11 @@ def state_of(optimizer: Any, weight: Tensor) -> dict[str, Any]:
     """Return the state of a weight, in an optimizer or in those inside it."""
     states = (each.state.get(weight) for each in optimizers_in(optimizer))
     return next((state for state in states if state), {})
+
+
+def num_bytes(value: Any) -> int:
+    """Return the bytes of a tensor with several numbers; those of counters do not matter."""
+    return value.numel() * value.element_size() if isinstance(value, Tensor) and value.dim() else 0
 
 
 def _make_fake(model: Module) -> None:
