@@ -5,7 +5,7 @@ the lower one. So its expectation is exact, and steps smaller than the distance 
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,38 +60,47 @@ class CorrectedAdamW(Optimizer):
         """Update all weights."""
         number = 0
         for group in self.param_groups:
+            scalars = cache(partial(scalars_of, group))  # one copy to the device for a group
             for weight in group["params"]:
                 number += 1
                 if weight.grad is not None:
-                    self._update(weight, group, number)
+                    self._update(weight, weight.grad, scalars, number)
 
-    def _update(self, weight: Tensor, group: dict[str, Any], number: int) -> None:
+    def _update(
+        self, weight: Tensor, grad: Tensor, scalars: Callable[..., Tensor], number: int
+    ) -> None:
         state = self.state[weight]
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(weight)
             state["exp_avg_sq"] = torch.zeros_like(weight)
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        numbers = [
-            float(group["lr"]),
-            group["weight_decay"],
-            beta1,
-            beta2,
-            group["eps"],
-            1 - beta1 ** state["step"],
-            1 - beta2 ** state["step"],
-        ]
-        tensors = [weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]]
-        flat = [_local(tensor).view(-1) for tensor in tensors]
+        updated = [weight, state["exp_avg"], state["exp_avg_sq"]]
+        parameter, mean, square = (_local(tensor).view(-1) for tensor in updated)
+        flat = [parameter, _local(grad).reshape(-1), mean, square]
         device = flat[0].device
-        scalars = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
-        key = hash_of(self.seed, state["step"], number)
+        numbers, key = scalars(state["step"], device), hash_of(self.seed, state["step"], number)
         start, update = first_element(weight), _update_for(device.type)
-        for offset in range(0, flat[0].numel(), CHUNK.get(device.type, CHUNK["cpu"])):
-            chunk = slice(offset, offset + CHUNK.get(device.type, CHUNK["cpu"]))
+        size = CHUNK.get(device.type, CHUNK["cpu"])
+        for offset in range(0, flat[0].numel(), size):
+            chunk = slice(offset, offset + size)
             first = torch.tensor([start + offset, key]).to(device, non_blocking=True)
-            update(*(values[chunk] for values in flat), scalars, first)
+            update(*(values[chunk] for values in flat), numbers, first)
+
+
+def scalars_of(group: dict[str, Any], step: int, device: torch.device) -> Tensor:
+    """Return the numbers of a group's update at a step, on the device."""
+    beta1, beta2 = group["betas"]
+    numbers = [
+        float(group["lr"]),
+        group["weight_decay"],
+        beta1,
+        beta2,
+        group["eps"],
+        1 - beta1**step,
+        1 - beta2**step,
+    ]
+    return torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
 
 
 def update_chunk(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import only_full, run_launch, run_plugsft, tiny_tables, write_recipe
-from test_bfloat16_learning import Base
+from test_bfloat16_learning import EXAMPLES, Base
 from test_launch import config
 
 from plugsft import testing
@@ -121,9 +121,16 @@ def test_it_learns_over_200_steps_what_float32_learns(base, plugins, narrow, see
     ensure_falls(base(seed), 200, plugins, narrow, tolerance=0.05)
 
 
-def ensure_falls(base, steps, plugins, narrow, tolerance):
+@only_full
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_gradients_of_64_micro_batches_add_up_in_bfloat16(base):
+    ensure_falls(base(0), 200, CORRECTED, narrow=True, tolerance=0.05, micro=1)
+
+
+def ensure_falls(base, steps, plugins, narrow, tolerance, micro=EXAMPLES):
     keys = {"weights": "bfloat16"} if narrow else {"dtype": "float32"}
-    found = base.judged(steps, plugins=plugins, **keys)
+    found = base.judged(steps, None, micro, plugins=plugins, **keys)
     assert found.share == pytest.approx(1, abs=tolerance)
 
 
