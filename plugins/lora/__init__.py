@@ -1,13 +1,19 @@
 """Train small adapters on the frozen weights (LoRA): affects results."""
 
+from __future__ import annotations
+
 from collections.abc import Generator
 from dataclasses import field
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from plugsft import Capability, ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 
 @plugin(
@@ -21,6 +27,7 @@ from plugsft import Capability, ModelLoad, Recipe, RecipeError, hookimpl, plugin
         "rslora",
         "dora",
         "init",
+        "lr_ratio",
     ],
 )
 class Lora:
@@ -47,6 +54,9 @@ class Lora:
     """Train the length of each weight row apart from its direction; costs half as much again."""
     init: Literal["default", "gaussian", "orthogonal"] = "default"
     """Initialization of adapters. With each of them, the first step's loss is the base model's."""
+
+    lr_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """Learning rate of an adapter's second half (B), as a multiple of the first's (LoRA+)."""
 
     seed: int = state(0)
     dtype: str = state("float32")
@@ -81,6 +91,16 @@ class Lora:
         store_frozen_weights_in(load, self.dtype)
         model = yield
         return add_adapters(self, load, model)
+
+    @hookimpl(wrapper=True)
+    def optimizer(self, model: Module) -> Generator[None, Optimizer, Optimizer]:
+        """Multiply the learning rate of the second halves of adapters."""
+        optimizer = yield
+        if self.lr_ratio != 1:
+            from .rates import scale_second_halves
+
+            scale_second_halves(optimizer, model, self.lr_ratio)
+        return optimizer
 
     @hookimpl
     def summary(self) -> str | None:
