@@ -52,8 +52,9 @@ class Lora:
     """Scale by alpha / sqrt(r) instead, which suits large ranks."""
     dora: bool = False
     """Train the length of each weight row apart from its direction; costs half as much again."""
-    init: Literal["default", "gaussian", "orthogonal"] = "default"
-    """Initialization of adapters. With each of them, the first step's loss is the base model's."""
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = "default"
+    """Initialization of adapters. With each of them, the first step's loss is the base model's.
+    pissa and olora start from the base's weights, and save adapters of twice the rank."""
 
     lr_ratio: Annotated[float, Field(gt=0)] = 1.0
     """Learning rate of an adapter's second half (B), as a multiple of the first's (LoRA+)."""
@@ -64,6 +65,7 @@ class Lora:
     fused_head: Capability | None = state()
     """The plugin that reads the head's frozen weight."""
     result: str = state("")
+    model: Any = state()
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -74,6 +76,8 @@ class Lora:
             raise RecipeError("adapters are always trained in float32; remove model.weights")
         if self.init == "orthogonal" and self.r % 2:
             raise RecipeError(f'init = "orthogonal" needs an even r; it is {self.r}')
+        if self.dora and self.init in ("pissa", "olora"):
+            raise RecipeError(f'init = "{self.init}" cannot be used with dora; remove one')
         if find_spec("peft") is None:
             raise RecipeError("needs the package 'peft': pip install peft")
         from .targets import choose_modules, meta_model
@@ -86,11 +90,12 @@ class Lora:
         """Freeze the model, and add adapters to its layers."""
         from .adapters import add_adapters, store_frozen_weights_in
 
-        if self.dora or self.modules_to_save:
+        if self.dora or self.modules_to_save or self.init in ("pissa", "olora"):
             load.empty = False  # they start from the base's weights
         store_frozen_weights_in(load, self.dtype)
         model = yield
-        return add_adapters(self, load, model)
+        self.model = add_adapters(self, load, model)
+        return self.model
 
     @hookimpl(wrapper=True)
     def optimizer(self, model: Module) -> Generator[None, Optimizer, Optimizer]:
@@ -101,6 +106,20 @@ class Lora:
 
             scale_second_halves(optimizer, model, self.lr_ratio)
         return optimizer
+
+    @hookimpl
+    def state_dict(self) -> dict[str, Any]:
+        """Store frozen copies of initial adapters; another machine may compute other ones."""
+        from .initial import initial_state
+
+        return initial_state(self.model)
+
+    @hookimpl
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the frozen copies of initial adapters."""
+        from .initial import load_initial_state
+
+        load_initial_state(self.model, state)
 
     @hookimpl
     def summary(self) -> str | None:

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from plugsft import ModelLoad, PluginError, RecipeError
 
+from .initial import differences, initial_state, start_from_base, subtracted_layers
 from .layers import NAME, FastLinear
 from .targets import choose_modules, head_and_embeddings, is_tied, last_parts, shorten
 
@@ -48,7 +49,7 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
         modules_to_save=whole or None,
         use_rslora=plugin.rslora,
         use_dora=plugin.dora,
-        init_lora_weights=plugin.init if plugin.init != "default" else True,
+        init_lora_weights=plugin.init if plugin.init in ("gaussian", "orthogonal") else True,
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
         # A weight that is both head and embeddings stays shared.
         ensure_weight_tying=is_tied(model)
@@ -62,12 +63,18 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
         except ValueError as error:  # peft does not support this model
             raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
     initialize(adapted, plugin.init, plugin.seed)
+    if plugin.init in ("pissa", "olora"):
+        start_from_base(adapted, plugin.init)
+    # The same on all ranks, and saved for the backward pass, which DDP's copies would break.
+    adapted._ddp_params_and_buffers_to_ignore = [*initial_state(adapted)]
     plugin.result = describe(adapted, targets, plugin.r)
     return adapted
 
 
 class AdaptedModel(PeftModelForCausalLM):
     """peft's model; saves all adapters under names that every reader finds, or nothing."""
+
+    _ddp_params_and_buffers_to_ignore: Any
 
     def __init__(self, model: Any, config: LoraConfig) -> None:
         super().__init__(model, config)
@@ -76,6 +83,12 @@ class AdaptedModel(PeftModelForCausalLM):
                 train_in_float32(module.modules_to_save[NAME])
         weights = self._weights_to_save(dict(self.named_parameters(remove_duplicate=False)))
         self.shapes = {name: whole_shape(weight) for name, weight in weights.items()}
+
+    @property
+    def changed_in_files(self) -> set[str]:
+        """The weights that are saved as differences, under their names in files."""
+        halves = ("lora_A.weight", "lora_B.weight")
+        return {f"{name}.{half}" for name, _ in subtracted_layers(self) for half in halves}
 
     def _weights_to_save(self, trained: dict[str, Any]) -> dict[str, Tensor]:
         """Return the weights to save, under their names in files."""
@@ -106,10 +119,12 @@ class AdaptedModel(PeftModelForCausalLM):
                 f"be saved, first {wrong[0]}: they are missing or incomplete. Nothing is written; "
                 "resume from the last checkpoint"
             )
-        complete = {name: weights[name].contiguous() for name in self.shapes}
-        save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})
+        complete = {name: weights[name] for name in self.shapes}
         config: Any = copy.copy(self.peft_config[NAME])
         config.inference_mode = True
+        complete = differences(self, complete, config)
+        complete = {name: values.contiguous() for name, values in complete.items()}
+        save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})
         config.target_modules = sorted(config.target_modules)
         config.save_pretrained(save_directory)
 

@@ -11,6 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 NAME = "default"
 """peft's name of a model's only adapter."""
+SUBTRACTED, REFERENCE = "subtracted", "reference"
+"""What a layer does with its frozen initial adapter: it subtracts it, or adds it while adapters are
+off."""
 
 
 class FastLinear(lora.Linear):
@@ -19,9 +22,13 @@ class FastLinear(lora.Linear):
     peft makes a float32 copy of every input instead, and three of every output.
     """
 
+    initial_A: Tensor
+    initial_B: Tensor
+
     def __init__(self, base_layer: Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(base_layer, *args, **kwargs)
         self.is_target_conv_1d_layer = isinstance(base_layer, Conv1D)
+        self.initial = ""
         if not self.lora_variant:
             self.lora_A[NAME].__class__, self.lora_B[NAME].__class__ = Down, Up
 
@@ -30,11 +37,33 @@ class FastLinear(lora.Linear):
         if self.lora_variant:
             return super().forward(x, *args, **kwargs)
         base: Tensor = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
+        if self.merged or (self.disable_adapters and self.initial != REFERENCE):
             return base
-        inner = self.lora_A[NAME](self.lora_dropout[NAME](x))
-        output: Tensor = self.lora_B[NAME](inner, base, self.scaling[NAME])
+        scale, (first, second) = self.scaling[NAME], self.halves()
+        if self.disable_adapters:
+            initial_A, initial_B = self.initial_halves()
+            return add_product(base, linear(x, initial_A.to(x.dtype)), initial_B.to(x.dtype), scale)
+        x = self.lora_dropout[NAME](x)
+        inner, frozen = first(x), None
+        if self.initial == SUBTRACTED:
+            initial_A, frozen = self.initial_halves()
+            inner = torch.cat([inner, linear(x, initial_A.to(x.dtype))], -1)
+        output: Tensor = second(inner, base, scale, frozen)
         return output
+
+    def halves(self) -> tuple[Any, Any]:
+        """Return the two halves of the adapter."""
+        return self.lora_A[NAME], self.lora_B[NAME]
+
+    def initial_halves(self) -> tuple[Tensor, Tensor]:
+        """Return the frozen copies of the adapter's initial weights."""
+        return self.initial_A, self.initial_B
+
+    def freeze_initial(self, role: str) -> None:
+        """Keep a copy of the adapter's weights; each rank has all of it."""
+        self.initial = role
+        for name, half in zip(("initial_A", "initial_B"), self.halves(), strict=True):
+            self.register_buffer(name, half.weight.detach().clone(), persistent=False)
 
 
 class Down(Linear):
@@ -48,9 +77,17 @@ class Down(Linear):
 class Up(Linear):
     """The second half of an adapter; a module, since ZeRO-3 gathers weights for modules."""
 
-    def forward(self, input: Tensor, base: Tensor, scale: float) -> Tensor:  # type: ignore[override]
-        """Return base + scale * product, in one operation."""
-        weight = self.weight.to(input.dtype).t()
-        return torch.addmm(base.flatten(0, -2), input.flatten(0, -2), weight, alpha=scale).view(
-            base.shape
-        )
+    def forward(  # type: ignore[override]
+        self, input: Tensor, base: Tensor, scale: float, subtracted: Tensor | None
+    ) -> Tensor:
+        """Return base + scale * product; `subtracted` multiplies the rest of the input."""
+        weight = self.weight.to(input.dtype)
+        if subtracted is not None:
+            weight = torch.cat([weight, -subtracted.to(input.dtype)], 1)
+        return add_product(base, input, weight, scale)
+
+
+def add_product(base: Tensor, inner: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Return base + scale * inner times weight, in one operation, which rounds once."""
+    rows = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), weight.t(), alpha=scale)
+    return rows.view(base.shape)

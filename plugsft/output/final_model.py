@@ -81,6 +81,8 @@ def save_model(
                 tokenizer.save_pretrained(folder)
                 if adapter:
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
+                    for name in getattr(plain, "changed_in_files", ()):
+                        del stored[name]
                     ensure_written(folder, read_adapters(folder), stored, None)
                 else:
                     files = Weights(meta_copy(plain), find_weight_files(str(folder), None))
@@ -109,7 +111,8 @@ def read_adapters(folder: Path) -> Weights:
 
 def name_in_file(name: str) -> str:
     """Return the name in a file: peft leaves its own words out."""
-    return name.replace("modules_to_save.default.", "").replace(".default.", ".")
+    name = name.replace("modules_to_save.default.", "").removesuffix(".default")
+    return name.replace(".default.", ".")
 
 
 def _broken(folder: Path, what: str) -> CheckpointError:
