@@ -8,10 +8,12 @@ if TYPE_CHECKING:
     from .data.pairs import render_pairs
     from .model import fused_head
     from .model.for_plugins import decay_groups, decoder_layers
+    from .model.reference import Reference, remove_dropout
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
 
 __all__ = [
+    "Reference",
     "Tokenizer",
     "Tokens",
     "attend_per_document",
@@ -22,6 +24,7 @@ __all__ = [
     "fused_head",
     "model_inputs",
     "pack",
+    "remove_dropout",
     "render_pairs",
     "single_document",
 ]
@@ -40,11 +43,11 @@ def _import_name(name: str) -> Any:
         modules = pairs, store, tokenizer
     else:
         from .batches import labels, packed_rows
-        from .model import for_plugins, fused_head
+        from .model import for_plugins, fused_head, reference
 
         if name == "fused_head":
             return fused_head
-        modules = labels, packed_rows, for_plugins
+        modules = labels, packed_rows, for_plugins, reference
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

@@ -48,8 +48,8 @@ EXPORTED = {
         digest hookimpl once plugin progress reason_of say state
     """,
     "plugsft.kit": """
-        Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of encode
-        fused_head model_inputs pack render_pairs single_document
+        Reference Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of
+        encode fused_head model_inputs pack remove_dropout render_pairs single_document
     """,
 }
 COMMANDS = _words("""

@@ -16,6 +16,7 @@ CAPABILITIES = {
     "fast_attention": "flash_attention",
     "fused_head": "fused_loss",
     "fused_kernels": "liger",
+    "labelled_answers": "kto",
     "packed_rows": "bfd_packing",
     "preference_pairs": "dpo",
     "recomputed_activations": "gradient_checkpointing",
