@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .model import fused_head
     from .model.for_plugins import decay_groups, decoder_layers
     from .model.reference import Reference, remove_dropout
+    from .model.tensor_shards import num_weights
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
 
@@ -23,6 +24,7 @@ __all__ = [
     "encode",
     "fused_head",
     "model_inputs",
+    "num_weights",
     "pack",
     "remove_dropout",
     "render_pairs",
@@ -43,11 +45,11 @@ def _import_name(name: str) -> Any:
         modules = pairs, store, tokenizer
     else:
         from .batches import labels, packed_rows
-        from .model import for_plugins, fused_head, reference
+        from .model import for_plugins, fused_head, reference, tensor_shards
 
         if name == "fused_head":
             return fused_head
-        modules = labels, packed_rows, for_plugins, reference
+        modules = labels, packed_rows, for_plugins, reference, tensor_shards
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

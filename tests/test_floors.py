@@ -49,7 +49,7 @@ EXPORTED = {
     """,
     "plugsft.kit": """
         Reference Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of
-        encode fused_head model_inputs pack remove_dropout render_pairs single_document
+        encode fused_head model_inputs num_weights pack remove_dropout render_pairs single_document
     """,
 }
 COMMANDS = _words("""

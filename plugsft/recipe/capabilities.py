@@ -19,6 +19,7 @@ CAPABILITIES = {
     "labelled_answers": "kto",
     "packed_rows": "bfd_packing",
     "preference_pairs": "dpo",
+    "quantized_base": "quantize",
     "recomputed_activations": "gradient_checkpointing",
     "reference_model": "dpo",
     "sampled_answers": "samples",
