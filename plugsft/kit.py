@@ -8,13 +8,11 @@ if TYPE_CHECKING:
     from .data.pairs import render_pairs
     from .model import fused_head
     from .model.for_plugins import decay_groups, decoder_layers
-    from .model.reference import Reference, remove_dropout
-    from .model.tensor_shards import num_weights
+    from .model.weight_files import meta_copy
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
 
 __all__ = [
-    "Reference",
     "Tokenizer",
     "Tokens",
     "attend_per_document",
@@ -23,10 +21,9 @@ __all__ = [
     "documents_of",
     "encode",
     "fused_head",
+    "meta_copy",
     "model_inputs",
-    "num_weights",
     "pack",
-    "remove_dropout",
     "render_pairs",
     "single_document",
 ]
@@ -45,11 +42,11 @@ def _import_name(name: str) -> Any:
         modules = pairs, store, tokenizer
     else:
         from .batches import labels, packed_rows
-        from .model import for_plugins, fused_head, reference, tensor_shards
+        from .model import for_plugins, fused_head, weight_files
 
         if name == "fused_head":
             return fused_head
-        modules = labels, packed_rows, for_plugins, reference, tensor_shards
+        modules = labels, packed_rows, for_plugins, weight_files
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

@@ -48,8 +48,8 @@ EXPORTED = {
         digest hookimpl once plugin progress reason_of say state
     """,
     "plugsft.kit": """
-        Reference Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of
-        encode fused_head model_inputs num_weights pack remove_dropout render_pairs single_document
+        Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of encode
+        fused_head meta_copy model_inputs pack render_pairs single_document
     """,
 }
 COMMANDS = _words("""
@@ -192,6 +192,8 @@ NAMED = {
     "plugsft/kit/model.py": {"fused_loss"},  # a function
     "plugins/fused_loss/__init__.py": {"liger"},  # a package with a kernel
     "plugins/fused_loss/loss.py": {"liger"},
+    "plugsft/data/unread_columns.py": {"reward"},  # a column
+    "plugins/dpo/objective.py": {"reward"},  # a metric
 }
 ORDERED = {"after", "before", "requires", "conflicts"}
 

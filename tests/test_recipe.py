@@ -340,7 +340,6 @@ def places_of(table, prefix=""):
 
 PLUGINS_OF_PLACES = {
     "dpo": "reference",
-    "kto": "reference",
     "arrow_cache": "folder",
     "samples": "file",
     "tracker": "folder",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModelForCausalLM, TaskType, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model_state_dict
 from peft.tuners import lora
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
@@ -17,11 +17,10 @@ from torch.nn import Linear, Module
 from transformers.pytorch_utils import Conv1D
 
 from plugsft import ModelLoad, PluginError, RecipeError
-from plugsft.kit import num_weights
 
 from .initial import differences, initial_state, start_from_base, subtracted_layers
 from .layers import NAME, FastLinear
-from .targets import choose_modules, head_and_embeddings, is_tied, last_parts, shorten
+from .targets import choose_modules, head_and_embeddings, is_tied, last_parts, reward_head, shorten
 
 if TYPE_CHECKING:
     from . import Lora
@@ -39,7 +38,7 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
     targets, whole = choose_modules(plugin, model)
     folder = Path(load.path)
     config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=TaskType.CAUSAL_LM if reward_head(model) is None else TaskType.SEQ_CLS,
         # A local path becomes absolute; a hub name is unchanged.
         base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else load.path,
         revision=load.kwargs.get("revision"),
@@ -72,7 +71,7 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
     return adapted
 
 
-class AdaptedModel(PeftModelForCausalLM):
+class AdaptedModel(PeftModel):
     """peft's model; saves all adapters under names that every reader finds, or nothing."""
 
     _ddp_params_and_buffers_to_ignore: Any
@@ -171,7 +170,10 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
 
 def describe(model: Module, targets: list[str], rank: int) -> str:
     """Describe the adapters, and count the trained parameters."""
-    sizes = [(num_weights(weight), weight.requires_grad) for weight in model.parameters()]
+    sizes = [
+        (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
+        for parameter in model.parameters()
+    ]
     trained, total = sum(size for size, on in sizes if on), sum(size for size, _ in sizes)
     kinds = ", ".join(sorted({*last_parts(targets)}))
     whole = last_parts(

@@ -49,7 +49,8 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
         for name, module in adaptable.items()
         if name != head and not isinstance(module, Embedding)
     ]
-    whole = find_modules("modules_to_save", plugin.modules_to_save, model, linear)
+    untrained = [] if reward_head(model) is None else [head]
+    whole = find_modules("modules_to_save", [*plugin.modules_to_save, *untrained], model, linear)
     ensure_single_modules(whole, model, linear)
     if plugin.targets == ALL:
         targets = [name for name in linear if name not in whole]
@@ -92,15 +93,18 @@ def is_adaptable(module: Module) -> bool:
 
     Some routers are linear layers whose forward returns more than the product.
     """
-    # transformers notes the class of a layer that it has quantized.
-    kind = getattr(module, "source_cls", type(module))
-    is_router = issubclass(kind, Linear) and kind.forward is not Linear.forward
+    is_router = isinstance(module, Linear) and type(module).forward is not Linear.forward
     return isinstance(module, ADAPTABLE) and not is_router
 
 
 def head_and_embeddings(model: Any) -> tuple[Any, Any]:
     """Return a model's head and its input embeddings."""
-    return model.get_output_embeddings(), model.get_input_embeddings()
+    return model.get_output_embeddings() or reward_head(model), model.get_input_embeddings()
+
+
+def reward_head(model: Any) -> Any:
+    """Return the new head of a reward model; None for a language model."""
+    return None if model.can_generate() else getattr(model, "score", None)
 
 
 def is_tied(model: Any) -> bool:

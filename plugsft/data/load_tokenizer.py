@@ -102,10 +102,13 @@ def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let `generate` stop at the template's end-of-turn token too, as `plugsft chat` does.
 
-    A model without a chat template stays as it is.
+    A model without a chat template stays as it is. One that does not generate gets the pad token:
+    by it, transformers finds the last token of a row.
     """
     config = getattr(model, "generation_config", None)
-    if config is not None and tokenizer.chat_template:
+    if config is None:
+        model.config.get_text_config().pad_token_id = pad_id(tokenizer)
+    elif tokenizer.chat_template:
         stops = stop_ids(model, tokenizer)
         config.eos_token_id = stops if len(stops) != 1 else stops[0]
 

@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.integrations import deepspeed
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -136,16 +137,24 @@ def converted_shapes(
     return converted
 
 
-def meta_copy(model: Any) -> PreTrainedModel:
-    """Return an unsharded copy of the model on the meta device."""
-    model_class: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
+    """Return an unsharded copy of the model on the meta device, or one of another class."""
+    model_class = model_class or next(
+        cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)
+    )
     config = copy.deepcopy(model.config)
     # Saving replaces dtypes in configurations by their names, but some layers need the dtypes.
     nested = [getattr(config, name, None) for name in config.sub_configs]
     for each in filter(None, [config, *nested]):
         each.dtype = getattr(torch, each.dtype) if isinstance(each.dtype, str) else each.dtype
-    with torch.device("meta"):
-        copied = model_class(config)
+    # Under ZeRO-3, transformers would shard and initialize the models inside a model.
+    zero3_config = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # untyped upstream
+    try:
+        with torch.device("meta"):
+            copied = model_class(config)
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = zero3_config
     copied._weight_conversions = getattr(model, "_weight_conversions", None)
     return copied  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ from ...data.load_tokenizer import pad_id
 from ...model.config import ensure_safetensors
 from ...model.generate import Speaker, Turns
 from ...output.folder import ADAPTER, base_model
-from .quantized import keep_stored_weights, quantization
+from .model_folder import is_reward_model
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -37,6 +37,11 @@ def chat(
     """Answer the questions of --ask, or those typed until Ctrl-D."""
     if not all(question.strip() for question in ask):
         raise PlugsftError("--ask: an empty question has no answer")
+    if is_reward_model(folder):
+        raise PlugsftError(
+            f"{folder}: is a reward model: it scores answers, and cannot generate. Load it with "
+            "transformers' AutoModelForSequenceClassification"
+        )
     ensure_safetensors(str(folder))
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
@@ -59,7 +64,6 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     if (folder / ADAPTER).is_file():
         # The revision of the adapters' base model, which transformers does not read.
         options["revision"] = base_model(folder)[1] or "main"
-        options |= quantization(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -72,7 +76,7 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))
     device = torch.accelerator.current_accelerator(check_available=True)
-    return keep_stored_weights(model).to(device or "cpu").eval(), tokenizer
+    return model.to(device or "cpu").eval(), tokenizer
 
 
 class Streamer(TextStreamer):

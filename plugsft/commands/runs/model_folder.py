@@ -5,8 +5,9 @@ from pathlib import Path
 
 from ...base.atomic import damage
 from ...base.errors import CheckpointError, PlugsftError
+from ...base.limits import read_json_object
 from ...base.step_folders import newest_checkpoint
-from ...output.folder import is_model, suggest_name
+from ...output.folder import ADAPTER, is_model, suggest_name
 from ...output.report import read_record
 
 
@@ -62,3 +63,11 @@ def ensure_exportable(output: Path, merge: bool, to: Path | None) -> Path:
 def has_model(output: Path) -> bool:
     """Tell whether a folder is a model's, or the output folder of a finished run."""
     return any(is_model(folder) for folder in (output / "model", output))
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Tell whether a folder holds a model, or adapters of one, that scores answers."""
+    if (folder / ADAPTER).is_file():
+        return read_json_object(folder / ADAPTER).get("task_type") == "SEQ_CLS"
+    classes = read_json_object(folder / "config.json").get("architectures") or []
+    return any(str(name).endswith("ForSequenceClassification") for name in classes)

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Module, Parameter
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...base.errors import PlugsftError, RecipeError
 from ...base.types import Batch
@@ -22,7 +21,6 @@ from ...model.defaults import ModelDefaults
 from ...model.for_plugins import decoder_layers
 from ...model.fused_head import LogitTransform, Positions, fused_loss
 from ...model.load import Load, make_load
-from ...model.tensor_shards import num_weights
 from ...ranks.optimizer_parts import optimizers_in
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
@@ -46,14 +44,8 @@ class _ConfigLoad(Load):
     def build(self) -> Any:
         """Make the model."""
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
-        quantization = rest.pop("quantization_config", None)
         make: Any = AutoModelForCausalLM.from_config
-        model = make(self.config, **rest)
-        if quantization is not None:
-            quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-            quantizer.preprocess_model(model, device_map=None)
-            model.config.quantization_config = quantization
-        return model
+        return make(self.config, **rest)
 
 
 @dataclass(frozen=True)
@@ -265,7 +257,6 @@ def _make_fake(model: Module) -> None:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype)
             is_parameter = isinstance(tensor, Parameter)
             fakes[id(tensor)] = Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            fakes[id(tensor)].__dict__ |= tensor.__dict__  # the shape before quantization
         return fakes[id(tensor)]
 
     for module in model.modules():
@@ -278,8 +269,8 @@ def _make_fake(model: Module) -> None:
 def _unit(parameters: list[Parameter]) -> Unit:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return Unit(
-        sum(map(num_weights, parameters)),
-        sum(map(num_weights, trained)),
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.numel() for parameter in trained),
         sum(parameter.nbytes for parameter in parameters),
         sum(parameter.nbytes for parameter in trained),
     )

@@ -1,0 +1,109 @@
+"""Train a reward model, which scores answers (Bradley-Terry): affects results."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from plugsft import Batch, Data, Ints, Recipe, Rendered, Run, RunModel, hookimpl, plugin, state
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from plugsft.kit import Tokenizer, Tokens
+
+
+@plugin(
+    before=["lora"],
+    provides={"preference_pairs": None, "reward_model": None, "weighted_examples": None},
+    affects_results=["center"],
+    affects_tokens=[],
+)
+class Reward:
+    """Train a reward model, which scores answers (Bradley-Terry): affects results.
+
+    A row has a prompt, a chosen and a rejected answer, and may have a `margin` between their
+    scores. A new head of one output replaces that of the language model. It scores an answer at its
+    last token. The run's `model/` is a sequence-classification model of transformers.
+    """
+
+    center: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of an additional loss, (chosen + rejected)², which keeps the scores around 0."""
+
+    seed: int = state(0)
+    """Seed of the head's initial weights."""
+    last_tokens: Any = state()
+    """The last tokens of some answers."""
+    objective: Any = state()
+    """Computes the losses of pairs, and sums their metrics."""
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Refuse samples of answers, and models that cannot become a reward model."""
+        from .supported import ensure_scorable
+
+        self.seed = recipe.train.seed
+        ensure_scorable(recipe)
+
+    @hookimpl
+    def render(self, rows: list[dict[str, Any]], tokenizer: Tokenizer, data: Data) -> Rendered:
+        """Render each row as two texts with the same prompt, and read its margin."""
+        from .pairs import render_pairs_with_margins
+
+        return render_pairs_with_margins(rows, tokenizer, data)
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self) -> Generator[None, Any, Any]:
+        """Replace the language model's head."""
+        from .model import make_reward_model
+
+        model = yield
+        return make_reward_model(model, self.seed)
+
+    @hookimpl(wrapper=True)
+    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
+        """Divide the loss by the number of pairs."""
+        from .objective import Objective
+        from .pairs import count_pairs, last_tokens
+
+        tokens = count_pairs((yield))
+        if self.objective is None:
+            self.last_tokens, self.objective = last_tokens(tokens), Objective(self.center)
+        return tokens
+
+    @hookimpl
+    def ready(self, run: Run) -> None:
+        """Refuse a pad token that ends answers: transformers would score the token before it."""
+        from .pairs import ensure_not_padding
+
+        ensure_not_padding(run.tokenizer, self.last_tokens)
+
+    @hookimpl(wrapper=True)
+    def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
+        """Add the place of each answer's last token, the margins and the weights."""
+        from .objective import pair_columns
+
+        batch = yield
+        return batch | pair_columns(batch, tokens, examples)
+
+    @hookimpl
+    def step(self, model: Module, batch: Batch, denominator: float) -> Tensor:
+        """Compare the scores of each pair."""
+        loss: Tensor = self.objective.losses(model, batch).sum()
+        return loss / denominator
+
+    @hookimpl
+    def token_nll(self) -> Tensor:
+        """Refuse a plugin that asks for probabilities of tokens."""
+        from .supported import no_probabilities
+
+        raise no_probabilities()
+
+    @hookimpl
+    def add_metrics(self) -> dict[str, Any]:
+        """Return the sums of all metrics over pairs."""
+        sums: dict[str, Any] = self.objective.take_sums()
+        return sums
