@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .data.pairs import render_pairs
     from .model import fused_head
     from .model.for_plugins import decay_groups, decoder_layers
+    from .model.meta_model import meta_model
     from .model.weight_files import meta_copy
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
@@ -22,6 +23,7 @@ __all__ = [
     "encode",
     "fused_head",
     "meta_copy",
+    "meta_model",
     "model_inputs",
     "pack",
     "render_pairs",
@@ -42,11 +44,11 @@ def _import_name(name: str) -> Any:
         modules = pairs, store, tokenizer
     else:
         from .batches import labels, packed_rows
-        from .model import for_plugins, fused_head, weight_files
+        from .model import for_plugins, fused_head, meta_model, weight_files
 
         if name == "fused_head":
             return fused_head
-        modules = labels, packed_rows, for_plugins, weight_files
+        modules = labels, packed_rows, for_plugins, meta_model, weight_files
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

@@ -49,7 +49,7 @@ EXPORTED = {
     """,
     "plugsft.kit": """
         Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of encode
-        fused_head meta_copy model_inputs pack render_pairs single_document
+        fused_head meta_copy meta_model model_inputs pack render_pairs single_document
     """,
 }
 COMMANDS = _words("""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         "alpha",
         "dropout",
         "targets",
+        "experts",
         "modules_to_save",
         "rslora",
         "dora",
@@ -46,6 +47,8 @@ class Lora:
     """Dropout probability of an adapter's inputs."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Modules that get adapters, by the ends of their names; or all linear layers but the head."""
+    experts: bool = False
+    """Adapt the fused weights of experts too: each expert gets an A and a B of rank r."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules that are trained whole, and saved with the adapters."""
     rslora: bool = False
@@ -80,10 +83,13 @@ class Lora:
             raise RecipeError(f'init = "{self.init}" cannot be used with dora; remove one')
         if find_spec("peft") is None:
             raise RecipeError("needs the package 'peft': pip install peft")
-        from .targets import choose_modules, meta_model
+        from plugsft.kit import meta_model
+
+        from .targets import choose_modules, choose_weights
 
         if (model := meta_model(recipe)) is not None:
-            choose_modules(self, model)
+            targets, _ = choose_modules(self, model)
+            choose_weights(self, model, targets)
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:

@@ -16,11 +16,20 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from transformers.pytorch_utils import Conv1D
 
-from plugsft import ModelLoad, PluginError, RecipeError
+from plugsft import ModelLoad, PluginError, RecipeError, say
 
+from .experts import describe_frozen, hand_factors
 from .initial import differences, initial_state, start_from_base, subtracted_layers
-from .layers import NAME, FastLinear
-from .targets import choose_modules, head_and_embeddings, is_tied, last_parts, reward_head, shorten
+from .layers import NAME, FastLinear, speed_up
+from .targets import (
+    choose_modules,
+    choose_weights,
+    head_and_embeddings,
+    is_tied,
+    last_parts,
+    reward_head,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from . import Lora
@@ -36,6 +45,7 @@ def store_frozen_weights_in(load: ModelLoad, dtype: str) -> None:
 def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
     """Freeze the model, and add adapters to its layers."""
     targets, whole = choose_modules(plugin, model)
+    experts, linear = choose_weights(plugin, model, targets)
     folder = Path(load.path)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM if reward_head(model) is None else TaskType.SEQ_CLS,
@@ -45,7 +55,8 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
         r=plugin.r,
         lora_alpha=plugin.alpha,
         lora_dropout=plugin.dropout,
-        target_modules=shorten(targets, model),
+        target_modules=shorten([name for name in targets if f"{name}.weight" not in linear], model),
+        target_parameters=[*experts, *linear] or None,
         modules_to_save=whole or None,
         use_rslora=plugin.rslora,
         use_dora=plugin.dora,
@@ -62,12 +73,17 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
             adapted = AdaptedModel(model, config)
         except ValueError as error:  # peft does not support this model
             raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
+    hand_factors(adapted)
+    speed_up(adapted)
     initialize(adapted, plugin.init, plugin.seed)
     if plugin.init in ("pissa", "olora"):
         start_from_base(adapted, plugin.init)
     # The same on all ranks, and saved for the backward pass, which DDP's copies would break.
     adapted._ddp_params_and_buffers_to_ignore = [*initial_state(adapted)]
-    plugin.result = describe(adapted, targets, plugin.r)
+    plugin.result = describe(adapted, targets, experts, plugin.r)
+    if frozen := describe_frozen(adapted):
+        plugin.result += f"; {frozen}"
+        say(f"warning: plugin lora: {frozen}")
     return adapted
 
 
@@ -126,6 +142,8 @@ class AdaptedModel(PeftModel):
         complete = {name: values.contiguous() for name, values in complete.items()}
         save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})
         config.target_modules = sorted(config.target_modules)
+        if config.target_parameters:
+            config.target_parameters = sorted(config.target_parameters)
         config.save_pretrained(save_directory)
 
 
@@ -168,7 +186,7 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def describe(model: Module, targets: list[str], rank: int) -> str:
+def describe(model: Module, targets: list[str], experts: list[str], rank: int) -> str:
     """Describe the adapters, and count the trained parameters."""
     sizes = [
         (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
@@ -179,10 +197,16 @@ def describe(model: Module, targets: list[str], rank: int) -> str:
     whole = last_parts(
         name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)
     )
-    has_experts = any(len(whole_shape(parameter)) > 2 for parameter in model.parameters())
+    weights = (
+        f"expert weights, rank {rank} per expert ({', '.join(sorted({*last_parts(experts)}))})"
+    )
     return (
-        f"{len(targets)} modules with adapters of rank {rank} ({kinds}); "
+        (f"{len(targets)} modules with adapters of rank {rank} ({kinds}); " if targets else "")
+        + (
+            f"{len(experts)} expert weights, rank {rank} per expert ({weights}); "
+            if experts
+            else ""
+        )
         + (f"{', '.join(whole)} trained whole; " if whole else "")
         + f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%}), in float32"
-        + ("; experts are frozen: they are not linear layers" if has_experts else "")
     )

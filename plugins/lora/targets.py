@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn import Embedding, Linear, Module
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
-from plugsft import Recipe, RecipeError
+from plugsft import RecipeError
+
+from .experts import ensure_adaptable, expert_weights, renamed_by_peft
 
 if TYPE_CHECKING:
     from . import Lora
@@ -20,24 +19,6 @@ if TYPE_CHECKING:
 ALL = "all-linear"
 ADAPTABLE = (Linear, Conv1D, Embedding)
 """Classes of modules that can have an adapter."""
-
-
-def meta_model(recipe: Recipe) -> Any:
-    """Return the recipe's model without weights, for its names; None if it cannot be built."""
-    model = recipe.model
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    # The core reports a model that cannot be built.
-    with suppress(Exception), torch.device("meta"):
-        if model.scratch:
-            config = LlamaConfig(num_hidden_layers=model.scratch.layers, tie_word_embeddings=True)
-        else:
-            revision = {"revision": model.revision} if model.revision else {}
-            config = AutoConfig.from_pretrained(str(model.path), **options, **revision)
-        auto_class: Any = AutoModelForCausalLM
-        empty = auto_class.from_config(config, **options)
-        empty.tie_weights()
-        return empty
-    return None
 
 
 def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
@@ -55,7 +36,13 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
     if plugin.targets == ALL:
         targets = [name for name in linear if name not in whole]
     else:
-        targets = find_modules("targets", plugin.targets, model, linear)
+        experts = expert_weights(model)
+        endings = [
+            ending
+            for ending in plugin.targets
+            if not any(ends_with(name, ending) for name in experts)
+        ]
+        targets = find_modules("targets", endings, model, linear)
         if wrong := [name for name in targets if name not in adaptable]:
             raise RecipeError(
                 f"plugins.lora.targets: {wrong[0]} is a "
@@ -77,6 +64,35 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
             f"{plugin.fused_head.table}"
         )
     return targets, whole
+
+
+def choose_weights(plugin: Lora, model: Module, targets: list[str]) -> tuple[list[str], list[str]]:
+    """Return the weights that get adapters as parameters: of experts, and of linear `targets`."""
+    experts = expert_weights(model)
+    if plugin.experts and not experts:
+        raise RecipeError(
+            "plugins.lora.experts: this model has no fused expert weights; remove experts = true"
+        )
+    endings = [] if plugin.targets == ALL else plugin.targets
+    chosen = {
+        name: module
+        for name, module in experts.items()
+        if plugin.experts or any(ends_with(name, ending) for ending in endings)
+    }
+    ensure_adaptable(chosen)
+    linear = [f"{name}.weight" for name in renamed_by_peft(targets, model)]
+    options = {
+        "dropout": plugin.dropout > 0,
+        "dora": plugin.dora,
+        "init": plugin.init not in ("default", "gaussian"),
+    }
+    wrong = [option for option, is_set in options.items() if is_set]
+    if wrong and (weights := [*chosen, *linear]):
+        raise RecipeError(
+            f"plugins.lora.{wrong[0]}: peft adapts {weights[0]} as a parameter, without "
+            f"{wrong[0]}; remove {wrong[0]}, or choose targets without it"
+        )
+    return [*chosen], linear
 
 
 def ensure_single_modules(names: list[str], model: Module, linear: list[str]) -> None:
@@ -138,8 +154,12 @@ def find_modules(
 
 def names_ending_with(ending: str, model: Module) -> list[str]:
     """Return the names of modules that end with `ending`, at a dot."""
-    names = (name for name, _ in model.named_modules())
-    return [name for name in names if f".{name}".endswith(f".{ending}")]
+    return [name for name, _ in model.named_modules() if ends_with(name, ending)]
+
+
+def ends_with(name: str, ending: str) -> bool:
+    """Tell whether a name ends with `ending`, at a dot."""
+    return f".{name}".endswith(f".{ending}")
 
 
 def list_modules(linear: list[str]) -> str:

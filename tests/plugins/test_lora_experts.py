@@ -1,0 +1,206 @@
+"""lora: each expert of a fused weight gets an adapter of its own."""
+
+import json
+import tomllib
+
+import pytest
+import torch
+from conftest import only_full, run_launch, run_plugsft
+from families import tiny_config
+from moe import FAMILIES, recipe_of, save_model, save_tokenizer
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_launch import config, curve
+from transformers import AutoModelForCausalLM
+
+from plugsft import RecipeError
+from plugsft.base.machine import look
+from plugsft.model.load import Load
+from plugsft.plugins.lora import Lora
+from plugsft.registry.active import check, resolve
+
+# Of transformers: what peft still calls by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+IDS = torch.randint(90, (2, 24), generator=torch.Generator().manual_seed(1))
+WEIGHTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def whole(case):
+    """Mark a case that only the full tests run."""
+    return pytest.param(case, marks=only_full)
+
+
+def adapt(folder, empty=False, **options):
+    """Load a model as a run does; return it and the plugin."""
+    plugin, load = Lora(**options), Load(str(folder), {"dtype": torch.float32}, empty)
+    wrapper = plugin.optimize_model(load)
+    next(wrapper)
+    with pytest.raises(StopIteration) as ended:
+        wrapper.send(load.build())
+    return ended.value.value, plugin
+
+
+def shake(*models):
+    """Move all trained weights, alike in all models."""
+    named = [dict(model.named_parameters()) for model in models]
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, weight in named[0].items():
+            if weight.requires_grad:
+                change = torch.randn(weight.shape) * 0.05
+                for weights in named:
+                    weights[name].add_(change)
+
+
+def gradients(model):
+    """Return the loss of IDS, and the gradients of all trained weights."""
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {
+        name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_plain_peft(tmp_path, family):
+    folder = save_model(tmp_path, family)
+    ours, plugin = adapt(folder, r=3, alpha=6, experts=True)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    base = plain(IDS, use_cache=False).logits.detach()
+    torch.testing.assert_close(ours(IDS, use_cache=False).logits, base, rtol=0, atol=1e-5)
+    chosen = ours.peft_config["default"]
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=3,
+        lora_alpha=6,
+        target_modules=[*chosen.target_modules],
+        target_parameters=[*chosen.target_parameters],
+    )
+    peft = get_peft_model(plain, config)
+    peft.load_state_dict(ours.state_dict())
+    shake(ours, peft)
+    (loss, found), (expected_loss, expected) = gradients(ours), gradients(peft)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    assert found.keys() == expected.keys()
+    for name in found:
+        difference = (found[name] - expected[name]).norm() / expected[name].norm()
+        assert float(difference) < 1e-5, (name, difference)
+    print(plugin.summary())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_reader_finds_all_adapters(tmp_path, family):
+    folder = save_model(tmp_path / "base", family)
+    ours, _ = adapt(folder, r=3, alpha=6, experts=True)
+    shake(ours)
+    ours.eval()
+    expected = ours(IDS, use_cache=False).logits.detach()
+    (tmp_path / "adapters").mkdir()
+    ours.save_pretrained(tmp_path / "adapters")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    assert float((plain(IDS).logits.detach() - expected).abs().max()) > 0.1
+    peft = PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()
+    torch.testing.assert_close(peft(IDS).logits, expected, rtol=0, atol=1e-5)
+    merged = peft.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=1e-5)
+    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval()
+    torch.testing.assert_close(auto(IDS).logits, expected, rtol=0, atol=1e-5)
+
+
+REFUSED = [
+    ("qwen3_moe", {"experts": True, "dropout": 0.1}, "without dropout; remove dropout"),
+    ("qwen3_moe", {"targets": WEIGHTS, "dora": True}, "without dora; remove dora"),
+    ("qwen3_moe", {"experts": True, "init": "orthogonal"}, "without init; remove init"),
+    ("deepseek_v3", {"dropout": 0.1}, "mlp.gate_proj.weight as a parameter, without dropout"),
+    ("llama4_text", {"experts": True}, "a Llama4TextExperts, whose experts cannot have adapters"),
+    ("llama", {"experts": True}, "this model has no fused expert weights"),
+    ("qwen3_moe", {"targets": ["experts.gate_proj"]}, "no module is named 'experts.gate_proj'"),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "says"), REFUSED)
+def test_refused_before_anything_is_loaded(tmp_path, family, options, says):
+    tiny_config(family).save_pretrained(tmp_path / "model")
+    recipe = recipe_of(tmp_path, tmp_path / "model", None, plugins={"lora": options})
+    loaded, active = resolve(tomllib.loads(recipe.read_text()))
+    with pytest.raises(RecipeError, match=r"plugins\.lora") as refused:
+        check(active.attach(), loaded, look())
+    assert says in str(refused.value)
+
+
+def test_frozen_experts_are_reported_with_the_line_that_adapts_them(tmp_path, capsys):
+    _, plugin = adapt(save_model(tmp_path, "qwen3_moe"), r=3)
+    text = "4 expert weights are frozen; experts = true in [plugins.lora] adapts them"
+    assert text in plugin.summary() and f"warning: plugin lora: {text}" in capsys.readouterr().out
+    folder = save_model(tmp_path, "qwen3_moe")
+    _, plugin = adapt(folder, r=3, targets=["q_proj", "layers.1.mlp.experts.down_proj"])
+    assert "1 expert weights, rank 3 per expert (down_proj)" in plugin.summary()
+    assert "3 expert weights are frozen" in plugin.summary()
+    _, plugin = adapt(folder, r=3, experts=True)
+    assert "frozen" not in plugin.summary()
+
+
+# Real runs.
+
+OPTIONS = {"r": 3, "alpha": 6, "experts": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def logits(run):
+    """Return the logits of a run's model, read by plain peft."""
+    path = json.loads((run / "model/adapter_config.json").read_text())["base_model_name_or_path"]
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    return PeftModel.from_pretrained(plain, run / "model").eval()(IDS).logits.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [whole("cpu2"), "fsdp2", whole("zero3")])
+@pytest.mark.parametrize("family", ["qwen3_moe", *map(whole, FAMILIES[1:])])
+def test_ranks_learn_what_one_process_learns(tmp_path, tokenizer, family, kind):
+    model = save_model(tmp_path / "model", family)
+    recipe = recipe_of(tmp_path, model, tokenizer, plugins={"lora": OPTIONS})
+    alone, run = tmp_path / "alone", tmp_path / kind
+    done = run_plugsft(recipe, f"output={alone}")
+    assert done.returncode == 0, done.stderr
+    assert "expert weights, rank 3 per expert" in done.stdout
+    others = ("plugins.fused_loss={}", "plugins.gradient_checkpointing={}")
+    code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={run}", *others)
+    assert code == 0, err
+    assert curve(run) == pytest.approx(curve(alone), rel=1e-5)
+    torch.testing.assert_close(logits(run), logits(alone), rtol=0, atol=1e-5)
+
+
+def test_a_run_resumes_bit_for_bit_and_merges(tmp_path, tokenizer):
+    model = save_model(tmp_path / "model", "deepseek_v3")
+    recipe = recipe_of(
+        tmp_path,
+        model,
+        tokenizer,
+        train={"learning_rate": 1e-2},
+        checkpoint={"every": 3},
+        plugins={"lora": OPTIONS},
+    )
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    done = run_plugsft(recipe, f"output={whole}")
+    assert done.returncode == 0, done.stderr
+    done = run_plugsft(
+        recipe, f"output={again}", "--resume-from", whole / "checkpoints/step-000003"
+    )
+    assert done.returncode == 0, done.stderr
+    file = "model/adapter_model.safetensors"
+    assert (again / file).read_bytes() == (whole / file).read_bytes()
+    done = run_plugsft("export", whole, "--merge")
+    assert done.returncode == 0, done.stderr
+    merged = AutoModelForCausalLM.from_pretrained(whole / "merged")
+    torch.testing.assert_close(merged(IDS).logits, logits(whole), rtol=0, atol=1e-5)
+    before = AutoModelForCausalLM.from_pretrained(model)
+    names = [name for name, _ in before.named_parameters() if "experts" in name]
+    assert len(names) == 5, "two fused weights, and three of shared experts"
+    for name in names:
+        change = merged.get_parameter(name) - before.get_parameter(name)
+        assert float(change.detach().abs().max()) > 1e-4, name
