@@ -197,9 +197,7 @@ def describe(model: Module, targets: list[str], experts: list[str], rank: int) -
     whole = last_parts(
         name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)
     )
-    weights = (
-        f"expert weights, rank {rank} per expert ({', '.join(sorted({*last_parts(experts)}))})"
-    )
+    weights = ", ".join(sorted({*last_parts(experts)}))
     return (
         (f"{len(targets)} modules with adapters of rank {rank} ({kinds}); " if targets else "")
         + (
