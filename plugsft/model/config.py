@@ -118,9 +118,9 @@ def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
         raise RecipeError(
             f"model.path: {path}/config.json has output_router_logits = true, which asks for a "
             "load-balancing loss of the router. Its value depends on which tokens share a "
-            "micro-batch, so ranks and micro-batches would change what is learned; plugsft trains "
-            "the cross-entropy of tokens only. Set output_router_logits = false in a copy of the "
-            "model (router_aux_loss_coef alone does nothing)"
+            "micro-batch, so ranks and micro-batches would change what is learned. Set "
+            "output_router_logits = false in a copy of the model (router_aux_loss_coef alone does "
+            "nothing); docs/experts.md has a router loss that depends on the example only"
         )
     if weight := getattr(text, "z_loss_coefficient", 0):
         raise RecipeError(
