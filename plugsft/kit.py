@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from .model import fused_head
     from .model.for_plugins import decay_groups, decoder_layers
     from .model.meta_model import meta_model
+    from .model.reference import Reference, remove_dropout
+    from .model.tensor_shards import num_weights
     from .model.weight_files import meta_copy
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
 
 __all__ = [
+    "Reference",
     "Tokenizer",
     "Tokens",
     "attend_per_document",
@@ -25,7 +28,9 @@ __all__ = [
     "meta_copy",
     "meta_model",
     "model_inputs",
+    "num_weights",
     "pack",
+    "remove_dropout",
     "render_pairs",
     "single_document",
 ]
@@ -44,11 +49,26 @@ def _import_name(name: str) -> Any:
         modules = pairs, store, tokenizer
     else:
         from .batches import labels, packed_rows
-        from .model import for_plugins, fused_head, meta_model, weight_files
+        from .model import (
+            for_plugins,
+            fused_head,
+            meta_model,
+            reference,
+            tensor_shards,
+            weight_files,
+        )
 
         if name == "fused_head":
             return fused_head
-        modules = labels, packed_rows, for_plugins, meta_model, weight_files
+        modules = (
+            labels,
+            packed_rows,
+            for_plugins,
+            meta_model,
+            reference,
+            tensor_shards,
+            weight_files,
+        )
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

@@ -28,6 +28,7 @@ from .model.defaults import ModelDefaults
 from .model.load import make_load, make_scratch_model
 from .model.packed_model import packed_model
 from .model.schedule import Schedule
+from .model.tensor_shards import num_weights
 from .output.checkpoint import Checkpoints
 from .output.final_model import ensure_saveable, save_model
 from .output.record import Record, data_facts
@@ -284,8 +285,7 @@ class OpenRun:
 
 def describe_error(error: BaseException) -> str:
     """Return an error's message with its notes, which name the plugin."""
-    text = str(error) or type(error).__name__
-    return "; ".join([text, *getattr(error, "__notes__", ())])
+    return "; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
 
 
 def save_scratch_model(recipe: Recipe, data: Prepared) -> Path:
@@ -351,10 +351,7 @@ def describe(run: OpenRun) -> None:
 def describe_model(run: OpenRun) -> dict[str, Any]:
     """Return the model's source, type, sizes and number types for the record."""
     plain: Any = run.train_state.plain
-    sizes = [
-        (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
-        for parameter in plain.parameters()
-    ]
+    sizes = [(num_weights(weight), weight.requires_grad) for weight in plain.parameters()]
     return {
         "source": run.recipe.model.path or "scratch",
         "type": plain.config.model_type,

@@ -48,8 +48,9 @@ EXPORTED = {
         digest hookimpl once plugin progress reason_of say state
     """,
     "plugsft.kit": """
-        Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of encode
-        fused_head meta_copy meta_model model_inputs pack render_pairs single_document
+        Reference Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of
+        encode fused_head meta_copy meta_model model_inputs num_weights pack remove_dropout
+        render_pairs single_document
     """,
 }
 COMMANDS = _words("""
@@ -194,6 +195,7 @@ NAMED = {
     "plugins/fused_loss/loss.py": {"liger"},
     "plugsft/data/unread_columns.py": {"reward"},  # a column
     "plugins/dpo/objective.py": {"reward"},  # a metric
+    "plugins/kto/objective.py": {"reward"},
 }
 ORDERED = {"after", "before", "requires", "conflicts"}
 

@@ -340,6 +340,7 @@ def places_of(table, prefix=""):
 
 PLUGINS_OF_PLACES = {
     "dpo": "reference",
+    "kto": "reference",
     "arrow_cache": "folder",
     "samples": "file",
     "tracker": "folder",

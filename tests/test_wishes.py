@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import wishes
-from conftest import ROOT, chats, read_metrics, run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, read_metrics, run_plugsft, tiny_tables, write_recipe
 from families import tiny_config
 from plugin_packages import activate, install
 from safetensors.torch import load_file
@@ -83,16 +83,6 @@ def test_frozen_layers_8_bit_states_gradient_noise_pushed_checkpoints_and_a_quiz
     quiet = plugins | {"gradient_noise": {"size": 0.0}}
     _, others = train(tmp_path, quiet, "--overwrite", **more)
     assert others[0] == losses[0] and others[1] != losses[1]
-
-
-def test_muon_learns_from_marked_answers(tmp_path, installed):
-    rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(chats(24))]
-    _, losses = train(
-        tmp_path, {"torch_optimizer": {"name": "muon"}, "kto": {"beta": 0.5}}, rows=rows
-    )
-    # The model is its own reference at first.
-    assert losses[0] == pytest.approx(0.5, abs=1e-5)
-    assert losses[-1] < 0.47
 
 
 def test_the_router_of_experts_and_products_of_8_bits(tmp_path, installed):

@@ -76,48 +76,6 @@ class Quiz:
         self.scores[str(run.step)] = right / len(answers)
         run.facts["quiz"] = self.scores
 '''
-KTO = '''
-import numpy as np
-import torch
-
-def log_probs(nll, targets):
-    return -torch.segment_reduce(nll, "sum", lengths=targets, unsafe=True, initial=0)
-
-@plugin(affects_results=["beta"])
-class Kto:
-    """Learn from answers that are marked good or bad (KTO, with its reference point at 0)."""
-    beta: float = 0.1
-
-    @hookimpl(wrapper=True)
-    def render(self, rows):
-        rendered = yield
-        rendered.columns["label"] = [row["label"] for row in rows]
-        rendered.read = {*rendered.read, "label"}
-        return rendered
-
-    @hookimpl(wrapper=True)
-    def add_columns(self, model):
-        tokens = yield
-        reference = tokens.columns["reference"] = np.zeros(len(tokens))
-        for number in range(len(tokens)):
-            reference[number] = -model.score(tokens, np.array([number])).sum().item()
-        tokens.denominators = np.ones(len(tokens), np.int64)
-        return tokens
-
-    @hookimpl(wrapper=True)
-    def collate(self, tokens, examples):
-        batch = yield
-        columns = {f"_{name}": tokens.columns[name][examples] for name in ("label", "reference")}
-        columns["_targets"] = tokens.targets[examples]
-        return batch | {name: torch.from_numpy(values) for name, values in columns.items()}
-
-    @hookimpl
-    def step(self, model, batch, denominator, token_nll):
-        nll = token_nll(model=model, batch=batch, summed=False)
-        reward = self.beta * (log_probs(nll, batch["_targets"]) - batch["_reference"])
-        sign = batch["_label"] * 2 - 1
-        return (1 - torch.sigmoid(sign * reward)).sum().float() / denominator
-'''
 ROUTER = '''
 import torch
 

@@ -23,6 +23,11 @@ def ensure_options_work(plugin: BfdPacking, recipe: Recipe) -> None:
             f'overlong = "{plugin.overlong}" would cut one answer of a pair; remove it, and '
             'raise capacity, or lower data.max_length with data.too_long = "truncate"'
         )
+    if plugin.overlong == "split" and recipe.provides("labelled_answers"):
+        raise RecipeError(
+            'overlong = "split" would part an answer from its prompt; remove it, and raise '
+            'capacity, or set overlong = "truncate"'
+        )
     sampled = [source.source for source in recipe.data.all_sources() if source.weight % 1]
     if plugin.scope == "dataset" and sampled:
         raise RecipeError(

@@ -97,7 +97,7 @@ class Dpo:
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Remove the model's dropout: answers are compared, with each other and a reference."""
-        from .scorer import remove_dropout
+        from plugsft.kit import remove_dropout
 
         model = yield
         remove_dropout(model)

@@ -63,6 +63,8 @@ class ReferencePass:
             "kernel": kernels.get(self.kernel, self.kernel),
             "device": self.device.type,
         }
+        if (quantization := load.kwargs.get("quantization_config")) is not None:
+            reference["quantization"] = quantization.to_dict()
         return {"kind": "reference", "tokens": self.tokens.facts["key"], "reference": reference}
 
     @property

@@ -53,10 +53,10 @@ class FusedLoss:
     def check(self, recipe: Recipe) -> None:
         """Choose the kernel; refuse one that cannot run, and options without effect."""
         self.packed = recipe.provides("packed_rows") is not None
-        pairs = recipe.provides("preference_pairs")
-        if self.kernel == "liger" and pairs:
+        scored = recipe.provides("preference_pairs") or recipe.provides("labelled_answers")
+        if self.kernel == "liger" and scored:
             raise RecipeError(
-                f'kernel = "liger" gives all positions the same weight, but {pairs.table} weighs '
+                f'kernel = "liger" gives all positions the same weight, but {scored.table} weighs '
                 'each answer; set kernel = "auto"'
             )
         if self.kernel == "liger" and recipe.provides("adapters"):

@@ -17,6 +17,7 @@ from torch.nn import Linear, Module
 from transformers.pytorch_utils import Conv1D
 
 from plugsft import ModelLoad, PluginError, RecipeError, say
+from plugsft.kit import num_weights
 
 from .experts import describe_frozen, hand_factors
 from .initial import differences, initial_state, start_from_base, subtracted_layers
@@ -188,10 +189,7 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
 
 def describe(model: Module, targets: list[str], experts: list[str], rank: int) -> str:
     """Describe the adapters, and count the trained parameters."""
-    sizes = [
-        (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
-        for parameter in model.parameters()
-    ]
+    sizes = [(num_weights(weight), weight.requires_grad) for weight in model.parameters()]
     trained, total = sum(size for size, on in sizes if on), sum(size for size, _ in sizes)
     kinds = ", ".join(sorted({*last_parts(targets)}))
     whole = last_parts(

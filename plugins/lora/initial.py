@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from peft.utils.integrations import gather_params_ctx
+from peft.utils.integrations import dequantize_module_weight, gather_params_ctx
 from torch import Tensor
 from torch.nn import Embedding, Module
 
@@ -40,7 +40,7 @@ def start_from_base(model: Module, method: str) -> None:
         base: Any = layer.get_base_layer()
         with gather_params_ctx([base.weight], modifier_rank=None):
             if not base.weight.is_meta:
-                weight = base.weight.detach().float()
+                weight = dequantize_module_weight(base).detach().float()
                 weight = weight.T if layer.is_target_conv_1d_layer else weight
                 halves = split(weight, layer.r[NAME], layer.scaling[NAME])
                 for module, values in zip(layer.halves(), halves, strict=True):

@@ -109,7 +109,9 @@ def is_adaptable(module: Module) -> bool:
 
     Some routers are linear layers whose forward returns more than the product.
     """
-    is_router = isinstance(module, Linear) and type(module).forward is not Linear.forward
+    # transformers notes the class of a layer that it has quantized.
+    kind = getattr(module, "source_cls", type(module))
+    is_router = issubclass(kind, Linear) and kind.forward is not Linear.forward
     return isinstance(module, ADAPTABLE) and not is_router
 
 

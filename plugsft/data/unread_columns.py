@@ -9,7 +9,7 @@ from ..tokens.schema import WEIGHT
 from .messages import BadRow
 
 REFUSED = {
-    "label": "tells good answers from bad ones",
+    "label": (f"tells good answers from bad ones ({Capability.bundled('labelled_answers').table})"),
     **dict.fromkeys(
         ("chosen", "rejected"),
         f"is one of two answers to compare ({Capability.bundled('preference_pairs').table})",

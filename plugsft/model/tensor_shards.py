@@ -52,6 +52,12 @@ def local_shard(tensor: Any) -> TensorShard:
     return TensorShard(zero3_shard.detach().view(-1)[:size], start, tuple(tensor.ds_shape))
 
 
+def num_weights(tensor: Any) -> int:
+    """Return the number of weights in a tensor, also of a sharded or quantized one."""
+    quantized = getattr(tensor, "quant_state", None)
+    return math.prod(quantized.shape if quantized else getattr(tensor, "ds_shape", tensor.shape))
+
+
 def local_values(tensor: Any) -> Tensor:
     """Return a view of this rank's part of a tensor: whole, rows, or flat numbers (ZeRO-3)."""
     if getattr(tensor, "ds_tensor", None) is not None:

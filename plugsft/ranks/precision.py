@@ -132,7 +132,7 @@ def dtypes_of(accelerator: Accelerator, state: TrainState) -> dict[str, str]:
     return {
         **({"frozen": frozen} if frozen else {}),
         "weights": weights,
-        "compute": "bfloat16" if accelerator.mixed_precision == "bf16" else frozen or weights,
+        "compute": "bfloat16" if accelerator.mixed_precision == "bf16" else weights,
         "gradients": gradients,
         "optimizer": weights,
     }

@@ -32,9 +32,8 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 def loads_in_bfloat16(accelerator: Accelerator) -> bool:
     """Tell whether weights are loaded in bfloat16, and DeepSpeed adds a float32 copy."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return False
-    return bool(accelerator.mixed_precision == "bf16")
+    zero3 = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return bool(zero3 and accelerator.mixed_precision == "bf16")
 
 
 def shard_model(

@@ -143,7 +143,7 @@ def random_numbers(device: torch.device, seed: int, step: int) -> Iterator[None]
 @contextmanager
 def evaluating(module: Module) -> Iterator[None]:
     """Put a model into evaluation mode inside the block."""
-    training = module.training
+    training = getattr(module, "module", module).training  # DeepSpeed's own is always true
     module.eval()
     try:
         yield

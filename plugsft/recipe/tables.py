@@ -96,7 +96,7 @@ FORMATS = {
 """Format -> its required columns; the first format that matches a row is used."""
 COLUMNS = [
     *chain(*FORMATS.values()),
-    *("input", "system", "history", "tools", "chat_template_kwargs", "weight"),
+    *("input", "system", "history", "tools", "chat_template_kwargs", "label", "weight"),
 ]
 """All columns that are read from rows."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]

@@ -24,6 +24,7 @@ from ...model.config import ensure_safetensors
 from ...model.generate import Speaker, Turns
 from ...output.folder import ADAPTER, base_model
 from .model_folder import is_reward_model
+from .quantized import keep_stored_weights, quantization
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -64,6 +65,7 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     if (folder / ADAPTER).is_file():
         # The revision of the adapters' base model, which transformers does not read.
         options["revision"] = base_model(folder)[1] or "main"
+        options |= quantization(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -76,7 +78,7 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))
     device = torch.accelerator.current_accelerator(check_available=True)
-    return model.to(device or "cpu").eval(), tokenizer
+    return keep_stored_weights(model).to(device or "cpu").eval(), tokenizer
 
 
 class Streamer(TextStreamer):

@@ -28,11 +28,14 @@ from ...output.folder import ADAPTER, base_model
 from ...ranks.launch import silence_libraries
 from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, is_reward_model, model_folder
+from .quantized import copy_restored_weights, keep_stored_weights, quantization
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""
 TOLERANCE = 1e-4
 """Largest difference of logits in float32, relative to the largest logit."""
+ROUNDING = 5e-2
+"""The same between a model that computes in bfloat16 and one in float32."""
 
 
 def export(
@@ -94,8 +97,13 @@ def merge_into(folder: Path, target: Path, trusted: bool) -> str:
     """Merge adapters into their base model and verify it; return a description."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     silence_libraries()
-    model, dtype = load_adapters(folder, trusted)
+    model, dtype, trained = load_adapters(folder, trusted)
     expected = compute_logits(model)
+    onto = ""
+    if trained is not None:
+        noise = TOLERANCE if dtype == torch.float32 else ROUNDING
+        ensure_close(expected, trained, "restoring the quantized base", noise)
+        onto = ", onto the base as it was trained: restored from its quantized weights"
     with model.disable_adapter():
         effect = relative_difference(compute_logits(model), expected)
     model = model.merge_and_unload()
@@ -113,13 +121,17 @@ def merge_into(folder: Path, target: Path, trusted: bool) -> str:
         )
         ensure_close(compute_logits(written), expected, "writing")
     return (
-        f"merged model in {str(dtype).removeprefix('torch.')} (its logits are {error:.0e} off; "
+        f"merged model in {str(dtype).removeprefix('torch.')}{onto} "
+        f"(its logits are {error:.0e} off; "
         f"the adapters change them by {effect:.0e})"
     )
 
 
-def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
-    """Load a model with adapters in float32; return it and the type of its weights."""
+def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype, Tensor | None]:
+    """Load a model with adapters in float32; return it and the type of its weights.
+
+    If its base was quantized, also return the logits of the model as it was trained.
+    """
     base, revision = "", None
     if (folder / ADAPTER).is_file():
         base, revision = base_model(folder)
@@ -129,14 +141,22 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
         peft: Any = importlib.import_module("peft")
     except ImportError as error:
         raise PlugsftError("--merge needs the package 'peft': pip install peft") from error
+    quantized = quantization(folder)
     try:
+        options = {"revision": revision, "trust_remote_code": trusted}
         new_head = {"num_labels": 1} if is_reward_model(folder) else {}
-        plain = auto_class(folder).from_pretrained(
-            base, revision=revision, dtype="auto", trust_remote_code=trusted, **new_head
+        plain: Any = auto_class(folder).from_pretrained(
+            base, **options | {"dtype": quantized.get("dtype", "auto")} | new_head
         )
         dtype: torch.dtype = plain.dtype
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
+            trained = None
+            if quantized:
+                model = AutoModelForCausalLM.from_pretrained(base, **options | quantized)
+                copy_restored_weights(model, plain)
+                adapted = peft.PeftModel.from_pretrained(keep_stored_weights(model), folder)
+                trained = compute_logits(adapted)
             model = peft.PeftModel.from_pretrained(plain.float(), folder)
     except Exception as error:  # peft and transformers raise whatever their readers raise
         first = str(error).strip().partition("\n")[0]
@@ -146,7 +166,7 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype]:
         ) from error
     if not hasattr(model, "merge_and_unload"):
         raise PlugsftError(f"{folder}: adapters of the kind {model.peft_type} cannot be merged")
-    return model.eval(), dtype
+    return model.eval(), dtype, trained
 
 
 def auto_class(folder: Path) -> Any:
@@ -184,12 +204,12 @@ def relative_difference(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def ensure_close(logits: Tensor, expected: Tensor, act: str) -> float:
+def ensure_close(logits: Tensor, expected: Tensor, act: str, tolerance: float = TOLERANCE) -> float:
     """Refuse a model whose logits have changed."""
     error = relative_difference(logits, expected)
-    if not error <= TOLERANCE:
+    if not error <= tolerance:
         raise PlugsftError(
-            f"{act} has changed the logits by {error:.1e} of the largest, and {TOLERANCE:.0e} is "
+            f"{act} has changed the logits by {error:.1e} of the largest, and {tolerance:.0e} is "
             "allowed; nothing is written. Use the adapters as they are"
         )
     return error

@@ -147,6 +147,8 @@ def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
     if cluster.ranks == 1:
         return [SINGLE]
     ddp = DDP if cluster.gpu else CPU_DDP
+    if recipe.provides("quantized_base"):
+        return [ddp]  # quantized weights are not sharded
     # DeepSpeed stores trained weights in float32.
     return [ddp, FSDP2] if recipe.model.weights == "bfloat16" else [ddp, FSDP2, ZERO3]
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Module, Parameter
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...base.errors import PlugsftError, RecipeError
 from ...base.types import Batch
@@ -21,6 +22,7 @@ from ...model.defaults import ModelDefaults
 from ...model.for_plugins import decoder_layers
 from ...model.fused_head import LogitTransform, Positions, fused_loss
 from ...model.load import Load, make_load
+from ...model.tensor_shards import num_weights
 from ...ranks.optimizer_parts import optimizers_in
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
@@ -44,8 +46,14 @@ class _ConfigLoad(Load):
     def build(self) -> Any:
         """Make the model."""
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
+        quantization = rest.pop("quantization_config", None)
         make: Any = AutoModelForCausalLM.from_config
-        return make(self.config, **rest)
+        model = make(self.config, **rest)
+        if quantization is not None:
+            quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+            quantizer.preprocess_model(model, device_map=None)
+            model.config.quantization_config = quantization
+        return model
 
 
 @dataclass(frozen=True)
@@ -257,6 +265,7 @@ def _make_fake(model: Module) -> None:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype)
             is_parameter = isinstance(tensor, Parameter)
             fakes[id(tensor)] = Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            fakes[id(tensor)].__dict__ |= tensor.__dict__  # the shape before quantization
         return fakes[id(tensor)]
 
     for module in model.modules():
@@ -269,8 +278,8 @@ def _make_fake(model: Module) -> None:
 def _unit(parameters: list[Parameter]) -> Unit:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return Unit(
-        sum(parameter.numel() for parameter in parameters),
-        sum(parameter.numel() for parameter in trained),
+        sum(map(num_weights, parameters)),
+        sum(map(num_weights, trained)),
         sum(parameter.nbytes for parameter in parameters),
         sum(parameter.nbytes for parameter in trained),
     )

@@ -1,0 +1,57 @@
+"""Store the frozen weights in 4 bits, under adapters (QLoRA): affects results."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import field
+from importlib.util import find_spec
+from typing import Any
+
+from plugsft import Capability, ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
+
+
+@plugin(after=["lora"], provides={"quantized_base": None}, affects_results=["skip"])
+class Quantize:
+    """Store the frozen weights in 4 bits, under adapters (QLoRA): affects results.
+
+    Linear layers are stored as NF4 with double quantization (bitsandbytes), which takes 0.52 bytes
+    a weight. A product restores its weight in `model.dtype` first, so a run computes exactly what
+    adapters on the restored weights compute. Embeddings, head and norms stay as they are.
+    """
+
+    skip: list[str] = field(default_factory=list)
+    """Linear layers that are not quantized, by the ends of their names."""
+
+    dtype: str = state("float32")
+    """The dtype that weights are restored in."""
+    left_out: list[str] = state([])
+    """Names of modules that are not quantized."""
+    result: str = state("")
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a model without adapters, and names that are not in the model."""
+        if not recipe.provides("adapters"):
+            table = Capability.bundled("adapters").table
+            raise RecipeError(f"quantized weights cannot be trained; add {table}")
+        if find_spec("bitsandbytes") is None:
+            raise RecipeError("needs bitsandbytes: pip install 'plugsft[quantize]'")
+        from .choose import modules_to_leave_out
+
+        self.dtype = recipe.model.dtype
+        self.left_out = modules_to_leave_out(recipe, self.skip)
+
+    @hookimpl(wrapper=True)
+    def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
+        """Quantize the weights as they are loaded, before adapters are added."""
+        from .base import finish, request
+
+        request(load, self.dtype, self.left_out)
+        model = yield
+        self.result = finish(model, self.dtype)
+        return model
+
+    @hookimpl
+    def summary(self) -> str | None:
+        """Report the quantized layers and the size of the base."""
+        return self.result or None

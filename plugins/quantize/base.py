@@ -1,0 +1,99 @@
+"""The quantized base: how it is requested, described and recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.nn.modules import Linear4bit
+from torch.nn import Linear, Module
+from transformers import BitsAndBytesConfig
+
+from plugsft import ModelLoad, PluginError, say
+from plugsft.kit import num_weights
+
+from .forecast import forecast_layers
+
+RECORD = "quantization_config.json"
+"""The file in the run's `model/` that says how the base of the adapters was quantized."""
+
+
+def request(load: ModelLoad, dtype: str, left_out: list[str]) -> None:
+    """Let transformers quantize each weight as it is loaded."""
+    if load.empty:
+        raise PluginError(
+            "plugins.quantize: FSDP2 and ZeRO-3 cannot shard quantized weights. Each GPU holds the "
+            "whole base in 4 bits under DDP: launch with recipes/accelerate/gpu8.yaml; or remove "
+            "[plugins.quantize]"
+        )
+    make: Any = BitsAndBytesConfig  # untyped upstream
+    load.kwargs["quantization_config"] = make(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, dtype),
+        llm_int8_skip_modules=left_out or None,
+    )
+
+
+def finish(model: Any, dtype: str) -> str:
+    """Keep the weights as they are in evaluations, record the quantization, describe it."""
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    forecast_layers([layer for layer in layers if layer.weight.is_meta], dtype)
+    for layer in layers:
+        # Evaluations on a CPU with bfloat16 would pack the weights another way, and round them.
+        layer.support_avx512bf16_for_cpu = False
+    record_when_saved(model)
+    return describe(model, layers, dtype)
+
+
+def record_when_saved(model: Any) -> None:
+    """Write how the base was quantized into each folder of adapters."""
+    save, config = model.save_pretrained, model.config.quantization_config
+
+    def save_with_record(folder: Any, *arguments: Any, **options: Any) -> None:
+        save(folder, *arguments, **options)
+        text = json.dumps(config.to_dict(), indent=1, sort_keys=True)
+        Path(folder, RECORD).write_text(text + "\n", encoding="utf8")
+
+    model.save_pretrained = save_with_record
+
+
+def describe(model: Module, layers: list[Any], dtype: str) -> str:
+    """Describe what was quantized, and the size of the base before and after."""
+    width = getattr(torch, dtype).itemsize
+    names = [name for name, module in model.named_modules() if is_base_layer(name, module)]
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    stored = sum(stored_bytes(weight) for weight in frozen.values())
+    whole = width * sum(num_weights(weight) for weight in frozen.values())
+    experts = width * sum(weight.numel() for weight in frozen.values() if weight.dim() > 2)
+    text = (
+        f"{len(layers)} of {len(names)} linear layers in NF4: the base takes {size(stored)} in "
+        f"place of {size(whole)}"
+    )
+    if experts:
+        text += f"; experts ({experts / whole:.0%} of the weights) stay in {dtype}"
+        say(f"warning: [plugins.quantize] {text.rpartition('; ')[2]}: they are not linear layers")
+    return text
+
+
+def is_base_layer(name: str, module: Module) -> bool:
+    """Tell whether a module is a linear layer of the base, not of an adapter."""
+    return isinstance(module, Linear) and ".lora_" not in name and not [*module.children()]
+
+
+def size(count: int) -> str:
+    """Write bytes in GiB, or in MiB if they are few."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
+
+
+def stored_bytes(weight: Any) -> int:
+    """Return the bytes of a tensor with its scales."""
+    quantized = getattr(weight, "quant_state", None)
+    if quantized is None or weight.is_meta:
+        return int(weight.nbytes)
+    inner = quantized.state2
+    scales = (quantized.absmax, quantized.code, quantized.offset, inner.absmax, inner.code)
+    return int(weight.nbytes + sum(scale.nbytes for scale in scales))

@@ -1,0 +1,55 @@
+"""Quantized layers without data, for `plugsft plan`: their sizes, and the memory of a product."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from bitsandbytes.nn.modules import Linear4bit
+from torch import Size, Tensor
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in NF4: 4 bits, an 8-bit scale for 64 of them, a scale for 256 scales."""
+
+
+def forecast_layers(layers: list[Any], dtype: str) -> None:
+    """Give layers without data the size of their quantized weights."""
+    for layer in layers:
+        shape = Size([layer.out_features, layer.in_features])
+        size = math.ceil(shape.numel() * BYTES)
+        weight = torch.empty(size, dtype=torch.uint8, device="meta")
+        layer.weight = Parameter(weight, requires_grad=False)
+        layer.weight.quant_state = SimpleNamespace(shape=shape)
+        layer.restored, layer.compute_dtype = shape, getattr(torch, dtype)
+        layer.__class__ = EmptyLayer
+
+
+class EmptyLayer(Linear4bit):
+    """A quantized layer without data."""
+
+    restored: Size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Allocate what the product of a quantized layer allocates."""
+        apply: Any = Product.apply  # untyped upstream
+        product: Tensor = apply(x.to(self.compute_dtype), self.bias, self.restored)
+        return product.to(x.dtype)
+
+
+class Product(torch.autograd.Function):
+    """Restores the weight for the product, and again for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, shape: Size) -> Tensor:
+        """Multiply with a weight that is freed at once."""
+        ctx.shape = shape
+        return linear(x, x.new_empty(shape), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Multiply with the weight again."""
+        return gradient @ gradient.new_empty(ctx.shape), None, None

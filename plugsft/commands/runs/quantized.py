@@ -1,0 +1,59 @@
+"""The quantized base of a run's adapters, and the same base with whole weights."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+from ...base.errors import PlugsftError
+from ...base.limits import read_json_object
+
+RECORD = "quantization_config.json"
+"""Says how the base of a folder's adapters was quantized; plugins that quantize write it."""
+
+
+def quantization(folder: Path) -> dict[str, Any]:
+    """Return the arguments that load the base of adapters as it was trained on; maybe none."""
+    path = folder / RECORD
+    if not path.is_file():
+        return {}
+    if find_spec("bitsandbytes") is None:
+        raise PlugsftError(
+            f"{folder}: its base is quantized, which needs bitsandbytes: "
+            "pip install 'plugsft[quantize]'"
+        )
+    try:
+        values = read_json_object(path)
+        config: Any = AutoQuantizationConfig.from_dict(values)
+        dtype: torch.dtype = config.bnb_4bit_compute_dtype
+    except Exception as error:  # a damaged file, or a kind that transformers does not know
+        raise PlugsftError(f"{path}: cannot be read: {error}; copy the folder again") from error
+    return {"quantization_config": config, "dtype": dtype}
+
+
+def keep_stored_weights(model: Any) -> Any:
+    """Keep bitsandbytes from rounding the scales of weights on a CPU with bfloat16; return it."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def copy_restored_weights(quantized: Module, plain: Module) -> int:
+    """Copy the weights of a quantized model, restored, into an unquantized one; count them."""
+    bitsandbytes, copied = import_module("bitsandbytes"), 0
+    modules = dict(quantized.named_modules())
+    for name, module in plain.named_modules():
+        weight: Any = getattr(modules[name], "weight", None)
+        if (state := getattr(weight, "quant_state", None)) is None:
+            continue
+        values = bitsandbytes.functional.dequantize_4bit(weight.data, state)
+        # bitsandbytes stores GPT-2's layers transposed.
+        module.weight.data = values.t().contiguous() if isinstance(module, Conv1D) else values
+        copied += 1
+    return copied
