@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from plugsft import PluginError, Train
+from plugsft import Train
 from plugsft.kit import decay_groups
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -26,12 +26,7 @@ MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 
 
 def make_corrected(model: Module, train: Train) -> Optimizer:
-    """Make the optimizer; refuse ZeRO-3, which keeps float32 copies of all weights."""
-    if any(hasattr(weight, "ds_id") for weight in model.parameters()):
-        raise PluginError(
-            'plugins.low_memory_adam: kind = "corrected" saves nothing under ZeRO-3, which keeps '
-            "float32 copies of all weights; launch with DDP or FSDP2 (recipes/accelerate/)"
-        )
+    """Make the optimizer of all trained weights."""
     return CorrectedAdamW(
         decay_groups(model, train.weight_decay),
         lr=train.learning_rate,
