@@ -64,7 +64,7 @@ def test_the_table_has_the_settings_by_their_number_of_uses():
 
 def test_all_settings_train_together(train):
     tables = train(*LINES.values())
-    assert len(tables["plugins"]) == 7 and tables["train"]["batch_size"] == 8
+    assert len(tables["plugins"]) == 8 and tables["train"]["batch_size"] == 8
 
 
 @only_full
