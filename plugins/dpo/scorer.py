@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +37,7 @@ class Scorer:
         if reference is None:
             self.name = "none"
         elif precomputed:
-            module: Any = getattr(model.module, "module", model.module)
-            adapted = hasattr(module, "disable_adapter")
-            base = "the base without adapters" if adapted else "the initial model"
+            base = Reference.without_adapters(model) or "the initial model"
             self.name = f"{reference or base}, computed before step 1"
         else:
             try:

@@ -54,6 +54,8 @@ class ReferencePass:
     def key(self) -> dict[str, Any]:
         """Everything that the log-probabilities depend on."""
         load = self.model.load
+        initial = getattr(self.model.module, "module", self.model.module)
+        adapters = getattr(initial, "initial_digest", "") if self.without_adapters else ""
         # Attention per document calls SDPA for each document.
         kernels = {"plugsft_documents": "sdpa"}
         reference = {
@@ -65,6 +67,8 @@ class ReferencePass:
         }
         if (quantization := load.kwargs.get("quantization_config")) is not None:
             reference["quantization"] = quantization.to_dict()
+        if adapters:
+            reference["adapters"] = adapters
         return {"kind": "reference", "tokens": self.tokens.facts["key"], "reference": reference}
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import Capability, ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Capability, ModelLoad, Place, Recipe, RecipeError, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         "dora",
         "init",
         "lr_ratio",
+        "adapter",
     ],
 )
 class Lora:
@@ -61,12 +62,17 @@ class Lora:
 
     lr_ratio: Annotated[float, Field(gt=0)] = 1.0
     """Learning rate of an adapter's second half (B), as a multiple of the first's (LoRA+)."""
+    adapter: Place | None = None
+    """Adapters to go on from: a folder in peft's format, or a hub name. r, alpha, targets,
+    modules_to_save, rslora and dora are theirs."""
 
     seed: int = state(0)
     dtype: str = state("float32")
     """The dtype that frozen weights are computed in."""
     fused_head: Capability | None = state()
     """The plugin that reads the head's frozen weight."""
+    has_reference: bool = state(False)
+    """Whether a plugin computes with the model before training, by turning adapters off."""
     result: str = state("")
     model: Any = state()
 
@@ -83,24 +89,31 @@ class Lora:
             raise RecipeError(f'init = "{self.init}" cannot be used with dora; remove one')
         if find_spec("peft") is None:
             raise RecipeError("needs the package 'peft': pip install peft")
+        reference = recipe.provides("reference_model")
+        self.has_reference = reference is not None and not reference.value
         from plugsft.kit import meta_model
 
+        from .continued import settings_of
         from .targets import choose_modules, choose_weights
 
+        settings = settings_of(self)
         if (model := meta_model(recipe)) is not None:
-            targets, _ = choose_modules(self, model)
-            choose_weights(self, model, targets)
+            targets, _ = choose_modules(settings, model)
+            choose_weights(settings, model, targets)
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Freeze the model, and add adapters to its layers."""
         from .adapters import add_adapters, store_frozen_weights_in
+        from .continued import settings_of
 
-        if self.dora or self.modules_to_save or self.init in ("pissa", "olora"):
+        settings = settings_of(self)
+        if settings.dora or settings.modules_to_save or self.init in ("pissa", "olora"):
             load.empty = False  # they start from the base's weights
         store_frozen_weights_in(load, self.dtype)
         model = yield
-        self.model = add_adapters(self, load, model)
+        self.model = add_adapters(settings, load, model)
+        self.result = settings.result
         return self.model
 
     @hookimpl(wrapper=True)
@@ -116,9 +129,9 @@ class Lora:
     @hookimpl
     def state_dict(self) -> dict[str, Any]:
         """Store frozen copies of initial adapters; another machine may compute other ones."""
-        from .initial import initial_state
+        from .initial import initial_state, scales
 
-        return initial_state(self.model)
+        return {"initial": initial_state(self.model), "scales": scales(self.model)}
 
     @hookimpl
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -19,8 +19,15 @@ from transformers.pytorch_utils import Conv1D
 from plugsft import ModelLoad, PluginError, RecipeError, say
 from plugsft.kit import num_weights
 
-from .experts import describe_frozen, hand_factors
-from .initial import differences, initial_state, start_from_base, subtracted_layers
+from .continued import config_to_go_on, load_adapters
+from .experts import ExpertAdapter, describe_frozen, hand_factors
+from .initial import (
+    adapted_layers,
+    differences,
+    initial_state,
+    start_from_base,
+    subtracted_layers,
+)
 from .layers import NAME, FastLinear, speed_up
 from .targets import (
     choose_modules,
@@ -45,13 +52,41 @@ def store_frozen_weights_in(load: ModelLoad, dtype: str) -> None:
 
 def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
     """Freeze the model, and add adapters to its layers."""
+    folder = Path(load.path)
+    # A local path becomes absolute; a hub name is unchanged.
+    base = str(folder.resolve()) if folder.is_dir() else load.path
+    make = config_to_go_on if plugin.adapter else new_config
+    config = make(plugin, load, base, model)
+    config._register_custom_module({Linear: FastLinear, Conv1D: FastLinear})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of settings that are right here
+        try:
+            adapted = AdaptedModel(model, config)
+        except ValueError as error:  # peft does not support this model
+            raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
+    hand_factors(adapted)
+    speed_up(adapted)
+    initialize(adapted, plugin.init, plugin.seed)
+    if plugin.adapter:
+        load_adapters(adapted, plugin)
+    elif plugin.init in ("pissa", "olora"):
+        start_from_base(adapted, plugin.init)
+    # The same on all ranks, and saved for the backward pass, which DDP's copies would break.
+    adapted._ddp_params_and_buffers_to_ignore = [*initial_state(adapted)]
+    plugin.result = describe(adapted, plugin.r)
+    if frozen := describe_frozen(adapted):
+        plugin.result += f"; {frozen}"
+        say(f"warning: plugin lora: {frozen}")
+    return adapted
+
+
+def new_config(plugin: Lora, load: ModelLoad, base: str, model: Any) -> LoraConfig:
+    """Return peft's settings of new adapters."""
     targets, whole = choose_modules(plugin, model)
     experts, linear = choose_weights(plugin, model, targets)
-    folder = Path(load.path)
-    config = LoraConfig(
+    return LoraConfig(
         task_type=TaskType.CAUSAL_LM if reward_head(model) is None else TaskType.SEQ_CLS,
-        # A local path becomes absolute; a hub name is unchanged.
-        base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else load.path,
+        base_model_name_or_path=base,
         revision=load.kwargs.get("revision"),
         r=plugin.r,
         lora_alpha=plugin.alpha,
@@ -67,31 +102,14 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
         ensure_weight_tying=is_tied(model)
         and any(model.get_submodule(name) in head_and_embeddings(model) for name in whole),
     )
-    config._register_custom_module({Linear: FastLinear, Conv1D: FastLinear})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft warns of settings that are right here
-        try:
-            adapted = AdaptedModel(model, config)
-        except ValueError as error:  # peft does not support this model
-            raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
-    hand_factors(adapted)
-    speed_up(adapted)
-    initialize(adapted, plugin.init, plugin.seed)
-    if plugin.init in ("pissa", "olora"):
-        start_from_base(adapted, plugin.init)
-    # The same on all ranks, and saved for the backward pass, which DDP's copies would break.
-    adapted._ddp_params_and_buffers_to_ignore = [*initial_state(adapted)]
-    plugin.result = describe(adapted, targets, experts, plugin.r)
-    if frozen := describe_frozen(adapted):
-        plugin.result += f"; {frozen}"
-        say(f"warning: plugin lora: {frozen}")
-    return adapted
 
 
 class AdaptedModel(PeftModel):
     """peft's model; saves all adapters under names that every reader finds, or nothing."""
 
     _ddp_params_and_buffers_to_ignore: Any
+    initial_digest = ""
+    """A checksum of the adapters that belong to the reference."""
 
     def __init__(self, model: Any, config: LoraConfig) -> None:
         super().__init__(model, config)
@@ -142,7 +160,8 @@ class AdaptedModel(PeftModel):
         complete = differences(self, complete, config)
         complete = {name: values.contiguous() for name, values in complete.items()}
         save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})
-        config.target_modules = sorted(config.target_modules)
+        if not isinstance(config.target_modules, str):
+            config.target_modules = sorted(config.target_modules)
         if config.target_parameters:
             config.target_parameters = sorted(config.target_parameters)
         config.save_pretrained(save_directory)
@@ -187,8 +206,11 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def describe(model: Module, targets: list[str], experts: list[str], rank: int) -> str:
+def describe(model: Module, rank: int) -> str:
     """Describe the adapters, and count the trained parameters."""
+    layers = dict(adapted_layers(model))
+    experts = [it.parameter_name for it in layers.values() if isinstance(it, ExpertAdapter)]
+    targets = [name for name, it in layers.items() if not isinstance(it, ExpertAdapter)]
     sizes = [(num_weights(weight), weight.requires_grad) for weight in model.parameters()]
     trained, total = sum(size for size, on in sizes if on), sum(size for size, _ in sizes)
     kinds = ", ".join(sorted({*last_parts(targets)}))

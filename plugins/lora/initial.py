@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.utils.integrations import dequantize_module_weight, gather_params_ctx
 from torch import Tensor
-from torch.nn import Embedding, Module
+from torch.nn import Module
 
 from plugsft import PluginError, RecipeError
 
@@ -64,11 +65,7 @@ def orthogonal_part(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Te
 
 def adapted_layers(model: Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers with adapters, by name."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, FastLinear) or isinstance(
-            getattr(layer, "base_layer", None), Embedding
-        ):
-            yield name, layer
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
 
 
 def initial_state(model: Module) -> dict[str, Tensor]:
@@ -81,16 +78,22 @@ def initial_state(model: Module) -> dict[str, Tensor]:
     }
 
 
+def scales(model: Module) -> dict[str, float]:
+    """Return the factors of the outputs of adapters, which their files do not show."""
+    return {name: float(layer.scaling[NAME]) for name, layer in adapted_layers(model)}
+
+
 @torch.no_grad()
-def load_initial_state(model: Module, state: Mapping[str, Tensor]) -> None:
+def load_initial_state(model: Module, state: Mapping[str, Any]) -> None:
     """Restore the frozen copies of initial adapters from a checkpoint."""
     copies = initial_state(model)
-    if different := {*copies} ^ {*state}:
+    if {*copies} != {*state["initial"]} or scales(model) != state["scales"]:
         raise PluginError(
-            f"plugins.lora: the checkpoint has other initial adapters ({min(different)} differs); "
-            "resume from another one"
+            "plugins.lora: the checkpoint has adapters with other settings (alpha, init or "
+            "reference); the folder in plugins.lora.adapter may have changed since; start again in "
+            "another output folder"
         )
-    for name, values in state.items():
+    for name, values in state["initial"].items():
         copies[name].copy_(values)
 
 

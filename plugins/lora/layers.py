@@ -99,7 +99,7 @@ class Up(Linear):
     """The second half of an adapter; a module, since ZeRO-3 gathers weights for modules."""
 
     def forward(  # type: ignore[override]
-        self, input: Tensor, base: Tensor, scale: float, subtracted: Tensor | None
+        self, input: Tensor, base: Tensor, scale: float, subtracted: Tensor | None = None
     ) -> Tensor:
         """Return base + scale * product; `subtracted` multiplies the rest of the input."""
         weight = self.weight.to(input.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
     ensure_single_modules(whole, model, linear)
     if plugin.targets == ALL:
         targets = [name for name in linear if name not in whole]
+    elif isinstance(plugin.targets, str):  # a pattern, in a folder of adapters
+        targets = [name for name in adaptable if re.fullmatch(plugin.targets, name)]
     else:
         experts = expert_weights(model)
         endings = [

@@ -21,10 +21,20 @@ class Reference:
         module: Any = getattr(model.module, "module", model.module)
         self._adapted: Any = None
         self._frozen: Module | None = None
-        if not path and hasattr(module, "disable_adapter"):
-            self.name, self._adapted = "the base without adapters", module
+        if not path and (name := self.without_adapters(model)):
+            self.name, self._adapted = name, module
         else:
             self.name, self._frozen = path or "a frozen copy", model.load_frozen(path or "")
+
+    @staticmethod
+    def without_adapters(model: RunModel) -> str:
+        """Name the model that remains while adapters are off; "" if there are none."""
+        module: Any = getattr(model.module, "module", model.module)
+        if not hasattr(module, "disable_adapter"):
+            return ""
+        if getattr(module, "initial_digest", ""):
+            return "the model with the adapters before training"
+        return "the base without adapters"
 
     @contextmanager
     def in_place(self, model: Module) -> Iterator[Module]:

@@ -15,6 +15,7 @@ from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean
 from ..base.limits import parse_toml, read_json_object, read_text
 from ..base.step_folders import newest_checkpoint, parse_step
+from ..recipe.capabilities import Capability
 from ..recipe.tables import TRL, Recipe
 from .report import read_metrics, read_record
 from .samples import SAMPLES
@@ -61,7 +62,9 @@ def wrong_inputs(recipe: Recipe, path: Path) -> dict[str, str]:
         elif key == "model.path" and is_model(place) and not (place / "config.json").is_file():
             wrong[name] = (
                 f"{key}: {name} holds adapters, and no whole model; merge them into their base "
-                f"model: plugsft export {shlex.quote(name)} --merge"
+                f"model: plugsft export {shlex.quote(name)} --merge; or go on from them: set "
+                "model.path to their base, and their folder as adapter in "
+                + Capability.bundled("adapters").table
             )
         elif not place.exists() and _is_path(key, name, recipe):
             wrong[name] = f"{key}: {name}: no such file or folder{_hint(place, path)}"

@@ -1,0 +1,207 @@
+"""Adapters to go on from: a folder in peft's format, or a name on the hub."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+import torch
+from peft import LoraConfig, set_peft_model_state_dict
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import Module
+from transformers.pytorch_utils import Conv1D
+
+from plugsft import ModelLoad, RecipeError, reason_of, say
+
+from .initial import adapted_layers
+from .layers import NAME, REFERENCE, FastLinear
+
+if TYPE_CHECKING:
+    from . import Lora
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+OPTIONS = {
+    "r": "r",
+    "alpha": "lora_alpha",
+    "targets": "target_modules",
+    "modules_to_save": "modules_to_save",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+}
+"""Option of the recipe -> setting of a folder of adapters."""
+SUPPORTED = {
+    *OPTIONS.values(),
+    *("task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode", "runtime_config"),
+    *("base_model_name_or_path", "revision", "lora_dropout", "init_lora_weights"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("fan_in_fan_out", "ensure_weight_tying", "target_parameters", "megatron_core"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+}
+"""Settings of peft under which training goes on as it began."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initializations of peft that change the base, unless they are converted when saved."""
+
+
+def read_config(place: str) -> LoraConfig:
+    """Read the settings of adapters; refuse those that training could not go on with."""
+    where = f"plugins.lora.adapter: {place}"
+    try:
+        raw: dict[str, Any] = json.loads(find_file(place, CONFIG_NAME).read_text(encoding="utf8"))
+    except Exception as error:  # the hub raises whatever its readers raise
+        inner = Path(place) / "model"
+        cure = f"; name {inner}" if inner.is_dir() else ""
+        if (Path(place) / "config.json").is_file():
+            cure = "; it holds a whole model: name it in model.path, and remove this option"
+        raise RecipeError(f"{where} holds no adapters ({reason_of(error)}){cure}") from error
+    if (kind := raw.get("peft_type")) != "LORA":
+        raise RecipeError(f"{where} holds adapters of the kind {kind}, not LORA")
+    start = str(raw.get("init_lora_weights"))
+    if start.startswith(CHANGES_BASE):
+        raise RecipeError(
+            f"{where} has init_lora_weights = {start!r}, which changed the base model; save it "
+            "with peft's path_initial_model_for_weight_conversion"
+        )
+    defaults = vars(LoraConfig())
+    for name, value in raw.items():
+        if name not in SUPPORTED and value and value != defaults.get(name):
+            raise RecipeError(
+                f"{where} has {name} = {value!r}, which is not supported; {merge_first(place)}"
+            )
+    return LoraConfig(**{name: value for name, value in raw.items() if name in defaults})
+
+
+def find_file(place: str, name: str) -> Path:
+    """Return a file of a folder, or download it from the hub."""
+    if Path(place).is_dir() or not HUB_NAME.fullmatch(place):
+        return Path(place) / name
+    return Path(huggingface_hub.hf_hub_download(place, name))
+
+
+def merge_first(place: str) -> str:
+    """Say how to train on without going on from adapters."""
+    return f"merge them first (plugsft export {place} --merge), and name the result in model.path"
+
+
+def settings_of(plugin: Lora) -> Lora:
+    """Return the plugin's options, or those of the adapters to go on from; refuse other ones."""
+    if not plugin.adapter:
+        return plugin
+    config, settings, defaults = read_config(plugin.adapter), copy.copy(plugin), type(plugin)()
+    problems = []
+    for option, name in OPTIONS.items():
+        value, theirs = getattr(plugin, option), comparable(getattr(config, name) or [])
+        theirs = bool(theirs) if isinstance(value, bool) else theirs
+        if comparable(value) not in (comparable(getattr(defaults, option)), theirs):
+            problems.append(
+                f"{option}: the recipe has {value!r}, and the adapters in {plugin.adapter} have "
+                f"{theirs!r}; remove it"
+            )
+        setattr(settings, option, theirs)
+    settings.experts = any("expert" in name for name in config.target_parameters or ())
+    if plugin.experts and not settings.experts:
+        problems.append(
+            f"experts: the adapters in {plugin.adapter} have none for experts; remove it"
+        )
+    if plugin.init != "default":
+        problems.append(f'init: "{plugin.init}" has no effect on trained adapters; remove it')
+    if problems:
+        raise RecipeError(problems)
+    return settings
+
+
+def comparable(value: Any) -> Any:
+    """Return names in order; other values as they are."""
+    return sorted(value) if isinstance(value, list | set | tuple) else value
+
+
+def config_to_go_on(plugin: Lora, load: ModelLoad, base: str, model: Module) -> LoraConfig:
+    """Return the settings of the adapters to go on from, for this base model."""
+    config = read_config(str(plugin.adapter))
+    theirs = str(config.base_model_name_or_path), config.revision or "main"
+    ours = base, load.kwargs.get("revision") or "main"
+    if not same_model(theirs[0], base) or theirs[1] != ours[1]:
+        say(
+            f"warning: plugins.lora.adapter: {plugin.adapter} was trained on {theirs[0]} (revision "
+            f"{theirs[1]}), and model.path is {ours[0]} (revision {ours[1]}); with other weights "
+            "it is another model"
+        )
+    config.base_model_name_or_path, config.revision = base, load.kwargs.get("revision")
+    config.lora_dropout, config.inference_mode = plugin.dropout, False
+    config.init_lora_weights = True
+    config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
+    return config
+
+
+def same_model(one: str, other: str) -> bool:
+    """Tell whether two names mean one model."""
+    return one == other or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
+
+
+def read_weights(place: str) -> dict[str, Tensor]:
+    """Read the weights of adapters."""
+    try:
+        return load_file(find_file(place, SAFETENSORS_WEIGHTS_NAME))
+    except Exception as error:  # the hub and safetensors raise whatever their readers raise
+        raise RecipeError(
+            f"plugins.lora.adapter: {place}: {SAFETENSORS_WEIGHTS_NAME} cannot be read "
+            f"({reason_of(error)}); a pickle (adapter_model.bin) is not read: save it again with "
+            "a peft of today"
+        ) from error
+
+
+def load_adapters(model: Any, plugin: Lora) -> None:
+    """Load trained adapters into a model; the reference becomes the model with them."""
+    place = str(plugin.adapter)
+    weights = read_weights(place)
+    names = {name.removesuffix(".weight") for name in model.shapes}
+    extra = sorted(name for name in weights if name.removesuffix(".weight") not in names)
+    lost = sorted(names - {name.removesuffix(".weight") for name in weights})
+    if extra or lost:
+        raise RecipeError(
+            f"plugins.lora.adapter: {place} does not fit this model: "
+            + (f"{extra[0]} is not one of its adapters" if extra else f"it lacks {lost[0]}")
+            + f"; {merge_first(place)}"
+        )
+    try:
+        set_peft_model_state_dict(model, weights)
+    except RuntimeError as error:
+        raise RecipeError(
+            f"plugins.lora.adapter: {place} does not fit the model in model.path: "
+            f"{reason_of(error)}"
+        ) from error
+    if plugin.has_reference:
+        freeze_reference(model, plugin)
+        model.initial_digest = digest_of(model, weights)
+
+
+def digest_of(model: Module, weights: dict[str, Tensor]) -> str:
+    """Return a checksum of adapters, for keys of what their model computed."""
+    checksum = sha256()
+    for name, weight in sorted(weights.items()):
+        checksum.update(name.encode() + weight.contiguous().view(torch.uint8).numpy().tobytes())
+    for name, layer in adapted_layers(model):
+        checksum.update(f"{name} {layer.scaling[NAME]}".encode())
+    return checksum.hexdigest()[:16]
+
+
+def freeze_reference(model: Module, plugin: Lora) -> None:
+    """Copy the loaded adapters: with adapters off, the model is the one before training."""
+    layers = dict(adapted_layers(model))
+    plain = all(
+        isinstance(layer, FastLinear) and not layer.lora_variant for layer in layers.values()
+    )
+    if not plain or plugin.modules_to_save:
+        raise RecipeError(
+            "plugins.lora.adapter: the reference is the model before training, for which these "
+            "adapters would have to be copied; that is supported for linear layers without dora "
+            f"and modules_to_save only; {merge_first(str(plugin.adapter))}"
+        )
+    for layer in layers.values():
+        layer.freeze_initial(REFERENCE)
