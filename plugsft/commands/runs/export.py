@@ -143,17 +143,17 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype, Tensor
         raise PlugsftError("--merge needs the package 'peft': pip install peft") from error
     quantized = quantization(folder)
     try:
-        options = {"revision": revision, "trust_remote_code": trusted}
-        new_head = {"num_labels": 1} if is_reward_model(folder) else {}
-        plain: Any = auto_class(folder).from_pretrained(
-            base, **options | {"dtype": quantized.get("dtype", "auto")} | new_head
+        options: dict[str, Any] = {"revision": revision, "trust_remote_code": trusted}
+        options |= {"num_labels": 1} if is_reward_model(folder) else {}
+        plain = auto_class(folder).from_pretrained(
+            base, **options | {"dtype": quantized.get("dtype", "auto")}
         )
         dtype: torch.dtype = plain.dtype
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
             trained = None
             if quantized:
-                model = AutoModelForCausalLM.from_pretrained(base, **options | quantized)
+                model = auto_class(folder).from_pretrained(base, **options | quantized)
                 copy_restored_weights(model, plain)
                 adapted = peft.PeftModel.from_pretrained(keep_stored_weights(model), folder)
                 trained = compute_logits(adapted)
