@@ -139,10 +139,34 @@ def test_the_last_of_many_rows_is_seen_too(tmp_path, monkeypatch):
     assert len(run_of(tmp_path, rows, ignore=["label"])) == 2_000
 
 
+@pytest.mark.parametrize(
+    ("column", "readers"),
+    [
+        ("label", "[plugins.kto]"),
+        ("chosen", "[plugins.dpo] or [plugins.reward]"),
+        ("rejected", "[plugins.dpo] or [plugins.reward]"),
+    ],
+)
+def test_a_refused_column_names_the_plugins_that_read_it(tmp_path, column, readers):
+    with pytest.raises(DataError) as refused:
+        run_of(tmp_path, [ROWS["messages"] | {column: "x"}])
+    cure = f'add {readers} to learn from it, or data.ignore = ["{column}"] trains without it'
+    assert cure in str(refused.value)
+
+
+def test_an_unread_margin_names_the_plugin_that_reads_it(tmp_path):
+    rows = [ROWS["preference"] | {"margin": 1.0}] * 3
+    tokens = run_of(tmp_path / "dpo", rows, plugins={"dpo": {}})
+    [warning] = tokens.facts["warnings"]
+    assert warning.endswith("and nothing reads it ([plugins.reward] does)")
+    tokens = run_of(tmp_path / "reward", rows, plugins={"reward": {}})
+    assert not tokens.facts["warnings"] and tokens.columns["margin"].tolist() == [1.0] * 3
+
+
 def test_answers_to_compare_are_not_taken_for_plain_chats(tmp_path):
     """As in data sets that hold the chosen chat as `messages`, too."""
     row = {"messages": [ASK, TELL], "chosen": [ASK, TELL], "rejected": [ASK, POOR]}
-    with pytest.raises(DataError, match=r"'chosen' is one of two answers to compare \(\[plugins.d"):
+    with pytest.raises(DataError, match=r"add \[plugins.dpo\] or \[plugins.reward\] to learn"):
         run_of(tmp_path, [row] * 3)
     assert len(run_of(tmp_path, [row] * 3, ignore=["chosen", "rejected"])) == 3
     assert run_of(tmp_path, [row] * 3, plugins={"dpo": {}}).facts["pairs"] == 3
@@ -204,7 +228,8 @@ def test_unusual_turns_are_counted(tmp_path, capsys, monkeypatch):
         "two turns of the user in a row": {"count": 13, "rows": [*range(7, 17)]},
         "two turns of the assistant in a row": {"count": 1, "rows": [19]},
         "the conversation ends with a turn of the user": {"count": 1, "rows": [20]},
-        "'score' says how good a row is, and nothing reads it": {"count": 1, "rows": [21]},
+        "'score' says how good a row is ([data.columns] weight can weigh rows by it), "
+        "and nothing reads it": {"count": 1, "rows": [21]},
     }
     shown = capsys.readouterr().out
     assert "warning: data: rows 7, 8, 9, 10, 11 and 8 more (counting from 0): two turns of" in shown

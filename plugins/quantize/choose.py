@@ -21,6 +21,8 @@ def modules_to_leave_out(recipe: Recipe, skip: list[str]) -> list[str]:
         return []
     linear = linear_layers(model)
     left_out = dict.fromkeys(get_keys_to_not_convert(model))
+    if recipe.provides("reward_model"):
+        left_out["score"] = None  # its new head, which a reader would quantize
     for ending in skip:
         names = [name for name in linear if f".{name}".endswith(f".{ending}")]
         if not names:

@@ -37,6 +37,8 @@ class Reward:
     """Seed of the head's initial weights."""
     last_tokens: Any = state()
     """The last tokens of some answers."""
+    padding: str = state("")
+    """What the tokenizer lacks to score several answers at a time."""
     objective: Any = state()
     """Computes the losses of pairs, and sums their metrics."""
 
@@ -57,10 +59,13 @@ class Reward:
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
-        """Replace the language model's head."""
+        """Replace the language model's head, and turn off its dropout."""
+        from plugsft.kit import remove_dropout
+
         from .model import make_reward_model
 
         model = yield
+        remove_dropout(model)
         return make_reward_model(model, self.seed)
 
     @hookimpl(wrapper=True)
@@ -79,7 +84,9 @@ class Reward:
         """Refuse a pad token that ends answers: transformers would score the token before it."""
         from .pairs import ensure_not_padding
 
-        ensure_not_padding(run.tokenizer, self.last_tokens)
+        module: Any = getattr(run.model.module, "module", run.model.module)
+        config = module.config.get_text_config()
+        self.padding = ensure_not_padding(run.tokenizer, config, self.last_tokens)
 
     @hookimpl(wrapper=True)
     def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
@@ -107,3 +114,9 @@ class Reward:
         """Return the sums of all metrics over pairs."""
         sums: dict[str, Any] = self.objective.take_sums()
         return sums
+
+    @hookimpl
+    def summary(self) -> str:
+        """Report the loss, and a tokenizer without a pad token."""
+        loss = "Bradley-Terry loss" + (f", center {self.center:g}" if self.center else "")
+        return "; ".join(filter(None, [loss, self.padding]))

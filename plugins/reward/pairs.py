@@ -51,10 +51,15 @@ def last_tokens(tokens: Tokens) -> Ints:
     return tokens.gather(examples)[0][np.cumsum(lengths) - 1].astype(np.int64)
 
 
-def ensure_not_padding(tokenizer: Any, ends: Ints) -> None:
-    """Refuse a pad token that ends answers: transformers would score the token before it."""
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    if pad is not None and (ends == pad).any():
+def ensure_not_padding(tokenizer: Any, config: Any, ends: Ints) -> str:
+    """Refuse a pad token that ends answers; say if there is no pad token.
+
+    transformers would score the token before it.
+    """
+    pad = config.pad_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if pad is None:
+        return "no pad token, so transformers scores one answer at a time"
+    if (ends == pad).any():
         token = tokenizer.convert_ids_to_tokens(int(pad))
         raise RecipeError(
             f"plugins.reward: answers end with {token}, which also pads rows. transformers scores "
@@ -62,3 +67,4 @@ def ensure_not_padding(tokenizer: Any, ends: Ints) -> None:
             "than the trained one. Give a copy of the tokenizer another pad token (tokenizer."
             'pad_token = "..." and save_pretrained), and name its folder in model.tokenizer'
         )
+    return ""

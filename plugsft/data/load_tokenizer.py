@@ -106,9 +106,9 @@ def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     by it, transformers finds the last token of a row.
     """
     config = getattr(model, "generation_config", None)
-    if config is None:
-        model.config.get_text_config().pad_token_id = pad_id(tokenizer)
-    elif tokenizer.chat_template:
+    if config is None and tokenizer.pad_token_id is not None:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if config is not None and tokenizer.chat_template:
         stops = stop_ids(model, tokenizer)
         config.eos_token_id = stops if len(stops) != 1 else stops[0]
 

@@ -6,14 +6,13 @@ from operator import lt
 
 from ..base.errors import DataError, PluginError
 from ..base.types import Rendered, Row
-from ..recipe.capabilities import Capability
 from ..recipe.tables import Data, short
 from ..tokens.schema import SCHEMA, WEIGHT, WEIGHT_RANGE, common_type, is_weight, type_of
 from ..tokens.tokenizer import Tokenizer
 from .chat import Chat, Text
 from .formats import READ, TEXTS, format_of, read_chat, read_text, read_weight
 from .messages import BadRow, check_order
-from .unread_columns import ensure_read
+from .unread_columns import READERS, ensure_read
 
 Renderer = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
 """Functions that render a row, with warnings, and that describe its spans."""
@@ -157,6 +156,5 @@ def _refuse_preferences(rows: list[Row]) -> str:
     return (
         "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
         f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen" and '
-        'data.ignore = ["rejected"]; to learn which answer is preferred, add '
-        f"{Capability.bundled('preference_pairs').table}"
+        'data.ignore = ["rejected"]; to learn which answer is preferred, add ' + READERS["chosen"]
     )

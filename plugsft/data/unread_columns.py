@@ -8,12 +8,19 @@ from ..recipe.capabilities import Capability
 from ..tokens.schema import WEIGHT
 from .messages import BadRow
 
+_LABELS, _PAIRS, _SCORES = (
+    Capability.bundled(name).table
+    for name in ("labelled_answers", "preference_pairs", "reward_model")
+)
+READERS = {
+    "label": _LABELS,
+    **dict.fromkeys(("chosen", "rejected"), f"{_PAIRS} or {_SCORES}"),
+    "margin": _SCORES,
+}
+"""Column -> the bundled plugins that read it."""
 REFUSED = {
-    "label": (f"tells good answers from bad ones ({Capability.bundled('labelled_answers').table})"),
-    **dict.fromkeys(
-        ("chosen", "rejected"),
-        f"is one of two answers to compare ({Capability.bundled('preference_pairs').table})",
-    ),
+    "label": "tells good answers from bad ones",
+    **dict.fromkeys(("chosen", "rejected"), "is one of two answers to compare"),
     WEIGHT: "says how much a row counts",
     **dict.fromkeys(
         ("weights", "sample_weight"), "says how much a row counts ([data.columns] weight names it)"
@@ -29,7 +36,10 @@ REFUSED = {
 }
 """Columns that change the meaning of a row -> their own meaning."""
 WARNED = {
-    **dict.fromkeys(("score", "scores", "reward", "rewards", "rating"), "says how good a row is"),
+    **dict.fromkeys(
+        ("score", "scores", "reward", "rewards", "rating"),
+        "says how good a row is ([data.columns] weight can weigh rows by it)",
+    ),
     "margin": "says how much better one answer is",
     **dict.fromkeys(
         ("ref_chosen_logps", "ref_rejected_logps"),
@@ -56,11 +66,16 @@ def ensure_read(row: Row, read: Collection[str]) -> list[str]:
     }
     for name in REFUSED:
         if name in unread:
+            add = f"add {READERS[name]} to learn from it, or " if name in READERS else ""
             raise BadRow(
                 f"'{unread[name]}' {REFUSED[name]}, and no active plugin reads it; "
-                f'data.ignore = ["{unread[name]}"] trains without it'
+                f'{add}data.ignore = ["{unread[name]}"] trains without it'
             )
-    return [f"'{unread[name]}' {WARNED[name]}, and nothing reads it" for name in sorted(unread)]
+    return [
+        f"'{unread[name]}' {WARNED[name]}, and nothing reads it"
+        + (f" ({READERS[name]} does)" if name in READERS else "")
+        for name in sorted(unread)
+    ]
 
 
 @lru_cache(maxsize=256)

@@ -359,7 +359,10 @@ def test_a_text_without_a_prompt_is_refused(tiny):
 def test_rows_with_labels_name_the_plugin(tiny):
     result = run_plugsft("check", tiny(rows=ROWS))
     assert result.returncode == 2
-    assert "'label' tells good answers from bad ones ([plugins.kto])" in result.stderr
+    assert (
+        "'label' tells good answers from bad ones, and no active plugin reads it" in result.stderr
+    )
+    assert 'add [plugins.kto] to learn from it, or data.ignore = ["label"] tr' in result.stderr
 
 
 BALANCES = [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    only_full,
     read_metrics,
     run_launch,
     run_plugsft,
@@ -136,6 +137,20 @@ def test_packed_rows_learn_the_same(tmp_path, options):
     assert_equal(gradients(packed.model), gradients(plain.model))
 
 
+def test_weights_count_pairs(tmp_path):
+    rows = pairs(4, seed=3)
+    weights = (2, 1, 0.5, 0)
+    weighted = [row | {"weight": weight} for row, weight in zip(rows, weights, strict=True)]
+    plain, run = Run(tmp_path / "plain", rows), Run(tmp_path / "weighted", weighted)
+    for each in (plain, run):
+        shaken(each.model, 0.1)
+    objective = plain.opened.active.plugins["reward"].objective
+    losses = torch.cat([objective.losses(plain.model, batch) for batch in plain.batches])
+    numbers = torch.from_numpy(np.concatenate(plain.plan.layout[0]))
+    expected = (losses * torch.tensor(weights)[numbers]).sum() / sum(weights)
+    assert run.losses()[0] == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
 # Real runs.
 
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 6, "learning_rate": 1e-3}
@@ -158,11 +173,14 @@ def scores(folder, rows, load=AutoModelForSequenceClassification.from_pretrained
         tokenizer.apply_chat_template(row["prompt"] + row[side], tokenize=False)
         for row in rows
         for side in ("chosen", "rejected")
+        if side in row
     ]
     model = load(folder).eval()
     with torch.no_grad():
-        batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
-        return model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.view(-1, 2)
+        padding, special = len(texts) > 1, {"add_special_tokens": False}
+        batch = tokenizer(texts, padding=padding, return_tensors="pt", **special)
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return logits.view(-1, min(2, len(texts)))
 
 
 def assert_evaluated(run, rows, found):
@@ -215,8 +233,17 @@ def test_transformers_loads_and_scores_the_model(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plugins", [PACKED, LORA])
-@pytest.mark.parametrize("launcher", ["cpu2", "fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    ("launcher", "plugins"),
+    [
+        ("fsdp2", PACKED),
+        ("zero3", LORA),
+        pytest.param("cpu2", PACKED, marks=only_full),
+        pytest.param("cpu2", LORA, marks=only_full),
+        pytest.param("fsdp2", LORA, marks=only_full),
+        pytest.param("zero3", PACKED, marks=only_full),
+    ],
+)
 def test_ranks_learn_what_one_process_learns(tiny, tmp_path, launcher, plugins):
     recipe = tiny(
         rows=pairs(21),
@@ -232,11 +259,12 @@ def test_ranks_learn_what_one_process_learns(tiny, tmp_path, launcher, plugins):
     assert measured(run) == pytest.approx(measured(tmp_path / "alone"), rel=1e-5, abs=1e-6)
 
 
-def test_a_merged_adapter_scores_as_the_run_did(tiny, tmp_path):
+@pytest.mark.parametrize("base", [{}, {"quantize": {}}], ids=["whole", "quantized"])
+def test_a_merged_adapter_scores_as_the_run_did(tiny, tmp_path, base):
     rows = clear_pairs(16)
     train = TRAIN | {"learning_rate": 1e-2}
     run = tmp_path / "run"
-    recipe = tiny(rows=rows, train=train, eval=EVAL, plugins={"reward": {}, **LORA})
+    recipe = tiny(rows=rows, train=train, eval=EVAL, plugins={"reward": {}, **LORA, **base})
     result = run_plugsft(recipe)
     assert result.returncode == 0, result.stderr
     assert "score trained whole" in result.stdout
@@ -248,7 +276,7 @@ def test_a_merged_adapter_scores_as_the_run_did(tiny, tmp_path):
     assert answer.returncode == 2 and "is a reward model: it scores answers" in answer.stderr
 
 
-@pytest.mark.slow
+@only_full
 def test_a_resumed_run_ends_bit_equal(tmp_path):
     tables = {"data": {"source": str(write_jsonl(tmp_path / "pairs.jsonl", pairs(16)))}}
     testing.resumes("reward", {"center": 0.01}, tables=tables)
@@ -320,6 +348,31 @@ def test_a_margin_is_a_number(tmp_path, margin):
         Run(tmp_path, rows)
 
 
+def test_without_a_pad_token_answers_are_scored_one_by_one(tmp_path, tiny):
+    run = Run(tmp_path / "first")
+    tokenizer = run.tokenizer
+    tokenizer.pad_token = None
+    tables = save_model(tmp_path / "base", language_model(run), tokenizer)
+    recipe = tiny(rows=ROWS, train=TRAIN, eval=EVAL, plugins={"reward": {}})
+    recipe = write_recipe(recipe, tomllib.loads(recipe.read_text()) | tables)
+    result = run_plugsft(recipe)
+    assert result.returncode == 0, result.stderr
+    assert "no pad token, so transformers scores one answer at a time" in result.stdout
+    folder = tmp_path / "run/model"
+    with pytest.raises(ValueError, match="pad"):
+        scores(folder, ROWS[:2])
+    found = [
+        scores(folder, [{"prompt": row["prompt"], side: row[side]}])
+        for row in ROWS[:5]
+        for side in ("chosen", "rejected")
+    ]
+    assert_evaluated(tmp_path / "run", ROWS[:5], torch.cat(found).view(-1, 2))
+
+
+def language_model(run):
+    return AutoModelForCausalLM.from_pretrained(run.folder, pad_token_id=None)
+
+
 def test_a_pad_token_that_ends_answers_is_refused(tmp_path):
     run = Run(tmp_path / "run")
     tokenizer = run.tokenizer
@@ -339,12 +392,17 @@ def test_a_pad_token_that_ends_answers_is_refused(tmp_path):
 def test_a_family_with_dropout_and_other_names_learns(tmp_path, tiny):
     """GPT-2 has its own class, with other names of layers."""
     tokenizer = Run(tmp_path / "first").tokenizer
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
     sizes = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4}
-    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(**sizes))
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(**sizes, **rates))
     tables = save_model(tmp_path / "gpt2", gpt2, tokenizer)
     rows = clear_pairs(16)
     recipe = tiny(rows=rows, train=TRAIN, eval=EVAL, plugins={"reward": {}, **PACKED})
     recipe = write_recipe(recipe, tomllib.loads(recipe.read_text()) | tables)
-    result = run_plugsft(recipe, "train.micro_batch=1")
-    assert result.returncode == 0, result.stderr
-    assert_evaluated(tmp_path / "run", rows[:5], scores(tmp_path / "run/model", rows[:5]))
+    plain = tmp_path / "plain"
+    for words in (["train.micro_batch=1"], ["--without", "bfd_packing", f"output={plain}"]):
+        result = run_plugsft(recipe, *words)
+        assert result.returncode == 0, result.stderr
+    assert_evaluated(plain, rows[:5], scores(tmp_path / "run/model", rows[:5]))
+    # Dropout would differ.
+    assert measured(plain) == pytest.approx(measured(tmp_path / "run"), rel=1e-4, abs=1e-5)
