@@ -16,6 +16,7 @@ from plugsft import (
     Ranks,
     Recipe,
     Rendered,
+    Run,
     RunModel,
     TokenNll,
     hookimpl,
@@ -129,6 +130,11 @@ class Kto:
         from .steps import name_examples
 
         return name_examples((yield))
+
+    @hookimpl
+    def ready(self, run: Run) -> None:
+        """Check the first log-probabilities, unless the run resumes."""
+        self.objective.is_untrained = run.step == 0
 
     @hookimpl
     def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:

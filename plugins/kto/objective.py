@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from plugsft import Batch, Ints, Ranks, RecipeError, RunModel, TokenNll
+from plugsft import Batch, Ints, PluginError, Ranks, RecipeError, RunModel, TokenNll
 from plugsft.kit import Reference, Tokens
 
 from .labels import LABEL
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from . import Kto
 
 NAMES = {True: "desirable", False: "undesirable"}
+INITIAL_TOLERANCE = {True: 1e-4, False: 2e-2}
+"""Allowed relative change of log-probabilities before step 1, in float32 (True) or not."""
 
 
 def answer_columns(tokens: Tokens, examples: Ints) -> Batch:
@@ -40,6 +42,8 @@ class Objective:
             self.reference = Reference(model, plugin.reference)
         except RecipeError as error:
             raise RecipeError(f"plugins.kto.reference: {error}") from error
+        self.is_untrained = False
+        """Whether the first log-probabilities are still to be checked."""
         self._sums: dict[str, Tensor] = {}
 
     def losses(self, model: Module, batch: Batch, token_nll: TokenNll) -> Tensor:
@@ -52,11 +56,14 @@ class Objective:
             nll = token_nll(model=module, batch=batch, summed=False)
             reference = sum_per_answer(nll, batch)
         gains, labels = log_probs - reference, batch["_labels"]
+        # Not model.training, which is always true under ZeRO-3.
+        training = getattr(model, "module", model).training
+        if self.is_untrained and training:
+            self.is_untrained = False
+            self._ensure_unchanged(gains.detach(), reference)
         signs = torch.where(labels, 1.0, -1.0)
         factors = torch.where(labels, plugin.desirable_weight, plugin.undesirable_weight)
         losses = torch.sigmoid(-plugin.beta * signs * (gains - step.kl))
-        # Not model.training, which is always true under ZeRO-3.
-        training = getattr(model, "module", model).training
         examples = step.examples if training else np.arange(len(batch["_tokens"]))
         scales = scales_of(batch["_tokens"], examples)
         metrics = {"reward": plugin.beta * gains.detach(), "logp": log_probs.detach()}
@@ -73,6 +80,16 @@ class Objective:
         if rewards[0] is not None and rewards[1] is not None:
             sums["margin"] = rewards[0] - rewards[1]
         return sums
+
+    def _ensure_unchanged(self, gains: Tensor, reference: Tensor) -> None:
+        """Check the first log-probabilities: those of the reference, if it is the initial model."""
+        tolerance = INITIAL_TOLERANCE[self._model.exact]
+        if not self._plugin.reference and not gains.norm() <= tolerance * reference.norm():
+            raise PluginError(
+                f"plugins.kto: log-probabilities differ by {gains.abs().max():.3g} from the "
+                "reference's, but both are the same model before step 1. Most likely the model is "
+                "random: a dropout or a router of its own code"
+            )
 
     def _add_metrics(
         self, metrics: dict[str, Tensor], batch: Batch, scales: dict[bool, float]

@@ -23,7 +23,7 @@ from conftest import (
 )
 from datasets import Dataset
 from peft import LoraConfig
-from plugin_packages import TRL
+from plugin_packages import TRL, activate, install
 from test_dpo import LIKE_TRL, assert_equal, gradients, shaken
 from test_launch import config
 from transformers import AutoModelForCausalLM
@@ -64,11 +64,11 @@ PACKED = {"bfd_packing": {"capacity": 256}}
 class Run:
     """An opened run, and its first global batch."""
 
-    def __init__(self, folder, rows=None, plugins=None, train=None, **options):
+    def __init__(self, folder, rows=None, plugins=None, train=None, model=None, **options):
         self.rows = rows or ROWS
         tables = tiny_tables(folder, self.rows)
         (folder / "like.jinja").write_text(LIKE_TRL)
-        tables["model"]["chat_template"] = str(folder / "like.jinja")
+        tables["model"] = (model or tables["model"]) | {"chat_template": str(folder / "like.jinja")}
         tables["plugins"] = {**(plugins or {}), "kto": options}
         tables["train"] |= {"batch_size": len(self.rows)} | (train or {})
         recipe, active = resolve(tables)
@@ -163,6 +163,37 @@ def test_lora_equals_trl(tmp_path, options):
     trainer.model.load_state_dict({name: ours[name] for name in trainer.model.state_dict()})
     metrics = assert_equals_trl(run, trainer, batch)
     assert abs(metrics["margin"]) > 0.005
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_weights_equal_trl_s_after_steps(tmp_path):
+    """Each step trains all rows, in any order; the KL grows from 0."""
+    options, rate = {"loss": "kto", "beta": 0.5}, 0.2
+    run = Run(tmp_path / "run", train={"steps": 4}, **options)
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.float32) for _ in range(2)
+    )
+    trainer, rows = trl_trainer(tmp_path, run, options, model, reference)
+    for batch in run.run.global_batches():
+        loss = trainer.compute_loss(model.train(), rows)
+        loss.backward()
+        descend(model, rate)
+        actual = sum(float(part) for part in forward_backward(run.run, batch))
+        descend(run.model, rate)
+        assert actual == pytest.approx(float(loss.detach()), rel=1e-5)
+    kls = trainer._metrics["train"]["kl"]
+    assert len(kls) == 4 and kls[0] == pytest.approx(0, abs=1e-5) and kls[3] > 0.01
+    ours = dict(run.model.named_parameters())
+    for name, weight in model.named_parameters():
+        assert torch.allclose(ours[name], weight, rtol=1e-5, atol=1e-6), name
+
+
+def descend(model, rate):
+    """Take a step of gradient descent."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= rate * weight.grad
+            weight.grad = None
 
 
 # No layout changes what is learned.
@@ -333,6 +364,28 @@ def test_micro_batches_hold_each_text_once(capacity):
         assert [len(part) for part in micro_batches] == [2, 2, 2, 1]
 
 
+def test_a_weight_multiplies_the_loss_of_a_row(tmp_path):
+    """A row of weight 2 counts as two rows, and one of weight 0 does not count."""
+    first, reference = Run(tmp_path / "first"), tmp_path / "reference"
+    first.tokenizer.save_pretrained(first.folder)
+    shaken(first.model, 0.1).save_pretrained(reference)
+    weights = [1, 2, 0, 1, 1, 2, 1, 1]
+    weighted = [{**row, "weight": weight} for row, weight in zip(ROWS, weights, strict=True)]
+    copies = [row for row, weight in zip(ROWS, weights, strict=True) for _ in range(weight)]
+    shared = {"model": {"path": str(first.folder)}, "reference": str(reference)}
+    options = {"loss": "apo_zero_unpaired", **shared}
+    runs = Run(tmp_path / "one", weighted, **options), Run(tmp_path / "two", copies, **options)
+    (loss, metrics), (expected, others) = (run.losses() for run in runs)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert metrics == pytest.approx(others, rel=1e-4)
+    assert_equal(*(gradients(run.model) for run in runs))
+    # The KL is not weighted, but no prompt gets the answer of a row of weight 0.
+    _, metrics = Run(tmp_path / "three", weighted, **shared).losses()
+    counted = [row for row in weighted if row["weight"]]
+    _, others = Run(tmp_path / "four", counted, **shared).losses()
+    assert metrics["kl"] == pytest.approx(others["kl"], rel=1e-4) and metrics["kl"] > 0.1
+
+
 # Labels.
 
 
@@ -417,6 +470,40 @@ def test_what_would_have_no_effect_is_refused(tmp_path, tables, says):
         recipe, active = resolve(merged)
         check(active.attach(), recipe, look())
     assert any(says in problem for problem in refused.value.problems), refused.value.problems
+
+
+def test_the_model_s_dropout_is_off(tmp_path):
+    first = Run(tmp_path / "first")
+    first.tokenizer.save_pretrained(first.folder)
+    first.model.config.attention_dropout = 0.5
+    first.model.save_pretrained(tmp_path / "dropping")
+    first.tokenizer.save_pretrained(tmp_path / "dropping")
+    run = Run(tmp_path / "run", model={"path": str(tmp_path / "dropping")})
+    _, metrics = run.losses()
+    assert metrics["reward_desirable"] == pytest.approx(0, abs=1e-6)
+
+
+NOISY = """
+    import torch
+
+    @plugin(after=["kto"])
+    class Noisy:
+        "A model that is random."
+
+        @hookimpl(wrapper=True)
+        def optimize_model(self):
+            model = yield
+            embed = model.get_input_embeddings()
+            embed.register_forward_hook(lambda _, inputs, hidden: hidden + torch.randn(1) * 0.1)
+            return model
+"""
+
+
+def test_a_random_model_is_noticed_at_step_1(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", noisy=NOISY), monkeypatch)
+    result = run_plugsft(tiny(rows=ROWS, plugins={"kto": {}, "noisy": {}}))
+    assert result.returncode == 2, result.stderr
+    assert "plugins.kto: log-probabilities differ by" in result.stderr
 
 
 def test_the_recipe_trains(tmp_path):
