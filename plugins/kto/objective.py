@@ -102,7 +102,6 @@ class Objective:
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0) + value
 
-    @torch.no_grad()
     def _kl(self, tokens: Tokens, examples: Ints) -> Tensor | float:
         """Return the mean gain of a step's mismatched answers over all ranks, at least 0."""
         if self._plugin.loss != "kto" or not len(examples):

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, testing
 from plugsft.base.machine import look
-from plugsft.loop import forward_backward
+from plugsft.loop import evaluate, forward_backward
 from plugsft.plugins.kto.steps import Mismatched, lay_out
 from plugsft.registry.active import check, resolve
 from plugsft.run import OpenRun
@@ -64,13 +64,17 @@ PACKED = {"bfd_packing": {"capacity": 256}}
 class Run:
     """An opened run, and its first global batch."""
 
-    def __init__(self, folder, rows=None, plugins=None, train=None, model=None, **options):
+    def __init__(
+        self, folder, rows=None, plugins=None, train=None, model=None, evaluates=False, **options
+    ):
         self.rows = rows or ROWS
         tables = tiny_tables(folder, self.rows)
         (folder / "like.jinja").write_text(LIKE_TRL)
         tables["model"] = (model or tables["model"]) | {"chat_template": str(folder / "like.jinja")}
         tables["plugins"] = {**(plugins or {}), "kto": options}
         tables["train"] |= {"batch_size": len(self.rows)} | (train or {})
+        if evaluates:
+            tables["eval"] = {"source": tables["data"]["source"]}
         recipe, active = resolve(tables)
         self.run = OpenRun(recipe, active, look())
         self.folder, self.tokenizer = Path(self.run.load.path), self.run.tokenizer
@@ -470,6 +474,17 @@ def test_what_would_have_no_effect_is_refused(tmp_path, tables, says):
         recipe, active = resolve(merged)
         check(active.attach(), recipe, look())
     assert any(says in problem for problem in refused.value.problems), refused.value.problems
+
+
+def test_an_evaluation_s_metrics_are_means_over_the_answers_of_a_label(tmp_path):
+    """It has two steps: of eight examples and of three."""
+    labels = [True] * 4 + [False] * 7
+    rows = [row | {"label": label} for row, label in zip(rows_of(11), labels, strict=True)]
+    run = Run(tmp_path, rows, train={"batch_size": 8}, evaluates=True)
+    metrics, tokens = evaluate(run.run), run.run.evaluation_tokens
+    log_probs = [-float(run.run.model.score(tokens, np.array([n])).sum()) for n in range(11)]
+    assert metrics["eval_logp_desirable"] == pytest.approx(np.mean(log_probs[:4]), rel=1e-5)
+    assert metrics["eval_logp_undesirable"] == pytest.approx(np.mean(log_probs[4:]), rel=1e-5)
 
 
 def test_the_model_s_dropout_is_off(tmp_path):
