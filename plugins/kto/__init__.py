@@ -15,7 +15,6 @@ from plugsft import (
     Place,
     Ranks,
     Recipe,
-    Rendered,
     Run,
     RunModel,
     TokenNll,
@@ -37,11 +36,7 @@ Weight = Annotated[float, Field(gt=0)]
 
 @plugin(
     conflicts={"dpo_reference": "KTO scores other texts in each epoch, so none can be stored"},
-    provides={
-        "labelled_answers": None,
-        "reference_model": "reference",
-        "weighted_examples": None,
-    },
+    provides={"labelled_answers": None, "reference_model": "reference", "weighted_examples": None},
     affects_results=["loss", "beta", "desirable_weight", "undesirable_weight", "reference"],
     affects_tokens=[],
 )
@@ -87,9 +82,7 @@ class Kto:
         return entry
 
     @hookimpl(wrapper=True)
-    def render(
-        self, rows: list[dict[str, Any]], data: Data
-    ) -> Generator[None, Rendered | None, Rendered | None]:
+    def render(self, rows: list[dict[str, Any]], data: Data) -> Generator[None, Any, Any]:
         """Read the label of each row."""
         from .labels import read_labels
 
