@@ -56,7 +56,7 @@ class Dpo:
     others those of whole answers. docs/preferences.md has the formulas."""
     beta: Annotated[float, Field(gt=0)] | None = None
     """Factor of the compared log-probabilities; with ipo and cpo_ipo, 1 / (2 x the wanted margin);
-    with orpo, the weight of the odds ratio. Default: 0.1, with simpo 2."""
+    with orpo, the weight of the odds ratio. Default: 0.1; length_normalized: 5; simpo: 2."""
     gamma: Annotated[float, Field(ge=0)] | None = None
     """The wanted margin of beta x log-probabilities, for simpo. Default: 1."""
     alpha: float | None = None

@@ -86,7 +86,7 @@ def log_sigmoid(logits: Tensor) -> Tensor:
 LOSSES: dict[LossName, Loss] = {
     "sigmoid": Loss(sigmoid, {"beta": 0.1, "label_smoothing": 0.0, "nll": 0.0}),
     "length_normalized": Loss(
-        sigmoid, {"beta": 0.1, "label_smoothing": 0.0, "nll": 0.0}, per_token=True
+        sigmoid, {"beta": 5.0, "label_smoothing": 0.0, "nll": 0.0}, per_token=True
     ),
     "hinge": Loss(hinge, {"beta": 0.1, "nll": 0.0}),
     "ipo": Loss(ipo, {"beta": 0.1, "nll": 0.0}, per_token=True),

@@ -6,10 +6,18 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import only_full, read_metrics, run_plugsft, tiny_tables, write_jsonl
+from conftest import (
+    only_full,
+    read_metrics,
+    run_launch,
+    run_plugsft,
+    tiny_tables,
+    write_jsonl,
+)
 from datasets import Dataset
 from plugin_packages import TRL
 from test_dpo import Run, assert_equal, gradients, logps_of, pairs, record, shaken
+from test_launch import config
 from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, testing
@@ -162,6 +170,38 @@ def test_two_ranks_learn_what_one_learns(tmp_path, loss):
         "plugins": PACKED,
     }
     testing.ranks_agree("dpo", {"loss": loss, "share_prompt": True}, tables=tables, tolerance=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "launcher"),
+    [
+        ("orpo", "fsdp2"),
+        *(
+            pytest.param(loss, launcher, marks=only_full)
+            for loss, launcher in [("orpo", "zero3"), ("simpo", "fsdp2"), ("simpo", "zero3")]
+        ),
+    ],
+)
+def test_sharded_ranks_learn_what_one_process_learns(tiny, tmp_path, loss, launcher):
+    train = {"batch_size": 8, "micro_batch": 1, "steps": 6, "learning_rate": 1e-3}
+    plugins = {**PACKED, "dpo": {"loss": loss, "share_prompt": True}}
+    recipe = tiny(rows=pairs(21), train=train, plugins=plugins)
+    alone = run_plugsft(recipe, f"output={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+    run = tmp_path / launcher
+    code, _, err = run_launch(*config(launcher), "-m", "plugsft", recipe, f"output={run}")
+    assert code == 0, err
+    names = ("loss", "grad_norm", *METRICS)
+    results, expected = (
+        [line[name] for line in read_metrics(each) for name in names]
+        for each in (run, tmp_path / "alone")
+    )
+    assert results == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_length_normalized_has_the_beta_of_its_paper():
+    assert options_of(Dpo(loss="length_normalized")).beta == 5.0
 
 
 # No reference.
