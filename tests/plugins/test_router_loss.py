@@ -212,7 +212,7 @@ def test_pairs_are_balanced_as_often_as_they_are_trained(tmp_path, tokenizer):
     model = save_model(tmp_path / "model", "qwen3_moe")
     tables = {
         "train": {"learning_rate": 0.0, "steps": 1},
-        "plugins": {"dpo": {}, "lora": {"r": 2}, "router_loss": {}},
+        "plugins": {"dpo": {}, "lora": {"r": 2}, "router_loss": {"weight": 1.0}},
     }
     found = []
     for micro_batch in (8, 1):
@@ -222,4 +222,9 @@ def test_pairs_are_balanced_as_often_as_they_are_trained(tmp_path, tokenizer):
         assert done.returncode == 0, done.stderr
         found.append(numbers(run))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[0][0] == pytest.approx(np.log(2) + 0.001 * found[0][-2], rel=1e-6)
+    loss, grad_norm, router_loss, _ = found[0]
+    assert 1.5 < router_loss < 4, "a mean over pairs"
+    assert loss == pytest.approx(np.log(2) + router_loss, rel=1e-6)
+    plain = run_plugsft(recipe, "--without", "router_loss", f"output={tmp_path / 'plain'}")
+    assert plain.returncode == 0, plain.stderr
+    assert curve(tmp_path / "plain")[1] != pytest.approx(grad_norm, rel=1e-2), "its gradient counts"
