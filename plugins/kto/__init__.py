@@ -131,7 +131,7 @@ class Kto:
 
     @hookimpl
     def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:
-        """Compare answers with the reference; the step's first micro-batch computes its KL."""
+        """Compare answers with the reference; a step's first micro-batch computes its KL."""
         losses: Tensor = self.objective.losses(model, batch, token_nll)
         return losses.sum() / denominator
 

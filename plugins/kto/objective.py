@@ -49,9 +49,10 @@ class Objective:
     def losses(self, model: Module, batch: Batch, token_nll: TokenNll) -> Tensor:
         """Return the loss of each example times its weights, and add up the metrics."""
         plugin, step = self._plugin, batch["_step"]
+        # First, so that plugins which observe the model see this pass before the others.
+        log_probs = sum_per_answer(token_nll(model=model, batch=batch, summed=False), batch)
         if step.kl is None:
             step.kl = self._kl(batch["_tokens"], step.examples)
-        log_probs = sum_per_answer(token_nll(model=model, batch=batch, summed=False), batch)
         with torch.no_grad(), self.reference.in_place(model) as module:
             nll = token_nll(model=module, batch=batch, summed=False)
             reference = sum_per_answer(nll, batch)

@@ -58,6 +58,7 @@ class Mismatched(Tokens):
             self._texts.append((joined[:max_length], joined_mask[:max_length]))
         self.lengths = np.array([len(text) for text, _ in self._texts], np.int64)
         self.targets = np.array([mask.sum() for _, mask in self._texts], np.int64)
+        self.denominators = np.ones(len(self._texts), np.int64)
         self.columns = {"label": tokens.columns["label"][examples]}
         self.facts = {**tokens.facts, "pairs": 0}
 

@@ -22,6 +22,7 @@ from conftest import (
     write_recipe,
 )
 from datasets import Dataset
+from families import tiny_config
 from peft import LoraConfig
 from plugin_packages import TRL, activate, install
 from test_dpo import LIKE_TRL, assert_equal, gradients, shaken
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, testing
 from plugsft.base.machine import look
-from plugsft.loop import evaluate, forward_backward
+from plugsft.loop import evaluate, forward_backward, plugin_metrics
 from plugsft.plugins.kto.steps import Mismatched, lay_out
 from plugsft.registry.active import check, resolve
 from plugsft.run import OpenRun
@@ -84,7 +85,7 @@ class Run:
         """Return the loss and the metrics of the first step; leave its gradients behind."""
         batch = next(self.run.global_batches())
         loss = sum(float(part) for part in forward_backward(self.run, batch))
-        [sums] = self.run.hooks.add_metrics()
+        sums = plugin_metrics(self.run)
         return loss, {name: float(value) / batch.denominator for name, value in sums.items()}
 
 
@@ -485,6 +486,23 @@ def test_an_evaluation_s_metrics_are_means_over_the_answers_of_a_label(tmp_path)
     log_probs = [-float(run.run.model.score(tokens, np.array([n])).sum()) for n in range(11)]
     assert metrics["eval_logp_desirable"] == pytest.approx(np.mean(log_probs[:4]), rel=1e-5)
     assert metrics["eval_logp_undesirable"] == pytest.approx(np.mean(log_probs[4:]), rel=1e-5)
+
+
+def test_the_router_loss_is_that_of_the_answers(tmp_path):
+    """Not of the mismatched texts, which the first micro-batch computes, too."""
+    first, folder = Run(tmp_path / "first"), tmp_path / "experts"
+    experts = tiny_config("qwen3_moe")
+    experts.vocab_size, experts.max_position_embeddings = 400, 256
+    AutoModelForCausalLM.from_config(experts).save_pretrained(folder)
+    first.tokenizer.save_pretrained(folder)
+    plugins, model = {"router_loss": {"weight": 0.5}}, {"path": str(folder)}
+    runs = [
+        Run(tmp_path / str(size), None, plugins, {"micro_batch": size}, model) for size in (8, 3)
+    ]
+    (loss, metrics), (expected, others) = (run.losses() for run in runs)
+    assert loss == pytest.approx(expected, rel=1e-5) and metrics["router_loss"] > 0.1
+    assert metrics == pytest.approx(others, rel=1e-5, abs=1e-5)
+    assert_equal(*(gradients(run.model) for run in runs))
 
 
 def test_the_model_s_dropout_is_off(tmp_path):
