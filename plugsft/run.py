@@ -20,7 +20,7 @@ from .base.step_folders import step_folder
 from .batches.defaults import BatchDefaults
 from .batches.plan import Plan, small_data
 from .data.defaults import DataDefaults
-from .data.load_tokenizer import pad_id
+from .data.load_tokenizer import new_ids, pad_id
 from .data.prepare import Prepared, prepare
 from .model.checks import check_recipe, check_weights
 from .model.config import check_ids
@@ -90,6 +90,7 @@ class OpenRun:
         facts = recipe_facts(recipe) | active.facts() | data.facts()
         ensure_alike(self.accelerator, facts, SAME_INPUTS)
         self.load = make_load(recipe.model, scratch, empty=is_sharded(self.accelerator))
+        self.load.new_tokens = new_ids(recipe.model, self.tokenizer)
         self.module, self.optimizer = self._load_model()
         self.train_state = train_state_of(self.accelerator, self.module, self.optimizer)
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))

@@ -341,6 +341,7 @@ def places_of(table, prefix=""):
 PLUGINS_OF_PLACES = {
     "dpo": "reference",
     "kto": "reference",
+    "lora": "adapter",
     "arrow_cache": "folder",
     "samples": "file",
     "tracker": "folder",
@@ -350,7 +351,7 @@ PLACES = [*places_of(Recipe), *(f"plugins.{name}.{key}" for name, key in PLUGINS
 
 def test_every_key_that_is_a_path_is_known_as_one():
     assert {"output", "model.path", "model.tokenizer", "data.source", "data.tokens"} < {*PLACES}
-    named = re.compile("folder|path|file|reference|source|place")
+    named = re.compile("folder|path|file|reference|source|place|adapter")
     for name, found in find().items():
         cls = load_class(found)
         known = [*places_of(cls)]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import Capability, ModelLoad, Place, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Capability, ModelLoad, Place, Recipe, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         "init",
         "lr_ratio",
         "adapter",
+        "train_new_tokens",
     ],
 )
 class Lora:
@@ -65,6 +65,8 @@ class Lora:
     adapter: Place | None = None
     """Adapters to go on from: a folder in peft's format, or a hub name. r, alpha, targets,
     modules_to_save, rslora and dora are theirs."""
+    train_new_tokens: bool = False
+    """Train the rows of `model.add_tokens` in the embeddings and the head, and no others."""
 
     seed: int = state(0)
     dtype: str = state("float32")
@@ -73,6 +75,8 @@ class Lora:
     """The plugin that reads the head's frozen weight."""
     has_reference: bool = state(False)
     """Whether a plugin computes with the model before training, by turning adapters off."""
+    sharded: bool = state(False)
+    """Whether ranks shard the model."""
     result: str = state("")
     model: Any = state()
 
@@ -81,16 +85,11 @@ class Lora:
         """Refuse wrong settings, and names that are not in the model."""
         self.seed, self.fused_head = recipe.train.seed, recipe.provides("fused_head")
         self.dtype = recipe.model.dtype
-        if recipe.model.weights != "float32":
-            raise RecipeError("adapters are always trained in float32; remove model.weights")
-        if self.init == "orthogonal" and self.r % 2:
-            raise RecipeError(f'init = "orthogonal" needs an even r; it is {self.r}')
-        if self.dora and self.init in ("pissa", "olora"):
-            raise RecipeError(f'init = "{self.init}" cannot be used with dora; remove one')
-        if find_spec("peft") is None:
-            raise RecipeError("needs the package 'peft': pip install peft")
         reference = recipe.provides("reference_model")
         self.has_reference = reference is not None and not reference.value
+        from .options import ensure_options_work
+
+        ensure_options_work(self, recipe)
         from plugsft.kit import meta_model
 
         from .continued import settings_of
@@ -107,8 +106,14 @@ class Lora:
         from .adapters import add_adapters, store_frozen_weights_in
         from .continued import settings_of
 
+        self.sharded = load.empty
         settings = settings_of(self)
-        if settings.dora or settings.modules_to_save or self.init in ("pissa", "olora"):
+        if (
+            self.train_new_tokens
+            or settings.dora
+            or settings.modules_to_save
+            or self.init in ("pissa", "olora")
+        ):
             load.empty = False  # they start from the base's weights
         store_frozen_weights_in(load, self.dtype)
         model = yield

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model_state_dict
 from peft.tuners import lora
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,6 +30,7 @@ from .initial import (
     subtracted_layers,
 )
 from .layers import NAME, FastLinear, speed_up
+from .new_tokens import trained_rows
 from .targets import (
     choose_modules,
     choose_weights,
@@ -96,6 +98,7 @@ def new_config(plugin: Lora, load: ModelLoad, base: str, model: Any) -> LoraConf
         modules_to_save=whole or None,
         use_rslora=plugin.rslora,
         use_dora=plugin.dora,
+        trainable_token_indices=trained_rows(plugin, load, model, [*targets, *whole]),
         init_lora_weights=plugin.init if plugin.init in ("gaussian", "orthogonal") else True,
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
         # A weight that is both head and embeddings stays shared.
@@ -218,6 +221,8 @@ def describe(model: Module, rank: int) -> str:
         name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)
     )
     weights = ", ".join(sorted({*last_parts(experts)}))
+    deltas = [it for it in model.modules() if isinstance(it, TrainableTokensLayer)]
+    rows = max((len(it.token_indices[NAME]) for it in deltas), default=0)
     return (
         (f"{len(targets)} modules with adapters of rank {rank} ({kinds}); " if targets else "")
         + (
@@ -226,5 +231,6 @@ def describe(model: Module, rank: int) -> str:
             else ""
         )
         + (f"{', '.join(whole)} trained whole; " if whole else "")
+        + (f"rows of {rows} new tokens trained; " if rows else "")
         + f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%}), in float32"
     )

@@ -227,6 +227,8 @@ class ModelLoad(Protocol):
 
     path: str
     kwargs: dict[str, Any]
+    new_tokens: Sequence[int]
+    """The ids of tokens that the recipe adds."""
     empty: bool
     """Whether to load weights only after sharding, when each rank reads its own shards. A wrapper
     that needs the weights sets it to False."""

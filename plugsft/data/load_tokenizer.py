@@ -11,6 +11,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from ..base.console import say
 from ..base.errors import RecipeError, reason_of
 from ..base.load_errors import explain_load_error
 from ..base.types import Rendered, Row, Rows
@@ -61,8 +62,21 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
             )
     elif model.chat_template:
         tokenizer.chat_template = _read_template(model.chat_template)
+    add_tokens(tokenizer, model.add_tokens)
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
+
+
+def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
+    """Add tokens to a tokenizer; say which ones it has already."""
+    if known := sorted({*tokens} & {*tokenizer.get_vocab()}):
+        say(f"model.add_tokens: the tokenizer has these already: {', '.join(known)}")
+    tokenizer.add_tokens(tokens)
+
+
+def new_ids(model: Model, tokenizer: Any) -> list[int]:
+    """Return the ids of the tokens that a recipe adds."""
+    return [int(number) for number in tokenizer.convert_tokens_to_ids(model.add_tokens)]
 
 
 def _read_template(name: str) -> str:

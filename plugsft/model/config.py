@@ -96,7 +96,7 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
 
 def check_ids(recipe: Recipe, largest: int) -> None:
     """Refuse token ids beyond the vocabulary of the model's configuration."""
-    if recipe.model.scratch:
+    if recipe.model.scratch or recipe.model.add_tokens:  # the embeddings fit the tokenizer
         return
     size = getattr(load_config(recipe.model).get_text_config(), "vocab_size", None)
     if isinstance(size, int) and largest >= size:

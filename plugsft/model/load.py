@@ -1,7 +1,7 @@
 """Load a model from a folder or the hub, or create a new one from its sizes."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,8 @@ class Load:
     empty: bool = False
     """Whether to load weights only after sharding, when each rank reads its own shards. A plugin
     that needs the weights sets it to False."""
+    new_tokens: Sequence[int] = ()
+    """The ids of tokens that the recipe adds; the embeddings get a row for each."""
     _names: Any = field(default_factory=WeakTensorKeyDictionary, init=False)
     """Parameter without weights -> its name in `_weights`. Weak, not by id: the id of a freed
     parameter may be reused."""
@@ -49,6 +51,7 @@ class Load:
     def build(self) -> PreTrainedModel:
         """Load the model."""
         try:
+            self.empty = self.empty and not self.new_tokens
             if self.empty and (without := self._without_weights()) is not None:
                 return without
             self.empty = False
@@ -68,6 +71,7 @@ class Load:
                 f"tensors ({missing[0]} first), which would be random; download the model again"
             )
         self._ensure_as_in_files(model)
+        grow_embeddings(model, max(self.new_tokens, default=-1) + 1)
         return model
 
     def names_in_files(self, model: Module) -> dict[str, str]:
@@ -128,6 +132,25 @@ class Load:
         self._names, self._weights = WeakTensorKeyDictionary(names), weights
         model._weight_conversions = meta._weight_conversions
         return model
+
+
+@torch.no_grad()
+def grow_embeddings(model: Any, rows: int) -> None:
+    """Give the embeddings and the head at least so many rows; new ones are means of the others."""
+    old = model.get_input_embeddings().num_embeddings
+    if rows <= old:
+        return
+    zero3: Any = is_deepspeed_zero3_enabled
+    if zero3():
+        raise RecipeError(
+            f"model.add_tokens: the embeddings have {old:,} rows and need {rows:,}, and ZeRO-3 has "
+            "sharded them already; launch with DDP or FSDP2 (recipes/accelerate/)"
+        )
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    for module in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+        for values in (module.weight, getattr(module, "bias", None)):
+            if values is not None:
+                values[old:] = values[:old].double().mean(0).to(values.dtype)
 
 
 def has_all_weights(model: PreTrainedModel, weights: Weights) -> bool:

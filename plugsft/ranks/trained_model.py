@@ -93,6 +93,7 @@ class TrainedModel:
             kwargs |= {"revision": revision} if revision else {}
         with together(self._accelerator, f"loading {path or 'the initial model'}"):
             load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))
+            load.new_tokens = self.load.new_tokens
             return shard_frozen_model(self._accelerator, load, load.build())
 
     def weights_digest(self, path: str = "", revision: str | None = None) -> str:

@@ -156,6 +156,9 @@ class Model(Table):
     chat_template: Place | None = None
     """A Jinja file that replaces the tokenizer's chat template; or "trl" for its training variant
     in trl, which marks the assistant's turns. Saved with the model."""
+    add_tokens: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Tokens to add to the tokenizer: ["<think>", "</think>"]. If the model's embeddings have too
+    few rows, they get more, each the mean of the others."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of computation, of frozen weights, and of the saved model."""
     weights: Literal["float32", "bfloat16"] = "float32"
@@ -174,6 +177,13 @@ class Model(Table):
         if self.path is not None and self.scratch is not None:
             raise ValueError("path and [model.scratch] are both set; remove one")
         return self
+
+    @field_validator("add_tokens")
+    @classmethod
+    def _tokens_differ(cls, tokens: list[str]) -> list[str]:
+        if twice := sorted({token for token in tokens if tokens.count(token) > 1}):
+            raise ValueError(f"{short(twice[0])} is named twice; remove one")
+        return tokens
 
     @model_validator(mode="after")
     def _dtype_matches_weights(self) -> Self:

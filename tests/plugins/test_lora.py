@@ -51,9 +51,9 @@ def base(tmp_path):
     return make
 
 
-def adapt(folder, dtype=torch.float32, empty=False, **options):
+def adapt(folder, dtype=torch.float32, empty=False, load=None, **options):
     """Load a model as a run does."""
-    plugin, load = Lora(**options), Load(str(folder), {"dtype": dtype}, empty)
+    plugin, load = Lora(**options), load or Load(str(folder), {"dtype": dtype}, empty)
     plugin.dtype = str(dtype).removeprefix("torch.")
     wrapper = plugin.optimize_model(load)
     next(wrapper)

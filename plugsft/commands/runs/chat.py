@@ -22,6 +22,7 @@ from ...base.load_errors import TRUST, trust_hint
 from ...data.load_tokenizer import pad_id
 from ...model.config import ensure_safetensors
 from ...model.generate import Speaker, Turns
+from ...model.load import grow_embeddings
 from ...output.folder import ADAPTER, base_model
 from .model_folder import is_reward_model
 from .quantized import keep_stored_weights, quantization
@@ -62,13 +63,16 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
     The model's Python code runs only if the user trusts it.
     """
     options: dict[str, Any] = {"dtype": "auto", TRUST: trusted}
-    if (folder / ADAPTER).is_file():
-        # The revision of the adapters' base model, which transformers does not read.
-        options["revision"] = base_model(folder)[1] or "main"
-        options |= quantization(folder)
+    place, adapted = str(folder), (folder / ADAPTER).is_file()
+    if adapted:
+        place, revision = base_model(folder)
+        options |= {"revision": revision or "main"} | quantization(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(place, **options)
+        if adapted:
+            grow_embeddings(model, len(tokenizer))
+            model.load_adapter(str(folder))
     except Exception as error:  # transformers raises whatever its readers raise
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(

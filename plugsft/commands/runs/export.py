@@ -24,6 +24,7 @@ from ...base.errors import CheckpointError, PlugsftError
 from ...base.load_errors import trust_hint
 from ...data.load_tokenizer import end_generation
 from ...model.config import ensure_safetensors
+from ...model.load import grow_embeddings
 from ...output.folder import ADAPTER, base_model
 from ...ranks.launch import silence_libraries
 from .from_checkpoint import restore
@@ -149,11 +150,14 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype, Tensor
             base, **options | {"dtype": quantized.get("dtype", "auto")}
         )
         dtype: torch.dtype = plain.dtype
+        rows = len(tokenizer_of(folder, trusted))
+        grow_embeddings(plain, rows)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
             trained = None
             if quantized:
                 model = auto_class(folder).from_pretrained(base, **options | quantized)
+                grow_embeddings(model, rows)
                 copy_restored_weights(model, plain)
                 adapted = peft.PeftModel.from_pretrained(keep_stored_weights(model), folder)
                 trained = compute_logits(adapted)

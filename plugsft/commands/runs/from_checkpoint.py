@@ -12,7 +12,7 @@ from ...base.errors import PlugsftError
 from ...base.machine import look
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
-from ...data.load_tokenizer import end_generation, load_tokenizer
+from ...data.load_tokenizer import end_generation, load_tokenizer, new_ids
 from ...model.defaults import ModelDefaults
 from ...model.load import make_load
 from ...ranks.launch import silence_libraries
@@ -41,7 +41,9 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
         trained_tokenizer = from_scratch and not recipe.model.tokenizer
         folder = find_folder(output / "scratch", "tokenizer-*") if trained_tokenizer else Path()
         tokenizer = load_tokenizer(recipe.model, folder)
-        model: Any = hooks.optimize_model(load=make_load(recipe.model, scratch))
+        how = make_load(recipe.model, scratch)
+        how.new_tokens = new_ids(recipe.model, tokenizer)
+        model: Any = hooks.optimize_model(load=how)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     with torch.no_grad(), ShardReader(path) as reader:
         ensure_same_parameters(reader, trained, reader.names_of(WEIGHTS))

@@ -1,0 +1,40 @@
+"""Rows of the embeddings and the head that are trained: those of added tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from plugsft import ModelLoad, RecipeError
+
+from .targets import head_and_embeddings, is_tied, name_of
+
+if TYPE_CHECKING:
+    from . import Lora
+
+
+def trained_rows(
+    plugin: Lora, load: ModelLoad, model: Any, adapted: list[str]
+) -> dict[str, list[int]] | None:
+    """Return peft's setting: module -> the rows that are trained; None for no rows."""
+    rows = sorted({*load.new_tokens}) if plugin.train_new_tokens else []
+    if not rows:
+        return None
+    zero3: Any = is_deepspeed_zero3_enabled
+    if plugin.sharded and (zero3() or is_tied(model)):
+        raise RecipeError(
+            "plugins.lora.train_new_tokens: the rows are written into whole embeddings"
+            + (", which are the head too" if is_tied(model) else "")
+            + ", and ranks shard them; launch with DDP"
+            + ("" if is_tied(model) else " or FSDP2")
+            + " (recipes/accelerate/)"
+        )
+    head, embeddings = (name_of(module, model) for module in head_and_embeddings(model))
+    modules = [embeddings] if is_tied(model) else [embeddings, head]
+    if both := [name for name in (embeddings, head) if name in adapted]:
+        raise RecipeError(
+            f"plugins.lora.train_new_tokens: {both[0]} is in targets or modules_to_save, which "
+            "train all of its rows; remove one of them"
+        )
+    return dict.fromkeys(modules, rows)

@@ -1,0 +1,216 @@
+"""model.add_tokens: embeddings grow by means, and lora trains the new rows alone."""
+
+import json
+import tomllib
+
+import pytest
+import torch
+from conftest import (
+    chats,
+    only_full,
+    read_metrics,
+    run_launch,
+    run_plugsft,
+    tiny_tables,
+    write_recipe,
+)
+from test_launch import config, curve
+from test_lora import adapt
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from plugsft import RecipeError
+from plugsft.model.load import Load, grow_embeddings
+from plugsft.registry.active import resolve
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+NEW = ["<think>", "</think>"]
+TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 4, "learning_rate": 3e-3}
+WEIGHTS = "model/adapter_model.safetensors"
+
+
+def rows_with_thoughts(count):
+    rows = chats(count)
+    for row in rows:
+        row["messages"][-1]["content"] = f"<think>{row['messages'][0]['content']}</think> ramen"
+    return rows
+
+
+def model_of(tied=False, **sizes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48} | sizes
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4}
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(**sizes, **layers, tie_word_embeddings=tied)
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_rows_are_the_means_of_the_others(tied):
+    model = model_of(tied)
+    old = [
+        model.get_input_embeddings().weight.clone(),
+        model.get_output_embeddings().weight.clone(),
+    ]
+    grow_embeddings(model, 90)  # it has these rows
+    assert model.config.vocab_size == 90
+    grow_embeddings(model, 93)
+    new = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    assert (new[0] is new[1]) == tied
+    for before, after in zip(old, new, strict=True):
+        assert torch.equal(after[:90], before)
+        torch.testing.assert_close(after[90:], before.mean(0).expand(3, -1))
+    assert model.config.vocab_size == 93
+    assert model(torch.tensor([[92, 1]])).logits.shape == (1, 2, 93)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [(["<a>", "<b>", "<a>"], "'<a>' is named twice; remove one"), ([""], "at least 1 character")],
+)
+def test_tokens_that_are_none_are_refused(tiny, tokens, message):
+    tables = tomllib.loads(tiny().read_text())
+    tables["model"]["add_tokens"] = tokens
+    with pytest.raises(RecipeError, match=message):
+        resolve(tables)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def start(request, tmp_path_factory):
+    """A base with a tokenizer and no spare rows; a recipe that adds two tokens."""
+    folder = tmp_path_factory.mktemp("start")
+    tables = tiny_tables(folder, rows_with_thoughts(21)) | {"output": str(folder / "base")}
+    tables["train"] |= TRAIN | {"steps": 1}
+    assert run_plugsft(write_recipe(folder / "base.toml", tables)).returncode == 0
+    base = folder / "base/model"
+    if not request.param:
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        untied = model_of(**{name: getattr(plain.config, name) for name in ("vocab_size",)})
+        untied.generation_config = plain.generation_config
+        untied.config.eos_token_id = plain.config.eos_token_id
+        untied.save_pretrained(base)
+    tables["model"] = {"path": str(base), "add_tokens": NEW}
+    tables["train"] |= TRAIN
+    return write_recipe(folder / "recipe.toml", tables)
+
+
+def ran(*words):
+    result = run_plugsft(*words)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def load(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder), tokenizer
+
+
+def answer(model, tokenizer):
+    ids = tokenizer("<think>", return_tensors="pt", add_special_tokens=False)
+    assert ids.input_ids.shape == (1, 1)
+    return model.generate(**ids, max_new_tokens=3, do_sample=False)
+
+
+def test_all_weights_are_trained_saved_and_resumed(start, tmp_path):
+    run, again = tmp_path / "run", tmp_path / "again"
+    ran(start, f"output={run}", "checkpoint.every=2")
+    model, tokenizer = load(run / "model")
+    ids = tokenizer.convert_tokens_to_ids(NEW)
+    base = AutoModelForCausalLM.from_pretrained(start.parent / "base/model")
+    old = base.config.vocab_size
+    assert ids == [old, old + 1] and model.config.vocab_size == old + 2
+    assert len(answer(model, tokenizer)[0]) > 1
+    ran(start, f"output={again}", "--resume-from", run / "checkpoints/step-000002")
+    weights = "model/model.safetensors"
+    assert (again / weights).read_bytes() == (run / weights).read_bytes()
+    exported = tmp_path / "exported"
+    ran("export", run / "checkpoints/step-000004", "--to", exported)
+    assert (exported / "model.safetensors").read_bytes() == (run / weights).read_bytes()
+    # The tokens are others than without, and a checkpoint belongs to its tokens.
+    without = tmp_path / "without"
+    ran(start, f"output={without}", "model.add_tokens=[]", "train.steps=1")
+    counts = [read_metrics(folder)[0]["tokens"] for folder in (run, without)]
+    assert counts[0] < counts[1]
+    checkpoint = run / "checkpoints/step-000002"
+    result = run_plugsft(
+        start, f"output={again}-2", "--resume-from", checkpoint, 'model.add_tokens=["<x>"]'
+    )
+    assert result.returncode == 2 and "model.add_tokens" in result.stderr
+    # Going on from this model, they are there already.
+    said = ran(start, f"output={tmp_path / 'on'}", f"model.path={json.dumps(str(run / 'model'))}")
+    assert "model.add_tokens: the tokenizer has these already: </think>, <think>" in said
+    assert load(tmp_path / "on/model")[0].config.vocab_size == old + 2
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_adapters_and_their_new_rows_survive_the_merge(start, tmp_path, trained):
+    run = tmp_path / "run"
+    words = ("plugins.lora.r=4", f"plugins.lora.train_new_tokens={str(trained).lower()}")
+    said = ran(start, f"output={run}", *words, "checkpoint.every=2")
+    assert ("rows of 2 new tokens trained" in said) == trained
+    ran("export", run, "--merge")
+    merged, tokenizer = load(run / "merged")
+    base = AutoModelForCausalLM.from_pretrained(start.parent / "base/model")
+    old = base.config.vocab_size
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        rows, before = (getattr(model, get)().weight.detach() for model in (merged, base))
+        assert torch.equal(rows[:old], before)
+        moved = float((rows[old:] - before.mean(0)).abs().max())
+        assert (moved > 1e-3) == trained and len(rows) == old + 2
+    assert len(answer(merged, tokenizer)[0]) > 1
+    said = [
+        ran("chat", folder, "--ask", "<think>", "--max-tokens", "5")
+        for folder in (run, run / "merged")
+    ]
+    assert said[0] == said[1]
+    again, checkpoint = tmp_path / "again", run / "checkpoints/step-000002"
+    ran(start, f"output={again}", *words, "--resume-from", checkpoint)
+    assert (again / WEIGHTS).read_bytes() == (run / WEIGHTS).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
+def test_sharded_ranks_learn_the_same_or_refuse(start, tmp_path, kind):
+    words = (start, "plugins.lora.r=4", "plugins.lora.train_new_tokens=true")
+    code, _, err = run_launch(*config(kind), "-m", "plugsft", *words, f"output={tmp_path / kind}")
+    tied = AutoConfig.from_pretrained(start.parent / "base/model").tie_word_embeddings
+    if kind == "zero3" or tied:
+        shards = "model.add_tokens: the embeddings have" if kind == "zero3" else "ranks shard them"
+        assert code == 2 and shards in err
+        assert "launch with DDP" in err and "Traceback" not in err
+    if kind == "zero3":
+        return
+    if tied:  # all weights can be trained
+        words = (start,)
+        code, _, err = run_launch(
+            *config(kind), "-m", "plugsft", *words, f"output={tmp_path / kind}"
+        )
+    assert code == 0, err
+    ran(*words, f"output={tmp_path / 'alone'}")
+    assert curve(tmp_path / kind) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_rows_of_new_tokens_are_trained_in_float32(tmp_path, dtype):
+    model_of().to(dtype).save_pretrained(tmp_path)
+    load = Load(str(tmp_path), {"dtype": dtype}, new_tokens=[7, 90])
+    model, _ = adapt(tmp_path, dtype, load=load, r=4, train_new_tokens=True)
+    rows = [one for name, one in model.named_parameters() if "delta" in name]
+    assert [(one.dtype, one.shape) for one in rows] == [(torch.float32, (2, 32))] * 2
+    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    assert all("lora_" in name or "delta" in name for name in names)
+    with pytest.raises(RecipeError, match="lm_head is in targets or modules_to_save"):
+        adapt(tmp_path, load=load, train_new_tokens=True, modules_to_save=["lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model.add_tokens=[]",), "the recipe has no model.add_tokens; remove it"),
+        (("plugins.fused_loss={}",), "[plugins.fused_loss] reads the frozen weight of the head"),
+        (("plugins.lora.adapter=some/where",), "have no rows of new tokens; merge them first"),
+    ],
+)
+def test_what_cannot_train_new_rows_is_refused(start, words, message):
+    result = run_plugsft("check", start, "plugins.lora.train_new_tokens=true", *words)
+    assert result.returncode == 2
+    assert f"plugins.lora.train_new_tokens: {message}" in result.stderr or message in result.stderr
