@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Embedding, Linear, Module
 from transformers.pytorch_utils import Conv1D
 
-from plugsft import RecipeError
+from plugsft import Capability, RecipeError
 
 from .experts import ensure_adaptable, expert_weights, renamed_by_peft
 
@@ -99,7 +99,14 @@ def choose_weights(plugin: Lora, model: Module, targets: list[str]) -> tuple[lis
 
 
 def ensure_single_modules(names: list[str], model: Module, linear: list[str]) -> None:
-    """Refuse modules with submodules: peft would copy all of them."""
+    """Refuse modules with submodules, which peft would copy, and quantized ones."""
+    for name in names:
+        if hasattr(model.get_submodule(name), "source_cls"):
+            table = Capability.bundled("quantized_base").table
+            raise RecipeError(
+                f"plugins.lora.modules_to_save: {name} is quantized, and quantized weights cannot "
+                f"be trained; name it in skip of {table}"
+            )
     if nested := [name for name in names if [*model.get_submodule(name).children()]]:
         raise RecipeError(
             f"plugins.lora.modules_to_save: {nested[0]} has submodules; name the submodules to "

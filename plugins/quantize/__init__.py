@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from plugsft import Capability, ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
 
 
-@plugin(after=["lora"], provides={"quantized_base": None}, affects_results=["skip"])
+@plugin(after=["lora"], provides={"quantized_base": None}, affects_results=["kind", "skip"])
 class Quantize:
     """Store the frozen weights in 4 bits, under adapters (QLoRA): affects results.
 
@@ -19,6 +19,8 @@ class Quantize:
     adapters on the restored weights compute. Embeddings, head and norms stay as they are.
     """
 
+    kind: Literal["nf4"]
+    """How weights are stored; 8 bits are not offered, since bitsandbytes rounds inputs too."""
     skip: list[str] = field(default_factory=list)
     """Linear layers that are not quantized, by the ends of their names."""
 

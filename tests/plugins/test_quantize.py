@@ -1,20 +1,40 @@
 """quantize: adapters on a base in 4 bits learn what adapters on the restored base learn."""
 
+import gc
 import json
+import math
+import re
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import chats, run_plugsft, tiny_tables, write_recipe
+from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaConfig
+from saved_runs import read
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+)
 
+from plugsft import PluginError, RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.batches.defaults import BatchDefaults
+from plugsft.commands.runs.chat import load as load_for_chat
+from plugsft.commands.runs.export import compute_logits, load_adapters
 from plugsft.data.defaults import DataDefaults
+from plugsft.kit import num_weights
+from plugsft.lab.forecast.meta_model import MetaModel
+from plugsft.model.config import load_config
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.load import Load
+from plugsft.plugins.quantize import Quantize
+from plugsft.plugins.quantize.base import stored_bytes
 from plugsft.registry.active import check, resolve
 
 # Of transformers: what peft still calls by its old name.
@@ -31,6 +51,8 @@ GPT2 = GPT2Config(
     vocab_size=90, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
 )
 IDS = torch.randint(90, (2, 24), generator=torch.Generator().manual_seed(1))
+KIND, WITH_LORA = {"kind": "nf4"}, {"plugins": {"lora": {"r": 4}}}
+NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
@@ -52,7 +74,7 @@ def recipe_of(folder, quantize=(), lora=(), **tables):
     raw["model"] = {"path": str(folder), **tables.pop("model", {})}
     raw |= {"plugins": {"lora": {"r": 4, **dict(lora)}}, **tables}
     if quantize is not None:
-        raw["plugins"]["quantize"] = dict(quantize)
+        raw["plugins"]["quantize"] = {"kind": "nf4", **dict(quantize)}
     recipe, active = resolve(raw)
     active.attach(DataDefaults(folder), BatchDefaults(), ModelDefaults())
     check(active, recipe, look())
@@ -72,8 +94,16 @@ def restored(folder, dtype=torch.float32, skip=None):
     config = BitsAndBytesConfig(
         **NF4, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=skip and ["lm_head", *skip]
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
-    return model.dequantize(dtype=dtype)
+    load = AutoModelForCausalLM.from_pretrained
+    rounded = load(folder, quantization_config=config, dtype=dtype).dequantize(dtype=dtype)
+    plain = load(folder, dtype=dtype)
+    for module, other in zip(plain.modules(), rounded.modules(), strict=True):
+        # transformers turns GPT-2's Conv1D into linear layers.
+        turned = type(module) is not type(other)
+        for name, weight in module.named_parameters(recurse=False):
+            values = getattr(other, name).detach()
+            weight.data.copy_(values.T if turned and name == "weight" else values)
+    return plain
 
 
 def shake(*models):
@@ -97,27 +127,32 @@ def gradients(model, dtype=torch.float32):
     return loss.detach(), {name: weight.grad.float() for name, weight in trained}
 
 
+SKIP = {"skip": ["down_proj", "layers.1.self_attn.q_proj"]}
 CASES = [
-    ({}, {}, {}),
-    ({"skip": ["down_proj", "layers.1.self_attn.q_proj"]}, {}, {}),
-    ({}, {"dora": True}, {"use_dora": True}),
-    ({}, {"modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]}),
-    ({}, {"targets": ["q_proj", "up_proj"]}, {"target_modules": ["q_proj", "up_proj"]}),
+    ("float32", LLAMA, {}, {}, {}),
+    ("float32", LLAMA, SKIP, {}, {}),
+    ("float32", LLAMA, {}, {"modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]}),
+    ("float32", GPT2, {}, {}, {"fan_in_fan_out": True}),
+    ("bfloat16", LLAMA, SKIP, {"targets": ["q_proj", "up_proj"]}, None),
+    ("bfloat16", LLAMA, {}, {"dora": True}, None),
+    ("bfloat16", LLAMA, {}, {"init": "pissa"}, None),
+    ("bfloat16", GPT2, {}, {}, None),
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*case[0], *case[1]]) or "plain")
-def test_loss_and_gradients_are_those_of_adapters_on_the_restored_base(base, tmp_path, case, dtype):
-    """Those of peft; in bfloat16, where peft rounds otherwise, those of the plugin lora."""
-    options, lora, theirs = case
-    folder, kind = base(), getattr(torch, dtype)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].model_type}")
+def test_loss_and_gradients_are_those_of_adapters_on_the_restored_base(base, tmp_path, case):
+    """Those of peft; where peft rounds otherwise, those of the plugin lora."""
+    dtype, config, options, lora, theirs = case
+    folder, kind = base(config), getattr(torch, dtype)
     ours, _ = adapt(folder, options, dtype=dtype, alpha=6, **lora)
     plain = restored(folder, kind, options.get("skip"))
-    if dtype == "float32":
+    if theirs is not None:
         config = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | theirs
         other = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **config)).train()
     else:
+        for weight in plain.parameters():
+            weight.data = weight.data.contiguous()  # safetensors takes no views
         plain.save_pretrained(tmp_path / "restored")
         other, _ = adapt(tmp_path / "restored", None, dtype=dtype, alpha=6, **lora)
     shake(ours, other)
@@ -140,7 +175,7 @@ def run(tmp_path_factory):
     tables["checkpoint"] = {"every": 2}
     tables["eval"] = {"source": tables["data"]["source"], "every": 2}
     tables["plugins"] = {
-        "quantize": {},
+        "quantize": {"kind": "nf4"},
         "lora": {"r": 4},
         "samples": {"prompts": ["hello"], "max_tokens": 4},
     }
@@ -178,3 +213,204 @@ def test_the_merged_model_is_the_trained_one(run, tmp_path):
     )
     other = logits(PeftModel.from_pretrained(whole, run / "model"))
     assert float((other - expected).abs().max() / expected.abs().max()) > 3e-2
+
+
+def test_chat_uses_the_base_that_was_trained(run):
+    answer = run_plugsft("chat", run, "--ask", "hello", "--max-tokens", "3")
+    assert answer.returncode == 0, answer.stderr
+    model, _ = load_for_chat(run / "model")
+    expected = trained(run, torch.bfloat16)
+    assert float((logits(model) - expected).abs().max() / expected.abs().max()) < 1e-2
+
+
+def test_checkpoints_hold_adapters_only(run):
+    names = read(run / "checkpoints/step-000004")
+    assert len(names) == 28 and all("lora_" in name for name in names)
+    record = json.loads((run / "run.json").read_text())
+    adapters = sum(weight.numel() for weight in names.values())
+    assert record["model"]["trained_parameters"] == adapters
+    [scratch] = (run / "scratch").glob("model-*")
+    base = AutoModelForCausalLM.from_pretrained(scratch).num_parameters()
+    assert record["model"]["parameters"] == adapters + base
+    [file] = (run / "checkpoints/step-000004").glob("*.safetensors")
+    # Weights and two moments, in float32.
+    assert file.stat().st_size < 1.2 * 12 * adapters
+
+
+def test_a_checkpoint_knows_how_its_base_was_quantized(run, tmp_path):
+    step = run / "checkpoints/step-000004"
+    assert run_plugsft("export", step, "--to", tmp_path / "copy").returncode == 0
+    for name in ("quantization_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "copy" / name).read_bytes() == (run / "model" / name).read_bytes()
+    (tmp_path / "copy/manifest.json").unlink()
+    (tmp_path / "copy/quantization_config.json").write_text('{"quant_method": "other"}')
+    broken = run_plugsft("export", tmp_path / "copy", "--merge", "--to", tmp_path / "merged")
+    assert broken.returncode == 2 and "quantization_config.json: cannot be read" in broken.stderr
+
+
+def test_two_ranks_learn_what_one_learns():
+    testing.ranks_agree("quantize", KIND, tables=WITH_LORA, tolerance=1e-5)
+
+
+def test_it_resumes_bit_for_bit():
+    testing.resumes("quantize", KIND, tables=WITH_LORA | {"model": {"dtype": "bfloat16"}})
+
+
+def test_other_layers_in_4_bits_are_another_run(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    words = (run.parent / "recipe.toml", f"output={copy}", "--resume", "train.steps=6")
+    for change, was in (
+        (
+            ["plugins.quantize.skip=['q_proj']"],
+            "plugins.quantize.skip was not set and is ['q_proj']",
+        ),
+        (["--without", "quantize"], "plugins.quantize.kind was 'nf4' and is not set"),
+    ):
+        result = run_plugsft(*words, *change)
+        assert result.returncode == 2, result.stdout
+        assert was in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda config: config.model_type)
+def test_adapters_in_float32_merge_exactly(base, tmp_path, config):
+    folder = base(config)
+    model, _ = adapt(folder, {} if config is GPT2 else SKIP)
+    shake(model)
+    (tmp_path / "adapters").mkdir()
+    model.save_pretrained(tmp_path / "adapters")
+    loaded, dtype, as_trained = load_adapters(tmp_path / "adapters", False)
+    assert dtype == torch.float32
+    expected = compute_logits(model)
+    for other in (as_trained, compute_logits(loaded), compute_logits(loaded.merge_and_unload())):
+        assert float((other - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_evaluations_leave_the_weights_as_they_are(base):
+    """bitsandbytes would repack them on a CPU with bfloat16."""
+    model, _ = adapt(base(), dtype="bfloat16")
+    before = gradients(model, torch.bfloat16)[0]
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        model.eval()(IDS)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, weights[name]), name
+    assert torch.equal(gradients(model.train(), torch.bfloat16)[0], before)
+
+
+def test_the_base_takes_a_third_of_its_size_in_bfloat16(base):
+    """Measured: the memory of all tensors that loading leaves."""
+    wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 512, "intermediate_size": 1536})
+    folder = base(wide)
+    sizes = []
+    for options in ({}, None):
+        before = storages()
+        model, plugin = adapt(folder, options, dtype="bfloat16")
+        adapters = sum(it.nbytes for it in model.parameters() if it.requires_grad)
+        sizes.append(sum(size for key, size in storages().items() if key not in before) - adapters)
+        if plugin:
+            said = re.search(r"takes ([\d.]+) MiB in place of ([\d.]+) MiB", plugin.summary())
+        del model
+    assert sizes[0] <= 0.3 * sizes[1]
+    assert [float(size) * 2**20 for size in said.groups()] == pytest.approx(sizes, rel=0.02)
+
+
+def storages():
+    """Return the bytes of all memory that tensors use."""
+    gc.collect()
+    tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor)]
+    return {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in tensors}
+
+
+def test_plan_knows_the_size_of_the_base(base):
+    wide = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 512, "intermediate_size": 1536})
+    recipe, active = recipe_of(base(wide), model={"dtype": "bfloat16"})
+    weights = MetaModel(recipe, active, load_config(recipe.model)).weights()
+    model, _ = adapt(recipe.model.path, dtype="bfloat16")
+    parameters = [*model.parameters()]
+    assert weights.count == sum(map(num_weights, parameters))
+    assert weights.bytes == pytest.approx(sum(map(stored_bytes, parameters)), rel=0.02)
+    trained = sum(weight.nbytes for weight in parameters if weight.requires_grad)
+    assert weights.trained_bytes == trained
+
+
+def test_experts_are_named(base, capsys):
+    sizes = LLAMA.to_dict() | {"num_local_experts": 4}
+    for key in ("model_type", "architectures", "rope_parameters"):
+        sizes.pop(key, None)
+    _, plugin = adapt(base(MixtralConfig(**sizes)), dtype="bfloat16")
+    said = re.search(
+        r"8 of 9 .*; experts \((\d+)% of the weights\) stay in bfloat16$", plugin.summary()
+    )
+    assert said and int(said[1]) > 60
+    assert "they are not linear layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "quantize, lora, says",
+    [
+        (
+            {"skip": ["down_prj"]},
+            {},
+            "no linear layer is named 'down_prj'; did you mean 'down_proj'?",
+        ),
+        ({"skip": ["self_attn", "mlp"]}, {}, "no linear layer is named 'self_attn'"),
+        (
+            {"skip": [f"layers.{n}.mlp.up_proj" for n in (0, 1)] + NAMES},
+            {},
+            "no linear layer is left to quantize",
+        ),
+        ({}, {"modules_to_save": ["down_proj"]}, "down_proj is quantized"),
+        ({}, None, "quantized weights cannot be trained; add [plugins.lora]"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(base, quantize, lora, says):
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        adapt(base(), quantize, **(lora or {})) if lora is not None else recipe_of(
+            base(), quantize, plugins={"quantize": KIND}
+        )
+
+
+def test_a_quantized_model_is_not_quantized_again(base, tmp_path):
+    config = BitsAndBytesConfig(**NF4)
+    model = AutoModelForCausalLM.from_pretrained(base(), quantization_config=config)
+    model.save_pretrained(tmp_path / "small")
+    with pytest.raises(RecipeError, match=r"is quantized already; set model.path to the model it"):
+        recipe_of(tmp_path / "small")
+
+
+def test_sharded_models_and_a_missing_package_are_refused(base, monkeypatch):
+    with pytest.raises(PluginError, match="FSDP2 and ZeRO-3 cannot shard quantized weights"):
+        adapt(base(), empty=True)
+    monkeypatch.setattr(sys.modules[Quantize.__module__], "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"bitsandbytes: pip install 'plugsft\[quantize\]'"):
+        recipe_of(base())
+
+
+def test_the_reference_of_preferences_is_the_quantized_base(tmp_path, monkeypatch):
+    """Its first loss is log 2; stored references of other weights are not reused."""
+    monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
+    rows = [
+        {"prompt": f"say {word}", "chosen": word, "rejected": f"not {word}"}
+        for word in ["fox", "dog", "owl", "hen", "cat", "cow", "pig", "ram"]
+    ]
+    tables = tiny_tables(tmp_path, rows)
+    tables["train"] |= {"batch_size": 4, "steps": 2}
+    tables["plugins"] = {"lora": {"r": 4}, "dpo": {}, "arrow_cache": {}, "quantize": KIND}
+    recipe = write_recipe(tmp_path / "recipe.toml", tables)
+    stored = ("plugins.dpo_reference={}",)
+    says = {
+        "plain": (("--without", "quantize", *stored), "8 of 8 pairs computed"),
+        "stored": (stored, "8 of 8 pairs computed"),
+        "again": (stored, "8 pairs known"),
+        "each": ((), "steps: 2"),
+    }
+    losses = {}
+    for name, (words, said) in says.items():
+        result = run_plugsft(recipe, f"output={tmp_path / name}", *words)
+        assert result.returncode == 0, result.stderr
+        assert said in result.stdout, name
+        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name) if "loss" in line]
+    for name in ("stored", "again", "each"):
+        assert losses[name] == pytest.approx(losses["stored"], rel=1e-6)
+        assert losses[name][0] == pytest.approx(math.log(2), rel=1e-6)
+    assert losses["plain"][1] != pytest.approx(losses["each"][1], rel=1e-6)

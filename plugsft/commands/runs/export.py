@@ -154,6 +154,8 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype, Tensor
         grow_embeddings(plain, rows)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
+            # GPT-2's layers are stored transposed, unless they are quantized.
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
             trained = None
             if quantized:
                 model = auto_class(folder).from_pretrained(base, **options | quantized)
