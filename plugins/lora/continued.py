@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import torch
-from peft import LoraConfig, set_peft_model_state_dict
+from peft import LoraConfig, TaskType, set_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,6 +22,7 @@ from plugsft import ModelLoad, RecipeError, reason_of, say
 
 from .initial import adapted_layers
 from .layers import NAME, REFERENCE, FastLinear
+from .targets import reward_head
 
 if TYPE_CHECKING:
     from . import Lora
@@ -121,9 +122,14 @@ def comparable(value: Any) -> Any:
     return sorted(value) if isinstance(value, list | set | tuple) else value
 
 
-def config_to_go_on(plugin: Lora, load: ModelLoad, base: str, model: Module) -> LoraConfig:
+def config_to_go_on(plugin: Lora, load: ModelLoad, base: str, model: Any) -> LoraConfig:
     """Return the settings of the adapters to go on from, for this base model."""
     config = read_config(str(plugin.adapter))
+    if reward_head(model) is not None and config.task_type != TaskType.SEQ_CLS:
+        raise RecipeError(
+            f"plugins.lora.adapter: {plugin.adapter} is of a language model, and this run trains a "
+            f"head of its own; {merge_first(str(plugin.adapter))}"
+        )
     theirs = str(config.base_model_name_or_path), config.revision or "main"
     ours = base, load.kwargs.get("revision") or "main"
     if not same_model(theirs[0], base) or theirs[1] != ours[1]:

@@ -200,7 +200,7 @@ def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
 def test_sharded_ranks_go_on_alike(trained, tmp_path, kind):
-    recipe = recipe_of(trained, tmp_path)
+    recipe = recipe_of(trained, tmp_path, pairs(16), dpo={"beta": 0.5})
     ran(recipe, f"output={tmp_path / 'alone'}")
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={tmp_path / kind}")
     assert code == 0, err
@@ -255,3 +255,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(trained, tmp_path):
     )
     assert result.returncode == 2
     assert "adapters with other settings" in result.stderr
+    # A reward model has a head that a language model's adapters do not have.
+    tables = tomllib.loads(recipe.read_text())
+    tables["plugins"] = {"lora": {"adapter": str(trained / "sft/model")}, "reward": {}}
+    result = run_plugsft(write_recipe(tmp_path / "reward.toml", tables))
+    assert result.returncode == 2 and "trains a head of its own" in result.stderr

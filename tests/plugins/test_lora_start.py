@@ -1,11 +1,23 @@
 """lora: adapters that start from the base's weights, and are saved for the unchanged base."""
 
 import json
+import math
+import tomllib
 
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
+from conftest import (
+    chats,
+    only_full,
+    read_metrics,
+    run_launch,
+    run_plugsft,
+    run_ranks,
+    write_jsonl,
+    write_recipe,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
+from test_dpo_reference import pairs
 from test_launch import TRAIN, config, curve
 from test_lora import IDS, adapt, base, gradients, shake, trained_model  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -113,6 +125,29 @@ def test_a_run_resumes_bit_for_bit_and_its_model_fits_the_base(recipe, tmp_path,
     result = run_plugsft("export", checkpoint, "--to", exported)
     assert result.returncode == 0, result.stderr
     assert (exported / file.removeprefix("model/")).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_base_in_4_bits_and_the_reference_of_dpo_stay_as_they_are(tiny, tmp_path):
+    tables = tomllib.loads(tiny(rows=pairs(16), train=TRAIN | {"steps": 3}).read_text())
+    tables["plugins"] = {"dpo": {"beta": 0.5}, "lora": {"r": 4, "init": "pissa"}}
+    recipe = write_recipe(tmp_path / "dpo.toml", tables)
+    runs = tmp_path / "one", tmp_path / "two", tmp_path / "bits", tmp_path / "plain"
+    result = run_plugsft(recipe, f"output={runs[0]}")
+    assert result.returncode == 0, result.stderr
+    assert read_metrics(runs[0])[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    # DDP must not copy what a second forward pass of the step reads.
+    result = run_ranks(2, recipe, f"output={runs[1]}")
+    assert result.returncode == 0, result.stderr
+    assert curve(runs[1]) == pytest.approx(curve(runs[0]), rel=1e-4)
+    tables["plugins"] = {"lora": {"r": 4}, "quantize": {}}
+    tables["data"]["source"] = str(write_jsonl(tmp_path / "chats.jsonl", chats(21)))
+    recipe = write_recipe(tmp_path / "bits.toml", tables)
+    for run, init in zip(runs[2:], ("pissa", "default"), strict=True):
+        result = run_plugsft(recipe, f"output={run}", f'plugins.lora.init="{init}"')
+        assert result.returncode == 0, result.stderr
+    losses = [[line["loss"] for line in read_metrics(run)] for run in runs[2:]]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
+    assert losses[0][2] != pytest.approx(losses[1][2], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype, Tensor
             base, **options | {"dtype": quantized.get("dtype", "auto")}
         )
         dtype: torch.dtype = plain.dtype
-        rows = len(tokenizer_of(folder, trusted))
+        rows = num_tokens(folder, trusted)
         grow_embeddings(plain, rows)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
@@ -194,6 +194,12 @@ def tokenizer_of(folder: Path, trusted: bool) -> Any:
     except Exception:  # transformers raises whatever its readers raise
         base, revision = base_model(folder)
         return AutoTokenizer.from_pretrained(base, revision=revision, trust_remote_code=trusted)
+
+
+def num_tokens(folder: Path, trusted: bool) -> int:
+    """Count the tokens of the tokenizer beside adapters; 0 if there is none."""
+    own = (folder / "tokenizer_config.json").is_file()
+    return len(tokenizer_of(folder, trusted)) if own else 0
 
 
 @torch.no_grad()
