@@ -83,7 +83,9 @@ def choose_weights(plugin: Lora, model: Module, targets: list[str]) -> tuple[lis
         if plugin.experts or any(ends_with(name, ending) for ending in endings)
     }
     ensure_adaptable(chosen)
-    linear = [f"{name}.weight" for name in renamed_by_peft(targets, model)]
+    renamed = renamed_by_peft(targets, model)
+    ensure_not_quantized("targets", renamed, model, "adapted as parameters, as peft must here")
+    linear = [f"{name}.weight" for name in renamed]
     options = {
         "dropout": plugin.dropout > 0,
         "dora": plugin.dora,
@@ -100,18 +102,23 @@ def choose_weights(plugin: Lora, model: Module, targets: list[str]) -> tuple[lis
 
 def ensure_single_modules(names: list[str], model: Module, linear: list[str]) -> None:
     """Refuse modules with submodules, which peft would copy, and quantized ones."""
-    for name in names:
-        if hasattr(model.get_submodule(name), "source_cls"):
-            table = Capability.bundled("quantized_base").table
-            raise RecipeError(
-                f"plugins.lora.modules_to_save: {name} is quantized, and quantized weights cannot "
-                f"be trained; name it in skip of {table}"
-            )
+    ensure_not_quantized("modules_to_save", names, model, "trained")
     if nested := [name for name in names if [*model.get_submodule(name).children()]]:
         raise RecipeError(
             f"plugins.lora.modules_to_save: {nested[0]} has submodules; name the submodules to "
             f"train whole; {list_modules(linear)}"
         )
+
+
+def ensure_not_quantized(option: str, names: list[str], model: Module, use: str) -> None:
+    """Refuse quantized layers for a use that needs their weights."""
+    for name in names:
+        if hasattr(model.get_submodule(name), "source_cls"):
+            table = Capability.bundled("quantized_base").table
+            raise RecipeError(
+                f"plugins.lora.{option}: {name} is quantized, and quantized weights cannot be "
+                f"{use}; name it in skip of {table}"
+            )
 
 
 def is_adaptable(module: Module) -> bool:

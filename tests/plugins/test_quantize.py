@@ -14,12 +14,16 @@ import torch
 from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, get_peft_model
 from saved_runs import read
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    PreTrainedTokenizerFast,
 )
 
 from plugsft import PluginError, RecipeError, testing
@@ -276,7 +280,8 @@ def test_adapters_in_float32_merge_exactly(base, tmp_path, config):
     folder = base(config)
     model, _ = adapt(folder, {} if config is GPT2 else SKIP)
     shake(model)
-    (tmp_path / "adapters").mkdir()
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(90)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "adapters")
     model.save_pretrained(tmp_path / "adapters")
     loaded, dtype, as_trained = load_adapters(tmp_path / "adapters", False)
     assert dtype == torch.float32
@@ -345,6 +350,22 @@ def test_experts_are_named(base, capsys):
     assert "they are not linear layers" in capsys.readouterr().out
 
 
+def test_layers_that_peft_adapts_as_parameters_are_refused(base):
+    """Those of a model whose experts peft renames, in its dense layers; skip leaves them out."""
+    sizes = LLAMA.to_dict() | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+    sizes |= {"topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    sizes["num_key_value_heads"] = 4
+    for key in ("model_type", "architectures", "rope_parameters", "head_dim"):
+        sizes.pop(key, None)
+    heads = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 16)
+    folder = base(DeepseekV3Config(**sizes, **heads, q_lora_rank=16, kv_lora_rank=16))
+    with pytest.raises(RecipeError, match=r"gate_proj is quantized, .*skip of \[plugins.quantize"):
+        adapt(folder)
+    model, plugin = adapt(folder, {"skip": ["gate_proj", "up_proj", "down_proj"]})
+    assert "10 of 17 linear layers" in plugin.summary()
+    assert gradients(model)[0] > 0
+
+
 @pytest.mark.parametrize(
     "quantize, lora, says",
     [
@@ -364,6 +385,7 @@ def test_experts_are_named(base, capsys):
     ],
 )
 def test_what_cannot_be_quantized_is_refused(base, quantize, lora, says):
+    """A module that is trained whole, layers that are not there, and no adapters at all."""
     with pytest.raises(RecipeError, match=re.escape(says)):
         adapt(base(), quantize, **(lora or {})) if lora is not None else recipe_of(
             base(), quantize, plugins={"quantize": KIND}

@@ -259,7 +259,7 @@ def test_ranks_learn_what_one_process_learns(tiny, tmp_path, launcher, plugins):
     assert measured(run) == pytest.approx(measured(tmp_path / "alone"), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("base", [{}, {"quantize": {}}], ids=["whole", "quantized"])
+@pytest.mark.parametrize("base", [{}, {"quantize": {"kind": "nf4"}}], ids=["whole", "quantized"])
 def test_a_merged_adapter_scores_as_the_run_did(tiny, tmp_path, base):
     rows = clear_pairs(16)
     train = TRAIN | {"learning_rate": 1e-2}

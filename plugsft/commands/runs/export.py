@@ -207,8 +207,8 @@ def compute_logits(model: Any) -> Tensor:
     """Return a model's logits on a few tokens."""
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    logits: Tensor = model.eval()(input_ids=ids, use_cache=False).logits
-    return logits.float()
+    logits: Tensor = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits
+    return logits.float().cpu()
 
 
 def relative_difference(logits: Tensor, expected: Tensor) -> float:

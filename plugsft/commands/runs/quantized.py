@@ -52,7 +52,8 @@ def copy_restored_weights(quantized: Module, plain: Module) -> int:
         weight: Any = getattr(modules[name], "weight", None)
         if (state := getattr(weight, "quant_state", None)) is None:
             continue
-        values = bitsandbytes.functional.dequantize_4bit(weight.data, state)
+        # transformers quantizes on a GPU if there is one.
+        values = bitsandbytes.functional.dequantize_4bit(weight.data, state).cpu()
         # bitsandbytes stores GPT-2's layers transposed.
         module.weight.data = values.t().contiguous() if isinstance(module, Conv1D) else values
         copied += 1
