@@ -267,7 +267,7 @@ LAYOUTS = {
     [
         ("full", "micro-batches"),
         ("full", "packed"),
-        ("lora", "packed"),
+        pytest.param("lora", "packed", marks=only_full),
         pytest.param("lora", "recomputed", marks=only_full),
     ],
 )
@@ -289,17 +289,17 @@ def test_two_ranks_learn_what_one_learns(tmp_path, plain, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "launcher"),
+    ("kind", "launcher", "layout"),
     [
-        ("full", "zero3"),
-        pytest.param("full", "fsdp2", marks=only_full),
-        pytest.param("lora", "fsdp2", marks=only_full),
-        pytest.param("lora", "zero3", marks=only_full),
+        ("full", "zero3", "packed"),
+        pytest.param("full", "fsdp2", "recomputed", marks=only_full),
+        pytest.param("lora", "fsdp2", "packed", marks=only_full),
+        pytest.param("lora", "zero3", "recomputed", marks=only_full),
     ],
 )
-def test_sharded_ranks_learn_what_one_process_learns(tmp_path, plain, kind, launcher):
+def test_sharded_ranks_learn_what_one_process_learns(tmp_path, plain, kind, launcher, layout):
     recipe, expected = plain(kind)
-    words = ("-m", "plugsft", recipe, f"output={tmp_path / 'run'}", *PACK)
+    words = ("-m", "plugsft", recipe, f"output={tmp_path / 'run'}", *LAYOUTS[layout])
     code, _, err = run_launch(*config(launcher), *words)
     assert code == 0, err
     assert_close(learned(tmp_path / "run"), expected)
