@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model_state_dict
 from peft.tuners import lora
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils import transformers_weight_conversion as conversion
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Linear, Module
@@ -29,7 +31,7 @@ from .initial import (
     start_from_base,
     subtracted_layers,
 )
-from .layers import NAME, FastLinear, speed_up
+from .layers import NAME, FastLinear
 from .new_tokens import trained_rows
 from .targets import (
     choose_modules,
@@ -66,8 +68,8 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
             adapted = AdaptedModel(model, config)
         except ValueError as error:  # peft does not support this model
             raise RecipeError(f"plugins.lora.targets: {error}; name other modules") from error
+    ensure_readable(adapted)
     hand_factors(adapted)
-    speed_up(adapted)
     initialize(adapted, plugin.init, plugin.seed)
     if plugin.adapter:
         load_adapters(adapted, plugin)
@@ -168,6 +170,23 @@ class AdaptedModel(PeftModel):
         if config.target_parameters:
             config.target_parameters = sorted(config.target_parameters)
         config.save_pretrained(save_directory)
+
+
+def ensure_readable(model: AdaptedModel) -> None:
+    """Refuse adapters that peft would not find in their file: it renames some as it reads them."""
+    stored = {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items()}
+    names = {
+        *conversion.convert_peft_adapter_state_dict_for_transformers(
+            model, model.peft_config[NAME], stored
+        )
+    }
+    if lost := [name.partition(".lora_")[0] for name in stored if name not in names]:
+        modules = list(dict.fromkeys(name.removeprefix("base_model.model.") for name in lost))
+        raise RecipeError(
+            f"plugins.lora.targets: peft {version('peft')} would lose the adapters of "
+            f"{modules[0]} and {len(modules) - 1} more modules as it reads them, because it "
+            f"renames them; name targets without {', '.join(dict.fromkeys(last_parts(modules)))}"
+        )
 
 
 def initialize(model: Module, method: str, seed: int) -> None:

@@ -88,7 +88,7 @@ def hand_factors(model: Module) -> None:
     """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, adapted_forward)
     for module in model.modules():
-        if isinstance(module, ParamWrapper) and not isinstance(module.get_base_layer(), Linear):
+        if isinstance(module, ParamWrapper):
             module.__class__ = ExpertAdapter
             module.lora_A[NAME].__class__ = Down
             module.lora_B[NAME].__class__ = Up

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from peft.tuners import lora
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.functional import linear
@@ -65,26 +64,6 @@ class FastLinear(lora.Linear):
         self.initial = role
         for name, half in zip(("initial_A", "initial_B"), self.halves(), strict=True):
             self.register_buffer(name, half.weight.detach().clone(), persistent=False)
-
-
-class WeightAdapter(ParamWrapper):
-    """peft's adapter of a linear layer's weight, named as a parameter; computes like FastLinear."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Add the adapter's output to the base layer's."""
-        base: Tensor = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
-            return base
-        output: Tensor = self.lora_B[NAME](self.lora_A[NAME](x), base, self.scaling[NAME])
-        return output
-
-
-def speed_up(model: Module) -> None:
-    """Let adapters of linear layers' weights compute like FastLinear."""
-    for module in model.modules():
-        if isinstance(module, ParamWrapper) and isinstance(module.base_layer, Linear):
-            module.__class__ = WeightAdapter
-            module.lora_A[NAME].__class__, module.lora_B[NAME].__class__ = Down, Up
 
 
 class Down(Linear):
