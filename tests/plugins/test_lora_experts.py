@@ -221,3 +221,22 @@ def test_a_run_resumes_bit_for_bit_and_merges(tmp_path, tokenizer):
     for name in names:
         change = merged.get_parameter(name) - before.get_parameter(name)
         assert float(change.detach().abs().max()) > 1e-4, name
+
+
+def test_adapters_that_peft_would_lose_are_refused(tmp_path):
+    """peft 0.21.2 writes two dots into the names of this model's shared experts."""
+    folder = save_model(tmp_path, "laguna")
+    says = "would lose the adapters of model.layers.1.mlp.shared_experts.gate_proj and 2 more"
+    with pytest.raises(RecipeError, match=says):
+        adapt(folder, r=3)
+    ours, _ = adapt(folder, r=3, targets=["q_proj"], experts=True)
+    shake(ours)
+    (tmp_path / "adapters").mkdir()
+    ours.save_pretrained(tmp_path / "adapters")
+    peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapters"
+    )
+    expected = ours.eval()(IDS, use_cache=False).logits
+    torch.testing.assert_close(
+        peft.eval()(IDS, use_cache=False).logits, expected, atol=1e-5, rtol=0
+    )
