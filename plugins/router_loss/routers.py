@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,11 @@ def probe(module: Module, width: int) -> tuple[bool, int]:
             shape = getattr(weight, "ds_shape", weight.shape)
             tensors[id(weight)] = Parameter(torch.randn(shape, generator=generator))
         router = copy.deepcopy(module, tensors).eval()
-        logits, weights, chosen = router(torch.randn(PROBE, width, generator=generator))
+        # Some routers get the correction of their choices from the layer around them.
+        more = len(signature(router.forward).parameters) - 1
+        corrections = [torch.zeros(len(next(router.parameters())))] * more
+        hidden = torch.randn(PROBE, width, generator=generator)
+        logits, weights, chosen = router(hidden, *corrections)
         weights, logits = weights / weights.sum(-1, keepdim=True), logits.float()
         for sigmoid in (False, True):
             probabilities = Router(router, sigmoid, 0).probabilities(logits).gather(1, chosen)

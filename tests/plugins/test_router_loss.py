@@ -6,7 +6,7 @@ import tomllib
 import numpy as np
 import pytest
 import torch
-from conftest import only_full, read_metrics, run_launch, run_plugsft
+from conftest import chats, only_full, read_metrics, run_launch, run_plugsft
 from families import tiny_config
 from moe import FAMILIES, recipe_of, save_model, save_tokenizer
 from test_launch import config, curve
@@ -70,16 +70,18 @@ def test_of_each_router_it_is_that_of_transformers(tmp_path, family):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_sigmoids_count_as_deepseek_counts_them(tmp_path):
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2"])
+def test_sigmoids_count_as_deepseek_counts_them(tmp_path, family):
     ids = torch.randint(90, (1, 24), generator=torch.Generator().manual_seed(1))
-    model = load(tmp_path, "deepseek_v3")
-    [router] = routers = find_routers(model)
+    model = load(tmp_path, family)
+    routers = find_routers(model)[:1]
+    [router] = routers
     assert router.sigmoid and router.top_k == 2
     loss = record(model, Balance(routers), {"input_ids": ids, "attention_mask": ids * 0 + 1}, [1.0])
     outputs = []
     router.module.register_forward_hook(lambda *call: outputs.append(call[-1]))
     model(ids, use_cache=False)
-    [(logits, _, chosen)] = outputs
+    logits, _, chosen = outputs[0]
     expected = 0.0
     for expert in range(4):
         share = (chosen == expert).sum() / 24
@@ -204,7 +206,7 @@ def test_the_laws_hold(tmp_path, tokenizer):
 
 
 def test_pairs_are_balanced_as_often_as_they_are_trained(tmp_path, tokenizer):
-    """DPO calls the model twice; weights of rows count in the router loss too."""
+    """DPO calls the model twice: the second time as its reference."""
     rows = [
         {"prompt": f"what is {number}", "chosen": "a big cat " * (number + 1), "rejected": "none"}
         for number in range(8)
@@ -228,3 +230,23 @@ def test_pairs_are_balanced_as_often_as_they_are_trained(tmp_path, tokenizer):
     plain = run_plugsft(recipe, "--without", "router_loss", f"output={tmp_path / 'plain'}")
     assert plain.returncode == 0, plain.stderr
     assert curve(tmp_path / "plain")[1] != pytest.approx(grad_norm, rel=1e-2), "its gradient counts"
+
+
+@only_full
+def test_a_row_of_weight_three_counts_as_three_rows(tmp_path, tokenizer):
+    model, rows = save_model(tmp_path / "model", "qwen3_moe"), chats(8)
+    weighted = [row | {"weight": 1 + 2 * (number == 0)} for number, row in enumerate(rows)]
+    found = []
+    for name, given in (("weighted", weighted), ("repeated", [rows[0]] * 2 + rows)):
+        recipe = recipe_of(
+            tmp_path,
+            model,
+            tokenizer,
+            rows=given,
+            train={"batch_size": len(given), "steps": 1},
+            plugins={"router_loss": {"weight": 1.0}},
+        )
+        done = run_plugsft(recipe, f"output={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        found.append(numbers(tmp_path / name))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
