@@ -108,6 +108,7 @@ def edit(folder, **changed):
         ({"targets": ["q_proj"]}, {}, "targets: the recipe has .'q_proj'., and"),
         ({"init": "pissa"}, {}, '"pissa" has no effect on trained adapters; remove it'),
         ({}, {"bias": "all"}, "bias = 'all', which is not supported; merge them first"),
+        ({}, {"trainable_token_indices": [3]}, "trainable_token_indices = .3., which is not"),
         ({}, {"peft_type": "IA3"}, "holds adapters of the kind IA3, not LORA"),
         ({}, {"init_lora_weights": "pissa"}, "which changed the base model"),
     ],

@@ -22,6 +22,9 @@ from test_launch import TRAIN, config, curve
 from test_lora import IDS, adapt, base, gradients, shake, trained_model  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from plugsft import PluginError
+from plugsft.ranks.plugin_state import copy_state
+
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 METHODS = ["pissa", "olora"]
 
@@ -88,7 +91,21 @@ def test_in_bfloat16_the_first_loss_is_the_base_s_too(base, method):  # noqa: F8
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ours, _ = adapt(folder, torch.bfloat16, r=4, init=method)
     loss, expected = (float(model(IDS, labels=IDS).loss.detach()) for model in (ours, plain))
-    assert loss == pytest.approx(expected, rel=1e-3)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_s_copies_are_restored(base):  # noqa: F811
+    ours, plugin = adapt(base(), r=4, init="pissa")
+    plugin.model = ours
+    saved = copy_state(plugin.state_dict(), torch.clone)
+    copies = [layer.initial_A for layer in ours.modules() if getattr(layer, "initial", "")]
+    expected = [copy.clone() for copy in copies]
+    for copy in copies:
+        copy += 1
+    plugin.load_state_dict(saved)
+    assert copies and all(map(torch.equal, copies, expected))
+    with pytest.raises(PluginError, match="adapters with other settings"):
+        plugin.load_state_dict(saved | {"initial": {}})
 
 
 @pytest.fixture
