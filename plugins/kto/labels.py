@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from . import Kto
 
 LABEL = "label"
-BALANCED = Fraction(1), Fraction(4, 3)
+BALANCED = 1.0, 4 / 3
 """The KTO paper's range of desirable answers, by weight, for each undesirable one."""
 SLACK = 1.1
 """How far outside of this range the data may be without a warning."""
@@ -53,7 +52,8 @@ def count_examples(tokens: Tokens) -> Tokens:
 
 def describe_balance(plugin: Kto, entry: Any) -> str:
     """Count the labels of prepared data; warn if their weights are far from balanced."""
-    if not isinstance(entry, Tokens) or LABEL not in entry.columns:
+    # With data.tokens, the first entry is the evaluation data.
+    if plugin.recipe.data.tokens or not isinstance(entry, Tokens) or LABEL not in entry.columns:
         return ""
     labels = entry.columns[LABEL]
     counts = [int(np.count_nonzero(labels == label)) for label in (True, False)]
@@ -72,7 +72,7 @@ def balance_warning(plugin: Kto, desirable: float, undesirable: float) -> str:
     if not desirable or not undesirable:
         return "KTO learns from both; add rows of the other label"
     ratio = plugin.desirable_weight * desirable / (plugin.undesirable_weight * undesirable)
-    low, high = map(float, BALANCED)
+    low, high = BALANCED
     if low / SLACK <= ratio <= high * SLACK:
         return ""
     # The weight that is raised is that of the rarer label.

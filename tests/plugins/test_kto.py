@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import tomllib
 import warnings
 from pathlib import Path
@@ -448,6 +449,25 @@ def test_labels_far_from_balanced_give_a_warning_and_the_cure(tiny, share, optio
     else:
         [line] = warnings
         assert says in line and cure in line
+
+
+def test_each_source_of_answers_counts_with_its_weight(tiny, tmp_path):
+    """Prepared tokens train, too, where the evaluation has another number of sources."""
+    paths = [write_jsonl(tmp_path / f"{n}.jsonl", rows_of(8, n, share=n)) for n in (0, 1)]
+    sources = [{"source": str(path), "weight": n + 2} for n, path in enumerate(paths)]
+    tables = tomllib.loads(tiny(plugins={"kto": {}}).read_text(encoding="utf8"))
+    tables["data"] = {"sources": sources, "max_length": 256}
+    tables["eval"] = {"source": str(paths[0])}
+    recipe = write_recipe(tmp_path / "recipe.toml", tables)
+    result = run_plugsft("prepare", recipe)
+    assert result.returncode == 0, result.stderr
+    assert "8 desirable and 8 undesirable answers: desirable ones weigh 1.5 times" in result.stdout
+    tokenizer, tokens = (
+        re.search(f"^{name}: (/.*)$", result.stdout, re.M)[1] for name in ("tokenizer", "tokens")
+    )
+    words = [f'data.tokens="{tokens}"', f'model.tokenizer="{tokenizer}"', "train.steps=1"]
+    result = run_plugsft(recipe, *words, f"output={tmp_path / 'again'}")
+    assert result.returncode == 0, result.stderr
 
 
 # The recipe, and what is refused.
