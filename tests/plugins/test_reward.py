@@ -18,6 +18,7 @@ from conftest import (
     write_recipe,
 )
 from datasets import Dataset
+from families import FAMILIES, build
 from plugin_packages import TRL
 from test_dpo import ROWS, assert_equal, gradients, pairs, shaken
 from test_launch import config
@@ -32,6 +33,8 @@ from transformers import (
 
 from plugsft import DataError, RecipeError, testing
 from plugsft.base.machine import look
+from plugsft.output.final_model import ensure_saveable
+from plugsft.plugins.reward.model import make_reward_model
 from plugsft.registry.active import check, resolve
 from plugsft.run import OpenRun
 
@@ -280,6 +283,31 @@ def test_a_merged_adapter_scores_as_the_run_did(tiny, tmp_path, base):
 def test_a_resumed_run_ends_bit_equal(tmp_path):
     tables = {"data": {"source": str(write_jsonl(tmp_path / "pairs.jsonl", pairs(16)))}}
     testing.resumes("reward", {"center": 0.01}, tables=tables)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in ("gemma3", "mixtral", "opt") else only_full)
+        for family in FAMILIES
+    ],
+)
+def test_transformers_scores_each_family_alike(tmp_path, family):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = make_reward_model(build(family), 0).eval()
+        except (ValueError, RecipeError) as error:
+            pytest.skip(str(error))
+        ensure_saveable(model)
+        model.config.get_text_config().pad_token_id = 0
+        model.save_pretrained(tmp_path)
+        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+        ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+        inputs = {"attention_mask": torch.ones_like(ids), "use_cache": False}
+        with torch.no_grad():
+            ours, theirs = (each(ids, **inputs).logits for each in (model, plain))
+    assert (ours[:, -1] - theirs).abs().max() <= 1e-5 * ours.abs().max()
 
 
 # What it refuses.
