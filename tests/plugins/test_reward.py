@@ -310,6 +310,16 @@ def test_transformers_scores_each_family_alike(tmp_path, family):
     assert (ours[:, -1] - theirs).abs().max() <= 1e-5 * ours.abs().max()
 
 
+def test_the_head_begins_alike_in_each_dtype():
+    heads = [
+        make_reward_model(build("llama").to(dtype), seed).score.weight
+        for dtype, seed in ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 2))
+    ]
+    assert [head.dtype for head in heads] == [torch.float32, torch.bfloat16, torch.float32]
+    assert torch.equal(heads[0], heads[1].float()) and not torch.equal(heads[0], heads[2])
+    assert 0.01 < float(heads[0].detach().std()) < 0.03
+
+
 # What it refuses.
 
 
