@@ -87,6 +87,29 @@ def test_loss_and_gradients_are_those_of_plain_peft(tmp_path, family):
         assert float(difference) < 1e-5, (name, difference)
 
 
+def test_no_sum_of_weights_and_adapters_is_kept_for_the_backward_pass(tmp_path):
+    """peft keeps such sums."""
+    folder = save_model(tmp_path, "qwen3_moe")
+    ours, _ = adapt(folder, r=3, targets=WEIGHTS)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=[], target_parameters=WEIGHTS)
+
+    def whole_weights(model):
+        stored = {weight.data_ptr() for weight in model.parameters()}
+        saved = {}
+
+        def note(tensor):
+            if tensor.dim() == 3 and len(tensor) == 4 and min(tensor.shape[1:]) >= 16:
+                saved[tensor.data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(IDS, use_cache=False)
+        return len({*saved} - stored)
+
+    assert whole_weights(ours) == 0 < whole_weights(get_peft_model(plain, config))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_reader_finds_all_adapters(tmp_path, family):
     folder = save_model(tmp_path / "base", family)
