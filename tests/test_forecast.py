@@ -114,7 +114,6 @@ def test_a_forecast_is_the_measured_memory_of_ranks(tmp_path, monkeypatch, kind,
 
 
 NARROW = {"dtype": "bfloat16", "weights": "bfloat16"}
-TYPES = ("float32", "bfloat16")
 GRID = [
     *(
         (kind, plugins, {})
@@ -123,7 +122,6 @@ GRID = [
     ),
     *((kind, {}, {"batch_size": 8}) for kind in ("fsdp2", "zero3")),
     ("one", {**LORA, **CHECKPOINTING}, {"micro_batch": 4}),
-    *(("one", {**LORA, "quantize": {"kind": "nf4"}}, {"model": {"dtype": kind}}) for kind in TYPES),
     ("one", {"bfd_packing": {"capacity": 512}}, {"micro_batch": 1}),
     *((kind, {}, {"model": {"dtype": "bfloat16"}}) for kind in ("one", "fsdp2", "zero3")),
     *(
