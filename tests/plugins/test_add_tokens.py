@@ -74,7 +74,10 @@ def test_tokens_that_are_none_are_refused(tiny, tokens, message):
         resolve(tables)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(True, marks=only_full, id="tied"), pytest.param(False, id="untied")],
+)
 def start(request, tmp_path_factory):
     """A base with a tokenizer and no spare rows; a recipe that adds two tokens."""
     folder = tmp_path_factory.mktemp("start")

@@ -110,7 +110,9 @@ def test_the_first_rate_is_logged_and_a_run_resumes_bit_for_bit(recipe, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=only_full) for kind in ("fsdp2", "zero3")]
+)
 def test_sharded_ranks_learn_the_same(recipe, tmp_path, kind):
     alone, run = tmp_path / "alone", tmp_path / kind
     result = run_plugsft(recipe, f"output={alone}")
