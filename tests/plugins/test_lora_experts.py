@@ -13,7 +13,9 @@ from test_launch import config, curve
 from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError
+from plugsft.base.errors import PlugsftError
 from plugsft.base.machine import look
+from plugsft.commands.runs.export import load_adapters
 from plugsft.model.load import Load
 from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check, resolve
@@ -167,6 +169,17 @@ def test_refused_before_anything_is_loaded(tmp_path, family, options, says):
     with pytest.raises(RecipeError, match=r"plugins\.lora") as refused:
         check(active.attach(), loaded, look())
     assert says in str(refused.value)
+
+
+def test_a_merge_that_would_lose_adapters_is_refused(tmp_path):
+    """peft writes them, renames them when it reads them, and only warns that they are missing."""
+    folder = save_model(tmp_path / "base", "laguna")
+    plain = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["gate_proj"])
+    )
+    plain.save_pretrained(tmp_path / "adapters")
+    with pytest.raises(PlugsftError, match="Found missing adapter keys"):
+        load_adapters(tmp_path / "adapters", False)
 
 
 def test_frozen_experts_are_reported_with_the_line_that_adapts_them(tmp_path, capsys):

@@ -156,6 +156,7 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype, Tensor
             warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
             # GPT-2's layers are stored transposed, unless they are quantized.
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+            warnings.filterwarnings("error", "Found missing adapter keys")
             trained = None
             if quantized:
                 model = auto_class(folder).from_pretrained(base, **options | quantized)
