@@ -19,7 +19,7 @@ from .ranks.launch import disconnect, seed_step
 from .ranks.load_batches import GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory
 from .ranks.sharded_optimizers import explain_optimizer
-from .ranks.trained_model import work_with_weights
+from .ranks.trained_model import evaluating, work_with_weights
 from .run import OpenRun
 
 MOST_METRICS = 240
@@ -184,9 +184,8 @@ def evaluate(run: OpenRun) -> dict[str, Any]:
     """Return the mean loss and metrics of the evaluation data."""
 
     def work() -> dict[str, Any]:
-        run.module.eval()
-        losses = evaluation_losses(run)
-        run.module.train()
+        with evaluating(run.module):
+            losses = evaluation_losses(run)
         return evaluation_metrics(run, losses)
 
     metrics: dict[str, Any] = work_with_weights(run.hooks, run, "evaluate", work)

@@ -57,9 +57,7 @@ class Objective:
             nll = token_nll(model=module, batch=batch, summed=False)
             reference = sum_per_answer(nll, batch)
         gains, labels = log_probs - reference, batch["_labels"]
-        # Not model.training, which is always true under ZeRO-3.
-        training = getattr(model, "module", model).training
-        if self.is_untrained and training:
+        if self.is_untrained and model.training:
             # Dropout is that of adapters; they may not begin at 0.
             dropout = any(isinstance(part, Dropout) and part.p for part in model.modules())
             self.is_untrained = False
@@ -68,7 +66,7 @@ class Objective:
         signs = torch.where(labels, 1.0, -1.0)
         factors = torch.where(labels, plugin.desirable_weight, plugin.undesirable_weight)
         losses = torch.sigmoid(-plugin.beta * signs * (gains - step.kl))
-        examples = step.examples if training else np.arange(len(batch["_tokens"]))
+        examples = step.examples if model.training else np.arange(len(batch["_tokens"]))
         scales = scales_of(batch["_tokens"], examples)
         metrics = {"reward": plugin.beta * gains.detach(), "logp": log_probs.detach()}
         self._add_metrics(metrics, batch, scales)

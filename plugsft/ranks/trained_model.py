@@ -144,9 +144,11 @@ def random_numbers(device: torch.device, seed: int, step: int) -> Iterator[None]
 @contextmanager
 def evaluating(module: Module) -> Iterator[None]:
     """Put a model into evaluation mode inside the block."""
-    training = getattr(module, "module", module).training  # DeepSpeed's own is always true
+    training = module.training
     module.eval()
+    module.training = False  # DeepSpeed's engine leaves its own
     try:
         yield
     finally:
         module.train(training)
+        module.training = training
