@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from plugsft.kit import Tokens
 
-Weight = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @plugin(

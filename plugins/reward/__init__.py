@@ -30,7 +30,7 @@ class Reward:
     last token. The run's `model/` is a sequence-classification model of transformers.
     """
 
-    center: Annotated[float, Field(ge=0)] = 0.0
+    center: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of an additional loss, (chosen + rejected)², which keeps the scores around 0."""
 
     seed: int = state(0)

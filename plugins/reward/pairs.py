@@ -1,7 +1,6 @@
 """Rows and tokens of pairs of answers. Imports no torch."""
 
 import copy
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,8 @@ from plugsft import Data, DataError, Ints, RecipeError, Rendered
 from plugsft.kit import Tokenizer, Tokens, render_pairs
 
 MARGIN = "margin"
+LARGEST = 1_000_000
+"""Largest margin, in either direction; scores are far smaller."""
 TESTED = 64
 """Most pairs whose last tokens are compared with the pad token."""
 
@@ -23,10 +24,12 @@ def render_pairs_with_margins(
     margins = [0.0] * len(rows)
     for number, row in enumerate(rows):
         margin = 0.0 if row.get(column) is None else row[column]
-        if type(margin) in (int, float) and isfinite(margin):
+        if type(margin) in (int, float) and abs(margin) <= LARGEST:
             margins[number] = float(margin)
         else:
-            rendered.bad.setdefault(number, f"'{column}' is {margin!r}, and should be a number")
+            text = repr(margin)[:20]
+            reason = f"'{column}' is {text}, and should be a number of at most {LARGEST:,}"
+            rendered.bad.setdefault(number, reason)
     rendered.columns[MARGIN] = margins
     rendered.read = {*(rendered.read or ()), MARGIN}
     return rendered

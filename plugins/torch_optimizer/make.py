@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import AdamW, Muon, Optimizer
 
 from plugsft import RecipeError, Train
@@ -21,6 +21,12 @@ DECOUPLED = {"adafactor", "muon"}
 SWITCH = "decoupled_weight_decay"
 SET_BY_RECIPE = {"params": "", "lr": "train.learning_rate", "betas": "train.beta1 and train.beta2"}
 """Argument -> where a recipe sets it."""
+USELESS = {
+    "capturable": "it is for CUDA graphs",
+    "differentiable": "it is for gradients of a step",
+    "maximize": "it would raise the loss",
+}
+"""Argument -> why no run needs it."""
 
 
 def arguments_of(name: str) -> Mapping[str, Any]:
@@ -36,8 +42,10 @@ def ensure_options(name: str, options: Mapping[str, Any], train: Train) -> None:
     for key in options:
         if key in SET_BY_RECIPE:
             problems.append(f"options.{key}: set {SET_BY_RECIPE[key] or 'other options'} instead")
+        elif key in USELESS:
+            problems.append(f"options.{key}: {USELESS[key]}; remove it")
         elif key not in arguments:
-            known = ", ".join(sorted({*arguments} - {*SET_BY_RECIPE}))
+            known = ", ".join(sorted({*arguments} - {*SET_BY_RECIPE, *USELESS}))
             problems.append(f"options.{key}: {name} has no such option; it has: {known}")
     if name != "muon":  # its AdamW uses them
         for key in sorted(changed(train)):
@@ -51,8 +59,29 @@ def ensure_options(name: str, options: Mapping[str, Any], train: Train) -> None:
         kind = "has only the L2 penalty" if "weight_decay" in arguments else "has no weight decay"
         cure = ": set options = {weight_decay = ...} for it, and" if "only" in kind else ";"
         problems.append(f"train.weight_decay is decoupled, and {name} {kind}{cure} remove this")
+    problems = problems or refused_values(name, options)
     if problems:
         raise RecipeError(problems)
+
+
+def refused_values(name: str, options: Mapping[str, Any]) -> list[str]:
+    """Return what torch says about the values of options, from two steps of a tiny weight."""
+    weight = Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    try:
+        optimizer = CLASSES[name]([weight], lr=1e-3, **in_tuples(options))
+        for _ in range(2):
+            optimizer.step()
+    except Exception as error:  # torch has various kinds
+        return [f"options: {name} of torch refuses them: {error}"]
+    return []
+
+
+def in_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with tuples in place of TOML's lists."""
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
 
 
 def changed(train: Train) -> set[str]:
@@ -63,7 +92,7 @@ def changed(train: Train) -> set[str]:
 
 def make_optimizer(name: str, options: Mapping[str, Any], model: Module, train: Train) -> Optimizer:
     """Make an optimizer of all trained weights; norms and biases have no weight decay."""
-    arguments = dict(options)
+    arguments = in_tuples(options)
     known = arguments_of(name)
     decay = arguments.pop("weight_decay", train.weight_decay)
     if name == "muon":
@@ -74,9 +103,6 @@ def make_optimizer(name: str, options: Mapping[str, Any], model: Module, train: 
         arguments["eps"] = train.eps
     if SWITCH in known and train.weight_decay:
         arguments[SWITCH] = True
-    arguments = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
-    }
     groups = decay_groups(model, decay if "weight_decay" in known else None)
     made: Optimizer = CLASSES[name](groups, lr=train.learning_rate, **arguments)
     return made

@@ -11,6 +11,7 @@ from .chat import common_prefix
 from .formats import read_weight
 from .messages import BadRow
 from .render import render_rows
+from .unread_columns import READERS
 
 ANSWERS = ("chosen", "rejected")
 SHARED = ("tools", "chat_template_kwargs")
@@ -36,7 +37,8 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
         raise DataError(
             f"no row has two answers to compare: {next(iter(bad.values()))}. Pairs have columns "
             "chosen and rejected, with a prompt or a common beginning; name yours in "
-            '[data.columns], for instance chosen = "good"'
+            '[data.columns], for instance chosen = "good"; single answers with a label are for '
+            + READERS["label"]
         )
     if not pair_rows:
         return Rendered(bad=bad)

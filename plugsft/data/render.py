@@ -154,7 +154,7 @@ def _refuse_preferences(rows: list[Row]) -> str:
     answers = isinstance(row.get("prompt"), list) or isinstance(row["chosen"], str)
     column = ("completion" if "prompt" in row else "text") if answers else "messages"
     return (
-        "the data holds preferences (columns chosen and rejected), which plain fine-tuning does "
-        f'not train on. To train on what was chosen, set [data.columns] {column} = "chosen" and '
+        "the data holds preferences (columns chosen and rejected), which no active plugin "
+        f'reads. To train on what was chosen, set [data.columns] {column} = "chosen" and '
         'data.ignore = ["rejected"]; to learn which answer is preferred, add ' + READERS["chosen"]
     )

@@ -409,6 +409,14 @@ def test_a_label_that_is_not_true_or_false_is_refused(tiny, label, says):
     assert result.returncode == 2 and says in result.stderr, result.stderr
 
 
+def test_pairs_and_rows_with_labels_name_each_other_s_plugin(tiny):
+    pair = [{"prompt": "who? ", "chosen": "owls", "rejected": "elks"}]
+    for rows, own, other in ((pair, "kto", "[plugins.dpo]"), (ROWS, "dpo", "[plugins.kto]")):
+        result = run_plugsft(tiny(rows=rows, plugins={own: {}}))
+        [line] = result.stderr.splitlines()
+        assert result.returncode == 2 and other in line and "plain fine-tuning" not in line
+
+
 def test_a_text_without_a_prompt_is_refused(tiny):
     rows = [{"text": "owls", "label": True}]
     result = run_plugsft(tiny(rows=rows, plugins={"kto": {}}))
@@ -479,6 +487,7 @@ REFUSED = [
     ({"plugins": {"fused_loss": {"kernel": "liger"}}}, "but [plugins.kto] weighs each answer"),
     ({"plugins": {"dpo_reference": {}}}, "KTO scores other texts in each epoch"),
     ({"plugins": {"dpo": {}}}, "plugins.kto: provides reference_model, and so does 'dpo'"),
+    ({"plugins": {"kto": {"beta": float("inf")}}}, "plugins.kto.beta: given inf; it should be"),
     ({"plugins": {"kto": {"reference": "./nowhere"}}}, "reference: ./nowhere: no such folder"),
 ]
 

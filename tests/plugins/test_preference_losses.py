@@ -272,6 +272,12 @@ def test_an_option_that_a_loss_does_not_use_is_refused(tmp_path, loss):
             assert f'plugins.dpo: {option} has no effect with loss = "{loss}"; remove it' in line
 
 
+@pytest.mark.parametrize("option", ["beta", "gamma", "alpha", "nll"])
+def test_options_are_finite(tmp_path, option):
+    with pytest.raises(RecipeError, match=f"plugins.dpo.{option}: given inf; it should be"):
+        problems(tmp_path, {"loss": "simpo", option: float("inf")})
+
+
 @pytest.mark.parametrize("loss", FREE)
 def test_a_loss_without_a_reference_refuses_one(tmp_path, loss):
     refused = f'has no effect with loss = "{loss}", which has no reference; remove it'

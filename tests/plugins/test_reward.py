@@ -347,6 +347,7 @@ def save_model(folder, model, tokenizer):
             "a reward model cannot generate answers; remove [plugins.samples]",
         ),
         ({"dpo": {}}, "provides preference_pairs, and so does"),
+        ({"reward": {"center": float("inf")}}, "plugins.reward.center: given inf; it should be"),
         ({"dpo_reference": {}}, "plugins.dpo_reference: requires 'dpo'"),
     ],
 )
@@ -379,10 +380,10 @@ def test_probabilities_of_tokens_are_refused(tmp_path):
             use()
 
 
-@pytest.mark.parametrize("margin", ["wide", True, float("inf")])
+@pytest.mark.parametrize("margin", ["wide", True, float("inf"), float("nan"), 1e39, -(10**400)])
 def test_a_margin_is_a_number(tmp_path, margin):
     rows = [*pairs(4), pairs(1, seed=5)[0] | {"margin": margin}]
-    with pytest.raises(DataError, match=r"line 5: 'margin' is .*, and should be a number"):
+    with pytest.raises(DataError, match=r"line 5: 'margin' is .{,20}, and should be a number of"):
         Run(tmp_path, rows)
 
 

@@ -88,6 +88,13 @@ def test_options_and_weight_decay_reach_the_optimizer():
         ("sgd", {}, {"weight_decay": 0.1}, "has only the L2 penalty: set options = {weight_decay"),
         ("rprop", {}, {"weight_decay": 0.1}, "rprop has no weight decay; remove this"),
         ("muon", {"weight_decay": 0.1}, {"weight_decay": 0.1}, "is set too; remove one"),
+        ("adam", {"capturable": True}, {}, "options.capturable: it is for CUDA graphs; remove"),
+        ("sgd", {"maximize": True}, {}, "options.maximize: it would raise the loss; remove it"),
+        ("sgd", {"nesterov": True}, {}, "sgd of torch refuses them: Nesterov momentum requires"),
+        ("sgd", {"momentum": "x"}, {}, "options: sgd of torch refuses them: "),
+        ("sgd", {"momentum": 0.5, "dampening": "x"}, {}, "options: sgd of torch refuses them: "),
+        ("rprop", {"etas": [2, 1]}, {}, "rprop of torch refuses them: Invalid eta values"),
+        ("muon", {"adjust_lr_fn": "x"}, {}, "options: muon of torch refuses them: "),
     ],
 )
 def test_settings_without_effect_are_refused(name, options, changed, message):
