@@ -56,6 +56,10 @@ def train(tmp_path, monkeypatch):
     return train
 
 
+EXAMPLE = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+"""The whole recipe on the page."""
+
+
 def test_the_table_has_the_settings_by_their_number_of_uses():
     uses = [int(row[0]) for row in ROWS]
     assert uses == sorted(uses, reverse=True) and len(uses) >= 20
@@ -65,6 +69,12 @@ def test_the_table_has_the_settings_by_their_number_of_uses():
 def test_all_settings_train_together(train):
     tables = train(*LINES.values())
     assert len(tables["plugins"]) == 8 and tables["train"]["batch_size"] == 8
+
+
+@only_full
+def test_the_whole_recipe_trains(train):
+    tables = train(EXAMPLE[1])
+    assert {"lora", "quantize", "low_memory_adam", "bfd_packing"} <= {*tables["plugins"]}
 
 
 @only_full

@@ -32,7 +32,7 @@ from .initial import (
     subtracted_layers,
 )
 from .layers import NAME, FastLinear
-from .new_tokens import trained_rows
+from .new_tokens import describe_frozen_rows, trained_rows
 from .targets import (
     choose_modules,
     choose_weights,
@@ -78,7 +78,9 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
     # The same on all ranks, and saved for the backward pass, which DDP's copies would break.
     adapted._ddp_params_and_buffers_to_ignore = [*initial_state(adapted)]
     plugin.result = describe(adapted, plugin.r)
-    if frozen := describe_frozen(adapted):
+    if plugin.adapter:
+        plugin.result += f"; continues {plugin.adapter}"
+    for frozen in filter(None, (describe_frozen(adapted), describe_frozen_rows(plugin, load))):
         plugin.result += f"; {frozen}"
         say(f"warning: plugin lora: {frozen}")
     return adapted

@@ -102,7 +102,7 @@ def settings_of(plugin: Lora) -> Lora:
         if comparable(value) not in (comparable(getattr(defaults, option)), theirs):
             problems.append(
                 f"{option}: the recipe has {value!r}, and the adapters in {plugin.adapter} have "
-                f"{theirs!r}; remove it"
+                f"{theirs!r}; remove {option}"
             )
         setattr(settings, option, theirs)
     settings.experts = any("expert" in name for name in config.target_parameters or ())

@@ -38,3 +38,13 @@ def trained_rows(
             "train all of its rows; remove one of them"
         )
     return dict.fromkeys(modules, rows)
+
+
+def describe_frozen_rows(plugin: Lora, load: ModelLoad) -> str:
+    """Describe the rows of new tokens, if they are frozen."""
+    if not load.new_tokens or plugin.train_new_tokens or plugin.modules_to_save:
+        return ""
+    return (
+        f"rows of {len({*load.new_tokens})} new tokens are frozen; train_new_tokens = true in "
+        "[plugins.lora] trains them"
+    )

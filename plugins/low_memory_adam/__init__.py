@@ -61,3 +61,8 @@ class LowMemoryAdam:
         from .eight_bit import make_eight_bit
 
         return make_eight_bit(model, train, paged=self.kind == PAGED)
+
+    @hookimpl
+    def summary(self) -> str:
+        """Report which AdamW trains."""
+        return self.kind

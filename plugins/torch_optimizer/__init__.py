@@ -53,3 +53,10 @@ class TorchOptimizer:
         from .make import make_optimizer
 
         return make_optimizer(self.name, self.options, model, train)
+
+    @hookimpl
+    def summary(self) -> str:
+        """Report the optimizer and its options."""
+        options = [f"{name} {value}" for name, value in self.options.items()]
+        rest = "; AdamW for embeddings, head, norms and biases" if self.name == "muon" else ""
+        return ", ".join([self.name, *options]) + rest

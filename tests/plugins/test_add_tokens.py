@@ -150,6 +150,8 @@ def test_adapters_and_their_new_rows_survive_the_merge(start, tmp_path, trained)
     words = ("plugins.lora.r=4", f"plugins.lora.train_new_tokens={str(trained).lower()}")
     said = ran(start, f"output={run}", *words, "checkpoint.every=2")
     assert ("rows of 2 new tokens trained" in said) == trained
+    warning = "warning: plugin lora: rows of 2 new tokens are frozen; train_new_tokens = true"
+    assert (warning in said) != trained
     ran("export", run, "--merge")
     merged, tokenizer = load(run / "merged")
     base = AutoModelForCausalLM.from_pretrained(start.parent / "base/model")

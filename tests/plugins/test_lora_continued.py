@@ -102,7 +102,7 @@ def edit(folder, **changed):
 @pytest.mark.parametrize(
     ("options", "changed", "message"),
     [
-        ({"r": 8}, {}, "r: the recipe has 8, and the adapters in .* have 4; remove it"),
+        ({"r": 8}, {}, "r: the recipe has 8, and the adapters in .* have 4; remove r"),
         ({"alpha": 5}, {}, "alpha: the recipe has 5, and the adapters in .* have 6"),
         ({"dora": True}, {}, "dora: the recipe has True, and .* have False"),
         ({"targets": ["q_proj"]}, {}, "targets: the recipe has .'q_proj'., and"),

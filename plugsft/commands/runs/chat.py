@@ -41,7 +41,7 @@ def chat(
         raise PlugsftError("--ask: an empty question has no answer")
     if is_reward_model(folder):
         raise PlugsftError(
-            f"{folder}: is a reward model: it scores answers, and cannot generate. Load it with "
+            f"{folder} is a reward model: it scores answers, and cannot generate. Load it with "
             "transformers' AutoModelForSequenceClassification"
         )
     ensure_safetensors(str(folder))
