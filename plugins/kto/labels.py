@@ -27,11 +27,11 @@ def read_labels(rows: list[dict[str, Any]], rendered: Rendered, data: Data) -> R
     for number, label in enumerate(labels):
         if label is None:
             others = ", ".join(sorted(rows[number])[:8])
-            reason = f"no '{column}' that is true or false: the row has {others}"
+            reason = f"no '{column}' that is true or false for [plugins.kto]: the row has {others}"
             rendered.bad.setdefault(number, f"{reason}; [data.columns] label names another column")
         elif not isinstance(label, bool):
-            text = repr(label)[:20]
-            rendered.bad.setdefault(number, f"'{column}' is {text}, and should be true or false")
+            reason = f"'{column}' is {repr(label)[:20]}, and should be true or false"
+            rendered.bad.setdefault(number, f"{reason} for [plugins.kto]")
     for number, spans in zip(rendered.rows, rendered.spans, strict=True):
         if min(start for start, _ in spans) == 0:
             rendered.bad.setdefault(number, "no prompt before the answer")

@@ -29,7 +29,7 @@ def render_pairs_with_margins(
         else:
             text = repr(margin)[:20]
             reason = f"'{column}' is {text}, and should be a number of at most {LARGEST:,}"
-            rendered.bad.setdefault(number, reason)
+            rendered.bad.setdefault(number, f"{reason} for [plugins.reward]")
     rendered.columns[MARGIN] = margins
     rendered.read = {*(rendered.read or ()), MARGIN}
     return rendered

@@ -398,10 +398,10 @@ def test_a_weight_multiplies_the_loss_of_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("label", "says"),
     [
-        (1, "line 1: 'label' is 1, and should be true or false"),
-        ("true", "line 1: 'label' is 'true', and should be true or false"),
-        (0.5, "line 1: 'label' is 0.5, and should be true or false"),
-        (None, "line 1: no 'label' that is true or false: the row has completion, label, prompt"),
+        (1, "line 1: 'label' is 1, and should be true or false for [plugins.kto]"),
+        ("true", "line 1: 'label' is 'true', and should be true or false for [plugins.kto]"),
+        (0.5, "line 1: 'label' is 0.5, and should be true or false for [plugins.kto]"),
+        (None, "no 'label' that is true or false for [plugins.kto]: the row has completion, label"),
     ],
 )
 def test_a_label_that_is_not_true_or_false_is_refused(tiny, label, says):
