@@ -1,4 +1,4 @@
-"""Add a loss that lets routers use all experts alike: affects results."""
+"""Add a loss that trains routers to use all experts evenly: affects results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @plugin(after=["lora"], affects_results=["weight"])
 class RouterLoss:
-    """Add a loss that lets routers use all experts alike: affects results.
+    """Add a loss that trains routers to use all experts evenly: affects results.
 
     Of each example and router it is experts x sum(share x probability): the share of the tokens
     that choose an expert, times its mean probability. So it depends on no other example.
