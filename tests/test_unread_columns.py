@@ -103,7 +103,7 @@ def test_a_row_that_means_something_else_is_never_learned(tokenizer, hooks, kind
     for number in wrong:
         [name] = [name for name in REFUSED if found.bad[number].startswith(f"'{name}' ")]
         assert name in telling[number]
-        assert f'data.ignore = ["{name}"] trains without it' in found.bad[number]
+        assert f'set data.ignore = ["{name}"] to train without it' in found.bad[number]
     good = [number for number in range(len(rows)) if number not in wrong]
     sequences = len(plain.texts)
     assert found.texts == plain.texts * len(good) and found.spans == plain.spans * len(good)
@@ -150,7 +150,7 @@ def test_the_last_of_many_rows_is_seen_too(tmp_path, monkeypatch):
 def test_a_refused_column_names_the_plugins_that_read_it(tmp_path, column, readers):
     with pytest.raises(DataError) as refused:
         run_of(tmp_path, [ROWS["messages"] | {column: "x"}])
-    cure = f'add {readers} to learn from it, or data.ignore = ["{column}"] trains without it'
+    cure = f'add {readers} to learn from it, or set data.ignore = ["{column}"] to train without it'
     assert cure in str(refused.value)
 
 
@@ -254,7 +254,7 @@ def test_check_and_inspect_name_them(tiny, tmp_path, capsys):
             command()
         said = str(refused.value)
         assert "lines 1, 2, 3, 4, 5 and 15 more: 'label' tells good answers" in said
-        assert 'data.ignore = ["label"] trains without it' in said
+        assert 'data.ignore = ["label"] to train without it' in said
     result = run_plugsft(recipe)
     assert result.returncode == 2 and "'label' tells good answers" in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -69,7 +69,7 @@ def ensure_read(row: Row, read: Collection[str]) -> list[str]:
             add = f"add {READERS[name]} to learn from it, or " if name in READERS else ""
             raise BadRow(
                 f"'{unread[name]}' {REFUSED[name]}, and no active plugin reads it; "
-                f'{add}data.ignore = ["{unread[name]}"] trains without it'
+                f'{add}set data.ignore = ["{unread[name]}"] to train without it'
             )
     return [
         f"'{unread[name]}' {WARNED[name]}, and nothing reads it"
