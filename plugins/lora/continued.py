@@ -13,6 +13,7 @@ import huggingface_hub
 import torch
 from peft import LoraConfig, TaskType, set_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from pydantic import BaseModel, Field, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Module
@@ -46,8 +47,20 @@ SUPPORTED = {
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 }
 """Settings of peft under which training goes on as it began."""
+RECORD = "quantization_config.json"
+"""Says how the base of a folder's adapters was quantized; plugins that quantize write it."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations of peft that change the base, unless they are converted when saved."""
+
+
+class Settings(BaseModel, strict=True):
+    """The settings of a folder of adapters that this plugin reads, and their types."""
+
+    r: int = Field(8, ge=1)
+    lora_alpha: float = Field(8, gt=0)
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    modules_to_save: list[str] | None = None
 
 
 def read_config(place: str) -> LoraConfig:
@@ -61,6 +74,7 @@ def read_config(place: str) -> LoraConfig:
         if (Path(place) / "config.json").is_file():
             cure = "; it holds a whole model: name it in model.path, and remove this option"
         raise RecipeError(f"{where} holds no adapters ({reason_of(error)}){cure}") from error
+    ensure_well_formed(raw, f"{where}: {CONFIG_NAME}")
     if (kind := raw.get("peft_type")) != "LORA":
         raise RecipeError(f"{where} holds adapters of the kind {kind}, not LORA")
     start = str(raw.get("init_lora_weights"))
@@ -76,6 +90,21 @@ def read_config(place: str) -> LoraConfig:
                 f"{where} has {name} = {value!r}, which is not supported; {merge_first(place)}"
             )
     return LoraConfig(**{name: value for name, value in raw.items() if name in defaults})
+
+
+def ensure_well_formed(raw: Any, where: str) -> None:
+    """Refuse settings of other types than peft writes."""
+    try:
+        settings = Settings.model_validate(raw)
+        re.compile(settings.target_modules if isinstance(settings.target_modules, str) else "")
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        option = " ".join(map(str, first["loc"][:1]))
+        raise RecipeError(
+            f"{where} is damaged: {option} {first['msg']}".replace("  ", " ")
+        ) from error
+    except re.error as error:
+        raise RecipeError(f"{where}: target_modules is no pattern: {error}") from error
 
 
 def find_file(place: str, name: str) -> Path:
@@ -138,11 +167,42 @@ def config_to_go_on(plugin: Lora, load: ModelLoad, base: str, model: Any) -> Lor
             f"{theirs[1]}), and model.path is {ours[0]} (revision {ours[1]}); with other weights "
             "it is another model"
         )
+    then, now = stored_quantization(str(plugin.adapter)), quantization_of(load)
+    if then != now:
+        kinds = [
+            f"quantized ({weights})" if weights else "not quantized" for weights in (then, now)
+        ]
+        say(
+            f"warning: plugins.lora.adapter: the base of {plugin.adapter} was {kinds[0]}, and this "
+            f"run's is {kinds[1]}; with other weights it is another model"
+        )
     config.base_model_name_or_path, config.revision = base, load.kwargs.get("revision")
     config.lora_dropout, config.inference_mode = plugin.dropout, False
     config.init_lora_weights = True
     config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
     return config
+
+
+def stored_quantization(place: str) -> str:
+    """Return how the base of a folder's adapters was quantized; "" if nothing says so."""
+    path = Path(place, RECORD)
+    try:
+        return describe_quantization(json.loads(path.read_text(encoding="utf8")))
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+def quantization_of(load: ModelLoad) -> str:
+    """Return how a run quantizes its base; "" if it does not."""
+    config = load.kwargs.get("quantization_config")
+    return describe_quantization(config.to_dict()) if config else ""
+
+
+def describe_quantization(settings: dict[str, Any]) -> str:
+    """Name the kind of quantized weights, and the layers that are not quantized."""
+    kind = settings.get("bnb_4bit_quant_type") or settings.get("quant_method")
+    left_out = settings.get("llm_int8_skip_modules") or ["nothing"]
+    return f"{kind}, all linear layers but {', '.join(left_out)}"
 
 
 def same_model(one: str, other: str) -> bool:
@@ -174,6 +234,11 @@ def load_adapters(model: Any, plugin: Lora) -> None:
             f"plugins.lora.adapter: {place} does not fit this model: "
             + (f"{extra[0]} is not one of its adapters" if extra else f"it lacks {lost[0]}")
             + f"; {merge_first(place)}"
+        )
+    if wrong := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+        raise RecipeError(
+            f"plugins.lora.adapter: {place}: {wrong[0]} has values that are not finite; the file "
+            "is damaged, or its training diverged; name other adapters"
         )
     try:
         set_peft_model_state_dict(model, weights)

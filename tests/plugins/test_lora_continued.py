@@ -16,10 +16,11 @@ from conftest import (
     write_recipe,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from test_dpo_reference import pairs
 from test_launch import config, curve
 from test_lora import IDS, adapt, base, gradients, shake  # noqa: F401  # a fixture
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from plugsft import RecipeError
 from plugsft.base.machine import look
@@ -107,6 +108,10 @@ def edit(folder, **changed):
         ({"dora": True}, {}, "dora: the recipe has True, and .* have False"),
         ({"targets": ["q_proj"]}, {}, "targets: the recipe has .'q_proj'., and"),
         ({"init": "pissa"}, {}, '"pissa" has no effect on trained adapters; remove it'),
+        ({}, {"r": None}, "adapter_config.json is damaged: r Input should be a valid integer"),
+        ({}, {"r": 0}, "adapter_config.json is damaged: r Input should be greater than"),
+        ({}, {"target_modules": 5}, "adapter_config.json is damaged: target_modules"),
+        ({}, {"target_modules": "*("}, "target_modules is no pattern: nothing to repeat"),
         ({}, {"bias": "all"}, "bias = 'all', which is not supported; merge them first"),
         ({}, {"trainable_token_indices": [3]}, "trainable_token_indices = .3., which is not"),
         ({}, {"peft_type": "IA3"}, "holds adapters of the kind IA3, not LORA"),
@@ -139,6 +144,27 @@ def test_what_holds_no_adapters_or_other_ones_is_refused(base, tmp_path):  # noq
     edit(adapters, modules_to_save=None, target_modules=["q_proj"])
     with pytest.raises(RecipeError, match=r"lora_A.weight is not one of its adapters"):
         go_on(folder, adapters)
+    file = of_peft(folder, tmp_path / "broken") / "adapter_model.safetensors"
+    save_file({name: weight / 0 for name, weight in load_file(file).items()}, file)
+    with pytest.raises(RecipeError, match=r"lora_A.weight has values that are not finite"):
+        go_on(folder, file.parent)
+    (adapters / "adapter_config.json").write_text("[1]")
+    with pytest.raises(RecipeError, match=r"adapter_config.json is damaged: Input should be"):
+        go_on(folder, adapters)
+
+
+def test_a_base_that_was_quantized_otherwise_is_reported(base, tmp_path, capsys):  # noqa: F811
+    folder = base()
+    adapters = of_peft(folder, tmp_path / "peft")
+    go_on(folder, adapters)
+    assert "quantized" not in capsys.readouterr().out
+    record = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4").to_dict()
+    (adapters / "quantization_config.json").write_text(json.dumps(record))
+    go_on(folder, adapters)
+    said = (
+        "peft was quantized (nf4, all linear layers but nothing), and this run's is not quantized"
+    )
+    assert said in capsys.readouterr().out
 
 
 # Real runs.
