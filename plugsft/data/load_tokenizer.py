@@ -72,6 +72,14 @@ def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
     if known := sorted({*tokens} & {*tokenizer.get_vocab()}):
         say(f"model.add_tokens: the tokenizer has these already: {', '.join(known)}")
     tokenizer.add_tokens(tokens)
+    for token, number in zip(tokens, tokenizer.convert_tokens_to_ids(tokens), strict=True):
+        ids = tokenizer.encode(token, add_special_tokens=False)
+        if number not in ids or tokenizer.decode([number]).strip() != token.strip():
+            raise RecipeError(
+                f"model.add_tokens: '{token}' cannot be a token: the tokenizer reads it as "
+                f"{tokenizer.convert_ids_to_tokens(ids)}, and writes '{tokenizer.decode(ids)}'; "
+                "choose another text"
+            )
 
 
 def new_ids(model: Model, tokenizer: Any) -> list[int]:

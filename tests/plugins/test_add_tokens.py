@@ -19,7 +19,9 @@ from test_lora import adapt
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from plugsft import RecipeError
+from plugsft.data.load_tokenizer import load_tokenizer
 from plugsft.model.load import Load, grow_embeddings
+from plugsft.recipe.tables import Model
 from plugsft.registry.active import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -142,6 +144,21 @@ def test_all_weights_are_trained_saved_and_resumed(start, tmp_path):
     said = ran(start, f"output={tmp_path / 'on'}", f"model.path={json.dumps(str(run / 'model'))}")
     assert "model.add_tokens: the tokenizer has these already: </think>, <think>" in said
     assert load(tmp_path / "on/model")[0].config.vocab_size == old + 2
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        ("<|im_start|>assistant", "the tokenizer reads it as ['<|im_start|>', 'assistant']"),
+        ("Ġa", "writes ' a'; choose another text"),  # the vocabulary's name of " a"
+        ("é", "choose another text"),  # its name of a byte
+    ],
+)
+def test_texts_that_cannot_be_tokens_are_refused(start, token, says):
+    """transformers adds them, but no text would ever have them, or other texts would."""
+    with pytest.raises(RecipeError, match=r"model\.add_tokens: .* cannot be a token") as refused:
+        load_tokenizer(Model(path=str(start.parent / "base/model"), add_tokens=[token]), start)
+    assert says in str(refused.value)
 
 
 @pytest.mark.parametrize("trained", [True, False])
