@@ -8,7 +8,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from plugsft import ModelLoad, RecipeError
 
-from .targets import head_and_embeddings, is_tied, name_of
+from .targets import head_and_embeddings, is_tied, name_of, reward_head
 
 if TYPE_CHECKING:
     from . import Lora
@@ -31,13 +31,14 @@ def trained_rows(
             + " (recipes/accelerate/)"
         )
     head, embeddings = (name_of(module, model) for module in head_and_embeddings(model))
-    modules = [embeddings] if is_tied(model) else [embeddings, head]
-    if both := [name for name in (embeddings, head) if name in adapted]:
+    # The head of a reward model has no rows of tokens.
+    weights = [embeddings] if reward_head(model) is not None else [embeddings, head]
+    if both := [name for name in weights if name in adapted]:
         raise RecipeError(
             f"plugins.lora.train_new_tokens: {both[0]} is in targets or modules_to_save, which "
             "train all of its rows; remove one of them"
         )
-    return dict.fromkeys(modules, rows)
+    return dict.fromkeys(weights[:1] if is_tied(model) else weights, rows)
 
 
 def describe_frozen_rows(plugin: Lora, load: ModelLoad) -> str:

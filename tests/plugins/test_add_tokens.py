@@ -12,11 +12,18 @@ from conftest import (
     run_launch,
     run_plugsft,
     tiny_tables,
+    write_jsonl,
     write_recipe,
 )
 from test_launch import config, curve
 from test_lora import adapt
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
 
 from plugsft import RecipeError
 from plugsft.data.load_tokenizer import load_tokenizer
@@ -187,6 +194,20 @@ def test_adapters_and_their_new_rows_survive_the_merge(start, tmp_path, trained)
     again, checkpoint = tmp_path / "again", run / "checkpoints/step-000002"
     ran(start, f"output={again}", *words, "--resume-from", checkpoint)
     assert (again / WEIGHTS).read_bytes() == (run / WEIGHTS).read_bytes()
+
+
+def test_a_reward_model_trains_the_new_rows_of_its_embeddings(start, tmp_path):
+    """Its head has no rows of tokens; the merged model has the new rows."""
+    pair = {"prompt": "say", "chosen": "<think>a</think>", "rejected": "b"}
+    data = f"data.source={json.dumps(str(write_jsonl(tmp_path / 'pairs.jsonl', [pair] * 8)))}"
+    run, words = tmp_path / "run", ("plugins.lora.train_new_tokens=true", "plugins.reward={}")
+    assert "rows of 2 new tokens trained" in ran(start, f"output={run}", data, *words)
+    ran("export", run, "--merge")
+    merged = AutoModelForSequenceClassification.from_pretrained(run / "merged")
+    base = AutoModelForCausalLM.from_pretrained(start.parent / "base/model")
+    rows, before = (m.get_input_embeddings().weight.detach() for m in (merged, base))
+    assert torch.equal(rows[: len(before)], before) and len(rows) == len(before) + 2
+    assert float((rows[len(before) :] - before.mean(0)).abs().max()) > 1e-3
 
 
 @pytest.mark.slow
