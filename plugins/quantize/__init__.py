@@ -1,4 +1,4 @@
-"""Store the frozen weights in 4 bits, under adapters (QLoRA): affects results."""
+"""Store the frozen weights in 4 or 8 bits, under adapters (QLoRA): affects results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from plugsft import Capability, ModelLoad, Recipe, RecipeError, hookimpl, plugin
 
 @plugin(after=["lora"], provides={"quantized_base": None}, affects_results=["kind", "skip"])
 class Quantize:
-    """Store the frozen weights in 4 bits, under adapters (QLoRA): affects results.
+    """Store the frozen weights in 4 or 8 bits, under adapters (QLoRA): affects results.
 
-    Linear layers are stored as NF4 with double quantization (bitsandbytes), which takes 0.52 bytes
-    a weight. A product restores its weight in `model.dtype` first, so a run computes exactly what
-    adapters on the restored weights compute. Embeddings, head and norms stay as they are.
+    - `nf4`: NF4 with double quantization (bitsandbytes): 0.52 bytes a weight.
+    - `int8`: 8 bits, with a scale for each output: 1 byte a weight, and a tenth of the error.
+
+    A product restores its weight in `model.dtype` first, so a run computes exactly what adapters
+    on the restored weights compute. Embeddings, head and norms stay as they are.
     """
 
-    kind: Literal["nf4"]
-    """How weights are stored; 8 bits are not offered, since bitsandbytes rounds inputs too."""
+    kind: Literal["nf4", "int8"]
+    """How the weights of linear layers are stored."""
     skip: list[str] = field(default_factory=list)
     """Linear layers that are not quantized, by the ends of their names."""
 
@@ -36,8 +38,8 @@ class Quantize:
         if not recipe.provides("adapters"):
             table = Capability.bundled("adapters").table
             raise RecipeError(f"quantized weights cannot be trained; add {table}")
-        if find_spec("bitsandbytes") is None:
-            raise RecipeError("needs bitsandbytes: pip install 'plugsft[quantize]'")
+        if self.kind == "nf4" and find_spec("bitsandbytes") is None:
+            raise RecipeError("kind = \"nf4\" needs bitsandbytes: pip install 'plugsft[quantize]'")
         from .choose import modules_to_leave_out
 
         self.dtype = recipe.model.dtype
@@ -48,9 +50,9 @@ class Quantize:
         """Quantize the weights as they are loaded, before adapters are added."""
         from .base import finish, request
 
-        request(load, self.dtype, self.left_out)
+        request(load, self.kind, self.dtype, self.left_out)
         model = yield
-        self.result = finish(model, self.dtype)
+        self.result = finish(model, self.kind, self.dtype)
         return model
 
     @hookimpl

@@ -7,27 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.nn.modules import Linear4bit
 from torch.nn import Linear, Module
 from transformers import BitsAndBytesConfig
 
 from plugsft import ModelLoad, PluginError, say
 from plugsft.kit import num_weights
 
-from .forecast import forecast_layers
+from .int8 import METHOD, Int8Config, Int8Linear
 
 RECORD = "quantization_config.json"
 """The file in the run's `model/` that says how the base of the adapters was quantized."""
 
 
-def request(load: ModelLoad, dtype: str, left_out: list[str]) -> None:
+def request(load: ModelLoad, kind: str, dtype: str, left_out: list[str]) -> None:
     """Let transformers quantize each weight as it is loaded."""
     if load.empty:
         raise PluginError(
             "plugins.quantize: FSDP2 and ZeRO-3 cannot shard quantized weights. Each GPU holds the "
-            "whole base in 4 bits under DDP: launch with recipes/accelerate/gpu8.yaml; or remove "
+            "whole base in few bits under DDP: launch with recipes/accelerate/gpu8.yaml; or remove "
             "[plugins.quantize]"
         )
+    if kind == "int8":
+        load.kwargs["quantization_config"] = Int8Config(METHOD, dtype, left_out)
+        return
     make: Any = BitsAndBytesConfig  # untyped upstream
     load.kwargs["quantization_config"] = make(
         load_in_4bit=True,
@@ -38,15 +40,34 @@ def request(load: ModelLoad, dtype: str, left_out: list[str]) -> None:
     )
 
 
-def finish(model: Any, dtype: str) -> str:
-    """Keep the weights as they are in evaluations, record the quantization, describe it."""
+def finish(model: Any, kind: str, dtype: str) -> str:
+    """Prepare the quantized layers, record the quantization, describe it."""
+    prepare = prepare_int8 if kind == "int8" else prepare_nf4
+    layers = prepare(model, dtype)
+    record_when_saved(model)
+    return describe(model, layers, kind, dtype)
+
+
+def prepare_nf4(model: Any, dtype: str) -> list[Any]:
+    """Keep the weights as they are in evaluations; return the layers."""
+    from bitsandbytes.nn.modules import Linear4bit
+
+    from .forecast import forecast_layers
+
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
     forecast_layers([layer for layer in layers if layer.weight.is_meta], dtype)
     for layer in layers:
         # Evaluations on a CPU with bfloat16 would pack the weights another way, and round them.
         layer.support_avx512bf16_for_cpu = False
-    record_when_saved(model)
-    return describe(model, layers, dtype)
+    return layers
+
+
+def prepare_int8(model: Any, dtype: str) -> list[Any]:
+    """Keep DDP from copying the scales, which are the same on all ranks; return the layers."""
+    layers = {name: it for name, it in model.named_modules() if isinstance(it, Int8Linear)}
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    model._ddp_params_and_buffers_to_ignore = [*ignored, *(f"{name}.scale" for name in layers)]
+    return [*layers.values()]
 
 
 def record_when_saved(model: Any) -> None:
@@ -61,17 +82,18 @@ def record_when_saved(model: Any) -> None:
     model.save_pretrained = save_with_record
 
 
-def describe(model: Module, layers: list[Any], dtype: str) -> str:
+def describe(model: Module, layers: list[Any], kind: str, dtype: str) -> str:
     """Describe what was quantized, and the size of the base before and after."""
     width = getattr(torch, dtype).itemsize
     names = [name for name, module in model.named_modules() if is_base_layer(name, module)]
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     stored = sum(stored_bytes(weight) for weight in frozen.values())
+    stored += sum(layer.scale.nbytes for layer in layers if isinstance(layer, Int8Linear))
     whole = width * sum(num_weights(weight) for weight in frozen.values())
     experts = width * sum(weight.numel() for weight in frozen.values() if weight.dim() > 2)
     text = (
-        f"{len(layers)} of {len(names)} linear layers in NF4: the base takes {size(stored)} in "
-        f"place of {size(whole)}"
+        f"{len(layers)} of {len(names)} linear layers in {kind.upper()}: the base takes "
+        f"{size(stored)} in place of {size(whole)}"
     )
     if experts:
         text += f"; experts ({experts / whole:.0%} of the weights) stay in {dtype}"

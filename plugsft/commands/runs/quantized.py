@@ -12,9 +12,13 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 from ...base.errors import PlugsftError
 from ...base.limits import read_json_object
+from ...recipe.capabilities import Capability
 
 RECORD = "quantization_config.json"
 """Says how the base of a folder's adapters was quantized; plugins that quantize write it."""
+
+INT8 = f"plugsft.plugins.{Capability.bundled('quantized_base').plugin}.int8"
+"""The layers in 8 bits."""
 
 
 def quantization(folder: Path) -> dict[str, Any]:
@@ -22,15 +26,22 @@ def quantization(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     if not path.is_file():
         return {}
-    if find_spec("bitsandbytes") is None:
-        raise PlugsftError(
-            f"{folder}: its base is quantized, which needs bitsandbytes: "
-            "pip install 'plugsft[quantize]'"
-        )
     try:
         values = read_json_object(path)
+        needs_bitsandbytes = values["quant_method"] == "bitsandbytes"
+        if not needs_bitsandbytes:
+            import_module(INT8)  # transformers then knows this kind
+        elif find_spec("bitsandbytes") is None:
+            raise PlugsftError(
+                f"{folder}: its base is quantized, which needs bitsandbytes: "
+                "pip install 'plugsft[quantize]'"
+            )
         config: Any = AutoQuantizationConfig.from_dict(values)
-        dtype: torch.dtype = config.bnb_4bit_compute_dtype
+        dtype: torch.dtype = (
+            config.bnb_4bit_compute_dtype if needs_bitsandbytes else getattr(torch, config.dtype)
+        )
+    except PlugsftError:
+        raise
     except Exception as error:  # a damaged file, or a kind that transformers does not know
         raise PlugsftError(f"{path}: cannot be read: {error}; copy the folder again") from error
     return {"quantization_config": config, "dtype": dtype}
@@ -46,15 +57,16 @@ def keep_stored_weights(model: Any) -> Any:
 
 def copy_restored_weights(quantized: Module, plain: Module) -> int:
     """Copy the weights of a quantized model, restored, into an unquantized one; count them."""
-    bitsandbytes, copied = import_module("bitsandbytes"), 0
-    modules = dict(quantized.named_modules())
+    modules, copied = dict(quantized.named_modules()), 0
     for name, module in plain.named_modules():
-        weight: Any = getattr(modules[name], "weight", None)
-        if (state := getattr(weight, "quant_state", None)) is None:
+        layer: Any = modules[name]
+        if not hasattr(layer, "source_cls"):  # the class before quantization
             continue
-        # transformers quantizes on a GPU if there is one.
-        values = bitsandbytes.functional.dequantize_4bit(weight.data, state).cpu()
-        # bitsandbytes stores GPT-2's layers transposed.
+        values = layer.weight
+        if (state := getattr(values, "quant_state", None)) is not None:
+            values = import_module("bitsandbytes").functional.dequantize_4bit(values.data, state)
+        # transformers quantizes on a GPU if there is one, and stores GPT-2's layers transposed.
+        values = values.detach().cpu()
         module.weight.data = values.t().contiguous() if isinstance(module, Conv1D) else values
         copied += 1
     return copied
