@@ -52,7 +52,12 @@ class Quantize:
 
         request(load, self.kind, self.dtype, self.left_out)
         model = yield
-        self.result = finish(model, self.kind, self.dtype)
+        if self.kind == "nf4":
+            from .forecast import prepare_nf4 as prepare
+        else:
+            from .base import prepare_int8 as prepare
+        layers = prepare(model, self.dtype)
+        self.result = finish(model, layers, self.kind, self.dtype)
         return model
 
     @hookimpl

@@ -40,26 +40,10 @@ def request(load: ModelLoad, kind: str, dtype: str, left_out: list[str]) -> None
     )
 
 
-def finish(model: Any, kind: str, dtype: str) -> str:
-    """Prepare the quantized layers, record the quantization, describe it."""
-    prepare = prepare_int8 if kind == "int8" else prepare_nf4
-    layers = prepare(model, dtype)
+def finish(model: Any, layers: list[Any], kind: str, dtype: str) -> str:
+    """Record the quantization, and describe it."""
     record_when_saved(model)
     return describe(model, layers, kind, dtype)
-
-
-def prepare_nf4(model: Any, dtype: str) -> list[Any]:
-    """Keep the weights as they are in evaluations; return the layers."""
-    from bitsandbytes.nn.modules import Linear4bit
-
-    from .forecast import forecast_layers
-
-    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    forecast_layers([layer for layer in layers if layer.weight.is_meta], dtype)
-    for layer in layers:
-        # Evaluations on a CPU with bfloat16 would pack the weights another way, and round them.
-        layer.support_avx512bf16_for_cpu = False
-    return layers
 
 
 def prepare_int8(model: Any, dtype: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Quantized layers without data, for `plugsft plan`: their sizes, and the memory of a product."""
+"""Layers in NF4; without data, for `plugsft plan`: their sizes, and the memory of a product."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ from torch.nn.functional import linear
 
 BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in NF4: 4 bits, an 8-bit scale for 64 of them, a scale for 256 scales."""
+
+
+def prepare_nf4(model: Any, dtype: str) -> list[Any]:
+    """Keep the weights as they are in evaluations; return the layers."""
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    forecast_layers([layer for layer in layers if layer.weight.is_meta], dtype)
+    for layer in layers:
+        # Evaluations on a CPU with bfloat16 would pack the weights another way, and round them.
+        layer.support_avx512bf16_for_cpu = False
+    return layers
 
 
 def forecast_layers(layers: list[Any], dtype: str) -> None:
