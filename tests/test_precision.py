@@ -74,6 +74,13 @@ def dtype_of(run):
         return {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118  # no dict
 
 
+def test_states_of_a_plugin_s_optimizer_are_its_own(tiny):
+    plugins = {"low_memory_adam": {"kind": "adamw_8bit"}}
+    result = run_plugsft(tiny(train={"steps": 1}, plugins=plugins))
+    assert result.returncode == 0, result.stderr
+    assert "gradients summed in float32, on cpu" in result.stdout
+
+
 @pytest.mark.parametrize(
     "dtype, launcher, weights, computes",
     [

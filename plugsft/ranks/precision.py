@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import AdamW
 
 from ..base.errors import LaunchError
 from ..recipe.tables import Model, Recipe
@@ -134,8 +135,16 @@ def dtypes_of(accelerator: Accelerator, state: TrainState) -> dict[str, str]:
         "weights": weights,
         "compute": "bfloat16" if accelerator.mixed_precision == "bf16" else weights,
         "gradients": gradients,
-        "optimizer": weights,
+        # A plugin's optimizer may store other types.
+        **({"optimizer": weights} if type(innermost(state.optimizer)) is AdamW else {}),
     }
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer inside those of accelerate and DeepSpeed."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def describe_dtypes(dtypes: dict[str, str], device: torch.device) -> str:
@@ -144,7 +153,8 @@ def describe_dtypes(dtypes: dict[str, str], device: torch.device) -> str:
     if name == "cuda":
         name = torch.cuda.get_device_name(device)
     frozen = f"frozen weights {dtypes['frozen']}, trained ones" if "frozen" in dtypes else "weights"
+    states = f"optimizer states {dtypes['optimizer']}, " if "optimizer" in dtypes else ""
     return (
         f"{frozen} {weights}, computed in {dtypes['compute']}, gradients summed in "
-        f"{dtypes['gradients']}, optimizer states {dtypes['optimizer']}, on {name}"
+        f"{dtypes['gradients']}, {states}on {name}"
     )
