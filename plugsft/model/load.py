@@ -150,7 +150,9 @@ def grow_embeddings(model: Any, rows: int) -> None:
     for module in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
         for values in (module.weight, getattr(module, "bias", None)):
             if values is not None:
-                values[old:] = values[:old].double().mean(0).to(values.dtype)
+                # In parts: all rows in float64 would take gigabytes.
+                sums = [part.double().sum(0) for part in values[:old].split(4096)]
+                values[old:] = (torch.stack(sums).sum(0) / old).to(values.dtype)
 
 
 def has_all_weights(model: PreTrainedModel, weights: Weights) -> bool:
