@@ -7,10 +7,8 @@ import pytest
 import torch
 import wishes
 from conftest import ROOT, read_metrics, run_plugsft, tiny_tables, write_recipe
-from families import tiny_config
 from plugin_packages import activate, install
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 NAMES = [name.lower() for name in vars(wishes) if name.isupper()]
 TRAIN = {"batch_size": 8, "micro_batch": 4, "steps": 4, "learning_rate": 1e-2}
@@ -21,7 +19,7 @@ def test_the_table_of_wishes_names_all_of_these_and_files_that_exist():
     table = page.split("\n| wish |")[1].split("\n\n")[0]
     classes = {"".join(word.capitalize() for word in name.split("_")) for name in NAMES}
     seen = [line.split("|")[3] for line in table.splitlines()[2:]]
-    assert len(seen) == 21
+    assert len(seen) == 22
     assert {word for cell in seen for word in re.findall(r"`([A-Z]\w+)`", cell)} == classes
     for link in re.findall(r"\]\((.+?)\)", table):
         assert (ROOT / "plugins" / link).exists(), link
@@ -85,18 +83,8 @@ def test_frozen_layers_8_bit_states_gradient_noise_pushed_checkpoints_and_a_quiz
     assert others[0] == losses[0] and others[1] != losses[1]
 
 
-def test_the_router_of_experts_and_products_of_8_bits(tmp_path, installed):
-    config = tiny_config("qwen3_moe")
-    config.vocab_size = 400
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
-    base, plain = train(tmp_path / "plain", {})
-    tables = {"model": {"path": str(tmp_path / "moe"), "tokenizer": str(base / "model")}}
-    data = {"source": str(tmp_path / "plain/data.jsonl"), "max_length": 128}
-    plugins = {"router": {"weight": 1.0}, "float8": {}}
-    run, _ = train(tmp_path / "balanced", plugins, **tables, data=data)
-    lines = read_metrics(run)
-    assert all(line["router_balance"] > 0 for line in lines)
-    # Float8 rounds, and is only a little off.
+def test_products_of_8_bits_are_only_a_little_off(tmp_path, installed):
+    _, plain = train(tmp_path / "plain", {})
     _, rounded = train(tmp_path / "float8", {"float8": {}})
     assert rounded[0] != plain[0] and rounded[0] == pytest.approx(plain[0], rel=0.02)
     assert rounded[-1] == pytest.approx(plain[-1], rel=0.1)

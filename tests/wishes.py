@@ -76,47 +76,6 @@ class Quiz:
         self.scores[str(run.step)] = right / len(answers)
         run.facts["quiz"] = self.scores
 '''
-ROUTER = '''
-import torch
-
-@plugin(affects_results=["weight"])
-class Router:
-    """Balance the experts: add the router loss of Switch Transformers."""
-    weight: float = 0.01
-    logits: list = state([])
-    total: object = state(0.0)
-
-    @hookimpl(wrapper=True)
-    def optimize_model(self):
-        model = yield
-        for name, module in model.named_modules():
-            if name.endswith(".mlp.gate"):
-                module.register_forward_pre_hook(self.note)
-        return model
-
-    def note(self, gate, inputs):
-        hidden = inputs[0].flatten(0, -2)
-        self.logits.append(torch.nn.functional.linear(hidden, gate.weight))
-
-    @hookimpl(wrapper=True)
-    def step(self, batch, denominator):
-        self.logits.clear()
-        loss = yield
-        balance = sum(map(self.balance, self.logits)) / len(self.logits)
-        self.total += balance.detach()
-        share = (batch["labels"][:, 1:] != -100).sum() / denominator
-        return loss + self.weight * balance * share
-
-    def balance(self, logits):
-        probabilities = logits.float().softmax(-1)
-        chosen = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        return logits.shape[-1] * (chosen.mean(0) * probabilities.mean(0)).sum()
-
-    @hookimpl
-    def add_metrics(self):
-        total, self.total = self.total, 0.0
-        return {"router_balance": total}
-'''
 FLOAT8 = '''
 from functools import partial
 import torch

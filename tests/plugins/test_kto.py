@@ -429,7 +429,7 @@ def test_rows_with_labels_name_the_plugin(tiny):
     assert (
         "'label' tells good answers from bad ones, and no active plugin reads it" in result.stderr
     )
-    assert 'add [plugins.kto] to learn from it, or data.ignore = ["label"] tr' in result.stderr
+    assert 'add [plugins.kto] to learn from it, or set data.ignore = ["label"]' in result.stderr
 
 
 BALANCES = [

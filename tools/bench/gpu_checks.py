@@ -286,7 +286,7 @@ def load_through_plugin(plugin: Any, model: Any) -> Any:
     """Load a model through a plugin, as a run does."""
     with tempfile.TemporaryDirectory() as folder:
         SMALL.save_pretrained(folder)
-        load = SimpleNamespace(path=folder, kwargs={}, empty=False)
+        load = SimpleNamespace(path=folder, kwargs={}, empty=False, new_tokens=())
         loading = plugin.optimize_model(load)
         next(loading)
         try:
