@@ -295,16 +295,21 @@ def test_a_resumed_run_ends_bit_equal(tmp_path):
 def test_transformers_scores_each_family_alike(tmp_path, family):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+        inputs = {"attention_mask": torch.ones_like(ids), "use_cache": False}
         try:
-            model = make_reward_model(build(family), 0).eval()
-        except (ValueError, RecipeError) as error:
+            causal = build(family).eval()
+            causal(ids, **inputs)
+        except Exception as error:  # the family's own code does not take so small a model
+            pytest.skip(str(error))
+        try:
+            model = make_reward_model(causal, 0).eval()
+        except RecipeError as error:
             pytest.skip(str(error))
         ensure_saveable(model)
         model.config.get_text_config().pad_token_id = 0
         model.save_pretrained(tmp_path)
         plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-        ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-        inputs = {"attention_mask": torch.ones_like(ids), "use_cache": False}
         with torch.no_grad():
             ours, theirs = (each(ids, **inputs).logits for each in (model, plain))
     assert (ours[:, -1] - theirs).abs().max() <= 1e-5 * ours.abs().max()
