@@ -103,6 +103,7 @@ def one_hot_sequences(batch: Batch, device: torch.device) -> Tensor:
         mask: Tensor = batch["attention_mask"].to(device)
         rows = torch.eye(len(mask), device=device)
         return (rows[:, :, None] * mask).flatten(1)
-    lengths = torch.tensor(batch["documents"], device=device)
-    numbers = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
-    return torch.eye(len(lengths), device=device)[:, numbers]
+    # Counted on the host: a GPU would have to tell the length of the result.
+    lengths = np.asarray(batch["documents"])
+    numbers = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    return torch.eye(len(lengths), device=device)[:, numbers.to(device, non_blocking=True)]

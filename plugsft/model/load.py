@@ -136,7 +136,7 @@ class Load:
 
 @torch.no_grad()
 def grow_embeddings(model: Any, rows: int) -> None:
-    """Give the embeddings and the head at least so many rows; new ones are means of the others."""
+    """Resize embeddings and head to at least `rows` rows; a new row is the mean of the old ones."""
     old = model.get_input_embeddings().num_embeddings
     if rows <= old:
         return

@@ -20,7 +20,7 @@ class Examples:
 
     @classmethod
     def unknown(cls, count: int) -> Self:
-        """Return so many examples; their lengths are not known yet."""
+        """Return `count` examples, whose lengths are not known yet."""
         lengths = np.ones(count, np.int64)
         return cls(lengths, EstimatedColumns(lengths))
 
