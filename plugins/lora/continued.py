@@ -201,7 +201,7 @@ def quantization_of(load: ModelLoad) -> str:
 def describe_quantization(settings: dict[str, Any]) -> str:
     """Name the kind of quantized weights, and the layers that are not quantized."""
     kind = settings.get("bnb_4bit_quant_type") or settings.get("quant_method")
-    left_out = settings.get("llm_int8_skip_modules") or ["nothing"]
+    left_out = settings.get("llm_int8_skip_modules") or settings.get("left_out") or ["nothing"]
     return f"{kind}, all linear layers but {', '.join(left_out)}"
 
 

@@ -165,6 +165,10 @@ def test_a_base_that_was_quantized_otherwise_is_reported(base, tmp_path, capsys)
         "peft was quantized (nf4, all linear layers but nothing), and this run's is not quantized"
     )
     assert said in capsys.readouterr().out
+    record = {"quant_method": "plugsft_int8", "left_out": ["lm_head"]}
+    (adapters / "quantization_config.json").write_text(json.dumps(record))
+    go_on(folder, adapters)
+    assert "plugsft_int8, all linear layers but lm_head" in capsys.readouterr().out
 
 
 # Real runs.

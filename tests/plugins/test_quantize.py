@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_recipe
+from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, get_peft_model
 from saved_runs import read
 from tokenizers import Tokenizer
@@ -62,6 +62,7 @@ IDS = torch.randint(90, (2, 24), generator=torch.Generator().manual_seed(1))
 KIND, WITH_LORA = {"kind": "nf4"}, {"plugins": {"lora": {"r": 4}}}
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 INT8 = {"kind": "int8"}
+KINDS = pytest.mark.parametrize("kind", [KIND, pytest.param(INT8, marks=only_full)], ids=str)
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
@@ -286,8 +287,9 @@ def test_two_ranks_learn_what_one_learns(kind):
     testing.ranks_agree("quantize", kind, tables=WITH_LORA, tolerance=1e-5)
 
 
-def test_it_resumes_bit_for_bit():
-    testing.resumes("quantize", KIND, tables=WITH_LORA | {"model": {"dtype": "bfloat16"}})
+@KINDS
+def test_it_resumes_bit_for_bit(kind):
+    testing.resumes("quantize", kind, tables=WITH_LORA | {"model": {"dtype": "bfloat16"}})
 
 
 def test_other_layers_in_4_bits_are_another_run(run, tmp_path):
@@ -447,7 +449,8 @@ def test_sharded_models_and_a_missing_package_are_refused(base, monkeypatch):
         recipe_of(base())
 
 
-def test_the_reference_of_preferences_is_the_quantized_base(tmp_path, monkeypatch):
+@KINDS
+def test_the_reference_of_preferences_is_the_quantized_base(tmp_path, monkeypatch, kind):
     """Its first loss is log 2; stored references of other weights are not reused."""
     monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
     rows = [
@@ -456,7 +459,7 @@ def test_the_reference_of_preferences_is_the_quantized_base(tmp_path, monkeypatc
     ]
     tables = tiny_tables(tmp_path, rows)
     tables["train"] |= {"batch_size": 4, "steps": 2}
-    tables["plugins"] = {"lora": {"r": 4}, "dpo": {}, "arrow_cache": {}, "quantize": KIND}
+    tables["plugins"] = {"lora": {"r": 4}, "dpo": {}, "arrow_cache": {}, "quantize": kind}
     recipe = write_recipe(tmp_path / "recipe.toml", tables)
     stored = ("plugins.dpo_reference={}",)
     says = {
