@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import os
 import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from plugsft import Capability, ModelLoad, Recipe
 from plugsft.kit import attend_per_document
 
 from . import Conditions
-from .varlen import attend
+from .varlen import attend, varlen_kernel
 
 BEST_FIRST = ("fa3", "fa2", "torch", "sdpa")
 VARLEN = "plugsft_varlen"
@@ -33,8 +34,8 @@ PACKAGES = {
     "fa2": ("flash-attn", "flash_attn", "2.6", "pip install flash-attn --no-build-isolation"),
 }
 """Distribution, module, lowest version, and how to install it."""
-VARLEN_NEEDS = {"scale", "window_size", "enable_gqa"}
-"""Arguments of torch's kernel that are needed; torch 2.12 was the first to have them."""
+VARLEN_NEEDS = {"scale", "window_size"}
+"""Arguments of torch's kernel that are needed; torch 2.11 was the first to have them."""
 WIDEST_HEAD = 256
 """Widest head that the kernels support; the width must also be a multiple of eight."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -96,7 +97,7 @@ def find_obstacle(kernel: str, conditions: Conditions) -> Obstacle | None:
 def find_obstacle_in_torch(conditions: Conditions) -> Obstacle | None:
     """Return why torch's own kernel cannot run, or None."""
     if not {*inspect.signature(varlen_attn).parameters} >= VARLEN_NEEDS:
-        return Obstacle(f"needs torch 2.12, not {torch.__version__}", "pip install -U torch")
+        return Obstacle(f"needs torch 2.11, not {torch.__version__}", "pip install -U torch")
     if not conditions.built:
         return Obstacle("this torch was built without it", 'set kernel = "sdpa"')
     if not conditions.packed:
@@ -201,7 +202,7 @@ def describe(kernel: str, packed: bool) -> str:
 def register_kernel(kernel: str, packed: bool) -> str:
     """Register a kernel in transformers; return its name there."""
     if kernel == "torch":
-        AttentionInterface.register(VARLEN, attend)
+        AttentionInterface.register(VARLEN, partial(attend, kernel=varlen_kernel()))
         return VARLEN
     if kernel == "sdpa":
         return attend_per_document() if packed else "sdpa"

@@ -1,5 +1,8 @@
 """Attention within the documents of a packed row, by torch's own kernel."""
 
+import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +13,15 @@ from torch.nn.attention.varlen import varlen_attn
 from plugsft import RecipeError
 from plugsft.kit import single_document
 
+Kernel = Callable[..., Any]
+
+
+def varlen_kernel() -> Kernel:
+    """Return torch's kernel for grouped heads: torch 2.12 added `enable_gqa`; 2.11 needs none."""
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return partial(varlen_attn, enable_gqa=True)
+    return varlen_attn
+
 
 def attend(
     module: Module,
@@ -18,6 +30,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    kernel: Kernel | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -44,8 +57,7 @@ def attend(
         # A shared prompt is copied before each document that attends to it.
         inputs |= {name: inputs[name].index_select(0, keys) for name in ("key", "value")}
         inputs |= {"cu_seq_k": cu_seq_lens_k, "max_k": max_length_k}
-    output: Any = varlen_attn(**inputs)
-    return output[None], None
+    return (kernel or varlen_kernel())(**inputs)[None], None
 
 
 def kernel_inputs(
@@ -75,5 +87,4 @@ def kernel_inputs(
         "scale": scaling,
         # Left: a window counts the token itself. Right: 0, so attention is causal.
         "window_size": (-1 if window is None else window - 1, 0),
-        "enable_gqa": query.shape[1] != key.shape[1],
     }

@@ -30,7 +30,7 @@ from transformers import (
 from plugsft import RecipeError, testing
 from plugsft.base.errors import TrainError
 from plugsft.kit import attend_per_document, documents_of
-from plugsft.plugins.flash_attention import Conditions, FlashAttention, varlen
+from plugsft.plugins.flash_attention import Conditions, FlashAttention, kernels, varlen
 from plugsft.plugins.flash_attention.kernels import (
     PACKAGES,
     VARLEN,
@@ -223,19 +223,45 @@ def stand_in(
     window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
     """Compute what torch's kernel does, on a CPU; as strict about what it is given."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return stand_in_2_11(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+    )
+
+
+def stand_in_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+    window_size=(-1, -1),
+):  # fmt: skip
+    """Compute what the kernel of torch 2.11 does; it takes grouped heads without a flag."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and isinstance(max_q, int)
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
-    assert enable_gqa or query.shape[1] == key.shape[1]
     assert query.shape[0] == int(cu_seq_q[-1])
     assert key.shape[0] == value.shape[0] == int(cu_seq_k[-1])
     return plain(query, key, value, cu_seq_q, scale, window_size, wide=cu_seq_k)
 
 
+STAND_INS = [stand_in, stand_in_2_11]
+SIGNATURES = {"2.11": stand_in_2_11, "2.12": stand_in, "2.13": stand_in}
+"""By torch's release: 2.11 as in its wheel."""
+
+
 def test_the_stand_in_has_the_signature_of_the_kernel():
-    ours, theirs = (inspect.signature(one).parameters for one in (stand_in, varlen_attn))
+    ours = SIGNATURES.get(".".join(torch.__version__.split(".")[:2]), stand_in)
+    ours, theirs = (inspect.signature(one).parameters for one in (ours, varlen_attn))
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
+
+
+@pytest.mark.parametrize("kernel", STAND_INS)
+def test_torch_2_11_has_the_kernel_and_torch_2_10_has_not(monkeypatch, kernel):
+    monkeypatch.setattr(kernels, "varlen_attn", kernel)
+    assert find_obstacle("torch", conditions()) is None
+    # torch 2.10's kernel takes no window and no scale.
+    monkeypatch.setattr(kernels, "varlen_attn", lambda query, key, value, is_causal=False: query)
+    obstacle = find_obstacle("torch", conditions())
+    assert obstacle.reason == f"needs torch 2.11, not {torch.__version__}"
 
 
 def make(config, attention):
@@ -268,9 +294,12 @@ def assert_same(model, other, seen=None):
         assert (parameter.grad - expected[name].grad).abs().max() <= 2e-5 * scale, name
 
 
+@pytest.mark.parametrize("kernel", STAND_INS)
 @pytest.mark.parametrize("name", MODELS)
-def test_torchs_kernel_is_called_for_what_attention_per_document_computes(monkeypatch, name):
-    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+def test_torchs_kernel_is_called_for_what_attention_per_document_computes(
+    monkeypatch, name, kernel
+):
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     assert_same(make(MODELS[name], VARLEN), make(MODELS[name], attend_per_document()))
 
 
