@@ -33,7 +33,7 @@ from .output.checkpoint import Checkpoints
 from .output.final_model import ensure_saveable, save_model
 from .output.record import Record, data_facts
 from .ranks.agree import agreed, ending_together, ensure_alike, is_known_to_all
-from .ranks.launch import connect, gradient_sync, silence_libraries, strategy_name
+from .ranks.launch import connect, gradient_sync, prepare_gpu, silence_libraries, strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch
 from .ranks.optimizer_settings import ensure_uses_settings
 from .ranks.out_of_memory import explain_out_of_memory_in_loading
@@ -52,6 +52,8 @@ def open(
 ) -> "OpenRun":
     """Open a run at step 1, or after the first undamaged one of `checkpoints`."""
     silence_libraries()
+    # Plugins that check the recipe ask the GPU, which starts CUDA.
+    prepare_gpu(recipe)
     run = OpenRun(recipe, active, machine)
     run.checkpoints.restore(checkpoints)
     run.step = run.checkpoints.saved

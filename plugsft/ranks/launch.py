@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, set_seed
 from accelerate.utils import other as accelerate_other
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +28,10 @@ from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_fl
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""torch reads this one too, and prefers it."""
+CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 CHECK_LAUNCHER = (
     "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
     "the visible devices"
@@ -43,6 +47,18 @@ def silence_libraries() -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         # Otherwise the first save imports DeepSpeed to check the model's class.
         accelerate_other.is_deepspeed_available = lambda: False
+
+
+def prepare_gpu(recipe: Recipe) -> None:
+    """Set what torch reads when CUDA starts; settings of the user win."""
+    if recipe.device == "cpu" or not torch.cuda.is_available():
+        return
+    # Lengths of rows vary; segments of fixed size would leave gaps between tensors.
+    if not {ALLOCATOR, OLD_ALLOCATOR} & os.environ.keys():
+        os.environ[ALLOCATOR] = "expandable_segments:True"
+    # cuDNN plans its attention anew for each length, which takes longer than attention itself.
+    if CUDNN_ATTENTION not in os.environ:
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def connect(recipe: Recipe, machine: Machine) -> Accelerator:
@@ -69,17 +85,17 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     if fsdp and os.environ.get("FSDP_VERSION") != "2":
         raise LaunchError("the launcher's file asks for the first FSDP; set fsdp_version: 2")
     if cpu:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if local > 1 or not user_set_threads():
-            torch.set_num_threads(max(1, machine.cores // local))
-            # Otherwise accelerate sets the threads again.
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-        _prepare_cpu(fsdp, deepspeed)
+        _prepare_cpu(machine, fsdp, deepspeed)
     # Each rank reads its own rows; with this setting, only rank 0 would load weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = mixed_precision(recipe.model, deepspeed)
     # Without cpu=True, ranks on a machine without GPU form no process group.
-    accelerator = Accelerator(cpu=cpu and not (fsdp or deepspeed), mixed_precision=precision)
+    accelerator = Accelerator(
+        cpu=cpu and not (fsdp or deepspeed),
+        mixed_precision=precision,
+        # Otherwise DDP copies each gradient.
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
     kind = accelerator.distributed_type
     wanted = {"FSDP": fsdp, "DEEPSPEED": deepspeed}
     if accelerator.num_processes != machine.world_size or any(
@@ -209,7 +225,12 @@ def strategy_name(accelerator: Accelerator) -> str:
     return NAMES.get(accelerator.distributed_type.value, "DDP")
 
 
-def _prepare_cpu(fsdp: bool, deepspeed: bool) -> None:
+def _prepare_cpu(machine: Machine, fsdp: bool, deepspeed: bool) -> None:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local > 1 or not user_set_threads():
+        torch.set_num_threads(max(1, machine.cores // local))
+        # Otherwise accelerate sets the threads again.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if deepspeed:
         # This operator is compiled at every start, and a stale lock of it hangs for ever.
         ops: Any = importlib.import_module("deepspeed.ops")

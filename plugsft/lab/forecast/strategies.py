@@ -123,10 +123,14 @@ def _process(setting: Setting) -> int:
 
 
 def _ddp(weights: Weights, setting: Setting) -> _Fixed:
-    trained = weights.trained_bytes
-    # DDP's buckets hold a second copy of all gradients.
-    buckets = trained if setting.ranks > 1 else 0
-    return _Fixed(weights.bytes, trained, weights.state_bytes, buckets + _process(setting))
+    # DDP's buckets are allocated once, and hold all gradients.
+    return _Fixed(
+        weights.bytes,
+        weights.trained_bytes,
+        weights.state_bytes,
+        _process(setting),
+        preallocated=setting.ranks > 1,
+    )
 
 
 def _fsdp2(weights: Weights, setting: Setting) -> _Fixed:
