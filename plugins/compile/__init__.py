@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from typing import Any, Literal
 
-from plugsft import Recipe, hookimpl, plugin, state
+from plugsft import Recipe, Run, hookimpl, plugin, say, state
 
 
 @plugin(
@@ -25,8 +25,10 @@ class Compile:
 
     layers: int = state(0)
     """Number of compiled layers."""
-    compilations: Any = state()
-    """Counts the compilations of this process."""
+    programs: Any = state()
+    """Counts the programs of this process."""
+    reported: bool = state(False)
+    """Whether the programs of the first epoch are reported."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -38,21 +40,31 @@ class Compile:
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Replace each layer's forward by a compiled one; names of weights stay the same."""
-        from .layers import Compilations, compile_layers
+        from .layers import compile_layers
+        from .programs import Programs
 
         model = yield
         self.layers = compile_layers(model, self.mode, self.dynamic)
-        self.compilations = Compilations()
+        self.programs = Programs()
         return model
 
     @hookimpl
+    def stepped(self, run: Run) -> None:
+        """Report the programs after the first epoch: later epochs need no others."""
+        if not self.reported and run.epoch >= 1 and run.step < run.steps:
+            self.reported = True
+            say(f"plugin compile: after the first epoch: {self.programs.describe()}")
+
+    @hookimpl
+    def finished(self) -> None:
+        """Stop counting programs."""
+        self.programs.close()
+
+    @hookimpl
     def summary(self) -> str | None:
-        """Report the number of programs and recompilations, and the seconds spent."""
+        """Report the number of programs, the seconds spent, and why layers ran uncompiled."""
         if not self.layers:
             return None
-        done = self.compilations
-        if not done.count:
+        if not self.programs.count:
             return f"{self.layers} layers, compiled when they are first called"
-        programs = f"{done.count} program{'s' if done.count > 1 else ''}"
-        others = f", {done.repeated} of them for other shapes" if done.repeated else ""
-        return f"{self.layers} layers, {programs} compiled in {done.seconds:.0f} s{others}"
+        return f"{self.layers} layers, {self.programs.describe()}"

@@ -1,51 +1,32 @@
-"""Compiled decoder layers, and the count of their compilations."""
+"""Compiled decoder layers."""
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-from torch._dynamo.callback import CallbackArgs, on_compile_end, on_compile_start
-from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from plugsft import PluginError
 from plugsft.kit import attend_per_document, decoder_layers
 
 LIMIT = 32
-"""Most compiled variants of a function. Beyond its own limit, torch would run it uncompiled."""
-
-
-class Compilations:
-    """Counts all compilations of this process, and their seconds."""
-
-    def __init__(self) -> None:
-        self.count, self.repeated, self.seconds = 0, 0, 0.0
-        self._started = 0.0
-        on_compile_start(self._start)
-        on_compile_end(self._end)
-
-    def _start(self, _: CallbackArgs) -> None:
-        self._started = time.perf_counter()
-
-    def _end(self, compilation: CallbackArgs) -> None:
-        self.seconds += time.perf_counter() - self._started
-        self.count += 1
-        # The id is FUNCTION/VARIANT: 3/0, 3/1.
-        self.repeated += not str(compilation.compile_id).endswith("/0")
+"""Most programs of a function. Beyond it, torch runs other shapes uncompiled."""
+BACKEND = "inductor"
+CHECKPOINTS_IN_CALL = "__call__" in vars(GradientCheckpointingLayer)
+"""Whether transformers checkpoints in a layer's call (5.17), not in its forward (5.23)."""
 
 
 def compile_layers(model: Any, mode: str, dynamic: bool) -> int:
     """Replace each decoder layer's forward by a compiled one; return the number of layers."""
     layers = decoder_layers(model, "are known to compile; remove [plugins.compile]")
     torch._dynamo.config.recompile_limit = LIMIT
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    # A layer that torch cannot compile runs uncompiled: no later shape may end the run.
+    torch._dynamo.config.suppress_errors = True
     _exclude_attention()
     programs = {
-        kind: torch.compile(_forward_of(kind), dynamic=dynamic, mode=mode)
+        kind: torch.compile(forward_of(kind), dynamic=dynamic, mode=mode, backend=BACKEND)
         for kind in {*map(type, layers)}
     }
     for layer in layers:
@@ -60,10 +41,11 @@ def _exclude_attention() -> None:
     interface.register(name, uncompiled(interface()[name]))  # type: ignore[no-untyped-call]
 
 
-def _forward_of(kind: type[GradientCheckpointingLayer]) -> Callable[..., Any]:
-    """Return a layer's forward without its wrapper for gradient checkpointing."""
-    forward: Callable[..., Any] = kind.forward.__wrapped__  # type: ignore[attr-defined]  # functools
-    return forward
+def forward_of(kind: type[GradientCheckpointingLayer]) -> Callable[..., Any]:
+    """Return a layer's forward without transformers' wrapper for gradient checkpointing."""
+    forward: Any = kind.forward
+    # Another decorator's wrapper stays: it belongs to the layer.
+    return forward if CHECKPOINTS_IN_CALL else forward.__wrapped__  # type: ignore[no-any-return]
 
 
 class OpaqueLengths:
@@ -84,14 +66,6 @@ def run_layer(program: Callable[..., Any], layer: Any, *inputs: Any, **options: 
     if isinstance(options.get("documents"), tuple):
         options["documents"] = OpaqueLengths(options["documents"])
     compiled = partial(program, layer, **options)
-    try:
-        if layer.gradient_checkpointing and layer.training:
-            return layer._gradient_checkpointing_func(compiled, *inputs)
-        return compiled(*inputs)
-    except (FailOnRecompileLimitHit, Unsupported) as error:
-        if "recompile" not in f"{type(error)} {error}".lower():
-            raise
-        raise PluginError(
-            f"plugins.compile: a layer was compiled {LIMIT} times, for rows of different shapes; "
-            "set dynamic = true, or remove [plugins.compile]"
-        ) from error
+    if layer.gradient_checkpointing and layer.training and not CHECKPOINTS_IN_CALL:
+        return layer._gradient_checkpointing_func(compiled, *inputs)
+    return compiled(*inputs)
