@@ -1,11 +1,11 @@
 """Store only the input of each layer; recompute the rest in the backward pass."""
 
 from collections.abc import Generator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import hookimpl, plugin, state
+from plugsft import Recipe, RecipeError, hookimpl, plugin, state
 
 
 @plugin(after=["lora"], provides={"recomputed_activations": "every"})
@@ -14,8 +14,21 @@ class GradientCheckpointing:
 
     every: Annotated[int, Field(ge=1)] = 1
     """1: all layers, for the least memory. 2: every second layer, for half of the recomputation."""
+    selective: Literal["attention", "ops"] | None = None
+    """Outputs that are stored too, and not recomputed. attention: those of attention. ops: those of
+    attention and of matrix products, which leaves little to recompute, for more memory."""
 
     result: str = state("")
+
+    @hookimpl
+    def check(self, recipe: Recipe) -> None:
+        """Refuse selective checkpointing of compiled layers."""
+        compiled = recipe.provides("compiled_layers")
+        if self.selective and compiled:
+            raise RecipeError(
+                f'plugins.gradient_checkpointing: selective = "{self.selective}" sees no '
+                f"operations inside compiled layers; remove selective, or {compiled.table}"
+            )
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
@@ -23,8 +36,11 @@ class GradientCheckpointing:
         from .layers import checkpoint_layers
 
         model = yield
-        chosen, total = checkpoint_layers(model, self.every)
+        chosen, total = checkpoint_layers(model, self.every, self.selective)
         self.result = f"{chosen} of {total} layers recomputed in the backward pass"
+        if self.selective:
+            products = " and matrix products" * (self.selective == "ops")
+            self.result += f", with stored outputs of attention{products}"
         return model
 
     @hookimpl

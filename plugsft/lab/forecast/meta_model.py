@@ -119,9 +119,6 @@ class MetaModel:
             self.layers = decoder_layers(self.model, "")
         except RecipeError:
             self.layers = []
-        for layer in self.layers:
-            if layer.gradient_checkpointing:
-                layer._gradient_checkpointing_func = _checkpoint
 
     def weights(self, unsharded: int = 100_000) -> Weights:
         """Count the parameters; tensors up to `unsharded` elements stay whole under ZeRO-3."""
@@ -282,12 +279,6 @@ def _unit(parameters: list[Parameter]) -> Unit:
         sum(map(num_weights, trained)),
         sum(parameter.nbytes for parameter in parameters),
         sum(parameter.nbytes for parameter in trained),
-    )
-
-
-def _checkpoint(function: Any, *inputs: Any, **others: Any) -> Any:
-    return torch.utils.checkpoint.checkpoint(
-        function, *inputs, use_reentrant=False, preserve_rng_state=False, **others
     )
 
 
