@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from plugsft import RecipeError
+from plugsft import Capability, RecipeError
 
 ATTENTION = {
     # SDPA, on the CPU and on GPUs.
@@ -82,9 +82,10 @@ class StoredOutputs:
     def reuse(self) -> Iterator[None]:
         """Refuse layers without any attention to store."""
         if not self._seen:
+            table = Capability.bundled("fast_attention").table
             raise RecipeError(
                 f"{self._option}: the layers run no attention operation whose output can be "
-                "stored, or one with dropout; remove selective, or add [plugins.flash_attention]"
+                f"stored, or one with dropout; remove selective, or add {table}"
             )
         yield
 
