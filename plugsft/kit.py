@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batches.labels import model_inputs
+    from .batches.labels import model_inputs, trained_rows
     from .batches.packed_rows import attend_per_document, documents_of, pack, single_document
     from .data.pairs import render_pairs
     from .model import fused_head
@@ -33,6 +33,7 @@ __all__ = [
     "remove_dropout",
     "render_pairs",
     "single_document",
+    "trained_rows",
 ]
 
 DATA = ("Tokenizer", "Tokens", "encode", "render_pairs")

@@ -1,32 +1,25 @@
 """The loop: global batches, gradients, optimizer steps, metrics, evaluations, checkpoints."""
 
 import math
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .base.errors import PluginError, TrainError
 from .base.types import Batch
 from .output.record import memory_gib
-from .ranks.agree import ensure_alike
 from .ranks.launch import disconnect, seed_step
 from .ranks.load_batches import GlobalBatch
 from .ranks.out_of_memory import explain_out_of_memory
 from .ranks.sharded_optimizers import explain_optimizer
+from .ranks.step_numbers import MOST_METRICS, Numbers
 from .ranks.trained_model import evaluating, work_with_weights
 from .run import OpenRun
-
-MOST_METRICS = 240
-"""Most metrics of plugins in a step."""
-NUMBERS = MOST_METRICS + 16
-"""Numbers in the reduction of a step; the others are the core's."""
-SAME_CALLS = "'order_examples', 'plan_batches' and 'add_metrics' give the same on all ranks"
 
 
 def train(run: OpenRun) -> None:
@@ -36,26 +29,28 @@ def train(run: OpenRun) -> None:
             seed_step(run.recipe.train.seed, batch.step, batch.rank)
             learning_rate = run.schedule.set(batch.step)
             losses = forward_backward(run, batch)
-            loss, sums = all_reduce(run, losses, batch)
-            grad_norm = clip_gradients(run)
-            ensure_finite(batch, loss, grad_norm)
+            numbers = all_reduce(run, losses, batch).send(clip_gradients(run))
+            log_step(run, meanwhile=batch)  # the step before, while the device computes this one
             with (
                 explain_out_of_memory(run.recipe, batch, losses),
                 explain_optimizer(run.accelerator, type(run.optimizer).__name__),
             ):
-                run.optimizer.step()
+                update_weights(run, batch, numbers)
             run.module.zero_grad()  # the optimizer would zero only its own weights' gradients
 
             run.step = batch.step
+            facts = {"learning_rate": learning_rate, "memory_gib": round(memory_gib(), 3)}
+            run.unread = batch, numbers, facts
             run.notify("stepped")
-            metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
-            log_metrics(run, metrics | step_metrics(run, batch, sums))
+            if not run.reads_late or run.evaluation_due() or run.checkpoint_due():
+                log_step(run)
             if run.evaluation_due():
-                log_metrics(run, evaluation := evaluate(run))
+                run.notify("logged", step=run.step, metrics=(evaluation := evaluate(run)))
                 run.checkpoints.compare(run.step, evaluation)
                 run.notify("evaluated", metrics=evaluation)
             if run.checkpoint_due():
                 run.save_checkpoint()
+        log_step(run)
         run.save_checkpoint()  # if the run stops before its last step
         run.stopping.raise_stopped(run.step, run.recipe.output)
         run.save_model()
@@ -64,10 +59,16 @@ def train(run: OpenRun) -> None:
 
 @contextmanager
 def saving_at_failure(run: OpenRun) -> Iterator[None]:
-    """Save the last finished step if a notice fails, which leaves the weights valid."""
+    """Log the last finished step; save it if a notice failed, which leaves the weights valid."""
     try:
         yield
-    except Exception:
+    except BaseException:
+        with suppress(Exception):
+            if run.stopping.can_save:
+                with run.agreed("logging the last step"):
+                    log_step(run)
+            elif run.unread:  # other ranks may be elsewhere, and so may plugins
+                run.record.logged(run.step, read_metrics(run))
         if run.stopping.can_save:
             run.checkpoints.save(run.step)
         raise
@@ -99,31 +100,14 @@ def compute_loss(run: OpenRun, micro_batch: Batch, denominator: float) -> Tensor
     return loss
 
 
-def all_reduce(
-    run: OpenRun, losses: list[Tensor], batch: GlobalBatch | None = None
-) -> tuple[float, dict[str, float]]:
+def all_reduce(run: OpenRun, losses: list[Tensor], batch: GlobalBatch | None = None) -> Numbers:
     """Sum losses, a batch's counts and the plugins' metrics over all ranks, in one reduction."""
     metrics, counts = plugin_metrics(run), batch.counts() if batch else {}
     facts = {
         **(batch.facts() if batch else {}),
         "the names that 'add_metrics' gave": ", ".join(metrics) or "none",
     }
-    checksum = xxhash.xxh32_intdigest(repr(facts).encode()) % 2**24  # exact in float32
-    # Counts need float64, which Apple's GPUs do not have.
-    dtype = torch.float32 if run.accelerator.device.type == "mps" else torch.float64
-    loss = torch.stack(losses).to(dtype).sum()
-    own = [
-        torch.as_tensor(value, dtype=dtype, device=loss.device).reshape(1)
-        for value in (loss, *metrics.values())
-    ]
-    local = torch.cat([loss.new_tensor([checksum, *counts.values()]), *own])
-    # Its size is the same on all ranks, even if their metrics are not.
-    local = pad(local, (0, NUMBERS - len(local)))
-    checksums, *sums = run.accelerator.reduce(local, reduction="sum").tolist()
-    if checksums != checksum * run.accelerator.num_processes:
-        ensure_alike(run.accelerator, facts, SAME_CALLS)
-    summed = dict(zip([*counts, "loss", *metrics], sums, strict=False))
-    return summed.pop("loss"), summed
+    return Numbers(run.accelerator, losses, {**counts, **metrics}, facts)
 
 
 def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
@@ -135,19 +119,33 @@ def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
     return dict(sorted(metrics.items()))
 
 
-def clip_gradients(run: OpenRun) -> float:
+def clip_gradients(run: OpenRun) -> Tensor | float | None:
     """Clip gradients to the recipe's norm (0: no limit); return the norm before clipping."""
     limit = run.recipe.train.max_grad_norm or math.inf
+    norm: Tensor | float | None
     norm = run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
-    return math.nan if norm is None else float(norm)
+    return norm
 
 
-def ensure_finite(batch: GlobalBatch, loss: float, grad_norm: float) -> None:
+def update_weights(run: OpenRun, batch: GlobalBatch, numbers: Numbers) -> None:
+    """Step the optimizer, but not by a loss or norm that is not finite."""
+    optimizer: Any = run.optimizer
+    if run.reads_late:
+        optimizer.found_inf = numbers.are_broken()  # with it, torch's fused optimizers skip a step
+    else:
+        ensure_finite(run, batch, numbers.read())
+    optimizer.step()
+    vars(optimizer).pop("found_inf", None)  # it is no state of the optimizer
+
+
+def ensure_finite(run: OpenRun, batch: GlobalBatch, numbers: dict[str, float]) -> None:
     """Refuse a loss or norm that is not finite, before anything is saved.
 
-    The weights have not changed yet, except under DeepSpeed, which steps in the last backward.
+    The weights have not changed, except under DeepSpeed, which steps in the last backward.
     """
+    loss, grad_norm = numbers["loss"], numbers["grad_norm"]
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        run.step = batch.step - 1
         raise TrainError(
             f"step {batch.step}: loss {loss}, gradient norm {grad_norm}. Nothing of this step is "
             f"saved, and earlier checkpoints stand. Rows of this step: {batch.rows()}. A lower "
@@ -155,11 +153,32 @@ def ensure_finite(batch: GlobalBatch, loss: float, grad_norm: float) -> None:
         )
 
 
-def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> dict[str, Any]:
-    """Return a step's metrics of plugins, speed and the batch."""
-    seconds, plan = batch.seconds(), batch.plan
+def log_step(run: OpenRun, meanwhile: GlobalBatch | None = None) -> None:
+    """Read and log the numbers of the last step, unless that is done.
+
+    `meanwhile`: the step that the device computes; logging does not count as its time.
+    """
+    if run.unread is None:
+        return
+    metrics = read_metrics(run, meanwhile)
+    logging = time.perf_counter()
+    run.notify("logged", step=run.step, metrics=metrics)
+    if meanwhile:
+        meanwhile.started += time.perf_counter() - logging
+
+
+def read_metrics(run: OpenRun, meanwhile: GlobalBatch | None = None) -> dict[str, Any]:
+    """Wait for the numbers of the last step; return its metrics, or refuse broken numbers."""
+    (batch, numbers, facts), run.unread = run.unread, None
+    sums = numbers.read()
+    ensure_finite(run, batch, sums)
+    # The time until the loop asked for the next batch, or has read these numbers.
+    seconds = (meanwhile.started if meanwhile else time.perf_counter()) - batch.started
     computed, waited = sums.pop("computed_tokens"), sums.pop("data_wait_seconds")
+    plan, core = batch.plan, {name: sums.pop(name) for name in ("loss", "grad_norm")}
     return {
+        **core,
+        **facts,
         **{name: value / plan.denominator for name, value in sums.items()},
         "epoch": round(plan.step / run.plan.per_epoch, 4),
         "trained_tokens": plan.targets,
@@ -170,13 +189,7 @@ def step_metrics(run: OpenRun, batch: GlobalBatch, sums: dict[str, float]) -> di
         "padding": round(1 - plan.tokens / computed, 4),
         "examples_per_micro_batch": round(plan.examples / plan.micro_batches, 2),
         "imbalance": round(plan.imbalance, 4),
-        "memory_gib": round(memory_gib(), 3),
     }
-
-
-def log_metrics(run: OpenRun, metrics: dict[str, Any]) -> None:
-    """Send metrics to the record and the plugins."""
-    run.notify("logged", step=run.step, metrics=metrics)
 
 
 @torch.no_grad()
@@ -209,10 +222,10 @@ def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
     """Sum losses and metrics over all ranks; return their means over the targets."""
     tokens = run.evaluation_tokens
     assert tokens is not None
-    loss, sums = all_reduce(run, losses)
+    sums = all_reduce(run, losses).send().read()
+    del sums["grad_norm"]
     denominator = tokens.divisor()
     return {
-        "eval_loss": loss / denominator,
         **{f"eval_{name}": value / denominator for name, value in sums.items()},
         "eval_tokens": int(tokens.targets[tokens.weighted(np.arange(len(tokens)))].sum()),
     }

@@ -41,6 +41,7 @@ from .ranks.precision import describe_dtypes, dtypes_of
 from .ranks.rank_group import RankGroup
 from .ranks.same_inputs import SAME_INPUTS, model_facts, recipe_facts
 from .ranks.sharding import is_sharded, loads_in_bfloat16, shard_model, train_state_of
+from .ranks.step_numbers import can_skip_steps
 from .ranks.stopping import Stopping
 from .ranks.trained_model import TrainedModel, work_with_weights
 from .recipe.tables import LOSSY, Recipe
@@ -71,6 +72,8 @@ class OpenRun:
         self.recipe, self.output, self.is_main = recipe, recipe.folder, machine.is_main
         self.step = 0
         """The last finished step."""
+        self.unread: Any = None
+        """The last finished step's batch, numbers and facts, until they are logged."""
         self.stopping = Stopping()
         self.record = Record(recipe, machine, active)
         self.facts = self.record.run
@@ -94,6 +97,8 @@ class OpenRun:
         self.load = make_load(recipe.model, scratch, empty=is_sharded(self.accelerator))
         self.load.new_tokens = new_ids(recipe.model, self.tokenizer)
         self.module, self.optimizer = self._load_model()
+        # Whether a step's numbers are read while the next step runs.
+        self.reads_late = can_skip_steps(self.optimizer) and not recipe.provides("early_stop")
         self.train_state = train_state_of(self.accelerator, self.module, self.optimizer)
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
         self.ranks = RankGroup(self.accelerator, self.hooks)

@@ -50,7 +50,7 @@ EXPORTED = {
     "plugsft.kit": """
         Reference Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of
         encode fused_head meta_copy meta_model model_inputs num_weights pack remove_dropout
-        render_pairs single_document
+        render_pairs single_document trained_rows
     """,
 }
 COMMANDS = _words("""

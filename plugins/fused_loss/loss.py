@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Linear, Module
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
 from plugsft import Batch, RecipeError
-from plugsft.kit import documents_of, fused_head, model_inputs
+from plugsft.kit import documents_of, fused_head, model_inputs, trained_rows
 
 if TYPE_CHECKING:
     from . import FusedLoss
@@ -44,7 +44,8 @@ def token_nll(plugin: FusedLoss, model: Module, batch: Batch, summed: bool) -> T
     transform = plugin.heads[head]
 
     def forward(hidden: Tensor) -> Tensor:
-        losses = compute_losses(plugin, head, transform, hidden, batch["labels"], summed)
+        rows = trained_rows(batch)
+        losses = compute_losses(plugin, head, transform, hidden, batch["labels"], summed, rows)
         results.append(losses.detach())
         # Zero, with the losses' gradients. Not a view: wrappers of the head mark its output.
         factor = losses.new_full((1, 1, len(losses)), 1 / transform.slope)
@@ -63,12 +64,12 @@ def compute_losses(
     hidden: Tensor,
     labels: Tensor,
     summed: bool,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of each target, or their sum as one element."""
     if hidden.shape[:2] != labels.shape:
         raise RecipeError(f"{REFUSED}: its head does not get one hidden state for each token")
-    # `nonzero` is the only wait for the device in a micro-batch.
-    rows = pad(labels[:, 1:] != IGNORED, (0, 1)).flatten().nonzero().squeeze(1)
+    rows = trained_rows({"labels": labels}) if rows is None else rows
     targets = labels.flatten()[rows + 1]
     plugin.trained, plugin.positions = plugin.trained + len(rows), plugin.positions + labels.numel()
     trained = hidden.flatten(0, 1).index_select(0, rows)

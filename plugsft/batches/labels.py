@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..base.types import Batch
 
@@ -16,6 +17,18 @@ IGNORED = -100
 def model_inputs(batch: Batch) -> Batch:
     """Return the model's inputs: not the labels, and no `_name`, which is for the loss alone."""
     return {name: value for name, value in batch.items() if name != "labels" and name[0] != "_"}
+
+
+def trained_rows(batch: Batch) -> Tensor:
+    """Return the places in the flattened labels after which a token is trained.
+
+    The loop's batches bring them from the host. If a plugin has replaced the labels, or for other
+    batches, the device counts them, and the host waits for it.
+    """
+    labels: Tensor = batch["labels"]
+    if batch.get("_rows_of") is labels:
+        return batch["_rows"]  # type: ignore[no-any-return]
+    return pad(labels[:, 1:] != IGNORED, (0, 1)).flatten().nonzero().squeeze(1)
 
 
 def make_labels(ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
 from ..base.types import Batch, Ints, TokenNll
-from ..batches.labels import IGNORED, buffer, make_labels, model_inputs
+from ..batches.labels import IGNORED, buffer, make_labels, model_inputs, trained_rows
 from ..hooks import RunModel, hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
@@ -99,4 +99,5 @@ class ModelDefaults(ScheduleDefaults):
         if summed:
             return cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
         losses = cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="none")
-        return losses[targets != IGNORED]
+        rows = trained_rows(batch)
+        return losses[rows - rows // batch["labels"].shape[1]]  # without each last token

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..base.errors import PluginError
 from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
+from ..batches.labels import trained_rows
 from ..hooks import Hooks, with_plugins
 from ..tokens.store import Tokens
 
@@ -19,7 +20,7 @@ MAX_ROWS = 20
 """Most rows that a message names."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class GlobalBatch:
     """The examples of one step, with this rank's micro-batches."""
 
@@ -54,10 +55,6 @@ class GlobalBatch:
         micro_batches = (examples.tobytes() for rank in self.plan.layout for examples in rank)
         layout = xxhash.xxh3_64_hexdigest(b"|".join(micro_batches))
         return {f"the layout of step {self.step}": layout}
-
-    def seconds(self) -> float:
-        """Return the seconds since the loop asked for this batch."""
-        return time.perf_counter() - self.started
 
     def rows(self) -> str:
         """Name the rows of all ranks."""
@@ -124,12 +121,13 @@ class BatchLoader:
 
     def _collate(self, tokens: Tokens, examples: Ints) -> Batch:
         batch = self.hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
+        if getattr(batch.get("labels"), "ndim", 0) == 2:  # a plugin's step may have others
+            batch = batch | {"_rows": trained_rows(batch)}
         weights = tokens.weights(examples)
         if (weights == 1).all():
             return batch
         per_target = weights.repeat(tokens.targets[examples])
-        targets = int((batch["labels"][:, 1:] >= 0).sum())
-        if targets != len(per_target):
+        if (targets := len(batch["_rows"])) != len(per_target):
             raise PluginError(
                 f"{with_plugins(self.hooks.collate)} gave {targets:,} targets for examples with "
                 f"{len(per_target):,}, so that their weights cannot be assigned; it must keep "
@@ -138,10 +136,18 @@ class BatchLoader:
         return batch | {"_target_weights": torch.from_numpy(per_target)}
 
     def _to_device(self, batch: Batch) -> Batch:
-        return {
-            name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+        moved = {
+            name: to_device(value, self._device) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
+        return moved | {"_rows_of": moved["labels"]} if "_rows" in moved else moved
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device without waiting: to a GPU, from pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def ensure_step(loaded: LoadedStep | None, expected: int | None, loader: str) -> None:
