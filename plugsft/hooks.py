@@ -428,14 +428,21 @@ class Hooks(Protocol):
 
     @notice
     def stepped(self, run: Run) -> None:
-        """React to an optimizer step; the work counts as step time."""
+        """React to an optimizer step; the work counts as step time.
+
+        Its loss and gradient norm may still be on the device: if one is not finite, the optimizer
+        has skipped the step, and the run ends in the next one, or before anything is saved.
+        """
 
     @notice
     def logged(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
         """Receive the metrics of a step, or of an evaluation after it, on every rank.
 
         Speed and memory differ between ranks; all other metrics are the same. The work does not
-        count as step time.
+        count as step time. A step's numbers are read while the next step runs: after its backward
+        pass, before its optimizer step. So `run.step` and the weights are those of `step`. They are
+        read at once before an evaluation, a checkpoint and the end; with an optimizer that cannot
+        skip a step; and if a plugin provides "early_stop".
         """
 
     @notice

@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT, chats, read_metrics, run_plugsft, write_jsonl
 from plugin_packages import activate, install
 
+from plugsft.kit import trained_rows
 from plugsft.ranks.load_batches import to_device
 from plugsft.testing import tiny_runs
 
@@ -75,6 +76,16 @@ def test_batches_are_copied_from_pinned_memory(monkeypatch):
     assert calls == ["pinned", ("cuda", True)]
     to_device(torch.ones(2), torch.device("cpu"))
     assert calls[2:] == [("cpu", True)]
+
+
+def test_rows_of_labels_that_a_plugin_has_replaced_are_found_anew():
+    labels = torch.tensor([[-100, 5, 6, -100], [7, 8, -100, -100]])
+    rows = trained_rows({"labels": labels})
+    assert rows.tolist() == [0, 1, 4]
+    batch = {"labels": labels, "_rows": rows, "_rows_of": labels}
+    assert trained_rows(batch) is rows
+    changed = batch | {"labels": labels.masked_fill(labels == 6, -100)}
+    assert trained_rows(changed).tolist() == [0, 4]
 
 
 LATE = """
