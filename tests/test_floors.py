@@ -39,7 +39,7 @@ ROOMS = _words("""
     base recipe tokens hooks registry data batches model ranks kit output run loop lab commands
     testing __init__ cli __main__
 """)
-ENTRIES, ARROWS = 20, 92
+ENTRIES, ARROWS = 20, 93
 EXPORTED = {
     "plugsft": """
         Batch Capability Data DataError DiskError Encoded Folder Ints Layouts LoadedStep Machine
