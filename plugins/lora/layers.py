@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from peft.tuners import lora
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Identity, Linear, Module
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
+
+from .fused import AdaptedLinear, Casts, is_plain
 
 NAME = "default"
 """peft's name of a model's only adapter."""
@@ -28,14 +30,22 @@ class FastLinear(lora.Linear):
     def __init__(self, base_layer: Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(base_layer, *args, **kwargs)
         self.is_target_conv_1d_layer = isinstance(base_layer, Conv1D)
-        self.initial = ""
+        self.initial, self.casts = "", Casts()
         if not self.lora_variant:
             self.lora_A[NAME].__class__, self.lora_B[NAME].__class__ = Down, Up
+        without_dropout = isinstance(self.lora_dropout[NAME], Identity)
+        self.fusible = without_dropout and type(base_layer) is Linear and not self.lora_variant
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Add the adapter's output to the base layer's."""
         if self.lora_variant:
             return super().forward(x, *args, **kwargs)
+        if (
+            self.fusible
+            and not (self.merged or self.disable_adapters)
+            and is_plain(self.base_layer, self.halves(), x)
+        ):
+            return self.fused(x)
         base: Tensor = self.base_layer(x, *args, **kwargs)
         if self.merged or (self.disable_adapters and self.initial != REFERENCE):
             return base
@@ -51,6 +61,15 @@ class FastLinear(lora.Linear):
         output: Tensor = second(inner, base, scale, frozen)
         return output
 
+    def fused(self, x: Tensor) -> Tensor:
+        """Compute layer and adapter as one operation of autograd."""
+        base, (first, second), rows = self.base_layer, self.halves(), x.flatten(0, -2)
+        weights = (base.weight, base.bias, first.weight, second.weight)
+        casts = self.casts.get(first.weight, second.weight, x.dtype)
+        apply: Any = AdaptedLinear.apply  # untyped upstream
+        output: Tensor = apply(rows, *weights, *casts, self.scaling[NAME])
+        return output.view(*x.shape[:-1], -1)
+
     def halves(self) -> tuple[Any, Any]:
         """Return the two halves of the adapter."""
         return self.lora_A[NAME], self.lora_B[NAME]
@@ -62,6 +81,7 @@ class FastLinear(lora.Linear):
     def freeze_initial(self, role: str) -> None:
         """Keep a copy of the adapter's weights; each rank has all of it."""
         self.initial = role
+        self.fusible = self.fusible and role != SUBTRACTED
         for name, half in zip(("initial_A", "initial_B"), self.halves(), strict=True):
             self.register_buffer(name, half.weight.detach().clone(), persistent=False)
 
