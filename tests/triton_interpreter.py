@@ -1,13 +1,16 @@
-"""Patches Triton 3.9's interpreter so that it runs Liger's kernels: import it first.
+"""Patches Triton 3.9's interpreter so that it runs kernels of other packages: import it first.
 
-TRITON_INTERPRET=1 must be set. It knows no floats of Python's, and no functions of CUDA's library.
+They are those of Liger and cut_cross_entropy. TRITON_INTERPRET=1 must be set. The interpreter knows
+no floats of Python's, and no functions of CUDA's library.
 """
 
 import importlib
+import importlib.util
 import pkgutil
 
 import liger_kernel.ops
 import numpy as np
+import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
@@ -32,3 +35,12 @@ for _found in pkgutil.iter_modules(liger_kernel.ops.__path__):
         _module.rsqrt = lambda x: tl.math.rsqrt(x)
     if hasattr(_module, "tanh"):
         _module.tanh = lambda x: 1 - 2 / (tl.math.exp(2 * x) + 1)
+
+if importlib.util.find_spec("cut_cross_entropy"):
+
+    class _Functions:
+        tanh = staticmethod(lambda x: 1 - 2 / (tl.math.exp(2 * x) + 1))
+        log1p = staticmethod(lambda x: tl.math.log(1 + x))
+
+    importlib.import_module("cut_cross_entropy.tl_utils").tl_libdevice = _Functions
+    torch.cuda.is_bf16_supported = lambda *_: True

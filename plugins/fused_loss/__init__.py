@@ -27,8 +27,9 @@ class FusedLoss:
     """
 
     kernel: Literal["auto", "torch", "cut_cross_entropy", "liger"] = "auto"
-    """auto: cut_cross_entropy if it is installed and there is a GPU, otherwise torch. auto never
-    chooses liger, which is slower than torch's matrix products in published figures."""
+    """auto: cut_cross_entropy if there is a GPU and a release of it that sums gradients in float32,
+    otherwise torch. auto never chooses liger, which is slower than torch's matrix products in
+    published figures."""
     chunk: Annotated[int, Field(ge=1)] | None = None
     """Positions per chunk, for kernel = "torch". Default: 256 MiB of logits, 1 GiB on a GPU."""
 

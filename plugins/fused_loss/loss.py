@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,22 @@ IGNORED = -100
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """Bytes of logits per chunk. Each chunk reads and writes the head's whole gradient, so a GPU needs
 larger chunks."""
-LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy", "liger-kernel"
-CUT = "cut_cross_entropy", "linear_cross_entropy", "cut-cross-entropy"
-PACKAGES = {"cut_cross_entropy": CUT, "liger": LIGER}
-"""Kernels of other packages: module, function, and the package to install."""
+PACKAGES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "cut_cross_entropy": (
+        "cut_cross_entropy",
+        "linear_cross_entropy",
+        '"cut-cross-entropy @ git+https://github.com/apple/ml-cross-entropy"',
+        {"accum_e_fp32": True, "accum_c_fp32": True},
+    ),
+    "liger": (
+        "liger_kernel.transformers.functional",
+        "liger_fused_linear_cross_entropy",
+        "liger-kernel",
+        {"accum_dtype": torch.float32},
+    ),
+}
+"""Kernels of other packages: module, function, the package to install, and the arguments by which
+gradients are summed in float32."""
 REFUSED = "this model's loss cannot be fused; remove [plugins.fused_loss]"
 TOKENS = 16
 """Number of tokens on which the fused loss is compared with the plain loss."""
@@ -95,13 +108,6 @@ def ensure_equal_loss(plugin: FusedLoss, model: Module) -> None:
     """
     causal = unwrap(model)
     head = head_of(causal)
-    if plugin.package == "cut_cross_entropy" and head.bias is not None:
-        if plugin.kernel != "auto":
-            raise RecipeError(
-                f'plugins.fused_loss: kernel = "{plugin.kernel}" does not support the bias of this '
-                'model\'s head; set kernel = "auto"'
-            )
-        plugin.package, plugin.chosen = "", "torch kernel (cut_cross_entropy has no bias)"
     batch, counts = random_batch(causal, plugin.packed), (plugin.trained, plugin.positions)
     outputs: list[Tensor] = []
     hook = causal.register_forward_hook(
@@ -155,21 +161,31 @@ def call_package(
     summed: bool,
 ) -> Tensor:
     """Return the losses from another package's kernel."""
-    module, function, _ = PACKAGES[name]
+    module, function, _, precision = PACKAGES[name]
     kernel: Any = getattr(importlib.import_module(module), function)
     if transform.slope != 1:
         hidden, bias = hidden * transform.slope, bias if bias is None else bias * transform.slope
-    kwargs: dict[str, Any] = {"bias": bias, "accum_dtype": torch.float32} if name == "liger" else {}
-    kwargs |= {"softcap": transform.cap, "reduction": "sum" if summed else "none"}
-    losses: Tensor = kernel(hidden, weight, targets, **kwargs)
+    options = {"bias": bias, "softcap": transform.cap, "reduction": "sum" if summed else "none"}
+    losses: Tensor = kernel(hidden, weight, targets, **options, **precision)
     return losses.flatten()
 
 
 def why_unavailable(kernel: str) -> str:
-    """Return why a package's kernel cannot run on this machine, or ""."""
-    module, _, package = PACKAGES[kernel]
+    """Return why a package's kernel cannot run on this machine, and the cure, or ""."""
+    module, function, package, precision = PACKAGES[kernel]
+    install = f"pip install {package}"
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return f"{kernel} is not installed: pip install {package}"
+        return f"{kernel} is not installed: {install}"
+    try:
+        parameters = inspect.signature(
+            getattr(importlib.import_module(module), function)
+        ).parameters
+    except ImportError as error:  # a package that it needs is missing
+        return f"{kernel} cannot be imported ({error}): {install}"
+    if not {*precision} <= {*parameters}:
+        return (
+            f"this release of {kernel} sums gradients in bfloat16; install a newer one: {install}"
+        )
     return "" if torch.cuda.is_available() else f"{kernel} needs a GPU"
 
 

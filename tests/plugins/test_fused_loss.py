@@ -5,10 +5,11 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import tomllib
 from copy import deepcopy
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from plugsft.registry.active import check, resolve
 # peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 VOCAB = 97
+CUT = find_spec("cut_cross_entropy")
 SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -418,15 +420,69 @@ def options(**given):
     return {"plugins": {"fused_loss": given}}
 
 
-def test_a_kernel_that_cannot_run_is_refused_before_anything_is_loaded(tiny, monkeypatch):
-    assert "cut_cross_entropy is not installed: pip install cut-cross-entropy" in refuse(
+def test_a_kernel_that_cannot_run_is_refused_before_anything_is_loaded(tiny, tmp_path, monkeypatch):
+    assert "cut_cross_entropy is not installed: pip install" in refuse(
         tiny, **options(kernel="cut_cross_entropy")
     )
-    here = ModuleType("cut_cross_entropy")
-    here.__spec__ = ModuleSpec(here.__name__, None)
-    monkeypatch.setitem(sys.modules, here.__name__, here)
+    write_cut_cross_entropy(tmp_path / "pypi", CUT_OF_PYPI, monkeypatch)
+    refusal = refuse(tiny, **options(kernel="cut_cross_entropy"))
+    assert "this release of cut_cross_entropy sums gradients in bfloat16" in refusal
+    assert 'pip install "cut-cross-entropy @ git+https://' in refusal
+    assert "sums gradients in bfloat16" in chosen_kernel(tiny)
+    write_cut_cross_entropy(tmp_path / "git", CUT_OF_GIT, monkeypatch)
     if not torch.cuda.is_available():
         assert "needs a GPU" in refuse(tiny, **options(kernel="cut_cross_entropy"))
+        assert chosen_kernel(tiny) == "torch kernel (cut_cross_entropy needs a GPU)"
+
+
+CUT_OF_PYPI = """linear_cross_entropy(
+    e, c, targets, ignore_index=-100, softcap=None, reduction="mean", shift=False,
+    filter_eps="high", impl="cce",
+)"""
+"""The signature in release 25.1.1."""
+CUT_OF_GIT = """linear_cross_entropy(
+    e, c, targets, bias=None, ignore_index=-100, softcap=None, reduction="mean", shift=0,
+    return_lse=False, filter_eps="auto", accum_e_fp32=False, accum_c_fp32=False,
+    filter_e_grad=True, filter_c_grad=True, impl="cce", vocab_parallel_options=None,
+)"""
+"""The signature in commit d42911f of github.com/apple/ml-cross-entropy."""
+
+
+def write_cut_cross_entropy(folder, signature, monkeypatch):
+    """Write the package with a signature; it computes by torch, in the dtype of its gradients."""
+    folder.mkdir()
+    code = f"""
+        import torch
+
+        def {textwrap.indent(signature, " " * 8).strip()}:
+            dtype = torch.float32 if accum_e_fp32 and accum_c_fp32 else torch.bfloat16
+            logits = torch.nn.functional.linear(e.to(dtype), c.to(dtype), bias)
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            return torch.nn.functional.cross_entropy(logits, targets, reduction=reduction)
+    """
+    (folder / "cut_cross_entropy.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)  # and forget it after the test
+    del sys.modules["cut_cross_entropy"]
+
+
+def chosen_kernel(tiny):
+    """Return the kernel that `auto` chooses."""
+    recipe, active = resolve(tomllib.loads(tiny(**options()).read_text()))
+    active.attach()
+    check(active, recipe, look())
+    [plugin] = [plugin for plugin in active.plugins.values() if isinstance(plugin, FusedLoss)]
+    return plugin.chosen
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi, with a bias"])
+def test_cut_cross_entropy_sums_gradients_in_float32_and_takes_a_bias(name, tmp_path, monkeypatch):
+    write_cut_cross_entropy(tmp_path / "git", CUT_OF_GIT, monkeypatch)
+    model = make(MODELS[name])
+    plugin = FusedLoss()
+    plugin.package = "cut_cross_entropy"
+    list(plugin.add_columns(SimpleNamespace(module=model)))
+    assert_equal(model, padded(), plugin)
 
 
 def test_auto_says_why_it_is_torch(tiny):
@@ -499,19 +555,21 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
     assert curve(run) == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
 
 
-LIGER = """
+INTERPRETED = """
+import sys
 import triton_interpreter, torch
 from functools import partial
 from plugsft.model.fused_head import LogitTransform, Positions, fused_loss
 from plugsft.plugins.fused_loss.loss import call_package
 
 torch.manual_seed(0)
-hidden, weight, bias = torch.randn(9, 16), torch.randn(61, 16), torch.randn(61)
-targets = torch.randint(61, (9,))
+# Where the vocabulary is no multiple of 128, cut_cross_entropy's soft cap adds entries to it.
+hidden, weight, bias = torch.randn(9, 16), torch.randn(128, 16), torch.randn(128)
+targets = torch.randint(128, (9,))
 for transform in (LogitTransform(), LogitTransform(0.5, 3.0)):
     found = []
     ours = lambda *given: fused_loss(Positions(*given[:-1], 4, torch.float32), given[-1])
-    for kernel in (partial(call_package, "liger"), ours):
+    for kernel in (partial(call_package, sys.argv[1]), ours):
         given = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
         loss = kernel(*given, targets, transform, True)
         loss.backward()
@@ -523,8 +581,18 @@ print("equal")
 
 
 @pytest.mark.slow
-def test_ligers_kernel_gives_the_same():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests")}
-    words = [sys.executable, "-c", LIGER]
-    result = subprocess.run(words, env=env, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "liger",
+        pytest.param("cut_cross_entropy", marks=pytest.mark.skipif(not CUT, reason="no package")),
+    ],
+)
+def test_kernels_of_other_packages_give_the_same(kernel):
+    env = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, "-c", INTERPRETED, kernel]
+    result = subprocess.run(
+        words, env={**os.environ, **env, "PYTHONPATH": path}, capture_output=True, text=True
+    )
     assert result.stdout.strip().endswith("equal"), result.stderr
