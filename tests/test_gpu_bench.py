@@ -1,11 +1,13 @@
-"""tools/bench/gpu.py without a GPU: its checks, and a tiny case."""
+"""tools/bench/gpu.py without a GPU: a dry run that is killed and goes on, and TRL's settings."""
 
 import ast
 import importlib
 import json
-import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -51,28 +53,33 @@ def test_operations_are_six_or_four_a_weight_and_those_of_attention(bench):
     assert cases.flops_per_token(shape, lengths, lora=True) == pytest.approx(
         4 * weights + attention
     )
+    half = cases.flops_per_token(shape, lengths, lora=False, head=0.5)
+    assert half == pytest.approx(6 * (weights - 40) + attention)
 
 
-def test_a_loss_that_differs_is_reported(bench):
-    compare_losses = bench("gpu").compare_losses
-    runs = {"plain": [{"loss": 2.0}], "one": [{"loss": 2.0001}], "two": [{"reason": "none"}]}
-    assert compare_losses(runs, "bfloat16") == []
-    [message] = compare_losses(runs, "float32")
-    assert message == "one: the first step's loss is 2.0001, and 2 for the plain run"
-    assert compare_losses(runs | {"one": [{"loss": float("nan")}]}, "bfloat16")
+def test_the_names_of_contenders_are_read(bench):
+    cases = bench("gpu_cases")
+    for case in cases.CASES.values():
+        for name in case.contenders:
+            contender = cases.Contender.parse(name)
+            packed = contender.trainer in ("plugsft", "trl") or "bfd_packing" in contender.plugins
+            assert (contender.rows >= case.longest) == packed, name
+    contender = cases.Contender.parse("plugsft+compile+float32@16k")
+    assert contender.plugins == [*cases.PACKED, "compile"] and contender.rows == 16_384
+    with pytest.raises(SystemExit, match="no contender is named 'axolotl@4k'"):
+        cases.Contender.parse("axolotl@4k")
 
 
-def test_only_expected_failures_have_a_reason(bench):
-    explain_failure = bench("gpu").explain_failure
-    assert explain_failure("torch.OutOfMemoryError: CUDA out of memory.") == {
-        "reason": "out of memory"
-    }
-    assert explain_failure("  error: no GPU\n", refused=True) == {
-        "reason": "error: no GPU",
-        "refused": True,
-    }
-    with pytest.raises(SystemExit, match="a run failed:\nKeyError"):
-        explain_failure("KeyError: 'x'")
+def test_a_first_step_that_differs_is_reported(bench, tmp_path):
+    train, cases, process = bench("gpu_train"), bench("gpu_cases"), bench("gpu_process")
+    results = process.Results(tmp_path / "1b-full.json", {"gpu": "none", "dry_run": True})
+    for name, loss, norm in (("trl@4k", 2, 1), ("plain", 2.001, 1.1), ("plugsft@16k", 3, 1)):
+        results.add(name, {"loss": loss, "grad_norm": norm})
+    results.add("trl@16k", {"reason": "out of memory"})
+    full = train.compare_first_steps(cases.CASES["1b-full"], results)
+    # Rows of 16k have other chats in a step.
+    assert full == ["plain: grad_norm 1.1, and 1 of trl@4k"]
+    assert train.compare_first_steps(cases.CASES["0.6b-lora"], results) == []
 
 
 def test_mfu_is_of_gpus_whose_peak_is_known(bench):
@@ -82,17 +89,138 @@ def test_mfu_is_of_gpus_whose_peak_is_known(bench):
         assert peak_of(other) is None
 
 
-def test_the_kernels_of_this_machine_compute_what_float32_does():
-    process = subprocess.run(
-        [sys.executable, BENCH / "gpu.py", "--child", "checks:{}"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+def test_results_of_another_gpu_are_refused(bench, tmp_path):
+    process = bench("gpu_process")
+    path = tmp_path / "probe.json"
+    process.Results(path, {"gpu": "NVIDIA H100"}).add("versions", {"value": 1})
+    with pytest.raises(SystemExit, match="is of NVIDIA H100, not of NVIDIA H200: set another"):
+        process.Results(path, {"gpu": "NVIDIA H200"})
+
+
+def test_a_failed_check_drops_its_kernel_and_not_the_run(bench, tmp_path):
+    gpu, train, process = bench("gpu"), bench("gpu_train"), bench("gpu_process")
+    probe = process.Results(tmp_path / "probe.json", {"gpu": "none"})
+    probe.add("check attention torch", {"value": [{"failed": True}, {"failed": False}]})
+    probe.add("check liger", {"value": [{"failed": True}]})
+    probe.add("check loss torch", {"value": [{"failed": False}]})
+    probe.add("check rows", {"reason": "signal 11"})
+    failed = gpu.failed_kernels(tmp_path)
+    assert failed == ["attention torch", "liger"]
+    run = train.Bench.__new__(train.Bench)
+    run.case, run.cpu, run.folder, run.failed = train_case(bench), True, tmp_path, failed
+    recipe = run.recipe("run", bench("gpu_cases").Contender.parse("plugsft@256"), {})
+    assert '[plugins.flash_attention]\nkernel = "sdpa"' in recipe.read_text()
+    assert "[plugins.fused_loss]\n\n" in recipe.read_text() + "\n\n"
+    run.ensure_checked(bench("gpu_cases").Contender.parse("plugsft@256"))
+    with pytest.raises(process.Failed, match="the check of liger failed"):
+        run.ensure_checked(bench("gpu_cases").Contender.parse("plugsft+liger@256"))
+
+
+def train_case(bench):
+    """Return the tiny case of full fine-tuning."""
+    cases = bench("gpu_cases")
+    return cases.shrink(cases.CASES["1b-full"])
+
+
+@pytest.fixture
+def trl_run(bench, tmp_path):
+    """Give a function that runs TRL's first step on packed rows, with an attention."""
+    pytest.importorskip("trl")
+    gpu_trl, cases, shared = bench("gpu_trl"), bench("gpu_cases"), bench("shared")
+    case = train_case(bench)
+    cases.make_model({"case": asdict(case), "folder": str(tmp_path)})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for parameter in model.parameters():
+        parameter.data *= 4  # otherwise, attention hardly changes the loss
+    model.save_pretrained(tmp_path / "model")
+    lengths = shared.draw_lengths(12, 3.0, 0.7, 6, 60)
+    tokens = shared.write_tokens(tmp_path / "tokens", lengths, 1, vocab=900)
+
+    def run(attention, lora=False):
+        contender = cases.Contender.parse("trl@256")
+        settings, options, _ = gpu_trl.choose_settings(case, contender, True, 30.0)
+        options["attn_implementation"] = attention
+        torch.manual_seed(0)
+        trainer, _ = gpu_trl.make_trainer(
+            tmp_path, tokens, settings | {"max_steps": 1}, options, lora
+        )
+        return gpu_trl.run_first_step(trainer, tokens, 12)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's and peft's
+@pytest.mark.parametrize("lora", [False, True])
+def test_trl_with_plugsfts_attention_learns_what_plain_trl_does(bench, trl_run, monkeypatch, lora):
+    """The first loss and gradient norm of packed documents are those of transformers' mask."""
+    gpu_trl = bench("gpu_trl")
+    assert gpu_trl.choose_attention(cpu=True) == gpu_trl.ATTENTION
+    expected = trl_run("sdpa", lora)
+    assert trl_run(gpu_trl.ATTENTION, lora) == pytest.approx(expected, rel=1e-5)
+
+    attend = gpu_trl.attend_on_cpu
+
+    def attend_to_all(*inputs, cu_seq_lens_q, **options):
+        return attend(*inputs, cu_seq_lens_q=cu_seq_lens_q[[0, -1]], **options)
+
+    monkeypatch.setattr(gpu_trl, "attend_on_cpu", attend_to_all)
+    loss, norm = trl_run(gpu_trl.ATTENTION, lora)
+    assert abs(loss / expected[0] - 1) > 1e-3 and abs(norm / expected[1] - 1) > 1e-3
+
+
+def test_attention_without_bounds_is_refused(bench):
+    gpu_trl = bench("gpu_trl")
+    for attend in (gpu_trl.attend, gpu_trl.attend_on_cpu):
+        with pytest.raises(ValueError, match="TRL gave no cu_seq_lens_q"):
+            attend(None, *[torch.zeros(1, 1, 2, 8)] * 3, None)
+
+
+def start(out, work, *words):
+    """Start a dry run."""
+    command = [sys.executable, BENCH / "gpu.py", "--dry-run", "--out", out, "--work", work]
+    return subprocess.Popen(
+        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert process.returncode == 0, process.stdout + process.stderr
-    checks = json.loads(process.stdout.splitlines()[-1])
+
+
+def read(out):
+    """Return the results of each phase."""
+    return {path.stem: json.loads(path.read_text())["results"] for path in out.glob("*.json")}
+
+
+def kill_and_go_on(out, work, phases, enough):
+    """Kill a dry run once it has enough results, go on; return the results before and after."""
+    words = ["--phases", phases, "--rounds", "1"]
+    process = start(out, work, *words)
+    while process.poll() is None and sum(map(len, read(out).values())) < enough:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = read(out)
+    process = start(out, work, *words)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    after = read(out)
+    assert sum(map(len, before.values())) < sum(map(len, after.values()))
+    for phase, results in before.items():
+        for name, rounds in results.items():
+            assert after[phase][name] == rounds, name  # with the time at which it was measured
+            assert f"\n{name}: " not in output.partition(f"== {phase}")[2].partition("\n\n")[0]
+    assert all(len(rounds) == 1 for results in after.values() for rounds in results.values())
+    return after, output
+
+
+def test_the_probe_goes_on_after_a_kill(tmp_path):
+    after, _ = kill_and_go_on(tmp_path / "out", tmp_path / "work", "probe", 4)
+    probe = after["probe"]
+    assert [name for name, rounds in probe.items() if "reason" in rounds[0]] == []
+    checks = [
+        part for name in probe if name.startswith("check") for part in probe[name][0]["value"]
+    ]
     assert len([check for check in checks if check["error"] is not None]) >= 12
     assert not any(check["failed"] for check in checks)
+    assert all(check["error"] is not None or check["reason"] for check in checks)
+    assert probe["versions"][0]["value"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize("path", sorted(BENCH.glob("*.py")), ids=lambda path: path.stem)
@@ -103,57 +231,31 @@ def test_a_benchmark_finds_what_it_imports(path):
 
 
 @only_full
-@pytest.mark.timeout(1800)
-def test_the_checks_and_a_tiny_case_run(tmp_path):
-    result = tmp_path / "result.json"
-    only = "trl-best,plain,+fused_loss,+liger"
-    words = ["--case", "1b-full", "--shapes", "cpu", "--rounds", "1", "--steps", "1"]
-    words += ["--only", only, "--seconds", "1500", "--times"]
-    process = subprocess.run(
-        [sys.executable, BENCH / "gpu.py", *words, "--json", result],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    report = json.loads(result.read_text())
-    finished = [figures for figures in report["checks"] if figures["error"] is not None]
-    assert len(finished) >= 12 and not any(figures["failed"] for figures in finished)
-    assert all(figures["reason"] for figures in report["checks"] if figures not in finished)
-    assert {figures["kernel"] for figures in report["times"] if "seconds" in figures} == {
-        "sdpa", "plain", "torch"
-    }  # fmt: skip
-    assert all("seconds" in figures or figures["reason"] for figures in report["times"])
-    summary = report["summary"]
-    assert {*summary} == {"trl-best", "plain", "+fused_loss"}
-    assert all(
-        figures["mfu"] is None and figures["tokens_per_second"] > 0 for figures in summary.values()
-    )
-    assert "need a GPU" in report["runs"]["+liger"][0]["reason"]
-    assert "NOT MEASURED" in process.stdout and "MFU n/a" in process.stdout
-    assert report["machine"]["torch"] and report["date"]
-
-
-@only_full
 @pytest.mark.timeout(2400)
-def test_preferences_are_measured_against_trl(tmp_path):
-    result = tmp_path / "result.json"
-    words = ["--case", "0.6b-dpo", "--shapes", "cpu", "--rounds", "1", "--steps", "2"]
-    process = subprocess.run(
-        [sys.executable, BENCH / "gpu.py", *words, "--skip-checks", "--json", result],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    [figures] = json.loads(result.read_text())["rounds"]
-    assert (
-        figures["shared+cached"]["positions"]
-        < figures["shared"]["positions"]
-        < figures["trl"]["positions"]
-    )
-    assert figures["shared+reference"]["pass"] > 0 < figures["trl precomputed"]["pass"]
-    assert (
-        all(contender["step"] > 0 for contender in figures.values())
-        and "against TRL's best" in process.stdout
-    )
+def test_a_dry_run_of_all_phases_goes_on_after_a_kill(tmp_path):
+    work = tmp_path / "work"
+    (work / "dry/1b/half-made").mkdir(parents=True)
+    phases = "sync,0.6b-lora,1b-full,times,0.6b-dpo"
+    after, output = kill_and_go_on(tmp_path / "out", work, phases, 5)
+    assert not (work / "dry/1b/half-made").exists()
+    for case in ("0.6b-lora", "1b-full"):
+        reasons = {name: rounds[0].get("reason", "") for name, rounds in after[case].items()}
+        assert {name for name, reason in reasons.items() if not reason} == {
+            "trl@256", "plugsft@256", "plain"
+        }  # fmt: skip
+        assert reasons["plugsft+low_memory_adam@256"].startswith("refused: ")
+        assert "exit code 1" in reasons["trl+liger@256"]
+        summary = json.loads((tmp_path / f"out/{case}.json").read_text())["summary"]
+        assert summary["first_step_differs"] == []
+        line = summary["contenders"]["plugsft@256"]
+        assert line["mfu"] is None and line["tokens_per_second"] > 0
+        assert line["against_trl_best"] == line["against_trl_same_row"] > 0
+    waits = after["sync"]["eager"][0]["value"]["waits in a step"]
+    assert waits and sum(waits.values()) <= 1
+    assert after["sync"]["compiled"][0]["value"]["stats"]
+    timings = [part for rounds in after["times"].values() for part in rounds[0]["value"]]
+    measured = {timing["kernel"] for timing in timings if "seconds" in timing}
+    assert measured == {"sdpa", "plain", "torch", "trl"}
+    trl, shared = (after["0.6b-dpo"][name][0] for name in ("trl", "shared+reference"))
+    assert shared["positions"] < trl["positions"] and trl["step"] > 0 < shared["pass"]
+    assert "FIRST STEP DIFFERS" not in output and "MFU n/a" in output

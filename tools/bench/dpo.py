@@ -1,41 +1,51 @@
 """DPO against TRL's trainer: time per step, computed positions, and the reference pass.
 
-    .venv/bin/python tools/bench/dpo.py [--pairs 64] [--rounds 3] [--lora] [--threads 2]
-        [--shape small] [--capacity 2048] [--only shared+reference,trl,...] [--json FILE]
+    .venv/bin/python tools/bench/dpo.py [--pairs 64] [--rounds 3] [--lora] [--threads N]
+        [--shape small] [--capacity 2048] [--only shared+reference,trl,...] [--seconds 3600]
+        [--work FOLDER] [--json FILE]
 
 A decoder trains one epoch on preferences: prompts and answers have lognormal lengths, so a prompt
 is about half of a sequence. The default is a small Llama model, for a CPU; --shape 0.6b and 8b are
 the shapes of gpu.py, in bfloat16, for a GPU. Weights are random. Each run is a separate process,
 contenders take turns in each round, and all read the same model and rows. The work is the number
 of positions that a model computes, padding included: the policy's, the reference's in each step,
-and those of a reference pass before the first step.
+and those of a reference pass before the first step. --json is written after each round, and
+--seconds ends a run that takes longer. With --work, model and rows stay for the next call.
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import shared
-from gpu_cases import LARGE, SMALL, Case, Shape, count_words, make_model
+from gpu_cases import LARGE, SMALL, Case, Shape, count_words
+
+from plugsft.lab.bench import timing
 
 BATCH, MICRO = 8, 4
 """Pairs per step, and per padded micro-batch."""
 RATE, BETA = 5e-5, 0.1
 SHAPES = {
+    "tiny": Shape("llama", 32, 64, 2, 2, 2, 16, 1000, True),
     "small": Shape("llama", 192, 768, 3, 3, 3, 64, 4096, True),
     "0.6b": SMALL,
     "8b": LARGE,
 }
+BATCHES = {"0.6b": (32, 8), "8b": (16, 4)}
+"""The same, of the shapes for a GPU."""
 LORA = {"r": 16, "alpha": 32}
 
 
@@ -44,7 +54,9 @@ def main() -> None:
     parser = shared.command_line(__doc__ or "")
     parser.add_argument("--pairs", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit of all rounds")
+    parser.add_argument("--work", type=Path, help="folder for model and rows")
     parser.add_argument("--capacity", type=int, default=2048)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--lora", action="store_true")
@@ -55,18 +67,18 @@ def main() -> None:
         print(json.dumps(run_trl(json.loads(options.child))))
         return
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    with tempfile.TemporaryDirectory() as folder:
-        work = Work(Path(folder), options)
-        only = [name for name in options.only.split(",") if name]
-        chosen = {name: run for name, run in work.contenders().items() if name in (only or [name])}
-        results = shared.collect_rounds(options.rounds, chosen)
-        rounds = [
-            dict(zip(results, figures, strict=True))
-            for figures in zip(*results.values(), strict=True)
-        ]
-    shared.write_report(
-        {"lora": options.lora, "pairs": options.pairs, "rounds": rounds}, options.json
-    )
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("time is up"))
+    signal.alarm(math.ceil(options.seconds))
+    rounds: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        folder = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        contenders = Work(folder, options).contenders()
+        names = options.only.split(",") if options.only else [*contenders]
+        chosen = {name: contenders[name] for name in names}
+        for figures in timing.in_rounds(options.rounds, chosen):
+            rounds.append(figures)
+            facts = {"lora": options.lora, "pairs": options.pairs}
+            shared.write_report(facts | {"rounds": rounds}, options.json)
     report(rounds)
 
 
@@ -100,13 +112,21 @@ class Work:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
+        self.batch, self.micro = BATCHES.get(options.shape, (BATCH, MICRO))
         self.environment = {"OMP_NUM_THREADS": str(options.threads)}
         self.environment["PLUGSFT_CACHE"] = str(folder / "cache")
         shape = SHAPES[options.shape]
-        self.dtype = "float32" if options.shape == "small" else "bfloat16"
-        case = Case(shape, options.lora, BATCH, MICRO, options.capacity, dtype=self.dtype)
-        make_model({"case": asdict(case), "folder": str(folder)})
-        self.source = write_pairs(folder / "pairs.jsonl", options.pairs, count_words(shape))
+        self.dtype = "float32" if options.shape in ("tiny", "small") else "bfloat16"
+        self.source = folder / f"pairs-{options.pairs}.jsonl"
+        case = Case(shape, options.lora, self.batch, self.micro, steps=0, dtype=self.dtype)
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # half-made
+            arguments = json.dumps({"case": asdict(case), "folder": str(folder)})
+            # In its own process, which frees the memory of the GPU.
+            shared.run(sys.executable, Path(__file__).with_name("gpu.py"), "--model", arguments)
+            (folder / "done").touch()
+        if not self.source.exists():
+            write_pairs(self.source, options.pairs, count_words(shape))
 
     def contenders(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Return the contenders: plugsft with more and more plugins, and TRL."""
@@ -158,12 +178,12 @@ class Work:
     def recipe(self, packed: bool, plugins: dict[str, dict]) -> Path:
         """Write a recipe."""
         shutil.rmtree(self.folder / "run", ignore_errors=True)
-        train = {"batch_size": BATCH, "learning_rate": RATE, "log_every": 1_000_000}
+        train = {"batch_size": self.batch, "learning_rate": RATE, "log_every": 1_000_000}
         tables = {
             "output": str(self.folder / "run"),
             "model": {"path": str(self.folder / "model"), "dtype": self.dtype},
             "data": {"source": str(self.source), "max_length": 1024},
-            "train": train | ({} if packed else {"micro_batch": MICRO}),
+            "train": train | ({} if packed else {"micro_batch": self.micro}),
             "checkpoint": {"every": 0},
             "plugins": {"dpo": {"beta": BETA}} | plugins,
         }
@@ -179,6 +199,7 @@ class Work:
             "settings": settings,
             "dtype": self.dtype,
             "lora": LORA if self.options.lora else None,
+            "batch": (self.batch, self.micro),
         }
         quiet = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
         start = time.perf_counter()
@@ -190,8 +211,8 @@ class Work:
 
 def write_pairs(path: Path, count: int, words: int) -> Path:
     """Write prompts with two answers each; all have the same length distribution."""
-    dice = np.random.default_rng(0)
-    with path.open("w") as file:
+    dice, temporary = np.random.default_rng(0), path.with_suffix(".tmp")
+    with temporary.open("w") as file:
         for lengths in shared.draw_lengths(3 * count, np.log(110), 0.7, 8, 450).reshape(-1, 3):
             prompt, chosen, rejected = (
                 [
@@ -204,17 +225,20 @@ def write_pairs(path: Path, count: int, words: int) -> Path:
             )
             row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
             file.write(json.dumps(row) + "\n")
-    return path
+    return temporary.replace(path)
 
 
 def run_trl(arguments: dict) -> dict[str, Any]:
     """Train with TRL's trainer, without logging or saving."""
+    import torch
     from datasets import disable_progress_bars, load_dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
     disable_progress_bars()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan for each new length
+    batch, micro = arguments["batch"]
     positions, passes, seconds = [0], [0.0], list[float]()
 
     def count_inputs(_module: Any, _inputs: Any, kwargs: dict) -> None:
@@ -245,8 +269,8 @@ def run_trl(arguments: dict) -> dict[str, Any]:
         use_cpu=arguments["dtype"] == "float32",
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=MICRO,
-        gradient_accumulation_steps=BATCH // MICRO,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=batch // micro,
         num_train_epochs=1,
         learning_rate=RATE,
         beta=BETA,

@@ -1,420 +1,253 @@
-"""Training on one GPU: kernels checked against float32, then plugin by plugin against TRL.
+"""Training on one GPU: the machine and its kernels, then plugsft against TRL.
 
-    .venv/bin/python tools/bench/gpu.py --case 0.6b-lora [--rounds 3] [--seconds 540] [--steps 6]
-        [--capacity 4096] [--only NAME,...] [--work FOLDER] [--json FILE]
-    .venv/bin/python tools/bench/gpu.py [--times]     (the checks alone; or times of kernels, too)
-    .venv/bin/python tools/bench/gpu.py --case 0.6b-lora --shapes cpu       (tiny, to see it start)
+    .venv/bin/python tools/bench/gpu.py --out FOLDER [--phases probe,0.6b-lora] [--seconds 480]
+    .venv/bin/python tools/bench/gpu.py --out FOLDER --dry-run      (tiny shapes, on a CPU)
 
-Cases are 0.6b-lora, 1b-full, 8b-lora and 8b-full: the shapes of Qwen3 0.6B, Llama 3.2 1B and 3.1 8B
-in bfloat16, with random weights; chats have lognormal lengths. Each run is a separate process. A
-plugsft run is killed once enough steps are measured. The contenders take turns in each round:
-trl-default has TRL's own settings except for length, batch and dtype; trl-best has packing, flash
-attention and (for full fine-tuning) Liger's layers, where they are installed; plain has no plugin
-except lora; each name that begins with "+" adds one plugin to the contender before it.
+Each phase writes FOLDER/PHASE.json after every result. What is in the folder is not measured again,
+so an interrupted call is simply repeated. A failure is a result, with its reason; remove it from
+the file to try again. The phases, in their order:
 
-The speed counts tokens without padding, after the first steps. The median step's speed is printed
-too, because a late compilation shows in a single step. MFU is relative to the GPU's 989 TFLOP/s:
-see flops_per_token. After the first round, the losses of the first steps are compared. With --work,
-the model and its tokens stay in that folder for the next call.
+- probe: versions, ceilings, microseconds of a launch, each kernel against float32;
+- sync: 20 steps of a small run, with every wait for the device, and recompilations;
+- 0.6b-lora, 1b-full, 8b-lora, 8b-full: tokens per second of the contenders in gpu_cases.py;
+- times: attention and loss kernels, forward and backward;
+- 0.6b-dpo, 8b-dpo: dpo.py, with LoRA.
 
-0.6b-dpo and 8b-dpo learn preferences with LoRA: the measurement of dpo.py, with those shapes.
+The cases have the shapes of Qwen3 0.6B, Llama 3.2 1B and 3.1 8B in bfloat16, with random weights;
+chats have lognormal lengths. Each run is a process of its own. All contenders run once, then the
+fastest of TRL and of plugsft again. The speed counts tokens without padding, after the first steps.
+MFU is relative to the GPU's 989 TFLOP/s: see flops_per_token in gpu_cases.py.
 """
 
 import argparse
-import importlib.metadata
+import fcntl
+import importlib
 import json
 import os
-import platform
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import shared
-from gpu_cases import (
-    CASES,
-    OVERHEAD,
-    RATE,
-    WARM,
-    Case,
-    count_words,
-    flops_per_token,
-    make_model,
-    shrink,
-)
+from gpu_cases import CASES, Case, make_model, parse_case, shrink
+from gpu_process import Results, TimeUp, explain_failure, follow, run_to_end, started
+from gpu_train import Bench, compare_first_steps, measure, measure_case, median_speeds
 
 PEAK = 989e12
 """FLOP/s of an H100 or H200 (SXM) in bfloat16, without sparsity."""
-LADDER = (
-    "bfd_packing",
-    "async_collate",
-    "flash_attention",
-    "fused_loss",
-    "liger",
-    "compile",
-    "gradient_checkpointing",
-)
+ITEM_LIMIT = 120.0
+"""Most seconds of an item of probe, sync or times."""
 PREFERENCES = {"0.6b-dpo": "0.6b", "8b-dpo": "8b"}
-"""Case -> the shape of dpo.py that it runs."""
-PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "liger-kernel", "flash-attn")
-PACKAGES += ("flash-attn-3", "cut-cross-entropy", "triton")
+"""Phase -> the shape of dpo.py that it runs."""
+PAIRS = ["shared+cached", "trl", "shared+reference", "trl precomputed", "packed"]
+"""Contenders of dpo.py, most important first."""
+DRY_PAIRS = ["trl", "shared+reference"]
+ITEMS = ("probe", "sync", "times")
+PHASES = (
+    "probe",
+    "sync",
+    "0.6b-lora",
+    "1b-full",
+    "times",
+    "8b-lora",
+    "0.6b-dpo",
+    "8b-full",
+    "8b-dpo",
+)
+DRY = ("probe", "sync", "0.6b-lora", "1b-full", "times", "0.6b-dpo")
 
 
 def main() -> None:
-    """Run the checks, then the measurements."""
-    parser = shared.command_line(__doc__)
-    parser.add_argument("--case", choices=[*CASES, *PREFERENCES])
-    parser.add_argument("--shapes", choices=("real", "cpu"), default="real")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=540.0, help="time limit of all rounds")
-    parser.add_argument("--steps", type=int, default=6, help="measured steps of a run")
-    parser.add_argument("--capacity", type=int)
-    parser.add_argument("--only", help="contenders: plain,+bfd_packing,...,trl-best")
-    parser.add_argument("--skip-checks", action="store_true")
-    parser.add_argument("--times", action="store_true", help="time each kernel")
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        name, _, arguments = options.child.partition(":")
-        print(json.dumps(CHILDREN[name](json.loads(arguments))))
-        return
+    """Run the phases, then print what the folder holds."""
+    if sys.argv[1:2] == ["--model"]:
+        return make_model(json.loads(sys.argv[2]))
+    if sys.argv[1:2] == ["--items"]:
+        return run_items(json.loads(sys.argv[2]))
+    options = read_options()
     # On SIGTERM, end the child processes too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    end = time.monotonic() + options.seconds
-    report: dict[str, Any] = {"machine": run_child("machine"), "case": options.case}
-    report |= {"shapes": options.shapes, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
-    if not options.skip_checks:
-        report["checks"] = run_child("checks")
-        for check in report["checks"]:
-            print(check["text"])
-    failed = [check["text"] for check in report.get("checks", []) if check["failed"]]
-    if options.times and not failed:
-        report["times"] = run_child("times")
-        print_times(report["times"])
-    if options.case in PREFERENCES and not failed:
-        report["rounds"] = measure_preferences(options)
-    elif options.case and not failed:
-        with ExitStack() as stack:
-            folder = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            measure(Bench(folder, options, end), options, report)
-            failed = report["failed"]
-    shared.write_report(report, options.json)
-    if failed:
-        raise SystemExit("\n".join(["", "FAILED:", *failed]))
+    options.out.mkdir(parents=True, exist_ok=True)
+    machine = {"gpu": gpu_name(options.dry_run), "cores": len(os.sched_getaffinity(0))}
+    machine |= {"dry_run": options.dry_run}
+    options.end = time.monotonic() + options.seconds
+    for phase in options.phases:
+        results = Results(options.out / f"{phase}.json", machine)
+        print(f"\n== {phase}", flush=True)
+        try:
+            run_phase(phase, options, results)
+        except TimeUp:
+            print("time is up: repeat the command for the rest")
+            break
+    for phase in options.phases:
+        summarize(phase, Results(options.out / f"{phase}.json", machine))
 
 
-def measure_preferences(options: argparse.Namespace) -> list[dict]:
-    """Run dpo.py; return the figures of each round."""
-    shape = "small" if options.shapes == "cpu" else PREFERENCES[options.case]
-    words = [Path(__file__).with_name("dpo.py"), "--lora", "--shape", shape]
-    words += ["--rounds", options.rounds, "--pairs", 16 * options.steps]
-    words += ["--only", options.only] if options.only else []
-    with tempfile.TemporaryDirectory() as folder:
-        report_path = Path(folder, "rounds.json")
-        print(shared.run(sys.executable, *words, "--json", report_path, **QUIET))
-        rounds: list[dict] = json.loads(report_path.read_text())["rounds"]
-    return rounds
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--phases", help=f"default: all, which are {','.join(PHASES)}")
+    parser.add_argument("--only", help="contenders, such as trl@4k,plugsft+compile@16k")
+    parser.add_argument("--seconds", type=float, default=480.0, help="time limit of this call")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of the two fastest")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on a CPU")
+    work = Path(tempfile.gettempdir(), "plugsft-gpu")
+    parser.add_argument("--work", type=Path, default=work, help=f"models and data; default {work}")
+    options = parser.parse_args()
+    options.phases = (options.phases or ",".join(DRY if options.dry_run else PHASES)).split(",")
+    if unknown := {*options.phases} - {*PHASES}:
+        parser.error(f"no phase is named {', '.join(sorted(unknown))}: {', '.join(PHASES)}")
+    options.work /= "dry" if options.dry_run else "real"
+    options.work.mkdir(parents=True, exist_ok=True)
+    options.lock = (options.work / "lock").open("w")  # until this process ends
+    try:
+        fcntl.flock(options.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        parser.error(f"another run uses {options.work}: wait for it, or set --work")
+    if options.dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return options
 
 
-def run_child(name: str, arguments: object = None) -> Any:
-    """Run a part in a fresh process, which frees its GPU memory when it ends."""
-    return shared.run_python(__file__, "--child", f"{name}:{json.dumps(arguments or {})}", **QUIET)
+def gpu_name(dry_run: bool) -> str:
+    """Return the GPU's name; stop without one."""
+    if dry_run:
+        return "none"
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        process = subprocess.run(words, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"no GPU: {error}; --dry-run takes tiny shapes on a CPU") from error
+    return process.stdout.splitlines()[0].strip()
 
 
-QUIET = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+def run_phase(phase: str, options: argparse.Namespace, results: Results) -> None:
+    """Run what is missing of a phase; raise TimeUp if time is left for no more."""
+    only = options.only.split(",") if options.only else None
+    if phase in ITEMS:
+        return run_all_items(phase, options, results)
+    if phase in PREFERENCES:
+        return measure_preferences(
+            phase, only or (DRY_PAIRS if options.dry_run else PAIRS), options, results
+        )
+    case: Case = shrink(CASES[phase]) if options.dry_run else CASES[phase]
+    folder = options.work / phase.partition("-")[0]  # both 8b cases share a model
+    if any(results.missing(name) for name in only or case.contenders) or options.rounds > 1:
+        bench = Bench(folder, case, options, failed_kernels(options.out))
+        measure_case(bench, only or list(case.contenders), options.rounds, results)
 
 
-def describe_machine(_: dict) -> dict[str, Any]:
-    """Return the GPU, the host and the versions of packages."""
+def run_all_items(phase: str, options: argparse.Namespace, results: Results) -> None:
+    """Run a phase's items in a process, and in another one after each that ends it."""
+    lines, log = options.work / f"{phase}.jsonl", options.work / f"{phase}.log"
+    finished = False
+    while not finished:
+        current, limit = "", [options.end]
+        lines.unlink(missing_ok=True)
+        arguments = json.dumps({"phase": phase, "done": [*results.all], "lines": str(lines)})
+        with started(sys.executable, __file__, "--items", arguments, log=log) as process:
+            try:
+                for line in follow(process, lines, lambda limit=limit: limit[0]):
+                    finished = line.get("finished", False)
+                    current = line.get("name", current)
+                    limit[0] = min(options.end, time.monotonic() + ITEM_LIMIT)
+                    if "result" in line:
+                        add_item(results, current, line["result"])
+            except TimeUp:
+                if time.monotonic() > options.end:
+                    raise
+                add_item(results, current, {"reason": f"took more than {ITEM_LIMIT:.0f} s"})
+            code = process.wait()
+        if code and not current:
+            print(reason := explain_failure(log, code))
+            results.report["problem"] = reason
+            return results.write()
+        if code and results.missing(current):
+            add_item(results, current, {"reason": explain_failure(log, code)})
+
+
+def add_item(results: Results, name: str, result: dict[str, Any]) -> None:
+    """Add an item's result, and print it."""
+    results.add(name, result | {"began": time.time()})
+    value = result.get("reason") or result["value"]
+    if not isinstance(value, list):
+        print(f"{name}: {value}", flush=True)
+        return
+    for part in value:
+        print(f"{name}: {part.get('text') or describe_times(part)}", flush=True)
+
+
+def describe_times(timing: dict[str, Any]) -> str:
+    """Describe how long a kernel took."""
+    if "seconds" not in timing:
+        return f"{timing['kernel']} NOT MEASURED: {timing['reason']}"
+    milliseconds = [1e3 * seconds for seconds in timing["seconds"]]
+    memory = timing["peak_gib"]
+    peak = "memory n/a" if memory is None else f"{memory:.2f} GiB"
+    return f"{timing['kernel']} {shared.spread(milliseconds, '.2f')} ms, {peak}"
+
+
+def run_items(arguments: dict[str, Any]) -> None:
+    """Run items, and write a line before and after each; end if one has broken the device."""
     import torch
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "gpu": gpu,
-        "gpu_gib": round(torch.cuda.mem_get_info()[1] / 2**30) if gpu else None,
-        "host": f"{platform.system()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **versions,
+    items = importlib.import_module("gpu_probe").PHASES[arguments["phase"]]
+    missing = [name for name in items if name not in arguments["done"]]
+    # Each run of sync needs a process of its own.
+    todo = missing[:1] if arguments["phase"] == "sync" else missing
+    with Path(arguments["lines"]).open("a", buffering=1) as file:
+        for name in todo:
+            file.write(json.dumps({"name": name}) + "\n")
+            try:
+                result = {"value": items[name]()}
+            except Exception as error:  # one failure must not hide the other items
+                result = {"reason": f"{type(error).__name__}: {error}"[:2000]}
+            file.write(json.dumps({"name": name, "result": result}, default=str) + "\n")
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.synchronize()  # raises if the context is broken
+        file.write(json.dumps({"finished": todo == missing}) + "\n")
+
+
+def failed_kernels(out: Path) -> list[str]:
+    """Return the kernels whose check in the probe failed: "attention torch", "liger"."""
+    path = out / "probe.json"
+    results = json.loads(path.read_text())["results"] if path.exists() else {}
+    checks = {
+        name.removeprefix("check "): rounds[0].get("value") or []
+        for name, rounds in results.items()
+        if name.startswith("check ")
     }
+    return [name for name, parts in checks.items() if any(part["failed"] for part in parts)]
 
 
-def check_kernels(_: dict) -> list[dict]:
-    """Check all kernels."""
-    from gpu_checks import run_checks
-
-    return [asdict(check) | {"text": str(check), "failed": check.failed} for check in run_checks()]
-
-
-def time_kernels(_: dict) -> list[dict]:
-    """Time all kernels."""
-    from gpu_times import time_all
-
-    return [*time_all()]
+def measure_preferences(
+    phase: str, names: list[str], options: argparse.Namespace, results: Results
+) -> None:
+    """Run dpo.py for each contender."""
+    for name in names:
+        if results.missing(name):
+            measure(partial(run_preferences, phase, name, options), name, options.end, results)
 
 
-def print_times(timings: list[dict]) -> None:
-    """Print how long each kernel took."""
-    for timing in timings:
-        text = f"NOT MEASURED: {timing.get('reason')}"
-        if "seconds" in timing:
-            memory = timing["peak_gib"]
-            text = f"{shared.spread([1e3 * seconds for seconds in timing['seconds']], '.2f')} ms, "
-            text += "memory n/a" if memory is None else f"{memory:.2f} GiB"
-        print(f"{timing['name']}, {timing['kernel']}: {text}")
-
-
-class Bench:
-    """A folder with a model and prepared tokens, and runs on them."""
-
-    def __init__(self, folder: Path, options: argparse.Namespace, end: float) -> None:
-        case = CASES[options.case]
-        case = shrink(case) if options.shapes == "cpu" else case
-        self.case = replace(case, capacity=options.capacity or case.capacity)
-        if self.case.capacity < case.longest:
-            raise SystemExit(f"--capacity: chats have up to {case.longest:,} tokens")
-        self.cpu = options.shapes == "cpu"
-        self.steps, self.end = WARM + options.steps, end
-        self.folder = folder / f"{options.case}-{options.shapes}"
-        self.refused: dict[str, str] = {}
-        if not (self.folder / "done").exists():
-            self.folder.mkdir(parents=True)
-            run_child("model", {"case": asdict(self.case), "folder": str(self.folder)})
-            self.prepare()
-            (self.folder / "done").touch()
-        (self.tokens,) = (self.folder / "prepared/tokens").iterdir()
-        self.lengths = shared.Tokens(self.tokens).lengths
-
-    def prepare(self) -> None:
-        """Write chats, and prepare their tokens."""
-        case = self.case
-        count = case.batch * (self.steps + 4)
-        lengths = shared.draw_lengths(count, np.log(case.median), 1.0, 12, case.longest)
-        dice = np.random.default_rng(0)
-        with (self.folder / "chats.jsonl").open("w") as file:
-            for length in (lengths - OVERHEAD).tolist():
-                words = [
-                    f"w{number}" for number in dice.integers(0, count_words(case.shape), length)
-                ]
-                question, answer = words[: length // 3], words[length // 3 :]
-                parts = {"user": question, "assistant": answer}
-                turns = [
-                    {"role": role, "content": " ".join(words)} for role, words in parts.items()
-                ]
-                file.write(json.dumps({"messages": turns}) + "\n")
-        source = {"source": str(self.folder / "chats.jsonl")}
-        shared.run(sys.executable, "-m", "plugsft", "prepare", self.recipe("prepared", {}, source))
-
-    def recipe(self, name: str, plugins: dict, data: dict) -> Path:
-        """Write a recipe."""
-        case, train = self.case, {"batch_size": self.case.batch, "learning_rate": RATE}
-        if "bfd_packing" not in plugins:
-            train["micro_batch"] = case.micro
-        tables = {
-            "output": str(self.folder / name),
-            "device": "cpu" if self.cpu else "auto",
-            "model": {"path": str(self.folder / "model"), "dtype": case.dtype}
-            # TRL stores and updates weights in this dtype; adapters are float32 in both.
-            | ({} if case.lora else {"weights": case.dtype}),
-            "data": data | {"max_length": case.longest},
-            # The process is killed long before.
-            "train": train | {"steps": 1_000_000, "log_every": 1},
-            "checkpoint": {"every": 0},
-            "plugins": plugins,
-        }
-        path = self.folder / f"{name}.toml"
-        path.write_text(shared.tomli_w.dumps(tables))
-        return path
-
-    def run_plugsft(self, plugins: tuple[str, ...]) -> dict[str, Any]:
-        """Train with these plugins until enough steps are measured; return the result."""
-        tables: dict[str, dict] = {name: {} for name in plugins}
-        if "bfd_packing" in tables:
-            tables["bfd_packing"] = {"capacity": self.case.capacity}
-        recipe = self.recipe("run", tables, {"tokens": str(self.tokens)})
-        run, log = self.folder / "run", self.folder / "log"
-        shutil.rmtree(run, ignore_errors=True)
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "plugsft", str(recipe)],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | QUIET,
-            )
-        try:
-            lines: list[dict] = []
-            while len(lines) < self.steps and process.poll() is None:
-                if time.monotonic() > self.end:
-                    return {"reason": "time is up"}
-                time.sleep(0.1)
-                lines = read_lines(run / "metrics.jsonl")
-            lines = read_lines(run / "metrics.jsonl")
-        finally:
-            process.kill()
-            process.wait()
-        if len(lines) < self.steps:
-            return explain_failure(log.read_text(), refused=process.returncode == 2)
-        facts = json.loads((run / "run.json").read_text())
-        summaries = {plugin["name"]: plugin["summary"] for plugin in facts["plugins"]}
-        measured = lines[WARM : self.steps]
-        return {
-            "loss": lines[0]["loss"],
-            "seconds": [line["step_seconds"] for line in lines[: self.steps]],
-            "speed": tokens_per_second(measured),
-            "median_step_speed": statistics.median(tokens_per_second([line]) for line in measured),
-            "peak_gib": lines[self.steps - 1]["memory_gib"],
-            "notes": summaries | {"precision": facts["precision"]},
-        }
-
-    def run_with_plugins(self, name: str) -> dict[str, Any]:
-        """Train with the plugins up to `name`, except those that this machine cannot run."""
-        steps = ladder_plugins(self.case)
-        plugins = steps[: steps.index(name[1:]) + 1] if name.startswith("+") else []
-        while name[1:] not in self.refused:
-            runnable = [plugin for plugin in plugins if plugin not in self.refused]
-            result = self.run_plugsft((*(["lora"] if self.case.lora else []), *runnable))
-            if not result.get("refused"):
-                return result
-            # The refusal names the plugin, which need not be the last.
-            refused_plugins = [
-                plugin for plugin in runnable if f"plugins.{plugin}" in result["reason"]
-            ]
-            if not refused_plugins:
-                raise SystemExit(f"{name} was refused: {result['reason']}")
-            self.refused[refused_plugins[0]] = result["reason"]
-        return {"reason": self.refused[name[1:]]}
-
-    def run_trl(self, best: bool) -> dict[str, Any]:
-        """Train with TRL."""
-        arguments = {
-            "case": asdict(self.case),
-            "folder": str(self.folder),
-            "tokens": str(self.tokens),
-            "steps": self.steps,
-            "cpu": self.cpu,
-            "best": best,
-        }
-        words = [sys.executable, __file__, "--child", f"trl:{json.dumps(arguments)}"]
-        seconds_left = max(1.0, self.end - time.monotonic())
-        try:
-            process = subprocess.run(
-                words, env=os.environ | QUIET, capture_output=True, text=True, timeout=seconds_left
-            )
-        except subprocess.TimeoutExpired:
-            return {"reason": "time is up"}
-        if process.returncode:
-            return explain_failure(process.stderr)
-        result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-        return result
-
-
-def read_lines(path: Path) -> list[dict]:
-    """Read the metrics of the finished steps; the last line may be incomplete."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-
-def explain_failure(output: str, refused: bool = False) -> dict[str, Any]:
-    """Return why a run has no figures; exit if the failure is unexpected."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    if refused:
-        return {"reason": " ".join(line.strip() for line in lines[-6:]), "refused": True}
-    if "out of memory" in output.lower():
-        return {"reason": "out of memory"}
-    raise SystemExit(f"a run failed:\n{output[-4000:]}")
-
-
-def tokens_per_second(lines: list[dict]) -> float:
-    """Return the tokens per second of these steps."""
-    return sum(line["tokens"] for line in lines) / sum(line["step_seconds"] for line in lines)
-
-
-def measure(bench: Bench, options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Run the contenders one after the other; print the results."""
-    case, names = bench.case, contender_names(bench.case)
-    names = [name for name in names if not options.only or name in options.only.split(",")]
-    if unknown := {*(options.only or "").split(",")} - {*names, ""}:
-        raise SystemExit(f"no contender is named {', '.join(sorted(unknown))}: {', '.join(names)}")
-    lengths, flops = bench.lengths, flops_per_token(case.shape, bench.lengths, case.lora)
-    print(
-        f"\n{options.case}: {case.shape.multiplied / 1e9:.3f} billion weights multiplied, "
-        f"{flops / 1e9:.3f} GFLOP a token; {len(lengths):,} chats of {np.median(lengths):.0f} "
-        f"tokens (median), {lengths.max():,} at most; {case.batch} chats a step, packed into "
-        f"rows of {case.capacity:,}; {bench.steps - WARM} steps measured, after {WARM}"
-    )
-    runs: dict[str, list[dict]] = {name: [] for name in names}
-    for number in range(options.rounds):
-        for name in names:
-            result = run_contender(bench, name, runs[name])
-            runs[name].append(result)
-            if number == 0 or "reason" in result:
-                outcome = (
-                    result.get("reason")
-                    or f"loss {result['loss']:.6f}, {result['speed']:,.0f} tokens/s"
-                )
-                print(f"{name:>24}, round {number + 1}: {outcome}", flush=True)
-        if number == 0:
-            report["failed"] = compare_losses(runs, case.dtype)
-            if report["failed"]:
-                break
-    report |= {"settings": asdict(case), "flops_per_token": flops, "runs": runs}
-    report["summary"] = summarize(bench, runs, flops, report["machine"]["gpu"])
-
-
-def contender_names(case: Case) -> list[str]:
-    """Return the contenders, in the order in which they run."""
-    return ["trl-default", "trl-best", "plain", *(f"+{name}" for name in ladder_plugins(case))]
-
-
-def ladder_plugins(case: Case) -> list[str]:
-    """Return the plugins in the order they are added; liger is for full fine-tuning."""
-    return [name for name in LADDER if name != "liger" or not case.lora]
-
-
-def run_contender(bench: Bench, name: str, earlier: list[dict]) -> dict[str, Any]:
-    """Run a contender, unless it failed before or the time is up."""
-    if earlier and earlier[-1].get("reason", "time is up") != "time is up":
-        return {"reason": earlier[-1]["reason"]}
-    expected_seconds = max((result.get("wall_seconds", 0.0) for result in earlier), default=0.0)
-    if time.monotonic() + expected_seconds > bench.end:
-        return {"reason": "time is up"}
-    started = time.monotonic()
-    result = (
-        bench.run_trl(name == "trl-best")
-        if name.startswith("trl")
-        else bench.run_with_plugins(name)
-    )
-    return result | {"wall_seconds": round(time.monotonic() - started, 1)}
-
-
-def compare_losses(runs: dict[str, list[dict]], dtype: str) -> list[str]:
-    """Compare the first step's losses, on the same chats; describe those that differ."""
-    losses = {name: results[0]["loss"] for name, results in runs.items() if "loss" in results[0]}
-    tolerance = 1e-5 if dtype == "float32" else 1e-2
-    reference_loss = losses.get("plain", next(iter(losses.values()), 0.0))
-    return [
-        f"{name}: the first step's loss is {loss:.7g}, and {reference_loss:.7g} for the plain run"
-        for name, loss in losses.items()
-        if not abs(loss / reference_loss - 1) <= tolerance
-    ]
+def run_preferences(
+    phase: str, name: str, options: argparse.Namespace, end: float
+) -> dict[str, Any]:
+    """Run a contender of dpo.py; return its figures."""
+    report, log = options.work / "dpo.json", options.work / "dpo.log"
+    words = ["--shape", "tiny" if options.dry_run else PREFERENCES[phase], "--lora"]
+    words += ["--only", name, "--rounds", "1", "--json", str(report)]
+    words += ["--work", str(options.work / phase)]
+    words += ["--pairs", "16"] if options.dry_run else []
+    run_to_end(sys.executable, Path(__file__).with_name("dpo.py"), *words, log=log, end=end)
+    figures: dict[str, Any] = json.loads(report.read_text())["rounds"][0][name]
+    return figures
 
 
 def peak_flops(gpu: str) -> float | None:
@@ -423,56 +256,67 @@ def peak_flops(gpu: str) -> float | None:
     return PEAK if known and not any(kind in gpu for kind in ("PCIe", "NVL")) else None
 
 
-def summarize(
-    bench: Bench, runs: dict[str, list[dict]], flops: float, gpu: str | None
-) -> dict[str, dict]:
-    """Print one line for each contender; return the figures."""
-    peak = None if bench.cpu else peak_flops(gpu or "")
-    speeds = {
-        name: [result["speed"] for result in results if "speed" in result]
-        for name, results in runs.items()
+def summarize(phase: str, results: Results) -> None:
+    """Print a phase's results, and add a summary to its file."""
+    failed = {
+        name: rounds[0]["reason"] for name, rounds in results.all.items() if "reason" in rounds[0]
     }
-    medians = {name: statistics.median(speed) for name, speed in speeds.items() if speed}
-    figures: dict[str, dict] = {}
-    print()
-    for name, speed in speeds.items():
-        if not speed:
-            print(f"{name:>24} NOT MEASURED: {runs[name][-1]['reason']}")
-            continue
-        memory = max(result["peak_gib"] for result in runs[name] if "peak_gib" in result)
-        mfu = medians[name] * flops / peak if peak else None
-        against = {other: medians[name] / medians[other] for other in medians if other[:3] == "trl"}
-        figures[name] = {"tokens_per_second": medians[name], "mfu": mfu, "peak_gib": memory}
-        steady = statistics.median(
-            result["median_step_speed"] for result in runs[name] if "median_step_speed" in result
-        )
-        figures[name] |= {"rounds": len(speed), "against": against, "median_step_speed": steady}
-        ratios = ", ".join(f"{ratio:.2f} x {other}" for other, ratio in against.items())
-        print(
-            f"{name:>24} {shared.spread(speed, ',.0f')} tokens/s in {len(speed)} rounds "
-            f"({steady:,.0f} in the median step), MFU "
-            f"{'n/a' if mfu is None else f'{mfu:.1%}'}, {memory:.2f} GiB; {ratios}"
-        )
-    for name in ("trl-default", "trl-best"):
-        for result in [result for result in runs.get(name, []) if "notes" in result][:1]:
-            print(f"{name}: {result['notes']}")
-    return figures
+    print(f"\n{phase}: {len(results.all) - len(failed)} results")
+    if phase in CASES and "settings" in results.report:
+        results.report["summary"] = summarize_case(results)
+    for name, reason in failed.items():
+        print(f"{name:>34} NOT MEASURED: {reason.splitlines()[0]}")
+    if results.all:
+        results.write()
 
 
-def run_trl(arguments: dict) -> dict[str, Any]:
-    """Train with TRL."""
-    from gpu_trl import train
+def summarize_case(results: Results) -> dict[str, Any]:
+    """Print a line for each contender, with ratios to TRL's best; return the figures."""
+    report = results.report
+    peak = peak_flops(report["machine"]["gpu"])
+    speeds = dict(median_speeds(results))
+    trl = {name: speed for name, speed in speeds.items() if name.startswith("trl")}
+    figures: dict[str, Any] = {}
+    for name in sorted(speeds, key=lambda name: -speeds[name]):
+        rounds = results.all[name]
+        row = name.partition("@")[2]
+        same_row = [speed for other, speed in trl.items() if other.partition("@")[2] == row]
+        line = {
+            "tokens_per_second": speeds[name],
+            "median_step_speed": statistics.median(part["median_step_speed"] for part in rounds),
+            "rounds": len(rounds),
+            "peak_gib": max(part["peak_gib"] for part in rounds),
+            "mfu": peak and speeds[name] * report["flops_per_token"] / peak,
+            "mfu_trained_head": peak
+            and speeds[name] * report["flops_per_token_trained_head"] / peak,
+            "against_trl_best": trl and speeds[name] / max(trl.values()),
+            "against_trl_same_row": same_row and speeds[name] / max(same_row),
+        }
+        figures[name] = {key: value or None for key, value in line.items()}
+        print(f"{name:>34} {describe_line(figures[name])}")
+    problems = compare_first_steps(parse_case(report["settings"]), results)
+    for problem in problems:
+        print(f"FIRST STEP DIFFERS: {problem}")
+    return {"contenders": figures, "first_step_differs": problems}
 
-    return train(arguments)
 
+def describe_line(line: dict[str, Any]) -> str:
+    """Describe a contender's figures."""
+    mfu = "n/a" if line["mfu"] is None else f"{line['mfu']:.1%}, {line['mfu_trained_head']:.1%}"
+    ratios = [
+        f"{line[key]:.2f} x {words}"
+        for key, words in {
+            "against_trl_best": "TRL",
+            "against_trl_same_row": "TRL's same row",
+        }.items()
+        if line[key]
+    ]
+    return (
+        f"{line['tokens_per_second']:,.0f} tokens/s ({line['median_step_speed']:,.0f} in the "
+        f"median step, {line['rounds']} rounds), MFU {mfu}, {line['peak_gib']:.1f} GiB; "
+        + ", ".join(ratios)
+    )
 
-CHILDREN = {
-    "machine": describe_machine,
-    "checks": check_kernels,
-    "times": time_kernels,
-    "model": make_model,
-    "trl": run_trl,
-}
 
 if __name__ == "__main__":
     main()

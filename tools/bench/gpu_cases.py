@@ -1,4 +1,4 @@
-"""The cases of gpu.py: model shapes, batch sizes, and the FLOP of a token."""
+"""The cases of gpu.py: model shapes, contenders, and the FLOP of a token."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,46 +67,142 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """A model shape, with the settings of its training."""
+    """A model shape, the settings of its training, and its contenders, most important first."""
 
     shape: Shape
     lora: bool
     batch: int
-    """Chats per step."""
+    """Chats per step, in rows of up to SHORT_ROW tokens; twice as many in longer rows."""
     micro: int
     """Chats per padded micro-batch."""
-    capacity: int
-    """Tokens per packed row."""
-    checkpointed: bool = False
-    """Whether trl-best needs gradient checkpointing to fit in memory."""
+    steps: int
+    """Measured steps."""
+    contenders: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     median: int = 400
     longest: int = 4096
 
+    def chats(self, rows: int) -> int:
+        """Return the chats per step, in rows of this many tokens."""
+        return self.batch * (2 if rows > SHORT_ROW else 1)
 
+
+@dataclass(frozen=True)
+class Contender:
+    """A trainer with its features, and the tokens of its packed rows (0: padded)."""
+
+    name: str
+    trainer: str
+    features: tuple[str, ...]
+    rows: int
+
+    @classmethod
+    def parse(cls, name: str) -> "Contender":
+        """Read a name such as plugsft+compile@16k."""
+        words, _, rows = name.partition("@")
+        trainer, *features = words.split("+")
+        if trainer not in TRAINERS or (rows and not rows.rstrip("k").isdigit()):
+            raise SystemExit(
+                f"no contender is named {name!r}: write plain, plugsft, trl or trl-default, then "
+                "+FEATURE..., then @ROW, as in plugsft+compile@16k"
+            )
+        tokens = int(rows.rstrip("k")) * (1024 if rows.endswith("k") else 1) if rows else 0
+        return cls(name, trainer, tuple(features), tokens)
+
+    @property
+    def plugins(self) -> list[str]:
+        """The plugins of a run of plugsft; `float32` and `dataset` are settings."""
+        return [*TRAINERS[self.trainer], *(f for f in self.features if f not in SETTINGS)]
+
+
+SHORT_ROW = 8192
+SETTINGS = ("float32", "dataset")
+"""Features that are no plugins: weights in float32; rows that are filled from the whole epoch."""
+PACKED = ("bfd_packing", "async_collate", "flash_attention", "fused_loss")
+TRAINERS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "plugsft": PACKED,
+    "trl": (),
+    "trl-default": (),
+}
+"""Trainer -> its plugins, before the features. trl packs; trl-default pads."""
+LADDER = tuple(
+    "+".join(("plain", *PACKED[: number + 1])) + "@4k" for number in range(len(PACKED) - 1)
+)
 SMALL = Shape("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True)
 MIDDLE = Shape("llama", 2048, 8192, 16, 32, 8, 64, 128_256, True)
 LARGE = Shape("llama", 4096, 14_336, 32, 32, 8, 128, 128_256, False)
 CASES = {
-    "0.6b-lora": Case(SMALL, True, 64, 8, 4096),
-    "1b-full": Case(MIDDLE, False, 64, 8, 4096),
-    "8b-lora": Case(LARGE, True, 32, 2, 4096),
-    "8b-full": Case(LARGE, False, 32, 1, 4096, checkpointed=True),
+    "0.6b-lora": Case(
+        SMALL,
+        lora=True,
+        batch=64,
+        micro=8,
+        steps=6,
+        contenders=(
+            *("trl@4k", "plugsft@4k", "plugsft+compile@4k"),
+            *("trl@32k", "plugsft@32k", "plugsft+compile@32k", "trl@16k"),
+            *("plugsft+profiler@4k", "trl+checkpointing@32k", "plugsft+compile+dataset@4k"),
+            *("trl+liger@4k", "trl+compile@4k", "trl-default", "plain", *LADDER),
+        ),
+    ),
+    "1b-full": Case(
+        MIDDLE,
+        lora=False,
+        batch=64,
+        micro=8,
+        steps=6,
+        contenders=(
+            *("trl+liger@4k", "plugsft+compile@4k", "plugsft@4k", "plugsft+liger@4k"),
+            *("trl+liger@16k", "plugsft+compile@16k", "plugsft+compile+low_memory_adam@16k"),
+            *("trl@4k", "plugsft+liger+compile@4k", "trl+liger+checkpointing@32k"),
+            *("plugsft+compile@32k", "trl+liger@32k", "plugsft+compile+float32@16k"),
+            *("trl+compile@4k", "trl-default", "plain", *LADDER),
+        ),
+    ),
+    "8b-lora": Case(
+        LARGE,
+        lora=True,
+        batch=32,
+        micro=2,
+        steps=3,
+        contenders=(
+            *("trl@4k", "plugsft+compile@4k", "plugsft@4k", "trl@16k", "plugsft+compile@16k"),
+            *("trl+checkpointing@32k", "plugsft+compile+gradient_checkpointing@32k"),
+            *("trl@32k", "plugsft+compile@32k", "trl-default", "plain"),
+        ),
+    ),
+    "8b-full": Case(
+        LARGE,
+        lora=False,
+        batch=32,
+        micro=1,
+        steps=3,
+        contenders=(
+            *("trl+liger@4k", "plugsft+compile@4k", "plugsft+compile+low_memory_adam@4k"),
+            *("trl+liger+checkpointing@16k", "trl+liger+checkpointing@4k"),
+            "plugsft+compile+low_memory_adam+gradient_checkpointing@16k",
+            *("plugsft@4k", "plugsft+liger@4k", "trl@4k", "trl-default", "plain"),
+        ),
+    ),
 }
+TINY = ("trl@256", "plugsft@256", "plugsft+low_memory_adam@256", "trl+liger@256", "plain")
+"""Contenders of the dry run. On a CPU, the third is refused, and the fourth fails."""
 
 
-def flops_per_token(shape: Shape, lengths: Ints, lora: bool) -> float:
+def flops_per_token(shape: Shape, lengths: Ints, lora: bool, head: float = 1.0) -> float:
     """Return the FLOP per token of documents of these lengths, forward and backward.
 
     A weight takes 2 FLOP forward (multiply and add), 2 for the gradient of its input, and 2 for
     its own gradient: 6, or 4 for frozen weights (LoRA; adapters are not counted). In attention, a
     document of n tokens has n * n / 2 pairs. Each pair takes 2 per number of a head for queries
-    and keys, 2 for the values, and twice that backward: 12. Recomputed layers add nothing;
-    untrained tokens that skip the head subtract nothing.
+    and keys, 2 for the values, and twice that backward: 12. Recomputed layers add nothing. `head`
+    is the share of tokens that reach the head, which those without a trained target need not.
     """
     pairs = float((lengths.astype(float) ** 2).sum() / 2 / lengths.sum())
     width = shape.layers * shape.heads * shape.head_dim
-    return (4 if lora else 6) * shape.multiplied + 12 * width * pairs
+    skipped = (1 - head) * shape.hidden * shape.vocab
+    return (4 if lora else 6) * (shape.multiplied - skipped) + 12 * width * pairs
 
 
 def shrink(case: Case) -> Case:
@@ -114,8 +210,8 @@ def shrink(case: Case) -> Case:
     shape = replace(
         case.shape, hidden=64, mlp=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=1000
     )
-    small = {"batch": 8, "micro": 4, "capacity": 256, "median": 40, "longest": 128}
-    return replace(case, shape=shape, dtype="float32", **small)
+    tiny = {"batch": 8, "micro": 4, "steps": 1, "median": 40, "longest": 128, "contenders": TINY}
+    return replace(case, shape=shape, dtype="float32", **tiny)
 
 
 def parse_case(fields: dict) -> Case:

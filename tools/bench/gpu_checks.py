@@ -8,27 +8,22 @@ on this machine is reported with the reason.
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import shared
 import torch
-from accelerate import Accelerator
+from gpu_rows import DEVICE, GPU, IGNORED, Check, check_rows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from plugsft import RecipeError, hookimpl
-from plugsft.base.types import StepPlan
+from plugsft import RecipeError
 from plugsft.batches.packed_rows import attend as attend_documents
-from plugsft.kit import Tokens, documents_of, pack
+from plugsft.kit import documents_of
 from plugsft.model.fused_head import LogitTransform
-from plugsft.plugins.async_collate import AsyncCollate
 from plugsft.plugins.flash_attention import Conditions
 from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability
 from plugsft.plugins.flash_attention.varlen import attend as attend_varlen
@@ -36,13 +31,7 @@ from plugsft.plugins.fused_loss import FusedLoss
 from plugsft.plugins.fused_loss.loss import compute_losses
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.lora import Lora
-from plugsft.ranks.agree import agreed
-from plugsft.ranks.load_batches import BatchLoader
-from plugsft.registry.active import Active
 
-IGNORED = -100
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 """bfloat16 rounds a number by 1/256 at most; a sum adds up several such errors."""
@@ -65,34 +54,6 @@ SMALL = LlamaConfig(
 
 Numbers = Sequence[Tensor]
 """A result, and the gradients of its inputs."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of a check: its error, or why it was not run."""
-
-    name: str
-    error: float | None = None
-    tolerance: float = 0.0
-    reason: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the error exceeds the tolerance; NaN does."""
-        return self.error is not None and not self.error <= self.tolerance
-
-    def __str__(self) -> str:
-        if self.error is None:
-            return f"NOT RUN  {self.name}: {self.reason}"
-        summary = "FAILED " if self.failed else "ok     "
-        return f"{summary}  {self.name}: off by {self.error:.1e}, of {self.tolerance:.0e} allowed"
-
-
-def run_checks() -> Iterator[Check]:
-    """Run all checks."""
-    for check in (check_attention, check_loss, check_liger, check_lora, check_loading):
-        torch.manual_seed(0)
-        yield from check()
 
 
 def compare(
@@ -121,31 +82,33 @@ def run_with_gradients(
     return result.detach(), *torch.autograd.grad(result, leaves, grad_output.to(result.dtype))
 
 
-def check_attention() -> Iterator[Check]:
+def check_attention(kernel: str) -> Iterator[Check]:
     """Check attention on packed rows with grouped queries, with and without a sliding window."""
-    total = int(LENGTHS.sum())
+    total, attend = int(LENGTHS.sum()), ATTENTIONS[kernel]
     shapes = [(1, heads, total, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    built = torch.backends.cuda.is_flash_attention_available()
-    for kernel, attend in ATTENTIONS.items():
-        for kind, dtype in TYPES.items():
-            conditions = Conditions(
-                lowest_capability(), half=kind == "bfloat16", packed=True, built=built
+    for kind, dtype in TYPES.items():
+        if reason := obstacle_of(kernel, half=kind == "bfloat16"):
+            yield Check(f"attention {kernel}, {kind}", reason=reason)
+            continue
+        for window in (None, WINDOW):
+            name = f"attention {kernel}, {'no window' if window is None else 'window'}"
+            inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+            grad_output = torch.randn(1, total, HEADS, WIDTH, device=DEVICE).to(dtype)
+            exact = [tensor.float() for tensor in inputs]
+            fused, masked = (partial(f, window=window) for f in (attend, attend_with_mask))
+            yield compare(
+                name,
+                kind,
+                partial(run_with_gradients, fused, inputs, grad_output),
+                partial(run_with_gradients, masked, exact, grad_output.float()),
             )
-            if obstacle := find_obstacle(kernel, conditions):
-                yield Check(f"attention {kernel}, {kind}", reason=obstacle.reason)
-                continue
-            for window in (None, WINDOW):
-                name = f"attention {kernel}, {'no window' if window is None else 'window'}"
-                inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-                grad_output = torch.randn(1, total, HEADS, WIDTH, device=DEVICE).to(dtype)
-                exact = [tensor.float() for tensor in inputs]
-                fused, masked = (partial(f, window=window) for f in (attend, attend_with_mask))
-                yield compare(
-                    name,
-                    kind,
-                    partial(run_with_gradients, fused, inputs, grad_output),
-                    partial(run_with_gradients, masked, exact, grad_output.float()),
-                )
+
+
+def obstacle_of(kernel: str, half: bool = True) -> str:
+    """Return why an attention kernel cannot run on packed rows here, or ""."""
+    built = torch.backends.cuda.is_flash_attention_available()
+    obstacle = find_obstacle(kernel, Conditions(lowest_capability(), half, True, built))
+    return obstacle.reason if obstacle else ""
 
 
 def attend_with_mask(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -216,51 +179,43 @@ ATTENTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def check_loss() -> Iterator[Check]:
+def check_loss(kernel: str) -> Iterator[Check]:
     """Check the loss and the head's gradient: without a logit transform, and with a soft cap."""
     labels = torch.randint(VOCAB, (1, POSITIONS), device=DEVICE)
     labels[torch.rand(labels.shape, device=DEVICE) < 0.4] = IGNORED
-    for kernel in LOSSES:
-        try:
-            make_fused_loss(kernel)
-        except RecipeError as refused:
-            yield Check(f"fused_loss {kernel}", reason=str(refused))
-            continue
-        for kind, dtype in TYPES.items():
-            for transform in (LogitTransform(), LogitTransform(0.5, 2.0)):
-                name = f"fused_loss {kernel}, {str(transform) or 'no transform'}"
-                hidden = torch.randn(1, POSITIONS, HIDDEN, device=DEVICE).to(dtype)
-                weight = (torch.randn(VOCAB, HIDDEN, device=DEVICE) * 2 * HIDDEN**-0.5).to(dtype)
-                plugin = make_fused_loss(kernel)
+    try:
+        plugin = make_fused_loss(kernel)
+    except RecipeError as refused:
+        yield Check(f"fused_loss {kernel}", reason=str(refused))
+        return
+    for kind, dtype in TYPES.items():
+        for transform in (LogitTransform(), LogitTransform(0.5, 2.0)):
+            hidden = torch.randn(1, POSITIONS, HIDDEN, device=DEVICE).to(dtype)
+            weight = (torch.randn(VOCAB, HIDDEN, device=DEVICE) * 2 * HIDDEN**-0.5).to(dtype)
+            fused = partial(fused_loss, plugin=plugin, transform=transform, labels=labels)
+            plain = partial(plain_loss, transform=transform, labels=labels)
+            unit = torch.ones((), device=DEVICE)
+            yield compare(
+                f"fused_loss {kernel}, {str(transform) or 'no transform'}",
+                kind,
+                partial(run_with_gradients, fused, [hidden, weight], unit),
+                partial(run_with_gradients, plain, [hidden.float(), weight.float()], unit),
+            )
 
-                def fused(
-                    hidden: Tensor,
-                    weight: Tensor,
-                    plugin: Any = plugin,
-                    transform: LogitTransform = transform,
-                ) -> Tensor:
-                    head = SimpleNamespace(weight=weight, bias=None)
-                    losses: Tensor = compute_losses(
-                        plugin, head, transform, hidden, labels, summed=True
-                    )
-                    return losses.sum()
 
-                def plain(
-                    hidden: Tensor, weight: Tensor, transform: LogitTransform = transform
-                ) -> Tensor:
-                    logits = transform.apply(hidden[0, :-1] @ weight.T)
-                    return cross_entropy(
-                        logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum"
-                    )
+def fused_loss(
+    hidden: Tensor, weight: Tensor, plugin: Any, transform: LogitTransform, labels: Tensor
+) -> Tensor:
+    """Return the loss of a kernel of the plugin."""
+    head = SimpleNamespace(weight=weight, bias=None)
+    losses: Tensor = compute_losses(plugin, head, transform, hidden, labels, summed=True)
+    return losses.sum()
 
-                unit_gradient = torch.ones((), device=DEVICE)
-                exact = [hidden.float(), weight.float()]
-                yield compare(
-                    name,
-                    kind,
-                    partial(run_with_gradients, fused, [hidden, weight], unit_gradient),
-                    partial(run_with_gradients, plain, exact, unit_gradient),
-                )
+
+def plain_loss(hidden: Tensor, weight: Tensor, transform: LogitTransform, labels: Tensor) -> Tensor:
+    """Return the loss from all logits."""
+    logits = transform.apply(hidden[0, :-1] @ weight.T)
+    return cross_entropy(logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum")
 
 
 def make_fused_loss(kernel: str) -> Any:
@@ -360,69 +315,10 @@ def check_lora() -> Iterator[Check]:
         )
 
 
-def check_loading() -> Iterator[Check]:
-    """Check packed rows against their examples, and rows collated and copied ahead."""
-    steps, size = 20, 40
-    with tempfile.TemporaryDirectory() as folder:
-        lengths = shared.draw_lengths(steps * size, 4.0, 1.0, 1, 512)
-        tokens = shared.write_tokens(Path(folder, "tokens"), lengths, 3)
-        rows = np.random.default_rng(0).permutation(len(tokens)).reshape(steps, size)
-        batches = [pack(tokens, row) for row in rows]
-        mismatches = sum(
-            int((collate_in_python(tokens, row)[name] != batch[name][0]).sum())
-            for row, batch in zip(rows, batches, strict=True)
-            for name in ("input_ids", "labels", "position_ids")
-        )
-        yield Check("rows collated, numbers that differ", mismatches, 0)
-        yield check_loading_ahead(tokens, rows, batches)
-    if GPU:
-        unpinned = sum(not batch["input_ids"].is_pinned() for batch in batches)
-        yield Check("rows not in pinned memory", unpinned, 0)
-    else:
-        yield Check("rows in pinned memory, copied during training", reason="no GPU")
-
-
-def collate_in_python(tokens: Tokens, examples: Any) -> dict[str, Tensor]:
-    """Collate examples into a packed row, token by token."""
-    ids, labels, positions = list[int](), list[int](), list[int]()
-    for number in examples:
-        example_ids, mask = tokens.example(int(number))
-        for position, (token, trained) in enumerate(zip(example_ids, mask, strict=True)):
-            ids.append(int(token))
-            labels.append(int(token) if trained and position else IGNORED)
-            positions.append(position)
-    columns = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return {name: torch.tensor(values) for name, values in columns.items()}
-
-
-class Packer:
-    """Collates packed rows, as the core would call bfd_packing."""
-
-    @hookimpl
-    def collate(self, tokens: Tokens, examples: Any) -> dict[str, Any]:
-        """Pack the examples."""
-        return pack(tokens, examples)
-
-
-def check_loading_ahead(tokens: Tokens, rows: Any, batches: list[dict[str, Any]]) -> Check:
-    """Collate rows with async_collate while the device computes; compare with serial collation."""
-    hooks = Active({"async_collate": AsyncCollate(depth=2)}, {}).attach(Packer()).hooks
-    loader = BatchLoader(hooks, Accelerator(cpu=not GPU), 0)
-
-    def plan_step(step: int) -> StepPlan:
-        return StepPlan(step, 0, [[rows[step - 1]]], 1, 1, 1)
-
-    loaded_steps = loader.load(
-        plan_step, tokens, range(1, len(rows) + 1), partial(agreed, loader.accelerator)
-    )
-    mismatches, busy = 0, torch.randn(POSITIONS, POSITIONS, device=DEVICE)
-    for loaded_step, batch in zip(loaded_steps, batches, strict=True):
-        busy @ busy  # the next row is copied meanwhile
-        [loaded] = loaded_step.micro_batches
-        mismatches += sum(
-            int((loaded[name].cpu() != batch[name]).sum())
-            for name in batch
-            if isinstance(batch[name], Tensor)
-        )
-    where = "copied to the GPU during training" if GPU else "built in a thread"
-    return Check(f"rows {where}, numbers that differ", mismatches, 0)
+CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
+    **{f"attention {kernel}": partial(check_attention, kernel) for kernel in ATTENTIONS},
+    **{f"loss {kernel}": partial(check_loss, kernel) for kernel in LOSSES},
+    "liger": check_liger,
+    "lora": check_lora,
+    "rows": check_rows,
+}

@@ -9,35 +9,26 @@ turns. The memory is a kernel's peak, without its inputs.
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import gpu_checks
 import numpy as np
 import torch
-from gpu_checks import ATTENTIONS, DEVICE, GPU, LOSSES, make_fused_loss
+from gpu_checks import ATTENTIONS, LOSSES, fused_loss, make_fused_loss, obstacle_of
+from gpu_rows import DEVICE, GPU
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from plugsft import RecipeError
 from plugsft.model.fused_head import LogitTransform
-from plugsft.plugins.flash_attention import Conditions
-from plugsft.plugins.flash_attention.kernels import find_obstacle, lowest_capability
-from plugsft.plugins.fused_loss.loss import compute_losses
 
-ROW, DOCUMENTS = (16_384, (500, 4_096, 16_384)) if GPU else (64, (16, 64))
+ROW, DOCUMENTS = (16_384, (500, 4_096, 16_384)) if GPU else (64, (16, 32, 64))
 HEADS, KV_HEADS, WIDTH = (32, 8, 128) if GPU else (4, 2, 32)
 POSITIONS, VOCAB, HIDDEN = (16_384, 248_320, 2_048) if GPU else (64, 997, 32)
 ROUNDS = 10 if GPU else 2
+VOCAB_CHUNK = 32_768
+"""Vocabulary chunk of TRL's loss, as its trainer has it."""
 Step = Callable[[], None]
-
-
-def time_all() -> Iterator[dict[str, Any]]:
-    """Time all kernels; a kernel that cannot run yields the reason."""
-    for length in DOCUMENTS:
-        yield from time_attention(length)
-    for trained in (True, False):
-        yield from time_loss(trained)
 
 
 def time_attention(length: int) -> Iterator[dict[str, Any]]:
@@ -47,15 +38,13 @@ def time_attention(length: int) -> Iterator[dict[str, Any]]:
     total = int(lengths.sum())
     # The checks' kernels read these two names.
     gpu_checks.LENGTHS, gpu_checks.WIDTH = lengths, WIDTH
-    built = torch.backends.cuda.is_flash_attention_available()
-    conditions = Conditions(lowest_capability(), half=True, packed=True, built=built)
     shapes = [(1, heads, total, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
     grad_output = torch.randn(1, total, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     steps: dict[str, Step] = {}
     for kernel, attend in ATTENTIONS.items():
-        if obstacle := find_obstacle(kernel, conditions):
-            yield {"name": name, "kernel": kernel, "reason": obstacle.reason}
+        if reason := obstacle_of(kernel):
+            yield {"name": name, "kernel": kernel, "reason": reason}
         else:
             steps[kernel] = partial(
                 run_both_passes, partial(attend, window=None), inputs, grad_output
@@ -76,12 +65,22 @@ def time_loss(trained: bool) -> Iterator[dict[str, Any]]:
         return cross_entropy(logits.float(), labels[0, 1:], reduction="sum")
 
     def fused(hidden: Tensor, weight: Tensor = weight, *, plugin: Any) -> Tensor:
-        head = SimpleNamespace(weight=weight, bias=None)
-        losses: Tensor = compute_losses(plugin, head, LogitTransform(), hidden, labels, summed=True)
-        return losses.sum()
+        return fused_loss(hidden, weight, plugin, LogitTransform(), labels)
+
+    def of_trl(hidden: Tensor, weight: Tensor = weight) -> Tensor:
+        from trl.kernels import ChunkedLogProbFunction
+
+        rows, targets = hidden[0, :-1], labels[0, 1:]
+        log_probs = ChunkedLogProbFunction.apply(
+            rows, weight, None, targets, 1.0, VOCAB_CHUNK, None, 1.0, ()
+        )[0]
+        return -log_probs.sum()
 
     grad_output = torch.ones((), device=DEVICE)
-    steps: dict[str, Step] = {"plain": partial(run_both_passes, plain, inputs, grad_output)}
+    steps: dict[str, Step] = {
+        "plain": partial(run_both_passes, plain, inputs, grad_output),
+        "trl": partial(run_both_passes, of_trl, inputs, grad_output),
+    }
     for kernel in LOSSES:
         try:
             compute = partial(fused, plugin=make_fused_loss(kernel))
@@ -112,8 +111,8 @@ def time_kernels(name: str, steps: dict[str, Step]) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 step_seconds, peaks[kernel] = time_step(step)
-            except RuntimeError as error:
-                failed[kernel] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            except Exception as error:  # the other kernels are still timed
+                failed[kernel] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 continue
             if number > 1:
                 seconds[kernel].append(step_seconds)
@@ -141,3 +140,12 @@ def time_step(step: Step) -> tuple[float, float | None]:
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     return start.elapsed_time(end) / 1e3, peak
+
+
+TIMES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "loss trained": partial(time_loss, True),
+    "loss frozen": partial(time_loss, False),
+    "attention short": partial(time_attention, DOCUMENTS[0]),
+    "attention middle": partial(time_attention, DOCUMENTS[1]),
+    "attention long": partial(time_attention, DOCUMENTS[2]),
+}

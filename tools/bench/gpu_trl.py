@@ -1,6 +1,12 @@
-"""TRL's runs of gpu.py: trl-default and trl-best."""
+"""TRL's runs of gpu.py, in a process of their own, with the settings that suit TRL best.
 
-import importlib.util
+trl packs rows, with TRL's chunked loss (its only one) and the attention kernel that plugsft uses:
+flash-attn if it is installed, or torch's own. Features: liger, checkpointing, compile, float32.
+trl-default keeps TRL's own settings except for length, batch and dtype.
+"""
+
+import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,134 +15,209 @@ import numpy as np
 import shared
 import torch
 from datasets import Dataset, disable_progress_bars
-from gpu_cases import RATE, WARM, Case, parse_case
+from gpu_cases import RATE, WARM, Case, Contender, parse_case
+from gpu_train import rows_per_step
 from peft import LoraConfig
-from transformers import AutoTokenizer, TrainerCallback
+from torch import Tensor
+from transformers import AttentionInterface, AutoTokenizer, TrainerCallback
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl import SFTConfig, SFTTrainer
 
 from plugsft.base.machine import peak_memory
-from plugsft.base.types import Ints
+from plugsft.batches import packed_rows
 from plugsft.batches.plan import shuffle
+from plugsft.plugins.flash_attention import varlen
+
+ATTENTION = "plugsft_for_trl"
+"""Name of plugsft's attention in transformers, as TRL calls it."""
+FEATURES: dict[str, dict[str, Any]] = {
+    "liger": {"use_liger_kernel": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compile": {"torch_compile": True},
+    "float32": {},
+}
 
 
-def train(arguments: dict) -> dict[str, Any]:
+def main(arguments: dict[str, Any]) -> None:
+    """Train, and write the figures."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan for each new length
+    result = train(arguments)
+    with Path(arguments["lines"]).open("a") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train with TRL's trainer; nothing is logged or saved."""
-    case, folder, cpu = parse_case(arguments["case"]), Path(arguments["folder"]), arguments["cpu"]
+    case, cpu = parse_case(arguments["case"]), arguments["cpu"]
+    contender = Contender.parse(arguments["contender"])
     tokens = shared.Tokens(Path(arguments["tokens"]))
-    token_counts: list[list[Any]] = [[]]
-    times: list[float] = []
-
-    class Counted(SFTTrainer):
-        """Counts tokens without padding, on the device, without waiting for it."""
-
-        def compute_loss(self, model: Any, inputs: dict, *arguments: Any, **options: Any) -> Any:
-            mask = inputs.get("attention_mask")
-            token_counts[-1].append(inputs["input_ids"].numel() if mask is None else mask.sum())
-            return super().compute_loss(model, inputs, *arguments, **options)
-
-    class Clock(TrainerCallback):
-        """Times each step until the device finishes, as plugsft's loop does."""
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.started = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            if not cpu:
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            times.append(now - self.started)
-            self.started = now
-            token_counts.append([])
-
-    disable_progress_bars()
-    settings, model_options, notes = choose_trl_settings(
-        case, arguments["best"], cpu, tokens.lengths
-    )
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
-    trainer: Any = Counted(
-        str(folder / "model"),
-        SFTConfig(
-            output_dir=str(folder / "trl"),
-            model_init_kwargs=model_options,
-            max_steps=arguments["steps"],
-            learning_rate=RATE,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **settings,
-        ),
-        train_dataset=Dataset(shared.trl_table(tokens)),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        peft_config=adapters if case.lora else None,
-        callbacks=[Clock()],
-    )
-    loss = compute_first_loss(trainer, case, tokens)
-    token_counts[:] = [[]]
+    settings, options, notes = choose_settings(case, contender, cpu, float(tokens.lengths.mean()))
+    settings["max_steps"] = WARM + case.steps
+    trainer, clock = make_trainer(Path(arguments["folder"]), tokens, settings, options, case.lora)
+    loss, grad_norm = run_first_step(trainer, tokens, case.chats(contender.rows))
+    clock.reset()
     if not cpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    counts = [float(sum(parts)) for parts in token_counts[: arguments["steps"]]]
-    peak = peak_memory() / 2**30
+    counts, seconds = clock.counts(), clock.seconds
+    peak = peak_memory() if cpu else torch.cuda.max_memory_allocated()
     return {
         "loss": loss,
-        "seconds": times,
-        "speed": sum(counts[WARM:]) / sum(times[WARM:]),
-        "median_step_speed": float(np.median(np.divide(counts[WARM:], times[WARM:]))),
-        "peak_gib": peak if cpu else torch.cuda.max_memory_allocated() / 2**30,
+        "grad_norm": grad_norm,
+        "seconds": seconds,
+        "speed": sum(counts[WARM:]) / sum(seconds[WARM:]),
+        "median_step_speed": float(np.median(np.divide(counts[WARM:], seconds[WARM:]))),
+        "peak_gib": peak / 2**30,
         "notes": notes,
     }
 
 
-def choose_trl_settings(case: Case, best: bool, cpu: bool, lengths: Ints) -> tuple[dict, dict, str]:
+class Clock(TrainerCallback):
+    """Counts tokens without padding, and times each step until the device finishes."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        self.seconds = list[float]()
+        self.parts: list[list[Any]] = [[]]
+
+    def count(self, inputs: dict[str, Any]) -> None:
+        """Count a micro-batch's tokens, without waiting for the device."""
+        mask = inputs.get("attention_mask")
+        self.parts[-1].append(inputs["input_ids"].numel() if mask is None else mask.sum())
+
+    def counts(self) -> list[float]:
+        """Return the tokens of each step."""
+        return [float(sum(parts)) for parts in self.parts[: len(self.seconds)]]
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note a step's seconds."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds.append(now - self.started)
+        self.started = now
+        self.parts.append([])
+
+
+def make_trainer(
+    folder: Path, tokens: Any, settings: dict[str, Any], options: dict[str, Any], lora: bool
+) -> tuple[Any, Clock]:
+    """Make TRL's trainer, and the clock that measures it."""
+    disable_progress_bars()
+    clock = Clock()
+
+    class Counted(SFTTrainer):
+        """Counts the tokens of each micro-batch."""
+
+        def compute_loss(self, model: Any, inputs: dict, *arguments: Any, **options: Any) -> Any:
+            clock.count(inputs)
+            return super().compute_loss(model, inputs, *arguments, **options)
+
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+    quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none"}
+    trainer = Counted(
+        str(folder / "model"),
+        SFTConfig(
+            output_dir=str(folder / "trl"),
+            model_init_kwargs=options,
+            learning_rate=RATE,
+            disable_tqdm=True,
+            **quiet,
+            **settings,
+        ),
+        train_dataset=Dataset(shared.trl_table(tokens)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        peft_config=adapters if lora else None,
+        callbacks=[clock],
+    )
+    return trainer, clock
+
+
+def choose_settings(
+    case: Case, contender: Contender, cpu: bool, mean: float
+) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Return TRL's settings, the options of its model, and a note about both."""
-    settings: dict[str, Any] = {"use_cpu": cpu, "max_length": case.longest}
-    model: dict[str, Any] = {"dtype": case.dtype}
-    if cpu:
-        settings["bf16"] = False
-    if not best:
-        micro_batch = min(8, case.batch)
-        settings["per_device_train_batch_size"] = micro_batch
-        settings["gradient_accumulation_steps"] = case.batch // micro_batch
+    settings: dict[str, Any] = {"use_cpu": cpu} | ({"bf16": False} if cpu else {})
+    model = {"dtype": "float32" if "float32" in contender.features else case.dtype}
+    if contender.trainer == "trl-default":
+        micro = min(8, case.batch)
+        settings |= {"max_length": case.longest, "per_device_train_batch_size": micro}
+        settings["gradient_accumulation_steps"] = case.batch // micro
         return settings, model, "defaults, but for max_length, steps, batch and dtype"
-    installed = importlib.util.find_spec
-    flash = {"flash_attn_interface": "flash_attention_3", "flash_attn": "flash_attention_2"}
-    kernels = [name for module, name in flash.items() if not cpu and installed(module)]
-    model["attn_implementation"] = kernels[0] if kernels else "sdpa"
-    liger = not case.lora and not cpu and installed("liger_kernel") is not None
+    model["attn_implementation"] = choose_attention(cpu)
     settings |= {
         "packing": True,
-        "max_length": case.capacity,
+        "max_length": contender.rows,
         "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": max(1, round(case.batch * lengths.mean() / case.capacity)),
-        "gradient_checkpointing": case.checkpointed,
-        "use_liger_kernel": liger,
+        "gradient_accumulation_steps": rows_per_step(case, contender.rows, mean),
+        "gradient_checkpointing": False,
     }
-    missing = "" if kernels else "; flash-attn is not installed, so its rows have a dense mask"
-    notes = (
-        f"packing, {model['attn_implementation']}, {'Liger layers, ' if liger else ''}its chunked "
-        f"loss, gradient checkpointing {'on' if case.checkpointed else 'off'}{missing}"
-    )
-    return settings, model, notes
+    for feature in contender.features:
+        settings |= FEATURES[feature]
+    notes = f"packing, {model['attn_implementation']}, its chunked loss"
+    return settings, model, ", ".join([notes, *contender.features])
 
 
-def compute_first_loss(trainer: Any, case: Case, tokens: Any) -> float:
-    """Return TRL's loss on the chats of plugsft's first step, before any update."""
-    chosen = shuffle([(len(tokens), 1.0)], 0, 0)[: case.batch]
+def choose_attention(cpu: bool) -> str:
+    """Return the best attention of this machine; register plugsft's for TRL."""
+    if not cpu and is_flash_attn_3_available():
+        return "flash_attention_3"
+    if not cpu and is_flash_attn_2_available():
+        return "flash_attention_2"
+    AttentionInterface.register(ATTENTION, attend_on_cpu if cpu else attend)
+    return ATTENTION
+
+
+def attend(*inputs: Any, cu_seq_lens_q: Tensor | None = None, **options: Any) -> Any:
+    """Attend with torch's kernel; TRL's collator gives the bounds of documents."""
+    if cu_seq_lens_q is None:
+        raise ValueError("TRL gave no cu_seq_lens_q: documents would see each other")
+    return varlen.attend(*inputs, cu_seq_lens_q=cu_seq_lens_q, **options)
+
+
+def attend_on_cpu(*inputs: Any, cu_seq_lens_q: Tensor | None = None, **options: Any) -> Any:
+    """Attend document by document, by the same bounds: torch's kernel needs a GPU."""
+    if cu_seq_lens_q is None:
+        raise ValueError("TRL gave no cu_seq_lens_q: documents would see each other")
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
+        options.pop(name, None)
+    documents = tuple(cu_seq_lens_q.diff().tolist())
+    return packed_rows.attend(*inputs, documents=documents, **options)
+
+
+def run_first_step(trainer: Any, tokens: Any, chats: int) -> tuple[float, float]:
+    """Return TRL's loss and gradient norm on the chats of plugsft's first step."""
     examples = []
-    for number in chosen.tolist():
+    for number in shuffle([(len(tokens), 1.0)], 0, 0)[:chats].tolist():
         ids, mask = tokens.example(number)
-        labels = np.where(mask, ids, -100)
-        examples.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
-    micro = trainer.args.per_device_train_batch_size
+        examples.append({"input_ids": ids.tolist(), "labels": np.where(mask, ids, -100).tolist()})
+    micro = min(4, chats)  # a packed row then holds several documents
     batches = [
         trainer.data_collator(examples[start : start + micro])
         for start in range(0, len(examples), micro)
     ]
     total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    device, summed = trainer.args.device, 0.0
-    with torch.no_grad():
-        for batch in batches:
-            inputs = {k: v.to(device) if hasattr(v, "to") else v for k, v in batch.items()}
-            summed += float(trainer.compute_loss(trainer.model, inputs, num_items_in_batch=total))
-    return summed
+    summed, model = 0.0, trainer.model.to(trainer.args.device).train()
+    for batch in batches:
+        inputs = {
+            name: value.to(trainer.args.device) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+        loss = trainer.compute_loss(model, inputs, num_items_in_batch=total)
+        loss.backward()
+        summed += float(loss.detach())
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    norm = float(torch.stack([gradient.float().norm() for gradient in gradients]).norm())
+    model.zero_grad()
+    return summed, norm
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

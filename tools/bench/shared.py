@@ -1,8 +1,10 @@
 """Shared by the benchmarks: command line, recipes, tokenizer, child processes, rounds."""
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,11 +85,22 @@ def run(*words: object, **environment: str) -> str:
     """Run a command and return its output; exit with its error if it fails."""
     command = [*map(str, words)]
     process = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=False
+        command,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=end_with_parent,
     )
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}:\n{process.stderr}")
     return process.stdout
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def collect_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
@@ -120,13 +133,13 @@ def draw_lengths(count: int, mean: float, sigma: float, shortest: int, longest: 
     return lengths.clip(shortest, longest).astype(np.int64)
 
 
-def write_tokens(folder: Path, lengths: Ints, shards: int) -> Tokens:
+def write_tokens(folder: Path, lengths: Ints, shards: int, vocab: int = VOCAB) -> Tokens:
     """Write prepared examples of random tokens; the second half of each is trained."""
     folder.mkdir()
     dice, written = np.random.default_rng(0), []
     for number, rows in enumerate(np.array_split(np.arange(len(lengths)), shards)):
         counts = lengths[rows]
-        ids = dice.integers(0, VOCAB, counts.sum(), np.int32)
+        ids = dice.integers(0, vocab, counts.sum(), np.int32)
         mask = positions_of(counts) >= np.repeat(counts // 2, counts)
         shard = Shard(f"data-{number:05}.arrow", len(rows))
         write_shard(folder / shard.file, Examples(ids, mask, counts, np.ones_like(rows), rows))
