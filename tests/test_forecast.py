@@ -314,6 +314,46 @@ def test_a_model_that_cannot_be_traced_is_refused(tmp_path, recipe):
         meta.trace(batch, "cpu", flash=False)
 
 
+def test_stored_recomputed_and_offloaded_activations_are_told_apart(recipe, tmp_path):
+    """What a GPU holds falls with each; the host holds what the device does not."""
+    loaded, active = registry.load(recipe)
+    active.attach(DataDefaults(loaded.folder), BatchDefaults())
+    forecaster = Forecaster(anchored(loaded), read_epoch(loaded, active, tmp_path), gpu=True)
+    checkpointing, offload = (
+        "plugins.gradient_checkpointing",
+        {"plugins.activation_offload": {"min_bytes": 0}},
+    )
+    variants = {
+        "stored": {},
+        "ops": {checkpointing: {"selective": "ops"}},
+        "attention": {checkpointing: {"selective": "attention"}},
+        "recomputed": {checkpointing: {}},
+        "offloaded": offload,
+        "both": {checkpointing: {}} | offload,
+    }
+    layers = 12 * 256 * 8 * 100 * 4  # bytes of all layers' inputs: words, at least
+    traces = {
+        name: forecaster.trace({"model.scratch.layers": 12, **changes}, 1)[1].traces[False]
+        for name, changes in variants.items()
+    }
+    peaks = {name: int(trace.activations.sum(0).max()) for name, trace in traces.items()}
+    hosts = {name: trace.host for name, trace in traces.items()}
+    print(f"\n{peaks}\n{hosts}")
+    assert peaks["stored"] > peaks["ops"] > peaks["attention"] > peaks["recomputed"] > peaks["both"]
+    assert peaks["recomputed"] - peaks["both"] > layers / 2
+    # Two of twelve layers stay on the device, and all that is not the layers'.
+    assert peaks["offloaded"] < peaks["stored"] / 2
+    assert hosts["both"] > layers / 2 and hosts["offloaded"] > 0.7 * peaks["stored"]
+    assert not any(hosts[name] for name in ("stored", "ops", "attention", "recomputed"))
+    forecasts = forecaster.forecast(
+        {"model.scratch.layers": 12, **offload}, Cluster("H100", True, 80e9, 1, 1)
+    )
+    resolved, _ = registry.resolve(anchored(loaded) | {"plugins": {"activation_offload": {}}})
+    said = notes(resolved, Cluster("H100", True, 80e9, 1, 8), forecasts)
+    [line] = [line for line in said if "activation_offload" in line]
+    assert re.search(r"of each rank's activations in host memory, [\d.]+ GB a machine", line)
+
+
 def test_pairs_are_packed_into_twice_the_length_as_a_run_packs_them(tmp_path):
     pairs = [{"prompt": "say", "chosen": one["text"], "rejected": "no"} for one in rows(40, 30)]
     tables = tiny_tables(tmp_path, pairs)

@@ -17,6 +17,7 @@ CAPABILITIES = {
     "fused_head": "fused_loss",
     "fused_kernels": "liger",
     "labelled_answers": "kto",
+    "offloaded_activations": "activation_offload",
     "packed_rows": "bfd_packing",
     "preference_pairs": "dpo",
     "quantized_base": "quantize",

@@ -36,7 +36,14 @@ from .strategies import (
 from .trace import Trace
 from .workload import Epoch, Workload, epoch_of, workload_of
 
-LEFT_OUT = ("fast_attention", "fused_head", "fused_kernels", "compiled_layers", "external_reports")
+LEFT_OUT = (
+    "fast_attention",
+    "fused_head",
+    "fused_kernels",
+    "compiled_layers",
+    "external_reports",
+    "offloaded_activations",
+)
 """Capabilities that need the real machine or weights: a model is traced without their plugins."""
 HOOKS = ("optimize_model", "plan_batches", "collate", "step")
 MAX_RANKS = 4096
@@ -54,6 +61,8 @@ class Forecast:
     strategy: Strategy
     memory: Memory
     fits: bool
+    host: int = 0
+    """Bytes of activations in host memory."""
 
 
 class Traced(NamedTuple):
@@ -102,7 +111,7 @@ class Forecaster:
         if key not in self._models:
             casts = recipe.model.dtype != recipe.model.weights and ranks > 1
             self._models[key] = {
-                cast: MetaModel(recipe, active, self._config(recipe), cast)
+                cast: MetaModel(recipe, active, self._config(recipe), cast, self._gpu)
                 for cast in ([False, True] if casts else [False])
             }
         models, traces = self._models[key], dict[bool, Trace]()
@@ -133,7 +142,7 @@ class Forecaster:
             trace = traced.traces[strategy.casts_weights]
             memory = peak_memory(strategy, traced.weights, trace, setting)
             fits = memory.total + cluster.reserved <= cluster.memory
-            forecasts.append(Forecast(strategy, memory, fits))
+            forecasts.append(Forecast(strategy, memory, fits, trace.host))
         return forecasts
 
     def _config(self, recipe: Recipe) -> Any:

@@ -27,6 +27,7 @@ from ...ranks.optimizer_parts import optimizers_in
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active
+from .offload import Offload
 from .trace import Trace, trace_memory
 
 FLASH = "plugsft_forecast"
@@ -96,7 +97,12 @@ class MetaModel:
     """
 
     def __init__(
-        self, recipe: Recipe, active: Active, config: PretrainedConfig, casts_weights: bool = False
+        self,
+        recipe: Recipe,
+        active: Active,
+        config: PretrainedConfig,
+        casts_weights: bool = False,
+        gpu: bool = False,
     ) -> None:
         self.recipe, self._active = recipe, active
         self._mode = FakeTensorMode()
@@ -119,6 +125,10 @@ class MetaModel:
             self.layers = decoder_layers(self.model, "")
         except RecipeError:
             self.layers = []
+        offloaded = recipe.provides("offloaded_activations")
+        # A CPU's ranks have one memory.
+        layers = self.layers if offloaded and gpu else []
+        self._offload = Offload(layers, offloaded.value if offloaded else None)
 
     def weights(self, unsharded: int = 100_000) -> Weights:
         """Count the parameters; tensors up to `unsharded` elements stay whole under ZeRO-3."""
@@ -179,7 +189,10 @@ class MetaModel:
                     for name, value in batch.items()
                 }
                 return trace_memory(
-                    self.model, self.layers, lambda: self._loss(fake, positions, device)
+                    self.model,
+                    self.layers,
+                    lambda: self._loss(fake, positions, device),
+                    self._offload.start,
                 )
         except PlugsftError:
             raise

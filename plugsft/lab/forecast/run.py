@@ -194,6 +194,12 @@ def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> li
     savers = [*recipe.providers("fused_kernels"), *recipe.providers("compiled_layers")]
     if names := " and ".join(saver.table for saver in savers):
         lines.append(f"note: memory that {names} save is not subtracted")
+    host = max(forecast.host for forecast in forecasts)
+    if host and (offloaded := recipe.provides("offloaded_activations")):
+        lines.append(
+            f"note: {offloaded.table} keeps {gb(host)} of each rank's activations in host memory, "
+            f"{gb(host * cluster.per_machine)} a machine"
+        )
     if not cluster.gpu:
         lines.append(
             "note: glibc keeps freed memory; MALLOC_MMAP_THRESHOLD_=262144 makes it return it"

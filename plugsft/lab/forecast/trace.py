@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...base.types import Ints
 
-LAYERS, HEAD = 0, 1
-"""Owners of activations: embeddings and layers, or the loss head after them."""
+LAYERS, HEAD, HOST = 0, 1, 2
+"""Owners of activations: embeddings and layers, the loss head after them, or host memory."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Trace:
     """[owner, moment]: bytes of the layers and of the loss head."""
     gradients: Ints
     """[moment]: bytes of finished gradients."""
+    host: int
+    """Most bytes in host memory."""
 
 
 @dataclass
@@ -39,14 +41,14 @@ class _Allocation:
     watch: Any = field(repr=False)
 
 
-class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped upstream
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped upstream
     """Records every allocation of a tensor until it is freed."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped upstream
         self._live: dict[int, _Allocation] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.owner, self.bytes, self.gradients = LAYERS, [0, 0], 0
+        self.owner, self.bytes, self.gradients = LAYERS, [0, 0, 0], 0
         self.moments: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(
@@ -78,14 +80,26 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped up
             self._known.add(key)
         self.moments.append((*self.bytes, self.gradients))
 
+    def move(self, storages: set[int], owner: int) -> None:
+        """Count activations for another owner."""
+        for key in storages & self._live.keys():
+            allocation = self._live[key]
+            self.bytes[allocation.owner] -= allocation.size
+            self.bytes[owner] += allocation.size
+            allocation.owner = owner
+        self.moments.append((*self.bytes, self.gradients))
+
     def _free(self, key: int) -> None:
         if (allocation := self._live.pop(key, None)) is not None:
             self.bytes[allocation.owner] -= allocation.size
 
 
-def trace_memory(model: Any, layers: list[Any], loss: Callable[[], Tensor]) -> Trace:
+def trace_memory(
+    model: Any, layers: list[Any], loss: Callable[[], Tensor], start: Callable[[Tracer], None]
+) -> Trace:
     """Compute a loss and its gradients; record the memory at each moment."""
-    tracer = _Tracer([*model.parameters(), *model.buffers()])
+    tracer = Tracer([*model.parameters(), *model.buffers()])
+    start(tracer)
     in_backward = False
 
     def enter_head(_module: Any, _inputs: Any, output: Any) -> None:
@@ -117,5 +131,6 @@ def trace_memory(model: Any, layers: list[Any], loss: Callable[[], Tensor]) -> T
         hook.remove()
     for parameter in model.parameters():
         parameter.grad = None
-    moments = np.array(tracer.moments, np.int64).reshape(-1, 3)
-    return Trace(moments[:, :2].T.copy(), moments[:, 2].copy())
+    moments = np.array(tracer.moments, np.int64).reshape(-1, 4)
+    host = int(moments[:, HOST].max(initial=0))
+    return Trace(moments[:, :HOST].T.copy(), moments[:, 3].copy(), host)
