@@ -24,7 +24,7 @@ from plugsft import Capability, ModelLoad, Recipe
 from plugsft.kit import attend_per_document
 
 from . import Conditions
-from .varlen import attend, varlen_kernel
+from .varlen import attend, fastest_kernel, operator_is_exact
 
 BEST_FIRST = ("fa3", "fa2", "torch", "sdpa")
 VARLEN = "plugsft_varlen"
@@ -193,7 +193,8 @@ def describe(kernel: str, packed: bool) -> str:
         distribution = PACKAGES[kernel][0]
         return f"{distribution} {importlib.metadata.version(distribution)}"
     if kernel == "torch":
-        return f"the kernel of torch {torch.__version__} for packed rows"
+        slower = "" if operator_is_exact("cuda") else ", called by varlen_attn"
+        return f"the kernel of torch {torch.__version__} for packed rows{slower}"
     if kernel == "sdpa":
         return "SDPA, document by document" if packed else "SDPA"
     return "left to transformers"
@@ -202,7 +203,7 @@ def describe(kernel: str, packed: bool) -> str:
 def register_kernel(kernel: str, packed: bool) -> str:
     """Register a kernel in transformers; return its name there."""
     if kernel == "torch":
-        AttentionInterface.register(VARLEN, partial(attend, kernel=varlen_kernel()))
+        AttentionInterface.register(VARLEN, partial(attend, kernel=fastest_kernel("cuda")))
         return VARLEN
     if kernel == "sdpa":
         return attend_per_document() if packed else "sdpa"

@@ -3,7 +3,9 @@
 import importlib
 import inspect
 import json
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -39,7 +41,14 @@ from plugsft.plugins.flash_attention.kernels import (
     find_obstacle_in_package,
     head_widths,
 )
-from plugsft.plugins.flash_attention.varlen import attend, kernel_inputs
+from plugsft.plugins.flash_attention.varlen import (
+    attend,
+    by_operator,
+    fastest_kernel,
+    kernel_inputs,
+    operator_is_exact,
+    varlen_kernel,
+)
 
 HOPPER, AMPERE, TURING, BLACKWELL = (9, 0), (8, 0), (7, 5), (10, 0)
 MODELS = {
@@ -264,6 +273,59 @@ def test_torch_2_11_has_the_kernel_and_torch_2_10_has_not(monkeypatch, kernel):
     assert obstacle.reason == f"needs torch 2.11, not {torch.__version__}"
 
 
+def forward_of_operator(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, dropout, is_causal, debug, scale=None,
+    window_size_left=None, window_size_right=None, **_,
+):  # fmt: skip
+    """Compute what torch's operator does, on a CPU."""
+    assert dropout == 0.0 and not debug
+    window = window_size_left, 0 if is_causal else window_size_right
+    inputs = (one.float() for one in (query, key, value))
+    output = plain(*inputs, cu_seq_q, scale, window, wide=cu_seq_k).to(query.dtype)
+    lse = torch.zeros(query.shape[1], query.shape[0])
+    state = torch.zeros(2, dtype=torch.uint64)
+    return output, lse, state, torch.zeros(()), query.new_zeros(0)
+
+
+def backward_of_operator(
+    grad, query, key, value, output, lse, cu_seq_q, cu_seq_k, max_q, max_k, dropout, is_causal,
+    rng_state, unused, scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    """Compute its gradients, by automatic differentiation in a thread: here it is off."""
+    window = window_size_left, 0 if is_causal else window_size_right
+
+    def differentiate():
+        inputs = [one.detach().float().requires_grad_() for one in (query, key, value)]
+        result = plain(*inputs, cu_seq_q, scale, window, wide=cu_seq_k)
+        return torch.autograd.grad(result, inputs, grad.float())
+
+    with ThreadPoolExecutor(1) as thread:
+        grads = thread.submit(differentiate).result()
+    return tuple(one.to(query.dtype) for one in grads)
+
+
+@pytest.fixture
+def operator():
+    """Give torch's operator a kernel for CPUs; return a function that changes its parts."""
+    libraries = []
+
+    def implement(forward=forward_of_operator, backward=backward_of_operator):
+        close()
+        libraries.append(torch.library.Library("aten", "IMPL"))
+        libraries[0].impl("_flash_attention_forward", forward, "CPU")
+        libraries[0].impl("_flash_attention_backward", backward, "CPU")
+
+    def close():
+        operator_is_exact.cache_clear()
+        for library in libraries:
+            library._destroy()
+        libraries.clear()
+
+    implement()
+    yield implement
+    close()
+
+
 def make(config, attention):
     attend_per_document()
     AttentionInterface.register(VARLEN, attend)
@@ -301,6 +363,111 @@ def test_torchs_kernel_is_called_for_what_attention_per_document_computes(
 ):
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     assert_same(make(MODELS[name], VARLEN), make(MODELS[name], attend_per_document()))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_torchs_operator_learns_what_attention_per_document_learns(operator, name):
+    assert fastest_kernel("cpu") is by_operator
+    seen = np.zeros_like(LENGTHS)
+    seen[[1, 3]] = LENGTHS[[0, 2]] // 2
+    for shared in (None, seen):
+        pair = make(MODELS[name], VARLEN), make(MODELS[name], attend_per_document())
+        assert_same(*pair, seen=shared)
+
+
+def run_kernel(kernel, window=(-1, 0)):
+    """Return the output and the gradients of a kernel, and the operators that it dispatched."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(9, heads, 8, generator=generator).bfloat16().requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with Dispatches() as dispatches:
+        output = kernel(query, key, value, bounds, bounds, 5, 5, scale=0.3, window_size=window)
+        grads = torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
+    return (output, *grads), dispatches.names
+
+
+class Dispatches(TorchDispatchMode):
+    """Collects the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (2, 0)])
+def test_the_operator_computes_the_numbers_of_varlen_attn_with_fewer_dispatches(operator, window):
+    ours, direct = run_kernel(by_operator, window)
+    theirs, wrapped = run_kernel(varlen_kernel(), window)
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    # No custom operator of Python, and no zeros for its state.
+    assert not any("torch_attn" in name or "zeros" in name for name in direct)
+    assert sum("torch_attn" in name for name in wrapped) == 2
+    assert len(direct) <= len(wrapped) - 4
+
+
+def test_an_operator_that_is_wrong_or_has_no_derivative_gives_way_to_varlen_attn(operator):
+    def without_window(*given, window_size_left=None, **more):
+        return forward_of_operator(*given, window_size_left=-1, **more)
+
+    def wrong(*given, **more):
+        query, *others = backward_of_operator(*given, **more)
+        return (query * 1.1, *others)
+
+    def missing(*given, **more):
+        raise NotImplementedError("the derivative is not implemented")
+
+    for parts in ({"forward": without_window}, {"backward": wrong}, {"backward": missing}):
+        operator(**parts)
+        assert fastest_kernel("cpu") is not by_operator, parts
+    operator()
+    assert fastest_kernel("cpu") is by_operator
+    assert not operator_is_exact("cuda") or torch.cuda.is_available()
+
+
+# From the file native_functions.yaml of torch 2.11.
+OPERATOR_2_11 = (
+    "aten::_flash_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, "
+    "Tensor? cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, "
+    "bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None) -> "
+    "(Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, "
+    "Tensor debug_attn_mask)"
+)
+
+
+def test_torch_2_11_has_the_operator_as_it_is_called(monkeypatch):
+    here = torch.ops.aten._flash_attention_forward.default._schema
+    for schema in (torch._C.parse_schema(OPERATOR_2_11), here):
+        arguments = schema.arguments
+        assert [one.name for one in arguments if not one.kwarg_only] == [
+            *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+            *("dropout_p", "is_causal", "return_debug_mask"),
+        ]
+        options = {one.name for one in arguments if one.kwarg_only}
+        assert options >= {"scale", "window_size_left", "window_size_right"}
+
+
+def test_a_compiled_layer_calls_the_operator_in_one_graph(operator):
+    heads = [torch.randn(1, count, 9, 8, requires_grad=True) for count in (4, 2, 2)]
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def layer(*heads):
+        attention = partial(attend, kernel=by_operator)
+        options = {"cu_seq_lens_q": bounds, "max_length_q": 5, "scaling": 0.3}
+        return attention(None, *heads, None, **options)[0]
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    grads, expected = (
+        torch.autograd.grad(compute(*heads).square().sum(), heads) for compute in (compiled, layer)
+    )
+    assert all(torch.allclose(*pair) for pair in zip(grads, expected, strict=True))
 
 
 def test_a_shared_prompt_reaches_torchs_kernel(monkeypatch):
