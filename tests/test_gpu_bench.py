@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,9 +176,46 @@ def test_attention_without_bounds_is_refused(bench):
             attend(None, *[torch.zeros(1, 1, 2, 8)] * 3, None)
 
 
+ITEMS = """
+import json, os, sys, time
+arguments = json.loads(sys.argv[2])
+missing = [name for name in ("fine", "hangs", "dies", "last") if name not in arguments["done"]]
+with open(arguments["lines"], "a", buffering=1) as file:
+    for name in missing:
+        file.write(json.dumps({"name": name}) + "\\n")
+        print("the item", name, flush=True)
+        if name == "hangs":
+            time.sleep(600)
+        if name == "dies":
+            os.abort()
+        file.write(json.dumps({"name": name, "result": {"value": 1}}) + "\\n")
+    file.write(json.dumps({"finished": True}) + "\\n")
+"""
+
+
+def test_an_item_that_hangs_or_dies_does_not_end_the_others(bench, tmp_path, monkeypatch):
+    gpu, process = bench("gpu"), bench("gpu_process")
+    (tmp_path / "items.py").write_text(ITEMS)
+    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "items.py"))
+    monkeypatch.setattr(gpu, "ITEM_LIMIT", 3.0)
+    results = process.Results(tmp_path / "probe.json", {"gpu": "none"})
+    options = SimpleNamespace(work=tmp_path, end=time.monotonic() + 300)
+    gpu.run_all_items("probe", options, results)
+    assert [*results.all] == ["fine", "hangs", "dies", "last"]
+    assert results.all["hangs"][0]["reason"] == "took more than 3 s"
+    assert results.all["dies"][0]["reason"] == "signal 6: the item dies"
+    assert results.all["last"][0]["value"] == 1
+    options.end = time.monotonic() - 1
+    results = process.Results(tmp_path / "sync.json", {"gpu": "none"})
+    with pytest.raises(process.TimeUp):
+        gpu.run_all_items("sync", options, results)
+    assert "hangs" not in results.all  # it runs again in the next call
+
+
 def start(out, work, *words):
     """Start a dry run."""
     command = [sys.executable, BENCH / "gpu.py", "--dry-run", "--out", out, "--work", work]
+    command += ["--seconds", "2000"]
     return subprocess.Popen(
         [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -36,7 +36,7 @@ from typing import Any
 
 import shared
 from gpu_cases import CASES, Case, make_model, parse_case, shrink
-from gpu_process import Results, TimeUp, explain_failure, follow, run_to_end, started
+from gpu_process import Failed, Results, TimeUp, explain_failure, follow, run_to_end, started
 from gpu_train import Bench, compare_first_steps, measure, measure_case, median_speeds
 
 PEAK = 989e12
@@ -84,6 +84,8 @@ def main() -> None:
         except TimeUp:
             print("time is up: repeat the command for the rest")
             break
+        except Failed as failure:
+            print(f"{phase} was not prepared: {failure}")
     for phase in options.phases:
         summarize(phase, Results(options.out / f"{phase}.json", machine))
 
@@ -163,11 +165,11 @@ def run_all_items(phase: str, options: argparse.Namespace, results: Results) -> 
                 if time.monotonic() > options.end:
                     raise
                 add_item(results, current, {"reason": f"took more than {ITEM_LIMIT:.0f} s"})
-            code = process.wait()
+                code = 0
+            else:
+                code = process.wait()
         if code and not current:
-            print(reason := explain_failure(log, code))
-            results.report["problem"] = reason
-            return results.write()
+            raise Failed(explain_failure(log, code))
         if code and results.missing(current):
             add_item(results, current, {"reason": explain_failure(log, code)})
 

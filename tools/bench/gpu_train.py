@@ -227,7 +227,7 @@ def measure(
     """Run a contender, unless the time left is too short; add its figures, or the reason."""
     walls = [result["wall_seconds"] for rounds in results.all.values() for result in rounds]
     began, dry = time.monotonic(), results.report["machine"]["dry_run"]
-    if began + (max(walls) if walls else FIRST) > end and not dry:
+    if began + (statistics.median(walls) if walls else FIRST) > end and not dry:
         raise TimeUp
     print(f"{name}: ...", flush=True)
     limit = LIMIT * (4 if dry else 1)
