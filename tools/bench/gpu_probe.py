@@ -29,13 +29,14 @@ from gpu_rows import DEVICE, GPU
 from launches import counting
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from plugsft import Capability, RecipeError
 from plugsft.batches.packed_rows import attend_per_document
 from plugsft.commands.train import train
 from plugsft.model import document_probe
+from plugsft.plugins.flash_attention import varlen
+from plugsft.plugins.flash_attention.exactness import largest_error
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "pyarrow", "trl", "peft")
 PACKAGES += ("liger-kernel", "flash-attn", "flash-attn-3", "flash-attn-4", "cut-cross-entropy")
@@ -176,33 +177,20 @@ def attend(length: int) -> None:
 
 def call_attention() -> dict[str, Any]:
     """Compare torch's public kernel of packed rows with the operator behind it."""
-    if not GPU:
-        return {"reason": "no GPU"}
     total, count = 4096, 8
     bounds = torch.arange(0, total + 1, total // count, dtype=torch.int32, device=DEVICE)
     tensors = [random(total, heads, 128).requires_grad_() for heads in (16, 8, 8)]
-    longest, common = total // count, {"scale": 128**-0.5}
-    flag: dict[str, Any] = {"window_size": (-1, 0)}
-    try:
-        varlen_attn(*tensors, bounds, bounds, longest, longest, **common, **flag)
-    except (TypeError, ValueError, RuntimeError):
-        flag["enable_gqa"] = True
-    operator = torch.ops.aten._flash_attention_forward
-    steps: dict[str, Callable[[], Any]] = {
-        "varlen_attn": lambda: varlen_attn(
-            *tensors, bounds, bounds, longest, longest, **common, **flag
-        ),
-        "operator": lambda: operator(
-            *tensors, bounds, bounds, longest, longest, 0.0, True, False, **common
-        )[0],
-    }
-    outputs = {name: step() for name, step in steps.items()}
-    times: dict[str, Any] = {
-        "largest difference": float((outputs["varlen_attn"] - outputs["operator"]).abs().max())
-    }
-    for name, step in steps.items():
-        times[f"{name}, ms"] = 1e3 * seconds_of(lambda step=step: step().sum().backward())
-    return times
+    layout = (bounds, bounds, total // count, total // count)
+    kernels = {"varlen_attn": varlen.varlen_kernel(), "operator": varlen.by_operator}
+    figures: dict[str, Any] = {"chosen": str(varlen.fastest_kernel(DEVICE))}
+    for name, kernel in kernels.items():
+        try:
+            figures[f"{name}, error"] = largest_error(kernel, DEVICE)
+            call = partial(kernel, *tensors, *layout, scale=128**-0.5, window_size=(-1, 0))
+            figures[f"{name}, ms"] = 1e3 * seconds_of(lambda call=call: call().sum().backward())
+        except (RuntimeError, TypeError, ValueError) as error:
+            figures[name] = str(error)
+    return figures
 
 
 def multiply_into_float32() -> dict[str, float]:
