@@ -42,6 +42,10 @@ class BfdPacking:
     """Length at which attention costs as much as everything else."""
     cuts: list[Any] = state([])
     """Counts of overlong examples, in the training and the evaluation data."""
+    sequences: int = state(1)
+    """Most sequences in an example."""
+    shape: Any = state(None)
+    """The shape of all rows, if scope is "dataset"."""
     row_summary: str = state("")
     """Description of the rows, if scope is "dataset"."""
     tokens: int = state(0)
@@ -52,6 +56,7 @@ class BfdPacking:
     def check(self, recipe: Recipe) -> None:
         """Set the capacity; refuse settings that packing would ignore."""
         self.max_tokens = recipe.packed_capacity()
+        self.sequences = 2 if recipe.provides("preference_pairs") else 1
         ensure_options_work(self, recipe)
 
     @hookimpl(wrapper=True)
@@ -85,6 +90,8 @@ class BfdPacking:
         if self.scope == "step":
             return PackedSteps(layouts, lengths, ranks, self.max_tokens, self.cost)
         rows = PackedEpoch(order, lengths, ranks, train.batch_size, self.max_tokens, self.cost)
+        shape = rows.shape(self.sequences)
+        self.shape = self.shape.join(shape) if self.shape else shape
         # The training data comes before the evaluation data.
         self.row_summary = self.row_summary or rows.describe()
         return rows
@@ -94,10 +101,16 @@ class BfdPacking:
         """Pack examples into one row; with scope = "dataset", pad it to the capacity."""
         from plugsft.kit import pack
 
+        num_tokens = int(tokens.lengths[examples].sum())
         with COUNTING:
-            self.tokens += int(tokens.lengths[examples].sum())
+            self.tokens += num_tokens
             self.micro_batches += len(examples) > 0
-        return pack(tokens, examples, self.max_tokens if self.scope == "dataset" else None)
+        if self.scope == "step":
+            return pack(tokens, examples)
+        from .row_shape import fix_shape
+
+        batch = pack(tokens, examples, self.max_tokens)
+        return fix_shape(batch, num_tokens, self.shape) if self.shape else batch
 
     @hookimpl
     def summary(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from plugsft import Ints, Layouts
 
 from .best_fit import best_fit
+from .row_shape import RowShape
 
 Costs = Callable[[Ints], Any]
 """Lengths of documents -> their cost in a step."""
@@ -52,6 +53,8 @@ class PackedEpoch(Layouts):
         self._stops = np.cumsum(np.bincount(rows, minlength=self._num_rows))
         costs = np.bincount(rows, weights=cost(ordered[items]), minlength=self._num_rows)
         self._costs, self._ranks, self._size = costs, ranks, size
+        self._tokens = np.bincount(rows, weights=ordered[items], minlength=self._num_rows)
+        self._longest = int(ordered.max(initial=1))
         self._capacity, self._fill = capacity, ordered.sum() / (self._num_rows * capacity)
 
     def __len__(self) -> int:
@@ -65,6 +68,11 @@ class PackedEpoch(Layouts):
             f"{self._fill:.2%} full; a step is {self._size} rows, "
             f"{examples / len(self):,.1f} examples"
         )
+
+    def shape(self, sequences: int) -> RowShape:
+        """Return the shape of all rows; an example has at most so many sequences."""
+        documents = np.diff(self._stops, prepend=0) * sequences
+        return RowShape.of_rows(documents, self._tokens, self._longest, self._capacity)
 
     def lay_out(self, number: int) -> list[list[Ints]]:
         """Lay out one step."""

@@ -20,8 +20,8 @@ class Compile:
     """The second tries many kernels, and compiles far longer. CUDA graphs are not supported:
     each graph works for one length only."""
     dynamic: bool = True
-    """Compile one program for rows of any length. false compiles one per length, for data whose
-    rows all have the same length."""
+    """Compile one program for rows of any length. false compiles one per shape of a row, for packed
+    rows with scope = "dataset", which all have one shape."""
 
     layers: int = state(0)
     """Number of compiled layers."""

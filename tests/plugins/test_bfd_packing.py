@@ -5,6 +5,7 @@ import tomllib
 
 import numpy as np
 import pytest
+import torch
 from conftest import chats, read_metrics, run_plugsft, run_ranks, write_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from plugsft import Capability, DataError, RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.base.types import Shard
 from plugsft.batches.plan import InOrder
+from plugsft.kit import documents_of
 from plugsft.model.load import Load
 from plugsft.model.packed_model import PackedModel
 from plugsft.model.small_copy import Longest
@@ -32,6 +34,7 @@ from plugsft.plugins.bfd_packing.attention_cost import break_even_length
 from plugsft.plugins.bfd_packing.best_fit import best_fit
 from plugsft.plugins.bfd_packing.layouts import PackedEpoch, PackedSteps, deal
 from plugsft.plugins.bfd_packing.overlong import cut_overlong
+from plugsft.plugins.bfd_packing.row_shape import RowShape, fix_shape
 from plugsft.recipe.tables import Train
 from plugsft.registry.active import check, resolve
 from plugsft.tokens.shards import Examples, write_index, write_shard
@@ -107,6 +110,33 @@ def test_scope_step_keeps_every_window(lengths, ranks, size, seed):
     packed = PackedSteps(plain, lengths, ranks, 50, cost)
     assert [members(one) for one in packed] == [members(one) for one in plain]
     assert [members(one) for one in packed[1:]] == [members(one) for one in plain[1:]]
+
+
+@given(LENGTHS, st.integers(40, 100), st.integers(1, 3))
+def test_rows_of_scope_dataset_have_one_shape_in_all_epochs(lengths, capacity, ranks):
+    lengths = np.array(lengths)
+    shapes = set()
+    for seed in range(2):
+        order = np.random.default_rng(seed).permutation(len(lengths))
+        epoch = PackedEpoch(order, lengths, ranks, 4, capacity, cost)
+        for examples in (row for step in epoch for rank in step for row in rank):
+            documents, filled = lengths[examples], int(lengths[examples].sum())
+            row = documents_of(np.array([*documents, *[capacity - filled] * (filled < capacity)]))
+            fixed = fix_shape(row, filled, epoch.shape(1))
+            bounds = fixed["cu_seq_lens_q"]
+            assert bounds[: len(documents) + 1].tolist() == [0, *np.cumsum(documents)]
+            assert bounds[-1] == capacity and bounds.dtype == torch.int32
+            assert bounds.diff().min() >= 0 and bounds.diff().max() <= fixed["max_length_q"]
+            assert fixed["cu_seq_lens_k"] is bounds and fixed["documents"] == row["documents"]
+            shapes.add((len(bounds), fixed["max_length_q"], fixed["max_length_k"]))
+    assert len(shapes) == 1
+
+
+def test_a_row_that_no_plan_foresaw_keeps_its_documents():
+    """Such as one that a plugin scores."""
+    row = documents_of(np.array([9, 3, 3, 3, 2]))
+    fixed = fix_shape(row, 18, RowShape(documents=2, longest=4))
+    assert fixed["cu_seq_lens_q"].tolist() == [0, 9, 12, 15, 18, 20] and fixed["max_length_k"] == 9
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 9), st.integers(0, 5))

@@ -22,6 +22,8 @@ from plugsft import RecipeError
 from plugsft.base.machine import look
 from plugsft.batches import packed_rows
 from plugsft.kit import attend_per_document, documents_of
+from plugsft.plugins.bfd_packing.layouts import PackedEpoch
+from plugsft.plugins.bfd_packing.row_shape import fix_shape
 from plugsft.plugins.compile import Compile, layers
 from plugsft.plugins.compile.layers import OpaqueLengths
 from plugsft.plugins.compile.programs import LOGGER
@@ -139,23 +141,37 @@ def count_attention(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(
-    "config", [LlamaConfig(**SMALL), Qwen3Config(**SMALL, head_dim=8)], ids=["llama", "qwen3"]
-)
-def test_torchs_kernel_for_packed_rows_is_inside_the_program(config, monkeypatch):
+@pytest.mark.parametrize("fixed", [False, True], ids=["any rows", "rows of one shape"])
+def test_torchs_kernel_for_packed_rows_is_inside_the_only_program(fixed, monkeypatch):
     """On tensors without memory, since the kernel needs a GPU."""
     monkeypatch.setattr(layers, "BACKEND", "eager")
-    plugin = Compile()
+    # Programs for one length suffice for rows of one shape.
+    plugin = Compile(dynamic=not fixed)
+    config = Qwen3Config(**SMALL, head_dim=8) if fixed else LlamaConfig(**SMALL)
     with torch.device("meta"):
         kernel = register_kernel("torch", packed=True)
-        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=kernel)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     apply(model.bfloat16().train(), plugin)
-    for lengths in ([9, 5], [3, 4, 30, 2, 7], [21], [2] * 40):
-        batch = {"input_ids": torch.zeros(1, sum(lengths), dtype=torch.long)}
-        batch |= documents_of(np.array(lengths))
-        meta = {key: on_meta(value) for key, value in batch.items()}
-        model(**meta, use_cache=False).logits.sum().backward()
+    for row in packed_epoch() if fixed else map(packed_row, ([9, 5], [3, 4, 30, 2, 7], [21])):
+        row = {key: on_meta(value) for key, value in row.items()}
+        model(**row, use_cache=False).logits.sum().backward()
         assert (plugin.programs.count, plugin.programs.graph_breaks) == (1, 0)
+
+
+def packed_row(lengths):
+    ids = torch.zeros(1, sum(lengths), dtype=torch.long)
+    return {"input_ids": ids, **documents_of(np.array(lengths))}
+
+
+def packed_epoch():
+    """Yield the rows of an epoch with scope = "dataset"."""
+    lengths, capacity = np.random.default_rng(0).integers(3, 30, 40), 64
+    epoch = PackedEpoch(np.arange(40), lengths, 1, 2, capacity, lambda lengths: lengths)
+    for [rows] in epoch:
+        for examples in rows:
+            documents, filled = lengths[examples], int(lengths[examples].sum())
+            row = packed_row([*documents, *[capacity - filled] * (filled < capacity)])
+            yield fix_shape(row, filled, epoch.shape(1))
 
 
 def on_meta(value):
@@ -243,7 +259,8 @@ def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, rank
     """Alone with padded rows; on two ranks with packed ones, and layers computed again."""
     plugins, micro = {"compile": {}}, 2
     if ranks == 2:
-        plugins, micro = plugins | {"bfd_packing": {}, "gradient_checkpointing": {}}, 1
+        packing = {"bfd_packing": {"scope": "dataset"}, "gradient_checkpointing": {}}
+        plugins, micro = {"compile": {"dynamic": False}, **packing}, 1
     held_out = {"every": 2, "split": "train[:5]"}
     train = TRAIN | {"steps": 4, "micro_batch": micro}
     recipe = tiny(rows=chats(21), train=train, eval=held_out, plugins=plugins)
