@@ -22,12 +22,20 @@ class GradientCheckpointing:
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Refuse selective checkpointing of compiled layers."""
+        """Refuse selective checkpoints whose operations cannot be seen."""
+        option = f'plugins.gradient_checkpointing: selective = "{self.selective}"'
         compiled = recipe.provides("compiled_layers")
         if self.selective and compiled:
             raise RecipeError(
-                f'plugins.gradient_checkpointing: selective = "{self.selective}" sees no '
-                f"operations inside compiled layers; remove selective, or {compiled.table}"
+                f"{option} sees no operations inside compiled layers; remove selective, or "
+                f"{compiled.table}"
+            )
+        kernels = recipe.providers("fused_kernels")
+        if self.selective == "ops" and kernels:
+            # Liger's rotary embedding rotates queries and keys in the memory of their product.
+            raise RecipeError(
+                f"{option} would reuse products that kernels change in place; set selective = "
+                f'"attention", or remove {kernels[0].table}'
             )
 
     @hookimpl(wrapper=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from plugsft.kit import decoder_layers
 
-from .selective import StoredOutputs
+from .selective import Reuse, Selection, Store
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
@@ -25,14 +25,14 @@ def checkpoint_layers(model: Any, every: int, selective: str | None) -> tuple[in
         "or train.micro_batch if memory is short",
     )
     chosen = layers[::every]
-    stored = StoredOutputs(selective) if selective else None
+    selection = Selection(selective) if selective else None
     for layer in chosen:
-        layer._gradient_checkpointing_func = partial(run_layer, stored)
+        layer._gradient_checkpointing_func = partial(run_layer, selection)
         layer.gradient_checkpointing = True
     return len(chosen), len(layers)
 
 
-def run_layer(stored: StoredOutputs | None, layer: Any, *inputs: Any) -> Any:
+def run_layer(selection: Selection | None, layer: Any, *inputs: Any) -> Any:
     """Run a layer that is recomputed in the backward pass."""
     device = next(tensor.device for tensor in inputs if isinstance(tensor, Tensor))
     return checkpoint(
@@ -42,18 +42,18 @@ def run_layer(stored: StoredOutputs | None, layer: Any, *inputs: Any) -> Any:
         use_reentrant=False,
         # `RandomNumbers` repeats them, and costs little where a layer draws none.
         preserve_rng_state=False,
-        context_fn=partial(contexts, device, stored),
+        context_fn=partial(contexts, device, selection),
     )
 
 
-def contexts(device: torch.device, stored: StoredOutputs | None) -> Contexts:
+def contexts(device: torch.device, selection: Selection | None) -> Contexts:
     """Return the contexts of a layer's forward pass and of its recomputation."""
     numbers = RandomNumbers(device)
-    if stored is None:
+    if selection is None:
         return numbers.watch(), numbers.repeat()
-    selective: Any = create_selective_checkpoint_contexts
-    store, reuse = selective(stored.policy())
-    return nested(numbers.watch(), store), nested(stored.reuse(), numbers.repeat(), reuse)
+    store = Store(selection)
+    reuse = Reuse(selection, store.outputs)
+    return nested(numbers.watch(), store), nested(numbers.repeat(), reuse)
 
 
 @contextmanager

@@ -1,13 +1,15 @@
-"""Operations whose outputs are stored, while the rest of a layer is recomputed."""
+"""Operations whose outputs are stored, while the rest of a layer is recomputed.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+torch's own selective checkpoints refuse operations that only one of the passes runs, such as those
+by which ZeRO-3 gathers weights. They also reuse outputs that were changed in place.
+"""
+
+from collections import defaultdict, deque
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plugsft import Capability, RecipeError
 
@@ -32,68 +34,98 @@ ATTENTION = {
 PRODUCTS = {"aten::_grouped_mm", "aten::_scaled_mm", "aten::addmm", "aten::mm"}
 
 
-class StoredOutputs:
-    """Chooses the operations whose outputs are stored."""
+class Selection:
+    """The operations whose outputs are stored."""
 
     def __init__(self, selective: str) -> None:
-        self._option = f'plugins.gradient_checkpointing: selective = "{selective}"'
+        self.option = f'plugins.gradient_checkpointing: selective = "{selective}"'
         self._products = selective == "ops"
-        self._seen = False
+        self.has_attention = False
         """Whether an output of attention has been stored."""
 
-    def policy(self) -> Callable[..., CheckpointPolicy]:
-        """Return the policy for one forward pass of a layer."""
-        storages = set[int]()
-
-        def choose(seen: Any, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-            self._ensure_unchanged(storages, operation, inputs)
-            if not self._is_stored(operation, inputs, options):
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            outputs = tree_leaves(seen.op_output)
-            storages.update(storage_of(each) for each in outputs if isinstance(each, Tensor))
-            return CheckpointPolicy.MUST_SAVE
-
-        return choose
-
-    def _is_stored(self, operation: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    def has(self, operation: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Tell whether the output of an operation is stored."""
         name = operation._schema.name
-        if name in ATTENTION and not dropout_of(operation, inputs, options):
-            self._seen = True
-            return True
-        # An autograd function may change its products; it runs without gradients.
-        return self._products and name in PRODUCTS and torch.is_grad_enabled()
+        if name in ATTENTION:
+            self.has_attention |= (stored := not dropout_of(operation, inputs, options))
+            return stored
+        return self._products and name in PRODUCTS
 
-    def _ensure_unchanged(
-        self, storages: set[int], operation: Any, inputs: tuple[Any, ...]
-    ) -> None:
-        """Refuse an operation in place on a stored output, which would be applied to it twice."""
-        if not operation._schema.is_mutable:
-            return
+
+class Output:
+    """An operation's output; None once an operation has changed it in place."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = tree_map_only(Tensor, Tensor.detach, value)
+
+
+Outputs = dict[Any, deque[Output]]
+"""Stored outputs of each operation, in the order of its calls."""
+
+
+class Store(TorchDispatchMode):
+    """Stores outputs in a layer's forward pass."""
+
+    def __init__(self, selection: Selection) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped upstream
+        self.outputs: Outputs = defaultdict(deque)
+        self._selection = selection
+        self._by_storage: dict[int, Output] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation; store its output if it is selected."""
+        options = kwargs or {}
+        if func._schema.is_mutable:
+            self._forget_changed(func, args)
+        result = func(*args, **options)
+        if self._selection.has(func, args, options):
+            output = Output(result)
+            self.outputs[func].append(output)
+            for tensor in tree_leaves(output.value):
+                if isinstance(tensor, Tensor):
+                    self._by_storage[tensor.untyped_storage()._cdata] = output
+        return result
+
+    def _forget_changed(self, operation: Any, inputs: tuple[Any, ...]) -> None:
+        """Forget outputs that an operation changes in place: they are recomputed."""
         for argument, value in zip(operation._schema.arguments, inputs, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, Tensor) and storage_of(value) in storages:
-                name = operation._schema.name
-                raise RecipeError(
-                    f"{self._option}: the model changes a stored output in place ({name}); "
-                    "remove selective"
-                )
+            changes = argument.alias_info is not None and argument.alias_info.is_write
+            if changes and isinstance(value, Tensor):
+                output = self._by_storage.get(value.untyped_storage()._cdata)
+                if output is not None:
+                    output.value = None
 
-    @contextmanager
-    def reuse(self) -> Iterator[None]:
+
+class Reuse(TorchDispatchMode):
+    """Takes stored outputs in a layer's recomputation."""
+
+    def __init__(self, selection: Selection, outputs: Outputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped upstream
+        self._selection, self._outputs = selection, outputs
+
+    def __enter__(self) -> "Reuse":
         """Refuse layers without any attention to store."""
-        if not self._seen:
+        if not self._selection.has_attention:
             table = Capability.bundled("fast_attention").table
             raise RecipeError(
-                f"{self._option}: the layers run no attention operation whose output can be "
-                f"stored, or one with dropout; remove selective, or add {table}"
+                f"{self._selection.option}: the layers run no attention operation whose output "
+                f"can be stored, or one with dropout; remove selective, or add {table}"
             )
-        yield
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped upstream
+        return self
 
-
-def storage_of(tensor: Tensor) -> int:
-    """Return the identity of a tensor's memory."""
-    storage: int = tensor.untyped_storage()._cdata
-    return storage
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return an operation's stored output, or run it."""
+        options = kwargs or {}
+        if self._selection.has(func, args, options):
+            output = self._outputs[func].popleft().value
+            if output is not None:
+                return output
+        return func(*args, **options)
 
 
 def dropout_of(operation: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> float:

@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import RecipeError, testing
-from plugsft.base.machine import look
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing, layers
 from plugsft.plugins.gradient_checkpointing.selective import ATTENTION, dropout_of
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 LAYERS = SMALL["num_hidden_layers"]
@@ -120,39 +119,33 @@ def test_attention_with_dropout_is_refused():
         train(make("attention", dropout=0.2))
 
 
-def test_products_that_change_in_place_are_refused():
-    class Layer(torch.nn.Linear):
-        def forward(self, x):
-            attended = torch.nn.functional.scaled_dot_product_attention(x, x, x)
-            return super().forward(attended).mul_(2).sigmoid()
-
-    layer, inputs = Layer(4, 4, bias=False), torch.randn(7, 4, requires_grad=True)
-    stored = layers.StoredOutputs("ops")
-    with pytest.raises(RecipeError, match=r"stored output in place \(aten::mul_\)"):
-        layers.run_layer(stored, layer, inputs[None, None])
-
-
-def test_products_of_autograd_functions_are_recomputed():
-    """They may change in place, as adapters that are added to a product do."""
+@pytest.mark.parametrize("in_function", [False, True], ids=["in sight of autograd", "hidden"])
+def test_products_that_change_in_place_are_recomputed(in_function):
+    """As those to which a fused layer adds an adapter's product; torch would reuse them changed."""
 
     class Twice(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
-            return x.mm(x).mul_(2)
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight)
+            return x.matmul(weight).mul_(2)
 
         @staticmethod
         def backward(ctx, gradient):
-            return gradient
+            return gradient.matmul(ctx.saved_tensors[0].t()) * 2, None
 
     def layer(x):
         attended = torch.nn.functional.scaled_dot_product_attention(x, x, x)
-        return Twice.apply(attended[0, 0]).sigmoid().sum()
+        product = Twice.apply(attended, weight) if in_function else (attended @ weight).mul_(2)
+        return ((product @ weight).sigmoid() * product).sum()
 
-    inputs = torch.randn(1, 1, 4, 4, requires_grad=True)
+    weight, inputs = torch.randn(4, 4), torch.randn(1, 1, 5, 4, requires_grad=True)
     layer(inputs).backward()
     expected, inputs.grad = inputs.grad, None
-    layers.run_layer(layers.StoredOutputs("ops"), layer, inputs).backward()
+    with Operations() as operations:
+        layers.run_layer(layers.Selection("ops"), layer, inputs).backward()
     assert torch.equal(inputs.grad, expected)
+    # Two forward, one again, and two of the backward pass.
+    assert operations.counts["aten::mm"] == 5
 
 
 def test_known_operations_exist():
@@ -178,7 +171,7 @@ def test_the_kernel_for_packed_rows_runs_once(selective):
         return varlen_attn(x * 2, x * 3, x * 4, bounds, bounds, 5, 5).sin()
 
     with FakeTensorMode():
-        stored = layers.StoredOutputs(selective) if selective else None
+        stored = layers.Selection(selective) if selective else None
         inputs = torch.empty(8, 2, 4, requires_grad=True)
         with Operations() as operations:
             layers.run_layer(stored, layer, inputs).sum().backward()
@@ -186,18 +179,24 @@ def test_the_kernel_for_packed_rows_runs_once(selective):
     assert inputs.grad.shape == inputs.shape
 
 
-def test_compiled_layers_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "selective", "words"),
+    [
+        ("compile", "attention", r"remove selective, or \[plugins.compile\]"),
+        ("liger", "ops", r'set selective = "attention", or remove \[plugins.liger\]'),
+    ],
+)
+def test_what_hides_operations_is_refused(tmp_path, other, selective, words):
     tables = {
         "output": str(tmp_path),
         "device": "cpu",
         "model": {"scratch": {}},
         "data": {"source": "chats.jsonl"},
         "train": {"batch_size": 1, "learning_rate": 0.1},
-        "plugins": {"compile": {}, "gradient_checkpointing": {"selective": "ops"}},
+        "plugins": {other: {}, "gradient_checkpointing": {"selective": selective}},
     }
-    recipe, active = resolve(tables)
-    with pytest.raises(RecipeError, match=r"remove selective, or \[plugins.compile\]"):
-        check(active.attach(), recipe, look())
+    with pytest.raises(RecipeError, match=words):
+        GradientCheckpointing(selective=selective).check(resolve(tables)[0])
 
 
 def test_a_run_with_adapters_learns_the_same():
