@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from plugsft import ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import Batch, ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,12 +37,17 @@ class FlashAttention:
     runs, or stops the run.
     """
 
-    kernel: Literal["auto", "fa3", "fa2", "torch", "sdpa"] = "auto"
-    """fa3, fa2: the packages flash-attn-3 (for Hopper) and flash-attn. torch: its own kernel, for
-    packed rows, nothing to build. sdpa: any device; in packed rows, document by document."""
+    kernel: Literal["auto", "fa4", "fa3", "fa2", "torch", "sdpa"] = "auto"
+    """fa4, fa3, fa2: the packages flash-attn-4 (Hopper, Blackwell), flash-attn-3 (Hopper) and
+    flash-attn. torch: its own kernel, for packed rows, nothing to build. sdpa: any device; in
+    packed rows, document by document."""
 
     conditions: Conditions = state(Conditions(None, False, False, False))
     result: str = state("")
+    sums: int = state(0)
+    """Sums that a token's gradient takes, if the kernel can index only so many."""
+    row_length: str = state("")
+    """The option that limits a packed row."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
@@ -50,15 +55,20 @@ class FlashAttention:
         from .kernels import conditions_of, find_obstacle
 
         self.conditions = conditions_of(recipe)
+        packing = recipe.provides("packed_rows")
+        self.row_length = packing.key if packing else ""
         if self.kernel != "auto":
             self.ensure_no(find_obstacle(self.kernel, self.conditions))
 
     @hookimpl(wrapper=True)
     def optimize_model(self, load: ModelLoad) -> Generator[None, Any, Any]:
         """Choose a kernel for the model's configuration; make sure that the model uses it."""
-        from .kernels import SINKS, attention_config, has_sinks, register_kernel
+        from .kernels import PACKAGES, SINKS, attention_config, has_sinks, register_kernel
+        from .limits import sums_of_token
 
-        kernel = self.choose(attention_config(load))
+        config = attention_config(load)
+        kernel = self.choose(config)
+        self.sums = sums_of_token(kernel, config)
         name = register_kernel(kernel, self.conditions.packed)
         if name:
             load.kwargs["attn_implementation"] = name
@@ -66,9 +76,19 @@ class FlashAttention:
         used = model.config.get_text_config()._attn_implementation
         if name and used != name:
             raise RecipeError(f"plugins.flash_attention: the model uses {used} instead of {name}")
-        if kernel in ("fa3", "fa2", "torch") and has_sinks(model):
+        if kernel in (*PACKAGES, "torch") and has_sinks(model):
             self.ensure_no(SINKS)
         return model
+
+    @hookimpl(wrapper=True)
+    def collate(self) -> Generator[None, Batch, Batch]:
+        """Refuse a row whose gradients the kernel cannot index."""
+        batch = yield
+        if self.sums:
+            from .limits import ensure_indexable
+
+            ensure_indexable(batch, self.sums, self.row_length)
+        return batch
 
     @hookimpl
     def summary(self) -> str | None:

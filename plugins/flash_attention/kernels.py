@@ -26,18 +26,30 @@ from plugsft.kit import attend_per_document
 from . import Conditions
 from .varlen import attend, fastest_kernel, operator_is_exact
 
-BEST_FIRST = ("fa3", "fa2", "torch", "sdpa")
+BEST_FIRST = ("fa3", "fa4", "fa2", "torch", "sdpa")
 VARLEN = "plugsft_varlen"
 """Name of torch's kernel in transformers."""
 PACKAGES = {
+    "fa4": ("flash-attn-4", "flash_attn.cute", "4.0", "pip install flash-attn-4"),
     "fa3": ("flash-attn-3", "flash_attn_interface", "3.0", "build it: flash-attention/hopper"),
-    "fa2": ("flash-attn", "flash_attn", "2.6", "pip install flash-attn --no-build-isolation"),
+    "fa2": (
+        "flash-attn",
+        "flash_attn",
+        "2.6",
+        "pip install --no-build-isolation 'plugsft[flash]' (docs/speed.md says what it needs)",
+    ),
 }
 """Distribution, module, lowest version, and how to install it."""
+ARCHITECTURES = {
+    "fa3": ("Hopper (9.0)", {9}),
+    "fa4": ("Hopper and Blackwell (9.0 to 11.0)", {9, 10, 11}),
+}
+"""Major compute capabilities of packages that do not run on all others."""
 VARLEN_NEEDS = {"scale", "window_size"}
 """Arguments of torch's kernel that are needed; torch 2.11 was the first to have them."""
-WIDEST_HEAD = 256
-"""Widest head that the kernels support; the width must also be a multiple of eight."""
+WIDEST_HEAD = {"fa4": 128}
+"""Widest head that a kernel supports, if not 256; the width must also be a multiple of eight."""
+PACKING = Capability.bundled("packed_rows").table
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -78,8 +90,9 @@ def find_obstacle(kernel: str, conditions: Conditions) -> Obstacle | None:
     if conditions.gpu is None:
         return Obstacle("no NVIDIA GPU", 'run it on one, or set kernel = "auto"')
     capability = ".".join(map(str, conditions.gpu))
-    if kernel == "fa3" and conditions.gpu[0] != 9:
-        reason = f"made for Hopper (9.0), not for {capability}"
+    made_for, majors = ARCHITECTURES.get(kernel, ("", {conditions.gpu[0]}))
+    if conditions.gpu[0] not in majors:
+        reason = f"made for {made_for}, not for {capability}"
         return Obstacle(reason, 'set kernel = "fa2" or "torch"')
     if conditions.gpu < (8, 0):
         reason = f"needs compute capability 8.0, not {capability}"
@@ -101,7 +114,7 @@ def find_obstacle_in_torch(conditions: Conditions) -> Obstacle | None:
     if not conditions.built:
         return Obstacle("this torch was built without it", 'set kernel = "sdpa"')
     if not conditions.packed:
-        cure = f'add {Capability.bundled("packed_rows").table}, or set kernel = "sdpa"'
+        cure = f'add {PACKING}, or set kernel = "sdpa"'
         return Obstacle("takes packed rows only", cure)
     return None
 
@@ -152,9 +165,10 @@ def find_obstacle_in_model(kernel: str, config: PretrainedConfig, packed: bool) 
         return Obstacle(f"{model_class.__name__} has attention that it cannot compute", REMOVE)
     if getattr(model_class, "_compatible_flash_implementations", None):
         return Obstacle(f"{model_class.__name__} takes other kernels only", REMOVE)
+    widest = WIDEST_HEAD.get(kernel, 256)
     for width in {*head_widths(config)}:
-        if width > WIDEST_HEAD or width % 8:
-            reason = f"heads of {width}; it takes multiples of 8, to {WIDEST_HEAD}"
+        if width > widest or width % 8:
+            reason = f"heads of {width}; it takes multiples of 8, to {widest}"
             return Obstacle(reason, 'set kernel = "sdpa"')
     cure = 'set kernel = "fa2" or "sdpa"'
     if any(getattr(config, name, 0) for name in DROPOUTS) and kernel != "fa2":
@@ -191,7 +205,8 @@ def describe(kernel: str, packed: bool) -> str:
     """Return a kernel's name and version."""
     if kernel in PACKAGES:
         distribution = PACKAGES[kernel][0]
-        return f"{distribution} {importlib.metadata.version(distribution)}"
+        cure = f"; on rows that are not packed it waits for the GPU in each layer: add {PACKING}"
+        return f"{distribution} {importlib.metadata.version(distribution)}{'' if packed else cure}"
     if kernel == "torch":
         slower = "" if operator_is_exact("cuda") else ", called by varlen_attn"
         return f"the kernel of torch {torch.__version__} for packed rows{slower}"
@@ -207,4 +222,4 @@ def register_kernel(kernel: str, packed: bool) -> str:
         return VARLEN
     if kernel == "sdpa":
         return attend_per_document() if packed else "sdpa"
-    return {"fa3": "flash_attention_3", "fa2": "flash_attention_2"}.get(kernel, "")
+    return f"flash_attention_{kernel[-1]}" if kernel in PACKAGES else ""

@@ -28,6 +28,7 @@ from transformers import (
     Qwen3Config,
     modeling_flash_attention_utils,
 )
+from transformers.utils import import_utils
 
 from plugsft import RecipeError, testing
 from plugsft.base.errors import TrainError
@@ -41,6 +42,7 @@ from plugsft.plugins.flash_attention.kernels import (
     find_obstacle_in_package,
     head_widths,
 )
+from plugsft.plugins.flash_attention.limits import sums_of_token
 from plugsft.plugins.flash_attention.varlen import (
     attend,
     by_operator,
@@ -58,7 +60,7 @@ MODELS = {
 }
 GEMMA2 = Gemma2Config(**SMALL, sliding_window=6, attn_logit_softcapping=0.05)
 LENGTHS = np.array([13, 1, 30, 2, 17])
-FLASH = ["fa3", "fa2", "torch"]
+FLASH = ["fa4", "fa3", "fa2", "torch"]
 NARROW = LlamaConfig(hidden_size=48, num_attention_heads=4)
 
 
@@ -69,14 +71,17 @@ def conditions(gpu=HOPPER, half=True, packed=True, built=True, shared=False):
 def install(folder, monkeypatch, kernel, version, code=""):
     """Put a package of that version on the path, without kernels."""
     distribution, module, *_ = PACKAGES[kernel]
-    info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    # flash-attention/hopper/setup.py writes underscores.
+    name = {"fa3": "flash_attn_3"}.get(kernel, distribution)
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
-    )
-    (folder / f"{module}.py").write_text(code)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    file = folder / f"{module.replace('.', '/')}.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(code)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(importlib.sys.modules, module, raising=False)
+    for part in (module, module.split(".")[0]):
+        monkeypatch.delitem(importlib.sys.modules, part, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,7 @@ def install(folder, monkeypatch, kernel, version, code=""):
         ("torch", conditions(gpu=None), "no NVIDIA GPU"),
         ("fa3", conditions(AMPERE), r"made for Hopper \(9.0\), not for 8.0"),
         ("fa3", conditions(BLACKWELL), r"made for Hopper \(9.0\), not for 10.0"),
+        ("fa4", conditions(AMPERE), r"made for Hopper and Blackwell \(9.0 to 11.0\), not for 8.0"),
         ("fa2", conditions(TURING), "needs compute capability 8.0, not 7.5"),
         ("torch", conditions(TURING), "needs compute capability 8.0, not 7.5"),
         ("fa2", conditions(half=False), "takes bfloat16, not float32"),
@@ -93,6 +99,7 @@ def install(folder, monkeypatch, kernel, version, code=""):
         ("torch", conditions(packed=False), "takes packed rows only"),
         ("torch", conditions(built=False), "this torch was built without it"),
         ("fa3", conditions(), "flash-attn-3 is not installed"),
+        ("fa4", conditions(BLACKWELL), "flash-attn-4 is not installed"),
         ("fa2", conditions(packed=False), "flash-attn is not installed"),
         ("fa2", conditions(shared=True), "cannot share the prompt of a pair"),
         ("fa3", conditions(shared=True), "cannot share the prompt of a pair"),
@@ -120,7 +127,8 @@ def test_what_can_run_is_not(kernel, place):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "old", "new"), [("fa2", "2.5.9", "2.10.1"), ("fa3", "2", "3.0.0b1")]
+    ("kernel", "old", "new"),
+    [("fa2", "2.5.9", "2.10.1"), ("fa3", "2", "3.0.0b1"), ("fa4", "3.9", "4.0.0b15")],
 )
 def test_the_version_of_a_package_counts(tmp_path, monkeypatch, kernel, old, new):
     for version in (old, new):
@@ -129,6 +137,16 @@ def test_the_version_of_a_package_counts(tmp_path, monkeypatch, kernel, old, new
         install(folder, monkeypatch, kernel, version)
         why = find_obstacle(kernel, conditions())
         assert why is None if version == new else f"{old} is older than" in why[0]
+
+
+@pytest.mark.parametrize("kernel", PACKAGES)
+def test_packages_have_the_names_by_which_transformers_finds_them(kernel):
+    distribution, module, *_ = PACKAGES[kernel]
+    available = getattr(import_utils, f"is_flash_attn_{kernel[-1]}_available")
+    assert f'"{distribution}"' in inspect.getsource(available)
+    assert f"from {module} import" in inspect.getsource(
+        modeling_flash_attention_utils._lazy_imports
+    )
 
 
 def test_a_package_that_was_built_for_another_torch_is_no_package(tmp_path, monkeypatch):
@@ -144,17 +162,18 @@ def test_a_package_that_was_built_for_another_torch_is_no_package(tmp_path, monk
         (MODELS["mistral"], {}),
         (NARROW, dict.fromkeys(FLASH, "heads of 12")),
         (LlamaConfig(head_dim=512), dict.fromkeys(FLASH, "heads of 512")),
-        (LlamaConfig(attention_dropout=0.1), dict.fromkeys(["fa3", "torch"], "no dropout")),
+        (LlamaConfig(attention_dropout=0.1), dict.fromkeys(["fa4", "fa3", "torch"], "no dropout")),
         (GEMMA2, {"torch": "no soft cap"}),
-        (DeepseekV3Config(), {"torch": "values as wide as keys"}),
+        (DeepseekV3Config(), {"torch": "values as wide as keys", "fa4": "heads of 192"}),
         (GptOssConfig(), dict.fromkeys(FLASH, "takes other kernels only")),
-        (Gemma4TextConfig(), dict.fromkeys(FLASH, "heads of 512")),
+        (Gemma4TextConfig(), dict.fromkeys(FLASH, "heads of ")),
+        (LlamaConfig(head_dim=192), {"fa4": "heads of 192; it takes multiples of 8, to 128"}),
         (Llama4TextConfig(), dict.fromkeys(FLASH, "chunked attention")),
     ],
-    ids=["plain", "odd", "wide", "dropout", "cap", "values", "sinks", "two", "chunks"],
+    ids=["plain", "odd", "wide", "dropout", "cap", "values", "sinks", "two", "192", "chunks"],
 )  # fmt: skip
 def test_what_a_model_asks_of_its_attention(config, reasons):
-    for kernel in ("fa3", "fa2", "torch", "sdpa"):
+    for kernel in (*FLASH, "sdpa"):
         why = find_obstacle_in_model(kernel, config, packed=True)
         assert reasons.get(kernel, "") in (why or ("",))[0] and (why is None) == (
             kernel not in reasons
@@ -174,13 +193,13 @@ def test_widths_of_heads():
             conditions(),
             MODELS["llama"],
             "torch",
-            "not fa3: flash-attn-3 is not installed; not fa2: flash",
+            "not fa3: flash-attn-3 is not installed; not fa4: flash-attn-4 is not installed; not",
         ),
         (
             conditions(None),
             MODELS["llama"],
             "sdpa",
-            "SDPA, document by document; not fa3, fa2, torch: no",
+            "SDPA, document by document; not fa3, fa4, fa2, torch: no",
         ),
         (conditions(None, packed=False), MODELS["llama"], "sdpa", "SDPA; not"),
         (conditions(None, packed=False), GEMMA2, "", "left to transformers; not"),
@@ -199,12 +218,40 @@ def test_auto_takes_what_is_installed(tmp_path, monkeypatch):
     plugin = FlashAttention()
     plugin.conditions = conditions()
     assert plugin.choose(MODELS["llama"]) == "fa2"
-    assert plugin.summary() == "flash-attn 2.8.3; not fa3: flash-attn-3 is not installed"
+    assert plugin.summary().startswith("flash-attn 2.8.3; not fa3: flash-attn-3 is not installed")
     # It takes padded rows, but not 32 bits.
     plugin.conditions = conditions(packed=False)
     assert plugin.choose(MODELS["llama"]) == "fa2"
+    assert "waits for the GPU in each layer: add [plugins.bfd_packing]" in plugin.summary()
     plugin.conditions = conditions(half=False)
     assert plugin.choose(MODELS["llama"]) == "sdpa"
+
+
+LONG = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "torch"])
+def test_a_row_whose_gradients_overflow_the_index_is_refused(kernel):
+    # 32 heads of 128: 2**19 rows of sums.
+    documents, tokens = 2048, 2**19 - 128 * 2048
+    plugin = FlashAttention()
+    plugin.sums, plugin.row_length = sums_of_token(kernel, LONG), "plugins.bfd_packing.capacity"
+
+    def collate(tokens):
+        work = plugin.collate()
+        next(work)
+        batch = {"input_ids": torch.empty(1, tokens, device="meta")}
+        batch["cu_seq_lens_q"] = torch.empty(documents + 1, device="meta")
+        with pytest.raises(StopIteration):
+            work.send(batch)
+
+    collate(tokens - 1)
+    with pytest.raises(RecipeError, match=r"cannot index .* lower plugins.bfd_packing.capacity"):
+        collate(tokens)
+    # A head of 80 takes the room of 96, one of 160 that of 192.
+    narrow = [LlamaConfig(head_dim=width, num_attention_heads=4) for width in (64, 80, 160)]
+    assert [sums_of_token(kernel, config) // 4 for config in narrow] == [64, 96, 192]
+    assert sums_of_token("fa3", LONG) == sums_of_token("sdpa", LONG) == 0
 
 
 def plain(query, key, value, bounds, scale, window, softcap=None, wide=None):
@@ -481,7 +528,7 @@ def test_a_shared_prompt_reaches_torchs_kernel(monkeypatch):
 
 def test_packages_that_cannot_share_a_prompt_are_passed_over():
     shared = Conditions((9, 0), True, True, True, shared=True)
-    for kernel in ("fa3", "fa2"):
+    for kernel in PACKAGES:
         assert find_obstacle(kernel, shared)[0] == "cannot share the prompt of a pair"
     assert find_obstacle("torch", shared) is None
 
@@ -580,7 +627,7 @@ def test_a_run_says_what_it_took_and_stops_where_it_cannot(tiny, tmp_path):
     assert result.returncode == 0, result.stderr
     plugins = json.loads((tmp_path / "run/run.json").read_text())["plugins"]
     summary = next(plugin["summary"] for plugin in plugins if plugin["name"] == "flash_attention")
-    assert summary.startswith("SDPA, document by document; not fa3, fa2, torch: no NVIDIA GPU")
+    assert summary.startswith("SDPA, document by document; not fa3, fa4, fa2, torch: no NVIDIA GPU")
     for command in ([], ["check"]):
         result = run_plugsft(
             *command, recipe, "plugins.flash_attention.kernel=torch", "output=other"
