@@ -50,7 +50,7 @@ def test_the_host_waits_once_a_step_and_never_in_a_micro_step(tmp_path, monkeypa
     )
     with importlib.import_module("launches").counting() as steps:
         tiny_runs.train(tables)
-    assert steps.parts["step"] == STEPS and steps.launches["micro-step"] > 100
+    assert steps.parts["step"] == STEPS - 1 and steps.launches["micro-step"] > 100
     waits = dict(steps.waits)
     if name == "padded":  # transformers reads the mask of padding, once or twice a forward
         masks = [place for place in waits if "transformers/masking_utils.py" in place]

@@ -63,7 +63,8 @@ class Numbers:
 
     def are_broken(self) -> Tensor:
         """Return 1 if the loss or the gradient norm is not finite, else 0, on the device."""
-        return (~(self._sums[0] + self._sums[-1]).isfinite()).float()
+        zero = 0 * (self._sums[0] + self._sums[-1])  # not a number, if one of them is not finite
+        return zero.isnan().float()
 
     def read(self) -> dict[str, float]:
         """Wait for the copy; return the numbers by name, with "grad_norm"."""

@@ -54,7 +54,7 @@ class Steps:
         self.part = ""
         """"micro-step", "step", or "" where the loop is in neither."""
         self.parts: Counter[str] = Counter()
-        """How many there were of each part."""
+        """How many there were of each part, after the first step; so for launches."""
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         """Part, operator and place in the code -> how often the host waited."""
@@ -135,7 +135,10 @@ def counting() -> Iterator[Steps]:
 
     def count_steps(run: OpenRun) -> Iterator[Any]:
         with closing(global_batches(run)) as batches:
-            for batch in batches:
+            for number, batch in enumerate(batches):
+                if number == 1:  # the first step makes the optimizer's states
+                    steps.launches.clear()
+                    steps.parts.clear()
                 with steps.within("step"):
                     yield batch
 
