@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -297,3 +298,21 @@ def test_a_dry_run_of_all_phases_goes_on_after_a_kill(tmp_path):
     trl, shared = (after["0.6b-dpo"][name][0] for name in ("trl", "shared+reference"))
     assert shared["positions"] < trl["positions"] and trl["step"] > 0 < shared["pass"]
     assert "FIRST STEP DIFFERS" not in output and "MFU n/a" in output
+
+
+@only_full
+def test_the_pack_has_what_a_bare_machine_lacks(tmp_path):
+    """It takes wheels from the registry."""
+    folder = tmp_path / "pack"
+    process = subprocess.run(
+        [sys.executable, BENCH / "gpu_pack", folder], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"python3 {folder.name}/bench/gpu.py --out /tmp/gpu" in process.stdout
+    wheels = {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
+    assert {"plugsft", "trl", "liger_kernel", "datasets", "pydantic", "tomli_w"} <= {*wheels}
+    assert "cp312" in wheels["pydantic_core"].name
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 60e6
+    with zipfile.ZipFile(wheels["plugsft"]) as wheel:
+        assert {"plugsft/loop.py", "plugsft/plugins/lora/__init__.py"} <= {*wheel.namelist()}
+    assert (folder / "bench/gpu.py").exists() and (folder / "bench/GPU.md").exists()

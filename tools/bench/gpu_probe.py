@@ -163,7 +163,7 @@ def plan_attention() -> dict[str, Any]:
                     attend(length)
                 times[f"{name}, seconds"] = time.perf_counter() - started
             except RuntimeError as error:
-                times[name] = str(error)
+                times[name] = str(error)[:200]
     return times
 
 
@@ -189,7 +189,7 @@ def call_attention() -> dict[str, Any]:
             call = partial(kernel, *tensors, *layout, scale=128**-0.5, window_size=(-1, 0))
             figures[f"{name}, ms"] = 1e3 * seconds_of(lambda call=call: call().sum().backward())
         except (RuntimeError, TypeError, ValueError) as error:
-            figures[name] = str(error)
+            figures[name] = str(error)[:200]
     return figures
 
 
