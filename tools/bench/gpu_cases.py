@@ -186,8 +186,15 @@ CASES = {
         ),
     ),
 }
-TINY = ("trl@256", "plugsft@256", "plugsft+low_memory_adam@256", "trl+liger@256", "plain")
-"""Contenders of the dry run. On a CPU, the third is refused, and the fourth fails."""
+TINY = {
+    True: ("trl@256", "plugsft@256", "plain+profiler", "trl-default"),
+    False: (
+        *("trl+checkpointing@256", "plugsft+float32@256", "plugsft+low_memory_adam@256"),
+        *("trl+liger@256", "plugsft+dataset@256"),
+    ),
+}
+"""Contenders of the dry run, by whether the case is LoRA. On a CPU, low_memory_adam is refused
+there, and Liger fails."""
 
 
 def flops_per_token(shape: Shape, lengths: Ints, lora: bool, head: float = 1.0) -> float:
@@ -210,8 +217,8 @@ def shrink(case: Case) -> Case:
     shape = replace(
         case.shape, hidden=64, mlp=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=1000
     )
-    tiny = {"batch": 8, "micro": 4, "steps": 1, "median": 40, "longest": 128, "contenders": TINY}
-    return replace(case, shape=shape, dtype="float32", **tiny)
+    tiny = {"batch": 8, "micro": 4, "steps": 1, "median": 40, "longest": 128}
+    return replace(case, shape=shape, dtype="float32", contenders=TINY[case.lora], **tiny)
 
 
 def parse_case(fields: dict) -> Case:

@@ -14,7 +14,7 @@ import shared
 
 QUIET = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 SETTINGS = {
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
 }
 """The same for all contenders: memory in segments that grow, no cuDNN plan for each length."""

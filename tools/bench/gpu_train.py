@@ -1,7 +1,6 @@
 """The training runs of gpu.py: a model, prepared tokens, and the contenders that train on them."""
 
 import argparse
-import gzip
 import json
 import shutil
 import statistics
@@ -101,7 +100,7 @@ class Bench:
         if "low_memory_adam" in plugins:
             plugins["low_memory_adam"] = {"kind": "corrected"}
         if "profiler" in plugins:
-            plugins["profiler"] = {"trace": [WARM + 2, WARM + 3]}
+            plugins["profiler"] = {"trace": [self.steps - 1, self.steps]}
         if case.lora:
             plugins["lora"] = {}
         # TRL stores and updates weights in this type; adapters are float32 in both.
@@ -170,12 +169,11 @@ class Bench:
         } | self.keep_traces(run)
 
     def keep_traces(self, run: Path) -> dict[str, Any]:
-        """Compress the profiler's files into the folder of the results; return their names."""
+        """Copy the profiler's files into the folder of the results; return their names."""
         names = list[str]()
         for path in sorted((run / "profile").glob("*")):
-            names.append(f"trace-{path.name}.gz")
-            with path.open("rb") as file, gzip.open(self.out / names[-1], "wb") as compressed:
-                shutil.copyfileobj(file, compressed)
+            names.append(f"trace-{path.name}")
+            shutil.copyfile(path, self.out / names[-1])
         return {"traces": names} if names else {}
 
     def run_trl(self, contender: Contender, end: float) -> dict[str, Any]:

@@ -73,9 +73,13 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class Clock(TrainerCallback):
-    """Counts tokens without padding, and times each step until the device finishes."""
+    """Counts tokens without padding, and times the steps.
 
-    def __init__(self) -> None:
+    It waits for the device after the steps that warm up and after the last, but not in between.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.ends = (WARM, steps)
         self.reset()
 
     def reset(self) -> None:
@@ -98,7 +102,7 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Note a step's seconds."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and len(self.seconds) + 1 in self.ends:
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds.append(now - self.started)
@@ -111,7 +115,7 @@ def make_trainer(
 ) -> tuple[Any, Clock]:
     """Make TRL's trainer, and the clock that measures it."""
     disable_progress_bars()
-    clock = Clock()
+    clock = Clock(settings["max_steps"])
 
     class Counted(SFTTrainer):
         """Counts the tokens of each micro-batch."""
@@ -158,6 +162,7 @@ def choose_settings(
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": rows_per_step(case, contender.rows, mean),
         "gradient_checkpointing": False,
+        "dataloader_num_workers": 0 if cpu else 4,
     }
     for feature in contender.features:
         settings |= FEATURES[feature]
