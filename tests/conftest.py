@@ -28,6 +28,14 @@ ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
 only_full = pytest.mark.skipif(not FULL, reason="takes minutes; tools/test --full runs it")
+# Tests of what calls torch and transformers most closely. tools/test --full runs them once more,
+# under the oldest versions that pyproject.toml allows.
+OLDEST = {
+    "agree", "bfd_packing", "chat", "cli", "compile", "flash_attention", "fused_loss",
+    "gpu_interfaces", "gradient_checkpointing", "launch", "launch_settings", "liger", "lora",
+    "lora_start", "loop", "model_families", "model_loading", "packed_documents", "precision",
+    "rank_operations", "recipe", "torch_optimizer", "versions",
+}  # fmt: skip
 # Tests must not use the network.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.update(OFFLINE)
@@ -42,6 +50,13 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     # One core per worker: threads that compete for a core are ten times slower.
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[int(worker) % len(allowed)]})
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out what need not run under the oldest libraries; a path in the command runs."""
+    name = collection_path.stem.removeprefix("test_")
+    oldest = os.environ.get("PLUGSFT_OLDEST") == "1" and collection_path.suffix == ".py"
+    return True if oldest and name not in OLDEST else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from conftest import run_plugsft, tiny_tables, write_recipe
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -90,6 +91,16 @@ def test_a_model_that_is_loaded_whole_has_nothing_left_in_its_files(tmp_path, fa
         names = load.names_in_files(model)
         assert load.empty == bool(names)
         assert all(name == stored for name, stored in names.items())
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_soft_cap_of_attention_is_computed(tmp_path, empty):
+    """SDPA of transformers 5.17 drops it."""
+    config = Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=0.05)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = Load(str(tmp_path), {"dtype": torch.float32}, empty).build()
+    chosen = model.get_correct_attn_implementation(None)
+    assert [model.model.layers[0].self_attn.config._attn_implementation, chosen] == ["eager"] * 2
 
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(tiny, tmp_path):

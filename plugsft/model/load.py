@@ -53,7 +53,7 @@ class Load:
         try:
             self.empty = self.empty and not self.new_tokens
             if self.empty and (without := self._without_weights()) is not None:
-                return without
+                return keep_soft_cap(without)
             self.empty = False
             # A pickle could run code.
             safe = {"use_safetensors": True} | self.kwargs
@@ -72,7 +72,7 @@ class Load:
             )
         self._ensure_as_in_files(model)
         grow_embeddings(model, max(self.new_tokens, default=-1) + 1)
-        return model
+        return keep_soft_cap(model)
 
     def names_in_files(self, model: Module) -> dict[str, str]:
         """Return parameters without weights: their names in the model -> in the files."""
@@ -153,6 +153,15 @@ def grow_embeddings(model: Any, rows: int) -> None:
                 # In parts: all rows in float64 would take gigabytes.
                 sums = [part.double().sum(0) for part in values[:old].split(4096)]
                 values[old:] = (torch.stack(sums).sum(0) / old).to(values.dtype)
+
+
+def keep_soft_cap(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model whose attention computes its soft cap: SDPA of transformers 5.17 drops it."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        type(model)._supports_sdpa = False
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("eager")
+    return model
 
 
 def has_all_weights(model: PreTrainedModel, weights: Weights) -> bool:

@@ -1,6 +1,7 @@
 """`plugsft chat`: talk to a trained model."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,21 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))
     device = torch.accelerator.current_accelerator(check_available=True)
     return keep_stored_weights(model).to(device or "cpu").eval(), tokenizer
+
+
+def add_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Add the adapters of a folder to their base model.
+
+    By peft: transformers 5.17 leaves the modules of modules_to_save at random values.
+    """
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # GPT-2's layers
+        adapted: Any = PeftModel.from_pretrained(model, folder)
+    with_adapters: PreTrainedModel = adapted.get_base_model()
+    return with_adapters
 
 
 class Streamer(TextStreamer):
