@@ -1,5 +1,6 @@
 """`plugsft chat`: talk to a trained model."""
 
+import importlib
 import sys
 import warnings
 from collections.abc import Sequence
@@ -91,14 +92,12 @@ def add_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
     By peft: transformers 5.17 leaves the modules of modules_to_save at random values.
     """
-    from peft import PeftModel
-
+    peft: Any = importlib.import_module("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # GPT-2's layers
-        adapted: Any = PeftModel.from_pretrained(model, folder)
-    with_adapters: PreTrainedModel = adapted.get_base_model()
-    return with_adapters
+        adapted: PreTrainedModel = peft.PeftModel.from_pretrained(model, folder).get_base_model()
+    return adapted
 
 
 class Streamer(TextStreamer):
