@@ -1,7 +1,9 @@
 """activation_offload: the same gradients, less memory on the device, copies in a safe order."""
 
 import gc
+import re
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -174,6 +176,13 @@ class FakeDevice:
         return stream
 
 
+def test_the_fake_device_has_what_a_gpu_has():
+    for name in ("current_stream", "stream", "Stream"):
+        assert callable(getattr(torch.cuda, name))
+    for name in ("wait_stream", "wait_event", "record_event"):
+        assert hasattr(torch.cuda.Stream, name) and hasattr(FakeStream, name)
+
+
 @pytest.fixture
 def device(monkeypatch):
     made = FakeDevice()
@@ -207,7 +216,7 @@ def test_copies_run_between_two_waits(device):
     entries = log()
     events = [entry for entry in entries if entry[1] == "event"]
     assert [entry for entry in entries if entry[:2] == ("side", "after")] == [(*start,)] * 2
-    assert entries[-1] == ("computing", "waits", events[0][2])
+    assert entries[-1] == ("computing", "waits", events[0][2]) and len(events) == 2
     assert torch.equal(first.fetch(saved), source[2:4])
     assert log() == [("computing", "waits", events[1][2])]
     # Both are there now.
@@ -227,18 +236,35 @@ def test_copies_that_nobody_needs_are_waited_for(device):
     assert device.log == [("computing", "waits", event)]
 
 
-def test_a_whole_pass_waits_before_each_use(device):
+def test_a_whole_pass_waits_before_each_use(device, monkeypatch):
     """A layer is freed after the next one has run, and comes back one layer ahead."""
     model, plugin = make({"min_bytes": 0}, {})
+    inner = plugin.offload.layers[0]._gradient_checkpointing_func.args[1]
+
+    def run(*inputs):
+        output = inner(*inputs)
+        device.log.append(("layer", "ran", None))
+        return output
+
     for layer in plugin.offload.layers:
-        layer.register_forward_hook(lambda *_: device.log.append(("layer", "ran", None)))
+        layer._gradient_checkpointing_func = partial(plugin.offload.run, layer, run)
+    original = copies.SavedLayer.fetch
+
+    def fetch(self, saved):
+        device.log.append(("fetch", "ran", None))
+        tensor = original(self, saved)
+        device.log.append(("fetched", "ran", None))
+        return tensor
+
+    monkeypatch.setattr(copies.SavedLayer, "fetch", fetch)
     train(model, micro_batches=1)
     steps = [entry for entry in device.log if entry[1] in ("event", "waits", "ran")]
     names = [name for name, *_ in steps]
     moved = LAYERS - 1
-    assert names[:2] == ["side", "layer"]
-    forward = ["side", "layer", *["computing", "side", "layer"] * (moved - 1), "computing", "layer"]
-    backward = ["side", *["side", "computing"] * (moved - 1), "computing"]
+    forward = ["layer", "side", *["layer", "computing", "side"] * (moved - 1), "layer", "computing"]
+    # The last layer starts to fetch the one before it; each other one waits for its own.
+    ahead = ["fetch", "side", "computing", "fetched"] * (moved - 1)
+    backward = ["fetch", "side", "fetched", *ahead, "fetch", "computing", "fetched"]
     assert names == forward + backward
     events, waits = (
         [number for _, what, number in steps if what == kind] for kind in ("event", "waits")
@@ -282,11 +308,43 @@ def test_what_needs_checkpoints_is_refused(monkeypatch, tmp_path, plugins, deeps
     ensure(plugins | {"activation_offload": {}, "gradient_checkpointing": {}})
 
 
-def test_a_run_learns_the_same_and_reports_the_bytes():
-    plugins = {"lora": {"r": 4, "dropout": 0.1}, "bfd_packing": {}, "gradient_checkpointing": {}}
+TABLES = {
+    "plugins": {
+        "lora": {"r": 4, "dropout": 0.1},
+        "bfd_packing": {},
+        "fused_loss": {},
+        "gradient_checkpointing": {},
+    }
+}
+
+
+def test_a_run_reports_the_bytes_of_a_step():
+    said = testing.summary("activation_offload", {"min_bytes": 0}, tables=TABLES)
+    start = "activations of 1 of 2 layers wait in host memory; "
+    assert re.fullmatch(start + r"\d+\.\d MB a step moved there and back; a CPU gains .*", said)
+
+
+@only_full
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_that_are_recomputed_learn_the_same():
+    from plugsft.plugins.compile import Compile
+
+    expected = train(make(None, {}, dropout=0.0)[0])
+    model, plugin = make({"min_bytes": 0}, {}, dropout=0.0)
+    try:
+        found = train(apply(model, Compile()))
+    finally:
+        torch._dynamo.reset()
+    assert plugin.offload.moved == 2 * (LAYERS - 1) * TOKENS * SMALL["hidden_size"] * 4
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+@only_full
+def test_a_run_learns_the_same():
     options = {"min_bytes": 0}
-    tables = {"plugins": plugins}
-    testing.keeps_gradients("activation_offload", options, tables=tables, tolerance=1e-6)
+    testing.keeps_gradients("activation_offload", options, tables=TABLES, tolerance=1e-6)
 
 
 @only_full

@@ -160,6 +160,9 @@ def test_known_operations_exist():
     assert dropout_of(flash, (None, None, None, 0.5), {}) == 0.5
     assert dropout_of(flash, (None, None, None), {"dropout_p": 0.25}) == 0.25
     assert dropout_of(flash, (None, None, None), {}) == 0.0
+    selection = layers.Selection("attention")
+    assert not selection.has(flash, (None, None, None, 0.5), {}) and not selection.has_attention
+    assert selection.has(flash, (None, None, None), {}) and selection.has_attention
 
 
 @pytest.mark.parametrize("selective", [None, "attention"])

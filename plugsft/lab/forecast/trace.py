@@ -40,6 +40,11 @@ class _Allocation:
     owner: int
     watch: Any = field(repr=False)
 
+    @property
+    def counted(self) -> int:
+        """Bytes; torch rounds pinned host memory up to a power of two."""
+        return 1 << (self.size - 1).bit_length() if self.owner == HOST else self.size
+
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped upstream
     """Records every allocation of a tensor until it is freed."""
@@ -75,7 +80,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped ups
         """Count a finished gradient apart from activations."""
         key = gradient.untyped_storage()._cdata
         if (allocation := self._live.pop(key, None)) is not None:
-            self.bytes[allocation.owner] -= allocation.size
+            self.bytes[allocation.owner] -= allocation.counted
             self.gradients += allocation.size
             self._known.add(key)
         self.moments.append((*self.bytes, self.gradients))
@@ -84,14 +89,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped ups
         """Count activations for another owner."""
         for key in storages & self._live.keys():
             allocation = self._live[key]
-            self.bytes[allocation.owner] -= allocation.size
-            self.bytes[owner] += allocation.size
+            self.bytes[allocation.owner] -= allocation.counted
             allocation.owner = owner
+            self.bytes[owner] += allocation.counted
         self.moments.append((*self.bytes, self.gradients))
 
     def _free(self, key: int) -> None:
         if (allocation := self._live.pop(key, None)) is not None:
-            self.bytes[allocation.owner] -= allocation.size
+            self.bytes[allocation.owner] -= allocation.counted
 
 
 def trace_memory(
