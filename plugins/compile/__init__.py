@@ -40,13 +40,32 @@ class Compile:
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Replace each layer's forward by a compiled one; names of weights stay the same."""
-        from .layers import compile_layers
+        from .layers import compile_layers, set_compiling
         from .programs import Programs
 
         model = yield
+        set_compiling(self.dynamic)
         self.layers = compile_layers(model, self.mode, self.dynamic)
         self.programs = Programs()
         return model
+
+    @hookimpl
+    def ready(self) -> None:
+        """Compile from now on: the probes before step 1 may have rows of other shapes."""
+        from .layers import set_compiling
+
+        set_compiling(True)
+
+    @hookimpl(wrapper=True)
+    def use_weights(self, purpose: str) -> Generator[None, Any, Any]:
+        """Generate uncompiled: each new token makes another shape."""
+        from .layers import set_compiling
+
+        set_compiling(purpose != "generate")
+        try:
+            return (yield)
+        finally:
+            set_compiling(True)
 
     @hookimpl
     def stepped(self, run: Run) -> None:

@@ -34,6 +34,11 @@ def compile_layers(model: Any, mode: str, dynamic: bool) -> int:
     return len(layers)
 
 
+def set_compiling(compiling: bool) -> None:
+    """Run layers by their programs, or uncompiled."""
+    torch.compiler.set_stance("default" if compiling else "force_eager")
+
+
 def _exclude_attention() -> None:
     """Run attention per document uncompiled: its loop differs for each number of documents."""
     interface: Any = AttentionInterface

@@ -39,7 +39,7 @@ class Programs(logging.Filter):
         texts = [f"{self.count} program{'s' if self.count > 1 else ''} compiled"]
         texts[0] += f" in {self.seconds:.0f} s"
         if self.repeated:
-            texts.append(f"{self.repeated} of them for other shapes")
+            texts.append(f"{self.repeated} of them for other inputs")
         if self.graph_breaks:
             texts.append(f"{self.graph_breaks} graph breaks")
         if self.reason:

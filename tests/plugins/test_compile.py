@@ -22,6 +22,7 @@ from plugsft import RecipeError
 from plugsft.base.machine import look
 from plugsft.batches import packed_rows
 from plugsft.kit import attend_per_document, documents_of
+from plugsft.model.load import Load
 from plugsft.plugins.bfd_packing.layouts import PackedEpoch
 from plugsft.plugins.bfd_packing.row_shape import fix_shape
 from plugsft.plugins.compile import Compile, layers
@@ -29,6 +30,7 @@ from plugsft.plugins.compile.layers import OpaqueLengths
 from plugsft.plugins.compile.programs import LOGGER
 from plugsft.plugins.flash_attention.kernels import register_kernel
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
+from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check, resolve
 
 # Those of torch, as its compiler is imported and traces.
@@ -60,6 +62,7 @@ def forgets():
     before = {name: getattr(torch._dynamo.config, name) for name in SETTINGS}
     yield
     torch._dynamo.reset()
+    torch.compiler.set_stance("default")
     logging.getLogger(LOGGER).filters.clear()
     for name, value in before.items():
         setattr(torch._dynamo.config, name, value)
@@ -68,9 +71,9 @@ def forgets():
 SETTINGS = ("recompile_limit", "suppress_errors")
 
 
-def apply(model, plugin):
+def apply(model, plugin, *load):
     """Give a model to a plugin, as a run would."""
-    steps = plugin.optimize_model()
+    steps = plugin.optimize_model(*load)
     next(steps)
     with pytest.raises(StopIteration) as end:
         steps.send(model)
@@ -141,21 +144,42 @@ def count_attention(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["any rows", "rows of one shape"])
-def test_torchs_kernel_for_packed_rows_is_inside_the_only_program(fixed, monkeypatch):
+@pytest.mark.parametrize("fixed", [True, False], ids=["rows of one shape", "any rows, with lora"])
+def test_torchs_kernel_for_packed_rows_is_inside_the_program(fixed, monkeypatch):
     """On tensors without memory, since the kernel needs a GPU."""
     monkeypatch.setattr(layers, "BACKEND", "eager")
     # Programs for one length suffice for rows of one shape.
     plugin = Compile(dynamic=not fixed)
-    config = Qwen3Config(**SMALL, head_dim=8) if fixed else LlamaConfig(**SMALL)
+    config = LlamaConfig(**SMALL) if fixed else Qwen3Config(**SMALL, head_dim=8)
     with torch.device("meta"):
         kernel = register_kernel("torch", packed=True)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
-    apply(model.bfloat16().train(), plugin)
-    for row in packed_epoch() if fixed else map(packed_row, ([9, 5], [3, 4, 30, 2, 7], [21])):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel).bfloat16()
+    if not fixed:
+        adapters = Lora(r=4)
+        adapters.dtype = "bfloat16"
+        model = apply(model, adapters, Load("base")).to("meta")
+    apply(model.train(), plugin)
+
+    def learn_row(row):
         row = {key: on_meta(value) for key, value in row.items()}
         model(**row, use_cache=False).logits.sum().backward()
-        assert (plugin.programs.count, plugin.programs.graph_breaks) == (1, 0)
+
+    if fixed:
+        learn_row(packed_row([7, 2]))  # a probe before step 1
+        plugin.ready()
+        generate = plugin.use_weights("generate")
+        next(generate)
+        learn_row(packed_row([5]))
+        generate.close()
+        assert plugin.programs.count == 0
+    # The first of LoRA's layers needs no gradient of its input, so it has a program of its own.
+    programs = 1 if fixed else 2
+    for row in packed_epoch() if fixed else map(packed_row, DOCUMENTS):
+        learn_row(row)
+        assert (plugin.programs.count, plugin.programs.graph_breaks) == (programs, 0)
+
+
+DOCUMENTS = [9, 5], [3, 4, 30, 2, 7], [21]
 
 
 def packed_row(lengths):
@@ -184,6 +208,7 @@ def test_beyond_the_limit_of_programs_layers_run_uncompiled(monkeypatch, capsys)
     monkeypatch.setattr(layers, "BACKEND", "eager")
     plain, plugin = make("llama"), Compile(dynamic=False)
     model = apply(make("llama"), plugin)
+    plugin.ready()
     counts = []
     for length in (4, 6, 8, 10, 4):
         (loss, gradient), (expected, others) = learn(model, [length]), learn(plain, [length])
