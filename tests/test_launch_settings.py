@@ -61,9 +61,10 @@ LOOKS = """
         (["device=cpu"], {}, {}, True),
         ([], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None, False),
         ([], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None, False),
+        ([], {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:64"}, None, False),
         ([], {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "0"}, EXPANDABLE, True),
     ],
-    ids=["gpu", "cpu", "allocator", "old-name", "cudnn"],
+    ids=["gpu", "cpu", "allocator", "old-name", "hip", "cudnn"],
 )
 def test_a_gpu_is_prepared_before_cuda_starts_unless_the_user_did(
     tiny, tmp_path, monkeypatch, overrides, environment, variables, cudnn

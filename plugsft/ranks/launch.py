@@ -28,9 +28,8 @@ from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_fl
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
-OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-"""torch reads this one too, and prefers it."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Each of these sets torch's allocator; the first one works on every GPU."""
 CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 CHECK_LAUNCHER = (
     "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
@@ -54,8 +53,8 @@ def prepare_gpu(recipe: Recipe) -> None:
     if recipe.device == "cpu" or not torch.cuda.is_available():
         return
     # Lengths of rows vary; segments of fixed size would leave gaps between tensors.
-    if not {ALLOCATOR, OLD_ALLOCATOR} & os.environ.keys():
-        os.environ[ALLOCATOR] = "expandable_segments:True"
+    if not {*ALLOCATOR} & os.environ.keys():
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     # cuDNN plans its attention anew for each length, which takes longer than attention itself.
     if CUDNN_ATTENTION not in os.environ:
         torch.backends.cuda.enable_cudnn_sdp(False)
