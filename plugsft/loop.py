@@ -68,7 +68,7 @@ def saving_at_failure(run: OpenRun) -> Iterator[None]:
                 with run.agreed("logging the last step"):
                     log_step(run)
             elif run.unread:  # other ranks may be elsewhere, and so may plugins
-                run.record.logged(run.step, read_metrics(run))
+                run.record.logged(run.step, read_numbers(run))
         if run.stopping.can_save:
             run.checkpoints.save(run.step)
         raise
@@ -160,14 +160,14 @@ def log_step(run: OpenRun, meanwhile: GlobalBatch | None = None) -> None:
     """
     if run.unread is None:
         return
-    metrics = read_metrics(run, meanwhile)
+    metrics = read_numbers(run, meanwhile)
     logging = time.perf_counter()
     run.notify("logged", step=run.step, metrics=metrics)
     if meanwhile:
         meanwhile.started += time.perf_counter() - logging
 
 
-def read_metrics(run: OpenRun, meanwhile: GlobalBatch | None = None) -> dict[str, Any]:
+def read_numbers(run: OpenRun, meanwhile: GlobalBatch | None = None) -> dict[str, Any]:
     """Wait for the numbers of the last step; return its metrics, or refuse broken numbers."""
     (batch, numbers, facts), run.unread = run.unread, None
     sums = numbers.read()
