@@ -292,12 +292,12 @@ def place() -> str:
     return " < ".join(names)
 
 
-def waits_of(train: Callable[[], None], metrics: Path) -> dict[str, float]:
+def waits_of(train: Callable[[], None], metrics: Path, steps: int) -> dict[str, float]:
     """Train; return the waits of a step by place."""
     if not GPU:
-        with counting() as steps:  # which is in the way of the compiler
+        with counting() as counts:  # which is in the way of the compiler
             train()
-        return {name: count / steps.parts["step"] for name, count in steps.waits.items()}
+        return {name: count / steps for name, count in counts.waits.items()}
     counted = Warnings(metrics)
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings():
@@ -328,7 +328,7 @@ def count_waits(plugins: dict[str, dict[str, Any]], steps: int = 20) -> dict[str
         recipe.write_text(tomli_w.dumps(tables))
         waits = dict[str, float]()
         if GPU or "compile" not in plugins:
-            waits = waits_of(partial(train, recipe), run / "metrics.jsonl")
+            waits = waits_of(partial(train, recipe), run / "metrics.jsonl", steps)
         else:
             train(recipe)
         facts = json.loads((run / "run.json").read_text())
