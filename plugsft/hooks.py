@@ -451,7 +451,10 @@ class Hooks(Protocol):
 
     @notice
     def saved(self, run: Run, folder: Path, kind: Kind, step: int) -> None:
-        """React to a checkpoint or the final model, complete in `folder`."""
+        """React to a checkpoint or the final model, complete in `folder`.
+
+        Checkpoints are written in the background: `run.step` may be later than `step`.
+        """
 
     @notice
     def finished(self, run: Run, status: Status) -> None:

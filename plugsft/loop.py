@@ -50,8 +50,10 @@ def train(run: OpenRun) -> None:
                 run.notify("evaluated", metrics=evaluation)
             if run.checkpoint_due():
                 run.save_checkpoint()
+            run.publish_checkpoint()  # once all ranks have written it
         log_step(run)
         run.save_checkpoint()  # if the run stops before its last step
+        run.publish_checkpoint(wait=True)
         run.stopping.raise_stopped(run.step, run.recipe.output)
         run.save_model()
     disconnect(run.accelerator, run.module)
@@ -62,7 +64,7 @@ def saving_at_failure(run: OpenRun) -> Iterator[None]:
     """Log the last finished step; save it if a notice failed, which leaves the weights valid."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         with suppress(Exception):
             if run.stopping.can_save:
                 with run.agreed("logging the last step"):
@@ -71,6 +73,8 @@ def saving_at_failure(run: OpenRun) -> Iterator[None]:
                 run.record.logged(run.step, read_numbers(run))
         if run.stopping.can_save:
             run.checkpoints.save(run.step)
+        elif isinstance(error, Exception):  # a second signal ends the run at once
+            run.checkpoints.rescue()
         raise
 
 

@@ -222,13 +222,18 @@ class OpenRun:
         return due or self.checkpoints.is_best(self.step)
 
     def save_checkpoint(self) -> None:
-        """Save a checkpoint of the last finished step."""
+        """Begin a checkpoint of the last finished step, which is written in the background."""
         if self.step > self.checkpoints.saved:
+            self.publish_checkpoint(wait=True)
             with self.agreed(f"preparing the checkpoint of step {self.step}"):
                 pass  # a plugin that failed in this step may have lost its state
-            self.checkpoints.save(self.step)
-            path = step_folder(self.checkpoints.folder, self.step)
-            self.notify("saved", folder=path, kind="checkpoint", step=self.step)
+            self.checkpoints.begin(self.step)
+
+    def publish_checkpoint(self, wait: bool = False) -> None:
+        """Publish a checkpoint that all ranks have written; notify the plugins."""
+        if step := self.checkpoints.publish(wait):
+            folder = step_folder(self.checkpoints.folder, step)
+            self.notify("saved", folder=folder, kind="checkpoint", step=step)
 
     def save_model(self) -> None:
         """Write the best or last model, with the weights that plugins want saved."""

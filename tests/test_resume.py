@@ -7,6 +7,7 @@ import traceback
 from contextlib import redirect_stdout
 from functools import cache, partial
 from io import StringIO
+from threading import Event
 from types import SimpleNamespace
 
 import optimizers
@@ -151,12 +152,18 @@ def resumed_is_uninterrupted(name, accelerator, recipe, active):
     recipe = recipe.model_copy(update={"output": str(recipe.folder / name)})
     whole = Run(name, accelerator, recipe, active)
     whole.train(range(1, 4))
-    whole.checkpoints.save(3)
+    trained = Event()
+    whole.checkpoints._thread.submit(trained.wait)
+    whole.checkpoints.begin(3)
     saved = whole.everything()
     (recipe.folder / f"saved-{accelerator.process_index}.json").write_text(
         json.dumps(whole.everything(full=True))
     )
+    # The training is over before a byte of the checkpoint is written.
     whole.train(range(4, 7))
+    assert whole.checkpoints.publish() is None
+    trained.set()
+    assert whole.checkpoints.publish(wait=True) == 3
     parts = Run(name, accelerator, recipe, active, seed=1)
     parts.checkpoints.restore([recipe.folder / "checkpoints/step-000003"])
     for group in parts.optimizer.param_groups:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from plugsft.base.errors import CheckpointError
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.ranks import shard_files as module
-from plugsft.ranks.shard_files import ShardReader, write_shards
+from plugsft.ranks.shard_files import ShardReader, stage, write_shards
 
 
 def cut(tensor, ranks, by):
@@ -35,7 +35,7 @@ def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, r
         parts = {"model/a": cut(tensors["model/a"], *written)[rank]}
         # What all ranks have alike is written once.
         parts["optimizer/a/step"] = TensorShard(tensors["optimizer/a/step"].reshape(1), 0, ())
-        write_shards(folder, rank, parts)
+        write_shards(folder, rank, stage({}, rank, parts))
     with ShardReader(folder) as reader:
         assert reader.names_of("model") == {"a"} and reader.names_of("optimizer") == {"a/step"}
         assert reader.shapes == {"model/a": tuple(shape), "optimizer/a/step": ()}
@@ -79,6 +79,24 @@ def test_large_parts_go_to_several_files(tmp_path, monkeypatch):
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         f"rank-00003-00{n}.safetensors" for n in range(4)
     ]
+
+
+def test_saves_share_the_memory_of_their_copies():
+    memory, values = {}, torch.arange(5.0)
+    shards = {
+        "model/a": TensorShard(values, 0, (5,)),
+        "model/b": TensorShard(torch.tensor([1j, 2, 3]), 0, (3,)),
+        "model/c": TensorShard(torch.ones(0), 0, (0,)),
+    }
+    first = stage(memory, 0, shards)
+    values += 10
+    assert torch.equal(first["model/a"].values, torch.arange(5.0)), "a copy"
+    second = stage(memory, 0, shards)
+    assert torch.equal(second["model/a"].values, values)
+    assert second.keys() == {"model/a", "model/b"}
+    for name, shard in first.items():
+        assert shard.values.data_ptr() == second[name].values.data_ptr()
+    assert stage({}, 1, shards) == {}, "the first rank writes whole tensors"
 
 
 def test_what_a_missing_rank_held_is_missed(tmp_path):

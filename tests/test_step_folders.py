@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plugsft.base.atomic import MANIFEST, damage, publish, stamp
-from plugsft.base.step_folders import list_checkpoints, newest_checkpoint, parse_step, step_folder
+from plugsft.base.step_folders import list_checkpoints, parse_step, step_folder
+from plugsft.output.folder import newest_checkpoint
 from plugsft.output.same_run import STATE
 
 # What users, other tools and file managers make of our names.

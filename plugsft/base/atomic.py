@@ -284,6 +284,14 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf8")
 
 
+def write_json(path: Path, facts: Mapping[str, Any]) -> Stamp:
+    """Write and sync a file atomically; return its stamp."""
+    with replace_file(path) as temporary:
+        temporary.write_text(json.dumps(facts, indent=1), encoding="utf8")
+    sync(path)
+    return stamp(path)
+
+
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; then give the file its real name."""

@@ -24,8 +24,3 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
     steps = [(parse_step(path), path) for path in checkpoints.glob("step-*")]
     numbered = [(step, path) for step, path in steps if step is not None and is_published(path)]
     return [path for _, path in sorted(numbered)]
-
-
-def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the published checkpoint of the last step, if any."""
-    return next(reversed(list_checkpoints(checkpoints)), None)

@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,15 +13,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..base.atomic import Stamp, damage, discard, is_published, publish, stamp, sweep, sync, writing
+from ..base.atomic import Stamp, damage, discard, is_published, publish, sweep, write_json, writing
 from ..base.console import say
 from ..base.errors import CheckpointError, RecipeError, did_you_mean, reason_of
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
-from ..ranks.agree import agreed, are_alike, ensure_alike, gathered
+from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_parts import first_difference, name_difference
 from ..ranks.optimizer_state import RESUME_ALIKE
 from ..ranks.plugin_state import copy_state
-from ..ranks.shard_files import ShardReader, write_shards
+from ..ranks.shard_files import ShardReader, stage, write_shards
 from ..ranks.train_state import TrainState
 from ..recipe.tables import Recipe
 from ..registry.active import Active
@@ -35,7 +37,11 @@ class Best(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
+
+    A save copies this rank's state; a thread writes the copies while the training goes on.
+    Collectives stay on the main thread: `publish` asks whether all ranks have written.
+    """
 
     def __init__(
         self,
@@ -50,10 +56,13 @@ class Checkpoints:
         self._recipe, self._active, self._data = recipe, active, tokens.facts["index"]
         self._accelerator, self._state = accelerator, state
         self.saved = 0
-        """The step of the last checkpoint."""
+        """The step of the last checkpoint, which may still be in the background."""
         self.best: Best | None = None
         """The best evaluation, if the recipe keeps it."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
+        self._thread, self._memory = ThreadPoolExecutor(1), dict[str, Tensor]()
+        self._task: Future[Any] | None = None
+        """What it does in the background."""
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after this step."""
@@ -106,10 +115,39 @@ class Checkpoints:
             self._active.load_state_dicts(states)
 
     def save(self, step: int) -> None:
-        """Publish a checkpoint of a finished step, and remove the oldest."""
-        if self.saved == step:
-            return
-        accelerator, operation = self._accelerator, f"saving step {step}"
+        """Publish the last checkpoint and one of a finished step."""
+        self.publish(wait=True)
+        self.begin(step)
+        self.publish(wait=True)
+
+    def begin(self, step: int) -> None:
+        """Begin a checkpoint of a finished step; the last one must be published."""
+        if self.saved != step:
+            self._saving: Any = self._save(step)
+            self._task, self.saved = next(self._saving), step
+
+    def publish(self, wait: bool = False) -> int | None:
+        """Publish the last checkpoint if all ranks have written it; return its step.
+
+        Without `wait`, return None if a rank still writes.
+        """
+        while (task := self._task) and (wait or all_done(self._accelerator, task.done())):
+            self._task = None  # also if the next line fails
+            self._task = next(self._saving, None)
+            if self._task is None:
+                return self.saved
+        return None
+
+    def rescue(self) -> None:
+        """Publish the last checkpoint, if possible, as the run fails: ranks cannot agree."""
+        with suppress(Exception):  # the first failure ends the run
+            while self._task is not None:
+                self._task.result()
+                self._task = self._saving.send(True) if self._state.rank == 0 else None
+
+    def _save(self, step: int) -> Generator["Future[Any]", bool | None, None]:
+        """Yield what runs in the background; true is sent if the ranks cannot agree."""
+        accelerator, operation, rank = self._accelerator, f"saving step {step}", self._state.rank
         target, stamps = step_folder(self.folder, step), dict[str, Stamp]()
         with ExitStack() as stack:
             building = None
@@ -131,36 +169,41 @@ class Checkpoints:
             with agreed(accelerator, operation):
                 plugin_states = self._active.state_dicts()
                 described, shards = self._state.describe(plugin_states=plugin_states)
-            facts["alike"] = are_alike(accelerator, json.dumps(described))
-            with agreed(accelerator, operation), writing(target):
-                if not facts["alike"]:
-                    described, shards = self._state.describe(True, plugin_states)
-                written = write_shards(folder, self._state.rank, shards)
-                if not facts["alike"]:
-                    name = rank_file(self._state.rank)
-                    written[name] = _write_json(folder / name, described)
-                elif accelerator.is_main_process:
-                    facts |= described
-            for rank_stamps in gathered(accelerator, written):
-                stamps |= rank_stamps
+            alike = facts["alike"] = are_alike(accelerator, json.dumps(described))
             with agreed(accelerator, operation):
-                if accelerator.is_main_process:
-                    stamps[STATE] = _write_json(folder / STATE, facts)
-                stack.close()
-        # All ranks wait: when one ends, the launcher ends the main rank, which may still remove.
-        with agreed(accelerator, operation):
-            if accelerator.is_main_process:
-                self._remove_oldest(step)
-        self.saved = step
+                if not alike:
+                    described, shards = self._state.describe(True, plugin_states)
+                else:
+                    facts |= described
+                shards = stage(self._memory, rank, shards)
 
-    def _remove_oldest(self, step: int) -> None:
-        """Remove all but the newest checkpoints; warn where that fails."""
+            def write() -> None:
+                with writing(target):
+                    written = write_shards(folder, rank, shards)
+                    if not alike:
+                        written[rank_file(rank)] = write_json(folder / rank_file(rank), described)
+                    write_json(folder / f".{rank_file(rank)}.tmp", written)
+
+            def finish() -> None:
+                if accelerator.is_main_process:
+                    stamps.update(stamps_in(folder, accelerator.num_processes))
+                    stamps[STATE] = write_json(folder / STATE, facts)
+                    stack.close()
+                    self._remove_oldest(step, facts["best"])
+
+            for work in (write, finish):
+                task = self._thread.submit(work)
+                alone = yield task
+                # When a rank ends, the launcher ends the main rank, which may still remove files.
+                with nullcontext() if alone else agreed(accelerator, operation):
+                    task.result()
+
+    def _remove_oldest(self, step: int, best: Best | None) -> None:
+        """Remove all but the newest checkpoints and the best; warn where that fails."""
         # Later ones belong to the run that this one resumed from.
-        checkpoints = [
-            path for path in list_checkpoints(self.folder) if (parse_step(path) or 0) <= step
-        ]
-        old_ones = checkpoints[: -self._recipe.checkpoint.keep]
-        for old in (path for path in old_ones if not self.is_best(parse_step(path) or 0)):
+        paths = [it for it in list_checkpoints(self.folder) if (parse_step(it) or 0) <= step]
+        keep, kept = self._recipe.checkpoint.keep, best and step_folder(self.folder, best.step)
+        for old in (path for path in paths[:-keep] if path != kept):
             try:
                 left, reason = discard(old), "its files are in use or not ours"
             except OSError as error:
@@ -188,9 +231,8 @@ class Checkpoints:
                     f"{path / STATE}: is of step {saved['step']}, and the run has "
                     f"{self._steps}; resume from another checkpoint (--resume-from)"
                 )
-            self._active.load_state_dicts(
-                state.restore(reader, *read_description(path, saved, state))
-            )
+            plugin_states = state.restore(reader, *read_description(path, saved, state))
+            self._active.load_state_dicts(plugin_states)
         self.saved, self.best = int(saved["step"]), self._best_of(saved)
 
     def _best_of(self, saved: dict[str, Any]) -> Best | None:
@@ -233,10 +275,15 @@ def read_description(
     return read_json(path / rank_file(state.rank)), True, True
 
 
-def _write_json(path: Path, facts: dict[str, Any]) -> Stamp:
-    path.write_text(json.dumps(facts, indent=1), encoding="utf8")
-    sync(path)
-    return stamp(path)
+def stamps_in(folder: Path, ranks: int) -> dict[str, Stamp]:
+    """Return the stamps that all ranks leave in the folder of a checkpoint."""
+    # If this rank failed alone, others may still write.
+    stamps, end = {}, time.monotonic() + 30
+    for path in (folder / f".{rank_file(rank)}.tmp" for rank in range(ranks)):
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        stamps.update(read_json(path))
+    return stamps
 
 
 def first_undamaged(accelerator: Accelerator, checkpoints: Sequence[Path]) -> Path | None:

@@ -14,7 +14,7 @@ from ..base.atomic import foreign_files, is_published, writing
 from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean
 from ..base.limits import parse_toml, read_json_object, read_text
-from ..base.step_folders import newest_checkpoint, parse_step
+from ..base.step_folders import list_checkpoints, parse_step
 from ..recipe.capabilities import Capability
 from ..recipe.tables import TRL, Recipe
 from .report import read_metrics, read_record
@@ -256,6 +256,11 @@ def ensure_page(path: Path, option: str) -> None:
         raise PlugsftError(
             f"{option}: {path} exists and was not written by plugsft; give another name"
         )
+
+
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    """Return the published checkpoint of the last step, if any."""
+    return next(reversed(list_checkpoints(checkpoints)), None)
 
 
 def describe_results(folder: Path) -> str:

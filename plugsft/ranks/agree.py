@@ -167,6 +167,11 @@ def are_alike(accelerator: Accelerator, text: str) -> bool:
     return accelerator.num_processes == 1 or _equal(text)
 
 
+def all_done(accelerator: Accelerator, done: bool) -> bool:
+    """Tell whether something is done on all ranks."""
+    return done if accelerator.num_processes == 1 else _equal("done", int(not done))
+
+
 def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
     """Return each rank's value, to all of them."""
     return [value] if accelerator.num_processes == 1 else _gathered(value)

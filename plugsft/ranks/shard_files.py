@@ -8,6 +8,7 @@ needs whole tensors.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -24,32 +25,40 @@ from ..model.tensor_shards import TensorShard
 OFFSETS = "places"
 """Key in a file's metadata: each shard's offset and the shape of its whole tensor."""
 FILE_BYTES = 2**30
-"""Approximate bytes of a file; saving needs about as much memory."""
+"""Approximate bytes of a file."""
 MAX_OPEN = 256
 """Most files that a reader keeps open."""
 FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
 
 
-def write_shards(folder: Path, rank: int, shards: Mapping[str, TensorShard]) -> dict[str, Stamp]:
-    """Write this rank's shards and sync them; return the files' stamps.
+Shards = Mapping[str, TensorShard]
+
+
+def stage(memory: dict[str, Tensor], rank: int, shards: Shards) -> dict[str, TensorShard]:
+    """Copy this rank's shards to memory of the host, which saves share.
 
     Whole tensors are written by the first rank.
     """
-    owned = [
-        (name, shard)
+    owned = {
+        name: shard
         for name, shard in shards.items()
         if shard.values.numel() and (rank == 0 or shard.per_rank or not shard.whole)
-    ]
+    }
+    for name, shard in owned.items():
+        values = shard.values
+        if name not in memory or len(memory[name]) != len(values):
+            memory[name] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        owned[name] = replace(shard, values=memory[name].copy_(values))
+    return owned
+
+
+def write_shards(folder: Path, rank: int, shards: Shards) -> dict[str, Stamp]:
+    """Write shards and sync them; return the files' stamps."""
     stamps = {}
-    for number, batch in enumerate(_batches(owned)):
+    for number, batch in enumerate(_batches(shards.items())):
         offsets = {name: (shard.start, shard.shape) for name, shard in batch}
         path = folder / f"rank-{rank:05d}-{number:03d}.safetensors"
-        save_file(
-            # Copies on the host: safetensors refuses views of the same memory.
-            {name: shard.values.to("cpu", copy=True) for name, shard in batch},
-            path,
-            {OFFSETS: json.dumps(offsets)},
-        )
+        save_file({name: it.values for name, it in batch}, path, {OFFSETS: json.dumps(offsets)})
         sync(path)
         stamps[path.name] = stamp(path)
     return stamps

@@ -52,9 +52,7 @@ def shard_model(
         ensure_suits_zero3(zero.optimizer.optimizer, model, flat_tensors)
         return engine, zero
     if accelerator.is_fsdp2:
-        fsdp2_prepare_model(accelerator, model)
-        if names:
-            _read_rows(model, accelerator, names, load)
+        _shard_by_rows(model, accelerator, names, load)
         return model, _ensure_updates_trained_weights(model, make(model))
     model = accelerator.prepare_model(model)
     plain = accelerator.unwrap_model(model)
@@ -98,15 +96,16 @@ def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Modu
         engine: Module = deepspeed.initialize(model=model, config=config)[0]
         return engine
     if accelerator.is_fsdp2:
-        fsdp2_prepare_model(accelerator, model)
-        if names:
-            _read_rows(model, accelerator, names, load)
+        _shard_by_rows(model, accelerator, names, load)
         return model  # type: ignore[no-any-return]
     return accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
 
 
-def _read_rows(model: Any, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
-    """Read this rank's rows of each weight from the files."""
+def _shard_by_rows(model: Any, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
+    """Shard a model by FSDP2; read this rank's rows of the weights that are not loaded yet."""
+    fsdp2_prepare_model(accelerator, model)
+    if not names:
+        return
     present = {
         name: tensor.detach() for name, tensor in _tensors(model).items() if not tensor.is_meta
     }

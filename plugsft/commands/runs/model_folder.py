@@ -6,8 +6,7 @@ from pathlib import Path
 from ...base.atomic import damage
 from ...base.errors import CheckpointError, PlugsftError
 from ...base.limits import read_json_object
-from ...base.step_folders import newest_checkpoint
-from ...output.folder import ADAPTER, is_model, suggest_name
+from ...output.folder import ADAPTER, is_model, newest_checkpoint, suggest_name
 from ...output.report import read_record
 
 

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from ...base.console import out
 from ...base.errors import RecipeError
-from ...base.step_folders import newest_checkpoint
-from ...output.folder import is_locked
+from ...output.folder import is_locked, newest_checkpoint
 from ...output.report import read_metrics, read_record
 
 

@@ -21,7 +21,7 @@ from ...output.folder import (
 )
 from ...output.report import read_metrics
 from ...output.same_run import STATE, ensure_same_run
-from ...ranks.launcher import watch_launcher
+from ...ranks.watch_launcher import watch_launcher
 from ...recipe.parse import resolved
 from ...recipe.tables import Recipe
 from ...registry.active import Active

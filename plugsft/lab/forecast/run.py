@@ -18,6 +18,7 @@ from ...recipe.tables import Recipe
 from ...registry.active import Active
 from .cluster import GB, GPU_MEMORY, PER_MACHINE, Cluster, this_device
 from .forecaster import Forecast, Forecaster, Traced, choose, probe, suggest
+from .meta_model import Weights
 from .strategies import SINGLE, Strategy
 from .workload import read_epoch
 
@@ -60,7 +61,7 @@ def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
                 say(f"  {change}: {describe(forecast)}")
         else:
             say(f"choose: {chosen.strategy.name}, {launch(chosen.strategy, cluster, path)}")
-    for line in notes(recipe, cluster, forecasts):
+    for line in [*notes(recipe, cluster, forecasts), host_note(traced.weights, cluster)]:
         say(line)
 
 
@@ -205,6 +206,16 @@ def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> li
             "note: glibc keeps freed memory; MALLOC_MMAP_THRESHOLD_=262144 makes it return it"
         )
     return lines
+
+
+def host_note(weights: Weights, cluster: Cluster) -> str:
+    """Return the host memory that copies of a checkpoint take while it is written."""
+    copies = weights.trained_bytes + weights.state_bytes
+    each = f" under DDP, {gb(copies / cluster.machines)} on each machine if sharded"
+    return (
+        f"note: while a checkpoint is written, copies of it take {gb(copies)} of host memory"
+        f"{each if cluster.machines > 1 else ''}"
+    )
 
 
 def gb(size: float) -> str:
