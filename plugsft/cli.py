@@ -91,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; print the user's mistakes without a traceback, and exit with their code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     # If it is installed, peft imports it, and it warns of a package that it does not need.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app(with_auto(with_command(words)), prog_name="plugsft")
     except PlugsftError as error:

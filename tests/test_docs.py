@@ -30,7 +30,7 @@ BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
 TOOLS = {"tools/quickstart", ".venv/bin/plugsft chat runs/quickstart", "tools/test"}
 """The first two run in test_quickstart.py; the third runs this."""
 TOO_SLOW = {
-    "tools/install dev,deepspeed,fast,liger,lora,quantize,trackers": "tools/test runs it",
+    "tools/install dev,deepspeed,fast,fp8,liger,lora,quantize,trackers": "tools/test runs it",
     "tools/check": "its parts are in tools/test",
     "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it, with its own model",
     "tools/test --full": "takes longer than CI has",

@@ -81,10 +81,3 @@ def test_frozen_layers_8_bit_states_gradient_noise_pushed_checkpoints_and_a_quiz
     quiet = plugins | {"gradient_noise": {"size": 0.0}}
     _, others = train(tmp_path, quiet, "--overwrite", **more)
     assert others[0] == losses[0] and others[1] != losses[1]
-
-
-def test_products_of_8_bits_are_only_a_little_off(tmp_path, installed):
-    _, plain = train(tmp_path / "plain", {})
-    _, rounded = train(tmp_path / "float8", {"float8": {}})
-    assert rounded[0] != plain[0] and rounded[0] == pytest.approx(plain[0], rel=0.02)
-    assert rounded[-1] == pytest.approx(plain[-1], rel=0.1)

@@ -76,33 +76,6 @@ class Quiz:
         self.scores[str(run.step)] = right / len(answers)
         run.facts["quiz"] = self.scores
 '''
-FLOAT8 = '''
-from functools import partial
-import torch
-from torch.nn.functional import linear
-
-def rounded(values):
-    """Round to float8 in the forward pass; the gradient passes."""
-    scale = values.detach().abs().amax().clamp(min=1e-12) / 448
-    exact = (values.detach() / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
-    return values + (exact - values).detach()
-
-def forward(layer, inputs):
-    return linear(rounded(inputs), rounded(layer.weight), layer.bias)
-
-@plugin(affects_results=["layers"])
-class Float8:
-    """Compute the layers' products from values of 8 bits."""
-    layers: str = "all"
-
-    @hookimpl(wrapper=True)
-    def optimize_model(self):
-        model = yield
-        for name, module in model.named_modules():
-            if ".layers." in name and isinstance(module, torch.nn.Linear):
-                module.forward = partial(forward, module)
-        return model
-'''
 CURRICULUM = '''
 import numpy as np
 
