@@ -11,6 +11,8 @@ import torch
 from plugsft import Recipe, RecipeError
 from plugsft.kit import meta_model
 
+from .choose import choose
+
 if TYPE_CHECKING:
     from . import Fp8
 
@@ -25,8 +27,6 @@ def ensure_usable(plugin: Fp8, recipe: Recipe) -> None:
         raise RecipeError("torchao is not installed: pip install 'plugsft[fp8]'")
     if not plugin.emulate:
         ensure_hardware(recipe)
-    from .convert import choose
-
     # The sizes of a model from scratch are known when it is made.
     if not recipe.model.scratch and (model := meta_model(recipe)) is not None:
         choose(plugin, model)
