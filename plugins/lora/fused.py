@@ -61,8 +61,9 @@ def add_gradient(
 ) -> Tensor | None:
     """Add scale * left' right to the weight's gradient; return it if there is none yet.
 
-    On a GPU, products of bfloat16 are summed in the weight's float32 without rounding. Values of
-    `weight` and `cast` are not read where beta is 0.
+    On a GPU, products of bfloat16 are summed in the weight's float32 without rounding; compiled
+    products are rounded, since torch 2.11 cannot trace `out_dtype`. Values of `weight` and `cast`
+    are not read where beta is 0.
     """
     watched = torch.compiler.is_compiling() or has_hooks(weight)
     total = None if watched else weight.grad
@@ -70,7 +71,7 @@ def add_gradient(
     options: dict[str, Any] = {"beta": beta, "alpha": scale, "out": total}
     if left.dtype == weight.dtype:
         product = torch.addmm(start, left.t(), right, **options)
-    elif left.device.type == "cpu":
+    elif left.device.type == "cpu" or torch.compiler.is_compiling():
         product = torch.addmm(cast, left.t(), right, beta=0, alpha=scale)
         product = product.to(weight.dtype) if total is None else total.add_(product)
     else:
