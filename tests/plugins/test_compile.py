@@ -7,9 +7,9 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import chats, only_full, run_plugsft, run_ranks
+from conftest import chats, only_full, run_launch, run_plugsft, run_ranks
 from safetensors.torch import load_file
-from test_launch import TRAIN, curve
+from test_launch import TRAIN, config, curve
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -302,3 +302,18 @@ def test_a_run_learns_the_same_and_its_model_is_a_plain_one(tiny, tmp_path, rank
     assert [*ours] == [*theirs]
     _, info = AutoModelForCausalLM.from_pretrained(run / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@only_full
+def test_sharded_layers_learn_the_same(tiny, tmp_path):
+    """Under FSDP2, recomputed, with the fused loss, and without a graph break."""
+    plugins = {"compile": {}, "gradient_checkpointing": {}, "fused_loss": {}}
+    recipe = tiny(rows=chats(9), train=TRAIN | {"steps": 2, "micro_batch": 1}, plugins=plugins)
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    alone = run_plugsft(recipe, f"output={plain}", "--without", "compile")
+    assert alone.returncode == 0, alone.stderr
+    words = ("-m", "plugsft", recipe, f"output={run}")
+    code, out, err = run_launch(*config("fsdp2"), *words, timeout=550)
+    assert code == 0, err
+    assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
+    assert "2 layers, 2 programs compiled" in out and "graph break" not in out
