@@ -213,6 +213,19 @@ def test_an_item_that_hangs_or_dies_does_not_end_the_others(bench, tmp_path, mon
     assert "hangs" not in results.all  # it runs again in the next call
 
 
+def test_warnings_of_waits_are_counted_by_step_and_place(bench, tmp_path):
+    """As on a GPU, where CUDA warns."""
+    counted = bench("gpu_probe").Warnings(tmp_path / "metrics.jsonl")
+    for step in range(6):
+        for _ in range(2):
+            counted.add("called a synchronizing CUDA operation")
+        counted.add("something else")
+        with counted.metrics.open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+    [(place, count)] = counted.per_step().items()
+    assert count == 2 and place.startswith("tests/test_gpu_bench.py:")
+
+
 def start(out, work, *words):
     """Start a dry run."""
     command = [sys.executable, BENCH / "gpu.py", "--dry-run", "--out", out, "--work", work]
