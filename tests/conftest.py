@@ -31,10 +31,11 @@ only_full = pytest.mark.skipif(not FULL, reason="takes minutes; tools/test --ful
 # Tests of what calls torch and transformers most closely. tools/test --full runs them once more,
 # under the oldest versions that pyproject.toml allows.
 OLDEST = {
-    "agree", "bfd_packing", "chat", "cli", "compile", "flash_attention", "fused_loss",
-    "gpu_interfaces", "gradient_checkpointing", "launch", "launch_settings", "liger", "lora",
-    "lora_start", "loop", "model_families", "model_loading", "packed_documents", "precision",
-    "rank_operations", "recipe", "torch_optimizer", "versions",
+    "activation_offload", "agree", "bfd_packing", "chat", "cli", "compile", "flash_attention",
+    "fp8", "fused_loss", "gpu_interfaces", "gradient_checkpointing", "launch", "launch_settings",
+    "liger", "loop", "lora", "lora_fused", "lora_start", "model_families", "model_loading",
+    "packed_documents", "precision", "rank_operations", "recipe", "selective_checkpointing",
+    "torch_optimizer", "versions",
 }  # fmt: skip
 # Tests must not use the network.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

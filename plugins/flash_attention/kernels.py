@@ -153,7 +153,9 @@ def find_obstacle_in_model(kernel: str, config: PretrainedConfig, packed: bool) 
     """Return why a kernel cannot compute a model's attention, or None."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kernel == "sdpa":
-        if not packed and model_class is not None and not model_class._supports_sdpa:
+        # Transformers 5.17: SDPA drops a soft cap, and Gemma 2 says that it supports SDPA.
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        if not packed and model_class is not None and (capped or not model_class._supports_sdpa):
             reason = f"{model_class.__name__} has attention that SDPA cannot compute"
             return Obstacle(reason, REMOVE)
         return None
