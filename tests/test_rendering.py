@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plugsft import DataError, RecipeError
+from plugsft.commands.audit.chats import AuditedChat
 from plugsft.data.chat import CHATML, Chat, training_template
 from plugsft.data.formats import read_chat
 from plugsft.data.jinja import compile_template
@@ -655,7 +656,7 @@ def test_a_chat_of_very_many_turns_is_refused_where_each_answer_would_be_compare
 
 
 def test_of_a_chat_of_very_many_turns_a_sample_is_looked_at(with_template):
-    chat = Chat(lighten(with_template(CHATML.read_text())), Data(source="none"))
+    chat = AuditedChat(lighten(with_template(CHATML.read_text())), Data(source="none"))
     began = time.process_time()
     assert chat.is_stable(read_chat("messages", {"messages": [ASK, TELL] * 10_000}))
     assert time.process_time() - began < 30

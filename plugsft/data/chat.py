@@ -35,8 +35,6 @@ TEMPLATE_ERRORS = (
 )
 MAX_ANSWERS = 1000
 """Most answers of a chat to find by comparison; each needs a rendering of all turns before it."""
-MAX_CHECKED = 32
-"""Most answers of a chat that `is_stable` checks."""
 REWRITES = (
     "the chat template rewrites earlier turns, so that the assistant's words cannot be told apart: "
 )
@@ -107,24 +105,6 @@ class Chat:
                 errors.append(error)
         # A template may refuse one variant; any other error is more informative.
         raise min(errors, key=lambda error: isinstance(error, TemplateRefusal))
-
-    def is_stable(self, chat: Conversation) -> bool:
-        """Return whether the text before each answer is the prompt that generation would use.
-
-        Checks a sample of a long chat's answers: each needs a rendering of all turns before it.
-        """
-        variables = self._variables_of(chat)
-        for messages in call_variants(chat.messages):
-            answers = [n for n, turn in enumerate(messages) if n and turn["role"] == "assistant"]
-            answers = answers[-1:] if self.train_on == "last" else answers
-            answers = answers[:: -(-len(answers) // MAX_CHECKED) or 1]
-            try:
-                text, _ = self._render(chat, messages)
-                prompts = [self._write_prompt(messages[:n], variables) for n in answers]
-            except BadRow:
-                continue
-            return all(text.startswith(prompt) for prompt in prompts)
-        return True
 
     def describe(self) -> str:
         """Describe the methods that found the spans."""

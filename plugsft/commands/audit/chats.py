@@ -8,12 +8,37 @@ from ...base.types import Row
 from ...data.chat import Chat
 from ...data.formats import TEXTS, format_of, read_chat
 from ...data.jsonl import name_rows
-from ...data.messages import BadRow, Conversation
+from ...data.messages import BadRow, Conversation, call_variants
 from ...data.render import renamed, without
 from ...data.sample import Sample
 from ...data.slices import ShardWriter
 from ...data.sources import OpenSource
 from ...registry.active import Active
+
+MAX_CHECKED = 32
+"""Most answers of a chat that `is_stable` checks."""
+
+
+class AuditedChat(Chat):
+    """Also tells whether training and generation see the same text."""
+
+    def is_stable(self, chat: Conversation) -> bool:
+        """Return whether the text before each answer is the prompt that generation would use.
+
+        Checks a sample of a long chat's answers: each needs a rendering of all turns before it.
+        """
+        variables = self._variables_of(chat)
+        for messages in call_variants(chat.messages):
+            answers = [n for n, turn in enumerate(messages) if n and turn["role"] == "assistant"]
+            answers = answers[-1:] if self.train_on == "last" else answers
+            answers = answers[:: -(-len(answers) // MAX_CHECKED) or 1]
+            try:
+                text, _ = self._render(chat, messages)
+                prompts = [self._write_prompt(messages[:n], variables) for n in answers]
+            except BadRow:
+                continue
+            return all(text.startswith(prompt) for prompt in prompts)
+        return True
 
 
 def judge_chats(
@@ -25,7 +50,7 @@ def judge_chats(
     count, unstable, with_special = 0, list[int](), dict[int, str]()
     dropped: dict[str, list[int]] = defaultdict(list)
     special = special_tokens(work)
-    chat = Chat(work.tokenizer, work.data)
+    chat = AuditedChat(work.tokenizer, work.data)
     for number, conversation in conversations(sample, work, opened):
         try:
             text, spans = chat.render(conversation)
