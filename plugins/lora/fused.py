@@ -35,8 +35,9 @@ class AdaptedLinear(Function):
         ctx.save_for_backward(rows, weight, cast_A, cast_B, inner)
         ctx.A, ctx.B, ctx.scale = A, B, scale
         output = linear(rows, weight, bias)
-        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-            # Selective checkpointing keeps the product, which must not change.
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            # The product must not change: torch 2.11 compiles no gradients through it then, and
+            # selective checkpointing stores it.
             return torch.addmm(output, inner, cast_B.t(), alpha=scale)
         return output.addmm_(inner, cast_B.t(), alpha=scale)
 

@@ -117,7 +117,9 @@ def count_launches(dtype):
 
 
 def test_a_layer_takes_fewer_launches():
-    forward, backward = count_launches(torch.bfloat16)
+    # Without data, torch 2.11 has no products of bfloat16 that are summed in float32.
+    old = torch.__version__.startswith("2.11.")
+    forward, backward = count_launches(torch.float32 if old else torch.bfloat16)
     assert forward <= 75 and backward <= 125, (forward, backward)
 
 
