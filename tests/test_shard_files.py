@@ -99,6 +99,14 @@ def test_saves_share_the_memory_of_their_copies():
     assert stage({}, 1, shards) == {}, "the first rank writes whole tensors"
 
 
+@pytest.mark.parametrize("before", [torch.bfloat16, torch.int64])
+def test_a_plugins_tensor_may_change_its_type_between_saves(before):
+    memory, values = {}, torch.tensor([1 / 3, 2**20 + 1])
+    stage(memory, 0, {"plugins/a/t": TensorShard(values.to(before), 0, (2,))})
+    copy = stage(memory, 0, {"plugins/a/t": TensorShard(values, 0, (2,))})["plugins/a/t"].values
+    assert copy.dtype == values.dtype and torch.equal(copy, values)
+
+
 def test_what_a_missing_rank_held_is_missed(tmp_path):
     for rank, part in enumerate(cut(torch.arange(10.0), 2, "numbers")):
         write_shards(tmp_path, rank, {"model/a": part})

@@ -46,7 +46,8 @@ def stage(memory: dict[str, Tensor], rank: int, shards: Shards) -> dict[str, Ten
     }
     for name, shard in owned.items():
         values = shard.values
-        if name not in memory or len(memory[name]) != len(values):
+        copy = memory.get(name)
+        if copy is None or (len(copy), copy.dtype) != (len(values), values.dtype):
             memory[name] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
         owned[name] = replace(shard, values=memory[name].copy_(values))
     return owned
