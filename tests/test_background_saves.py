@@ -9,7 +9,7 @@ import optimizers
 import torch
 from conftest import chats, only_full, run_ranks
 from plugin_packages import activate, install
-from test_resume import on_ranks
+from test_resume import FSDP2, on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plugsft.base.atomic import damage
@@ -58,6 +58,55 @@ def test_all_ranks_hear_of_a_checkpoint_at_one_step_and_when_it_is_true(
         assert step <= now <= step + 3 and wrong is None and main
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["step-000006", "step-000009"]
+
+
+FULL_HOST = """
+import time
+from plugsft import hookimpl, plugin
+from plugsft.output import checkpoint
+from plugsft.ranks import shard_files
+
+shard_files.available_memory = lambda: 1000
+staged = []
+stage = checkpoint.stage
+checkpoint.stage = lambda *arguments: staged.append(1) or stage(*arguments)
+# Training that went on would change the weights by then.
+write = checkpoint.write_shards
+checkpoint.write_shards = lambda *arguments: time.sleep(0.5) or write(*arguments)
+
+@plugin()
+class FullHost:
+    \"""Rank 1's host has no memory for copies.\"""
+
+    @hookimpl
+    def ready(self, run):
+        if run.ranks.rank == 0:
+            shard_files.available_memory = lambda: 10**12
+
+    @hookimpl
+    def finished(self, run):
+        (run.output / f"staged-{run.ranks.rank}").write_text(str(len(staged)))
+"""
+
+
+def test_a_host_without_room_for_copies_writes_at_once_on_all_ranks(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", full_host=FULL_HOST), monkeypatch)
+    tables = {
+        "train": {"batch_size": 4, "micro_batch": 2, "steps": 4},
+        "checkpoint": {"every": 2, "keep": 2},
+    }
+    files, results = [], []
+    for name, plugins in [("copied", {}), ("full", {"full_host": {}})]:
+        run = tmp_path / name
+        recipe = tiny(rows=chats(40), output=str(run), plugins=plugins, **tables)
+        results.append(run_ranks(2, recipe, env=FSDP2))
+        assert results[-1].returncode == 0, results[-1].stderr
+        shards = sorted((run / "checkpoints").rglob("*.safetensors"))
+        files.append({path.relative_to(run): path.read_bytes() for path in shards})
+    assert files[0] == files[1] and len(files[0]) == 4
+    warning = "the host has too little free memory for copies of a checkpoint"
+    assert [result.stdout.count(warning) for result in results] == [0, 1]
+    assert [(run / f"staged-{rank}").read_text() for rank in range(2)] == ["0", "0"]
 
 
 def save_both_ways(name, accelerator, recipe, active):

@@ -10,6 +10,7 @@ import pytest
 
 from plugsft.base import machine
 from plugsft.base.machine import (
+    available_memory,
     free_disk,
     is_slow_to_map,
     look,
@@ -54,6 +55,29 @@ def test_memory_is_the_container_s_if_that_is_less(container):
     container.clear()
     container["memory/memory.limit_in_bytes"] = "1000000"
     assert memory_limit() == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("groups", "names"),
+    [
+        ("0::/job/step\n", "/job/memory.{max,current,stat}"),
+        (
+            "3:cpu:/job\n2:memory:/job/step\n1:name=systemd:/\n",
+            "memory/job/memory.{limit_in_bytes,usage_in_bytes,stat}",
+        ),
+    ],
+)
+def test_available_memory_is_that_of_the_job_s_group(container, monkeypatch, groups, names):
+    monkeypatch.setattr(machine, "_text", {"/proc/self/cgroup": groups}.get)
+    machine_s = available_memory()
+    assert 0 < machine_s <= memory_limit()
+    folder, _, ends = names.partition("{")
+    cached = "anon 7\nactive_file 100\ninactive_file 200\nshmem 9\n"
+    for end, text in zip(ends[:-1].split(","), ("100000", "60000", cached), strict=True):
+        container[folder + end] = text
+    assert available_memory() == 40_300, "files in the cache make room"
+    container[folder + ends.partition(",")[0]] = "max"
+    assert available_memory() > 40_300
 
 
 def test_what_a_process_held_is_its_own_not_its_starter_s():

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from plugsft import PluginError, WeightSlice
 from plugsft.ranks.agree import are_alike
-from plugsft.ranks.shard_files import ShardReader, stage, write_shards
+from plugsft.ranks.shard_files import ShardReader, owned_shards, stage, write_shards
 
 # Under ZeRO-3 in bfloat16, the forward pass computes with copies of the float32 weights.
 KINDS = {
@@ -122,7 +122,7 @@ def save_states(folder, kind, accelerator, recipe, active):
     run.train(range(1, 3))
     folder.mkdir(exist_ok=True)
     description, shards = run.held.describe(plugin_states=plugin_states(run))
-    write_shards(folder, run.held.rank, stage({}, run.held.rank, shards))
+    write_shards(folder, run.held.rank, stage({}, owned_shards(run.held.rank, shards)))
     text = json.dumps(description)
     if run.held.rank == 0:
         (folder / "description.json").write_text(text)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from plugsft.base.errors import CheckpointError
 from plugsft.model.tensor_shards import TensorShard
 from plugsft.ranks import shard_files as module
-from plugsft.ranks.shard_files import ShardReader, stage, write_shards
+from plugsft.ranks.shard_files import ShardReader, host_has_room, owned_shards, stage, write_shards
 
 
 def cut(tensor, ranks, by):
@@ -35,7 +35,7 @@ def test_what_any_ranks_wrote_any_ranks_read(tmp_path_factory, shape, written, r
         parts = {"model/a": cut(tensors["model/a"], *written)[rank]}
         # What all ranks have alike is written once.
         parts["optimizer/a/step"] = TensorShard(tensors["optimizer/a/step"].reshape(1), 0, ())
-        write_shards(folder, rank, stage({}, rank, parts))
+        write_shards(folder, rank, stage({}, owned_shards(rank, parts)))
     with ShardReader(folder) as reader:
         assert reader.names_of("model") == {"a"} and reader.names_of("optimizer") == {"a/step"}
         assert reader.shapes == {"model/a": tuple(shape), "optimizer/a/step": ()}
@@ -88,22 +88,37 @@ def test_saves_share_the_memory_of_their_copies():
         "model/b": TensorShard(torch.tensor([1j, 2, 3]), 0, (3,)),
         "model/c": TensorShard(torch.ones(0), 0, (0,)),
     }
-    first = stage(memory, 0, shards)
+    first = stage(memory, owned_shards(0, shards))
     values += 10
     assert torch.equal(first["model/a"].values, torch.arange(5.0)), "a copy"
-    second = stage(memory, 0, shards)
+    second = stage(memory, owned_shards(0, shards))
     assert torch.equal(second["model/a"].values, values)
     assert second.keys() == {"model/a", "model/b"}
     for name, shard in first.items():
         assert shard.values.data_ptr() == second[name].values.data_ptr()
-    assert stage({}, 1, shards) == {}, "the first rank writes whole tensors"
+    assert owned_shards(1, shards) == {}, "the first rank writes whole tensors"
+
+
+def test_copies_are_made_where_the_host_has_room_for_those_of_all_ranks(monkeypatch):
+    rows = TensorShard(torch.ones(3000), 0, (6000,))  # 16 KiB of pinned memory, 16 KiB to write
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def has_room(available, shard, memory=None):
+        monkeypatch.setattr(module, "available_memory", lambda: available)
+        return host_has_room(memory or {}, {"model/a": shard})
+
+    assert has_room(90_000, rows) and not has_room(80_000, rows)
+    whole = TensorShard(torch.ones(3000), 0, (3000,))
+    assert has_room(45_000, whole) and not has_room(40_000, whole), "one rank copies it"
+    assert has_room(0, rows, {"model/a": torch.ones(3000)}), "memory of the last save"
+    assert not has_room(0, rows, {"model/a": torch.ones(2000)})
 
 
 @pytest.mark.parametrize("before", [torch.bfloat16, torch.int64])
 def test_a_plugins_tensor_may_change_its_type_between_saves(before):
     memory, values = {}, torch.tensor([1 / 3, 2**20 + 1])
-    stage(memory, 0, {"plugins/a/t": TensorShard(values.to(before), 0, (2,))})
-    copy = stage(memory, 0, {"plugins/a/t": TensorShard(values, 0, (2,))})["plugins/a/t"].values
+    stage(memory, {"plugins/a/t": TensorShard(values.to(before), 0, (2,))})
+    copy = stage(memory, {"plugins/a/t": TensorShard(values, 0, (2,))})["plugins/a/t"].values
     assert copy.dtype == values.dtype and torch.equal(copy, values)
 
 

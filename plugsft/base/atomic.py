@@ -74,10 +74,7 @@ def publish(
 
 
 def finish(
-    building: Path,
-    folder: Path,
-    is_complete: IsComplete,
-    stamps: Mapping[str, Stamp] | None = None,
+    building: Path, folder: Path, is_complete: IsComplete, stamps: Mapping[str, Stamp] | None = None
 ) -> None:
     """Write a built folder's manifest, and rename it; `is_complete` may keep the old folder."""
     known = stamps or {}

@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -57,6 +59,22 @@ def memory_limit() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def available_memory() -> int:
+    """Return the bytes of memory for new data, also within a container's or job's limit."""
+    available: int = psutil.virtual_memory().available
+    # In version 2 of cgroups a process has one group, in version 1 one for memory.
+    for tree, path in re.findall(r":(memory|):(/.*)", _text("/proc/self/cgroup")):
+        for group in (Path(path), *Path(path).parents):
+            limit, used, old_limit, old_used, facts = (
+                _cgroup(f"{tree}{group}/memory.{name}")
+                for name in ("max", "current", "limit_in_bytes", "usage_in_bytes", "stat")
+            )
+            if (limit := limit or old_limit).isdigit() and (used := used or old_used).isdigit():
+                cached = map(int, re.findall(r"^(?:in)?active_file (\d+)", facts, re.M))
+                available = min(available, int(limit) - int(used) + sum(cached))
+    return available
 
 
 def peak_memory() -> int:

@@ -21,7 +21,7 @@ from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_parts import first_difference, name_difference
 from ..ranks.optimizer_state import RESUME_ALIKE
 from ..ranks.plugin_state import copy_state
-from ..ranks.shard_files import ShardReader, stage, write_shards
+from ..ranks.shard_files import ShardReader, host_has_room, owned_shards, stage, write_shards
 from ..ranks.train_state import TrainState
 from ..recipe.tables import Recipe
 from ..registry.active import Active
@@ -61,6 +61,7 @@ class Checkpoints:
         """The best evaluation, if the recipe keeps it."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
         self._thread, self._memory = ThreadPoolExecutor(1), dict[str, Tensor]()
+        self._warned = False
         self._task: Future[Any] | None = None
         """What it does in the background."""
 
@@ -175,11 +176,17 @@ class Checkpoints:
                     described, shards = self._state.describe(True, plugin_states)
                 else:
                     facts |= described
-                shards = stage(self._memory, rank, shards)
+                owned = owned_shards(rank, shards)
+                has_room = host_has_room(self._memory, owned)
+            if background := all_done(accelerator, has_room):  # ranks measure before one copies
+                with agreed(accelerator, operation):
+                    owned = stage(self._memory, owned)
+            else:
+                self._warn_of_full_host()
 
             def write() -> None:
                 with writing(target):
-                    written = write_shards(folder, rank, shards)
+                    written = write_shards(folder, rank, owned, not background)
                     if not alike:
                         written[rank_file(rank)] = write_json(folder / rank_file(rank), described)
                     write_json(folder / f".{rank_file(rank)}.tmp", written)
@@ -193,10 +200,21 @@ class Checkpoints:
 
             for work in (write, finish):
                 task = self._thread.submit(work)
+                if not background:
+                    task.exception()  # waits
                 alone = yield task
                 # When a rank ends, the launcher ends the main rank, which may still remove files.
                 with nullcontext() if alone else agreed(accelerator, operation):
                     task.result()
+
+    def _warn_of_full_host(self) -> None:
+        """Say once that saves are not in the background."""
+        if not self._warned:
+            say(
+                "warning: the host has too little free memory for copies of a checkpoint; "
+                "training stops while checkpoints are written"
+            )
+        self._warned = True
 
     def _remove_oldest(self, step: int, best: Best | None) -> None:
         """Remove all but the newest checkpoints and the best; warn where that fails."""

@@ -50,10 +50,7 @@ def tensors_to_save(model: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_model(
-    accelerator: Accelerator,
-    state: TrainState,
-    tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
+    accelerator: Accelerator, state: TrainState, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
 ) -> None:
     """Publish the trained model after comparing the files with the weights."""
     plain: Any = state.plain

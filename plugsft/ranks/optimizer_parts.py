@@ -61,10 +61,7 @@ def describe_states(
 
 
 def restore_states(
-    restorer: Restorer,
-    optimizer: Optimizer,
-    named: Mapping[str, Any],
-    states: Mapping[str, Any],
+    restorer: Restorer, optimizer: Optimizer, named: Mapping[str, Any], states: Mapping[str, Any]
 ) -> None:
     """Restore the states of parameters."""
     if strange := {*states} - {*named}:

@@ -6,6 +6,7 @@ needs whole tensors.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -20,12 +21,15 @@ from torch import Tensor
 
 from ..base.atomic import MANIFEST, Stamp, stamp, sync
 from ..base.errors import CheckpointError
+from ..base.machine import available_memory
 from ..model.tensor_shards import TensorShard
 
 OFFSETS = "places"
 """Key in a file's metadata: each shard's offset and the shape of its whole tensor."""
 FILE_BYTES = 2**30
-"""Approximate bytes of a file."""
+"""Approximate bytes of a file; writing one needs about as much memory."""
+ROOM = 0.75
+"""Most of the available memory that copies take."""
 MAX_OPEN = 256
 """Most files that a reader keeps open."""
 FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
@@ -34,32 +38,49 @@ FILE = re.compile(r"rank-([0-9]+)-[0-9]+\.safetensors")
 Shards = Mapping[str, TensorShard]
 
 
-def stage(memory: dict[str, Tensor], rank: int, shards: Shards) -> dict[str, TensorShard]:
-    """Copy this rank's shards to memory of the host, which saves share.
-
-    Whole tensors are written by the first rank.
-    """
-    owned = {
+def owned_shards(rank: int, shards: Shards) -> Shards:
+    """Return the shards that a rank writes: whole tensors are written by the first rank."""
+    return {
         name: shard
         for name, shard in shards.items()
         if shard.values.numel() and (rank == 0 or shard.per_rank or not shard.whole)
     }
+
+
+def host_has_room(memory: Mapping[str, Tensor], owned: Shards) -> bool:
+    """Tell whether the host has memory for the copies that `stage` adds, on all its ranks."""
+    # torch rounds pinned memory up to a power of two.
+    size = sum(
+        1 << (shard.values.nbytes - 1).bit_length()
+        for name, shard in owned.items()
+        if len(memory.get(name, ())) != len(shard.values)
+    )
+    whole = all(shard.whole for shard in owned.values())
+    ranks = 1 if whole else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return size + min(size, FILE_BYTES) <= ROOM * available_memory() / ranks
+
+
+def stage(memory: dict[str, Tensor], owned: Shards) -> Shards:
+    """Copy this rank's shards to memory of the host, which saves share."""
+    copies = {}
     for name, shard in owned.items():
         values = shard.values
         copy = memory.get(name)
         if copy is None or (len(copy), copy.dtype) != (len(values), values.dtype):
             memory[name] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-        owned[name] = replace(shard, values=memory[name].copy_(values))
-    return owned
+        copies[name] = replace(shard, values=memory[name].copy_(values))
+    return copies
 
 
-def write_shards(folder: Path, rank: int, shards: Shards) -> dict[str, Stamp]:
-    """Write shards and sync them; return the files' stamps."""
+def write_shards(folder: Path, rank: int, shards: Shards, copy: bool = False) -> dict[str, Stamp]:
+    """Write shards and sync them; return the files' stamps. `copy` is for those not staged."""
     stamps = {}
     for number, batch in enumerate(_batches(shards.items())):
         offsets = {name: (shard.start, shard.shape) for name, shard in batch}
         path = folder / f"rank-{rank:05d}-{number:03d}.safetensors"
-        save_file({name: it.values for name, it in batch}, path, {OFFSETS: json.dumps(offsets)})
+        # safetensors refuses views of the same memory.
+        values = {name: shard.values.to("cpu", copy=copy) for name, shard in batch}
+        save_file(values, path, {OFFSETS: json.dumps(offsets)})
         sync(path)
         stamps[path.name] = stamp(path)
     return stamps

@@ -16,12 +16,7 @@ from ..base.console import say
 from ..base.errors import PluginError
 from ..model.tensor_shards import TensorShard, local_values, shard_of
 from ..recipe.tables import short
-from .optimizer_parts import (
-    describe_optimizer,
-    describe_states,
-    optimizers_in,
-    restore_states,
-)
+from .optimizer_parts import describe_optimizer, describe_states, optimizers_in, restore_states
 from .optimizer_state import STATES, Describer, Restorer
 from .param_groups import describe_values, restore_values
 from .plugin_state import PLUGINS, PluginDescriber, PluginRestorer
@@ -146,11 +141,7 @@ class TrainState:
             )
 
     def restore(
-        self,
-        reader: ShardReader,
-        description: dict[str, Any],
-        same_sharding: bool,
-        per_rank: bool,
+        self, reader: ShardReader, description: dict[str, Any], same_sharding: bool, per_rank: bool
     ) -> dict[str, Any]:
         """Restore model and optimizer from a checkpoint; return the state of its plugins.
 
@@ -166,18 +157,11 @@ class TrainState:
             self._restore_weights(reader, named)
             self._update_copies()
             self._restore_optimizers(restorer, description["optimizer"])
-        return self._restore_plugins(reader, description["plugin_states"], per_rank)
-
-    def _restore_plugins(
-        self, reader: ShardReader, described: dict[str, Any], per_rank: bool
-    ) -> dict[str, Any]:
-        weights = self.parameters(trained=False)
-        restorer = PluginRestorer(
+        weights, described = self.parameters(trained=False), description["plugin_states"]
+        plugins = PluginRestorer(
             reader, self.rank, self._device, None, True, per_rank, weights=weights
         )
-        return {
-            name: restorer.value(state, f"{PLUGINS}/{name}") for name, state in described.items()
-        }
+        return {name: plugins.value(it, f"{PLUGINS}/{name}") for name, it in described.items()}
 
     def shard(self, parameter: Any) -> TensorShard:
         """Return this rank's shard of a parameter."""
@@ -188,17 +172,15 @@ class TrainState:
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
     def _mesh(self) -> Any:
-        parameters = self.plain.parameters()
-        first = next((tensor for tensor in parameters if isinstance(tensor, DTensor)), None)
-        return None if first is None else first.device_mesh
+        meshes = (it.device_mesh for it in self.plain.parameters() if isinstance(it, DTensor))
+        return next(meshes, None)
 
     def _describe_optimizers(self, describer: Describer) -> dict[str, Any]:
-        named = self.parameters(trained=False)
         base, *inner = optimizers_in(self._base)
         described = []
         for number, optimizer in enumerate(inner):
             folder = f"{STATES}/inner-{number}"
-            states = describe_states(describer, optimizer, named, folder)
+            states = describe_states(describer, optimizer, self.parameters(trained=False), folder)
             initial = self._initial[number + 1]
             described.append(describe_optimizer(describer, optimizer, states, initial, folder))
         states = self._describe_states(describer)
@@ -221,8 +203,7 @@ class TrainState:
             if number == 0:
                 self._restore_states(own, part["states"])
             else:
-                named = self.parameters(trained=False)
-                restore_states(own, optimizer, named, part["states"])
+                restore_states(own, optimizer, self.parameters(trained=False), part["states"])
             own.shared(part["shared"], optimizer)
             restore_values(own, part, optimizer, self._initial[number])
 

@@ -89,36 +89,22 @@ class ZeroTrainState(TrainState):
         return number, self._zero.fp32_partitioned_groups_flat[number]
 
     def _describe_states(self, describer: Describer) -> dict[str, Any]:
-        states = {}
+        states: dict[str, Any] = {}
+        read = self._access.safe_get_local_optimizer_state
         for name, parameter in self.parameters().items():
             number, flat = self._flat_tensor_of(parameter)
-            states[name] = {
-                key: self._describe_state(describer, name, key, value, flat, parameter)
-                if isinstance(value, Tensor) and value.shape == flat.shape
-                else describer.value(value, f"{STATES}/joined-{number}/{key}", flat)
-                for key, value in self._base.state.get(flat, {}).items()
-            }
+            states[name] = {}
+            for key, value in self._base.state.get(flat, {}).items():
+                if not isinstance(value, Tensor) or value.shape != flat.shape:
+                    stored = f"{STATES}/joined-{number}/{key}"
+                    states[name][key] = describer.value(value, stored, flat)
+                    continue
+                stored = f"{STATES}/{name}/{key}"
+                shard = self._zero_shard(parameter, read(parameter, key))
+                kind = {"tensor": dtype_name(value.dtype), "shape": shard.shape}
+                states[name][key] = kind | {"divided": "weight", "name": stored}
+                describer.shards[stored] = shard
         return states
-
-    def _describe_state(
-        self,
-        describer: Describer,
-        name: str,
-        key: str,
-        value: Tensor,
-        flat: Tensor,
-        parameter: Any,
-    ) -> dict[str, Any]:
-        """Describe a state with the shape of its parameter."""
-        stored = f"{STATES}/{name}/{key}"
-        read = self._access.safe_get_local_optimizer_state
-        shard = describer.shards[stored] = self._zero_shard(parameter, read(parameter, key))
-        return {
-            "tensor": dtype_name(value.dtype),
-            "shape": shard.shape,
-            "divided": "weight",
-            "name": stored,
-        }
 
     def _restore_weights(self, reader: ShardReader, named: dict[str, Any]) -> None:
         for name, parameter in named.items():

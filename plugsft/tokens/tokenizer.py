@@ -198,12 +198,7 @@ def _find_ends_of_batch(
 
 
 def _encode_again(
-    ids: Ids,
-    counts: Ints,
-    ends: Ints,
-    texts: list[str],
-    numbers: list[int],
-    tokenizer: Tokenizer,
+    ids: Ids, counts: Ints, ends: Ints, texts: list[str], numbers: list[int], tokenizer: Tokenizer
 ) -> tuple[Ids, Ints, Ints]:
     """Replace the tokens of some texts by those of the model's own tokenizer."""
     offsets, sizes = offsets_of(counts), _sizes(texts)
