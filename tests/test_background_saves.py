@@ -1,13 +1,15 @@
 """A checkpoint is written while training goes on; `saved` is heard once it is published."""
 
 import json
+import os
+import signal
 import statistics
 import time
 from types import SimpleNamespace
 
 import optimizers
 import torch
-from conftest import chats, only_full, run_ranks
+from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks, start_plugsft
 from plugin_packages import activate, install
 from test_resume import FSDP2, on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -107,6 +109,42 @@ def test_a_host_without_room_for_copies_writes_at_once_on_all_ranks(tiny, tmp_pa
     warning = "the host has too little free memory for copies of a checkpoint"
     assert [result.stdout.count(warning) for result in results] == [0, 1]
     assert [(run / f"staged-{rank}").read_text() for rank in range(2)] == ["0", "0"]
+
+
+SLOW = """
+@plugin()
+class Slow:
+    \"""Write the tensors of a checkpoint slowly.\"""
+    seconds: float
+
+    @hookimpl
+    def ready(self):
+        import time
+        from plugsft.ranks import shard_files
+        save_file = shard_files.save_file
+        shard_files.save_file = lambda *words: (time.sleep(self.seconds), save_file(*words))
+"""
+
+
+def test_a_kill_before_the_first_checkpoint_is_published_starts_again(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", slow=SLOW), monkeypatch)
+    recipe = tiny(
+        train={"batch_size": 4, "micro_batch": 4, "steps": 6},
+        checkpoint={"every": 3},
+        plugins={"slow": {"seconds": 60}},
+    )
+    words, run = (recipe, "--resume", "auto"), tmp_path / "run"
+    running = start_plugsft(*words)
+    while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < 5:
+        assert running.process.is_alive()
+        time.sleep(0.01)
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    assert not [*run.glob("checkpoints/step-*")]
+    done = run_plugsft(*words, "plugins.slow.seconds=0")
+    assert done.returncode == 0 and "no checkpoint yet" in done.stdout, done.stderr
+    assert [line["step"] for line in read_metrics(run)] == [*range(1, 7)]
+    assert not [*run.glob("checkpoints/.*")]
 
 
 def save_both_ways(name, accelerator, recipe, active):

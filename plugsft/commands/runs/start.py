@@ -149,8 +149,8 @@ def has_checkpoint(recipe: Recipe) -> bool:
         return True
     done = max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0)
     total = (read_run(folder).get("steps") or {}).get("total") or 0
-    # A step is logged only after the checkpoint of the step before is published.
-    if done > recipe.checkpoint.interval(total) > 0:
+    # A save waits for the one before: after the second one, the first is published.
+    if done > 2 * recipe.checkpoint.interval(total) > 0:
         raise CheckpointError(
             f"--resume auto: the run in {folder} reached step {done:,}, and its checkpoints are "
             "missing; restore them, or start again with --overwrite in place of --resume auto"
