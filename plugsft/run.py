@@ -94,7 +94,8 @@ class OpenRun:
         self.accelerator = connect(recipe, machine)
         facts = recipe_facts(recipe) | active.facts() | data.facts()
         ensure_alike(self.accelerator, facts, SAME_INPUTS)
-        self.load = make_load(recipe.model, scratch, empty=is_sharded(self.accelerator))
+        sharded, device = is_sharded(self.accelerator), self.accelerator.device
+        self.load = make_load(recipe.model, scratch, sharded, device)
         self.load.new_tokens = new_ids(recipe.model, self.tokenizer)
         self.module, self.optimizer = self._load_model()
         # Whether a step's numbers are read while the next step runs.

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from plugsft import RecipeError
-from plugsft.model.load import Load
+from plugsft.model.load import Load, make_load
+from plugsft.recipe.tables import Model
 
 SIZES = {
     "vocab_size": 40,
@@ -44,6 +45,32 @@ def loaded(folder):
 def test_weights_are_left_in_their_files(folder):
     model, load = loaded(folder)
     assert load.empty and all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_whole_model_is_loaded_straight_to_the_gpu(folder, tmp_path):
+    def kwargs(*options):
+        return make_load(Model(path=str(folder)), tmp_path, *options).kwargs
+
+    gpu = torch.device("cuda", 1)
+    assert kwargs(False, gpu)["device_map"] == {"": gpu}
+    for options in [(True, gpu), (False, torch.device("cpu")), ()]:
+        assert "device_map" not in kwargs(*options), "sharded models are read by rows"
+    device = torch.device("meta")  # in place of a GPU
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": device})
+    assert {parameter.device for parameter in model.parameters()} == {device}
+    models = [
+        model,
+        Load(str(folder), {"dtype": torch.float32}).build(),
+        Load(str(folder), {"dtype": torch.float32, "device_map": {"": "cpu"}}).build(),
+    ]
+    for number, model in enumerate(models):
+        assert not hasattr(model, "hf_device_map")
+        for module in model.modules():
+            assert not (hasattr(module, "_hf_hook") or module._forward_pre_hooks)
+        if number:
+            model.save_pretrained(tmp_path / str(number))
+    files = [(tmp_path / f"{number}/model.safetensors").read_bytes() for number in (1, 2)]
+    assert files[0] == files[1]
 
 
 def test_a_tensor_that_has_another_shape_in_its_file_is_not_read_by_rows(folder):

@@ -192,22 +192,29 @@ def ensure_readable(model: AdaptedModel) -> None:
 
 
 def initialize(model: Module, method: str, seed: int) -> None:
-    """Initialize the adapters, the same on all ranks.
+    """Initialize the adapters on the CPU: the same on all ranks, and wherever the model is.
 
     If the model's weights are not loaded yet, peft has created the adapters without memory.
     """
     torch.manual_seed(seed)
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, lora.LoraLayer)]
     for layer in layers:
-        if any(weight.is_meta for name, weight in layer.named_parameters() if "lora_" in name):
-            for half in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
-                getattr(layer, half).to_empty(device="cpu")
+        device = next(weight.device for name, weight in layer.named_parameters() if "lora_" in name)
+        halves = [
+            getattr(layer, f"lora_{half}") for half in ("A", "B", "embedding_A", "embedding_B")
+        ]
+        if device.type != "cpu":
+            for half in halves:
+                half.to_empty(device="cpu")
         if method == "orthogonal" and layer.lora_A:
             layer.orthogonal_init(NAME)
             for weights in (layer.lora_A, layer.lora_B):
                 weights.float()
         else:
             layer.reset_lora_parameters(NAME, "gaussian" if method == "gaussian" else True)
+        if device.type != "meta":
+            for half in halves:
+                half.to(device)
 
 
 def train_in_float32(module: Any) -> None:

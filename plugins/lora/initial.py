@@ -41,7 +41,8 @@ def start_from_base(model: Module, method: str) -> None:
         base: Any = layer.get_base_layer()
         with gather_params_ctx([base.weight], modifier_rank=None):
             if not base.weight.is_meta:
-                weight = dequantize_module_weight(base).detach().float()
+                # On the CPU: a GPU computes other numbers.
+                weight = dequantize_module_weight(base).detach().to("cpu", torch.float32)
                 weight = weight.T if layer.is_target_conv_1d_layer else weight
                 halves = split(weight, layer.r[NAME], layer.scaling[NAME])
                 for module, values in zip(layer.halves(), halves, strict=True):

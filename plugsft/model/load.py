@@ -204,14 +204,18 @@ def _wrong_weights(path: str, wrong: str) -> TrainError:
     )
 
 
-def make_load(model: Model, scratch: Path, empty: bool = False) -> Load:
-    """Return how to load a recipe's model, before plugins edit it."""
+def make_load(
+    model: Model, scratch: Path, empty: bool = False, device: torch.device | None = None
+) -> Load:
+    """Return how to load a recipe's model, before plugins edit it; straight to a GPU if whole."""
     kwargs: dict[str, Any] = {
         "dtype": getattr(torch, model.weights),
         "trust_remote_code": model.trust_remote_code,
     }
     if model.revision:
         kwargs["revision"] = model.revision
+    if device is not None and device.type == "cuda" and not empty:
+        kwargs["device_map"] = {"": device}
     return Load(model.path or str(scratch), kwargs, empty)
 
 
