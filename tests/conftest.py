@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
 from forks import FORK_TRIALS, FORKS, Running, run_fork, start_fork_server
 
 from plugsft.lab.bench import run as bench_runner
@@ -51,6 +52,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     # One core per worker: threads that compete for a core are ten times slower.
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[int(worker) % len(allowed)]})
+    torch.set_num_threads(1)  # torch has counted the cores before
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
