@@ -105,6 +105,18 @@ def tiny_tables(folder: Path, rows: list[Any] | None = None) -> dict[str, Any]:
     }
 
 
+def bare_tables(folder: Path, plugins: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a recipe that is checked and never run: its files need not exist."""
+    return {
+        "output": str(folder),
+        "device": "cpu",
+        "model": {"scratch": {}},
+        "data": {"source": "chats.jsonl"},
+        "train": {"batch_size": 1, "learning_rate": 0.1},
+        "plugins": plugins,
+    }
+
+
 def write_recipe(path: Path, tables: dict[str, Any]) -> Path:
     """Write a recipe."""
     path.write_text(tomli_w.dumps(tables), encoding="utf8")

@@ -57,6 +57,17 @@ def curve(run: Path):
     return [line[name] for name in NUMBERS for line in read_metrics(run) if name in line]
 
 
+def learns_what_one_does_without(plugin, name, recipe, folder):
+    """Train on two ranks, and on one process without a plugin; return the ranks' folder, output."""
+    alone, run = folder / "alone", folder / name
+    done = run_plugsft(recipe, f"output={alone}", "--without", plugin)
+    assert done.returncode == 0, done.stderr
+    code, out, err = run_launch(*config(name), "-m", "plugsft", recipe, f"output={run}")
+    assert code == 0, err
+    assert curve(run) == pytest.approx(curve(alone), rel=1e-5)
+    return run, out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("cpu2", marks=only_full), "fsdp2", "zero3"])
 def test_ranks_learn_what_one_process_learns(tiny, tmp_path, name):

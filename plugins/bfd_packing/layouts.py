@@ -70,7 +70,7 @@ class PackedEpoch(Layouts):
         )
 
     def shape(self, sequences: int) -> RowShape:
-        """Return the shape of all rows; an example has at most so many sequences."""
+        """Return the shape of all rows; `sequences` is the most that an example has."""
         documents = np.diff(self._stops, prepend=0) * sequences
         return RowShape.of_rows(documents, self._tokens, self._longest, self._capacity)
 

@@ -45,7 +45,7 @@ class FlashAttention:
     conditions: Conditions = state(Conditions(None, False, False, False))
     result: str = state("")
     sums: int = state(0)
-    """Sums that a token's gradient takes, if the kernel can index only so many."""
+    """How many numbers of a token's gradient the kernel sums; 0 if it can index any number."""
     row_length: str = state("")
     """The option that limits a packed row."""
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from . import Fp8
 
 MULTIPLE = 16
-"""Of which a GPU needs the sizes of a product to be a multiple."""
+"""The sizes of a product must be multiples of it on a GPU."""
 
 
 @dataclass

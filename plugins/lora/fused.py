@@ -98,7 +98,7 @@ class Casts:
     def get(self, A: Tensor, B: Tensor, dtype: dtype) -> tuple[Tensor, Tensor]:
         """Return A and B in a dtype, without gradients.
 
-        Evaluations cast anew: they may use other weights, which FSDP2 gathers unnoticed.
+        Evaluations always cast: they may use other weights, and FSDP2 changes no version of them.
         """
         if A.dtype == dtype or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return A.detach().to(dtype), B.detach().to(dtype)

@@ -55,7 +55,7 @@ def prepare_gpu(recipe: Recipe) -> None:
     # Lengths of rows vary; segments of fixed size would leave gaps between tensors.
     if not {*ALLOCATOR} & os.environ.keys():
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
-    # cuDNN plans its attention anew for each length, which takes longer than attention itself.
+    # cuDNN makes a plan for each new length, which takes longer than attention itself.
     if CUDNN_ATTENTION not in os.environ:
         torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import chats, only_full, run_launch, run_plugsft
+from conftest import bare_tables, chats, only_full
 from peft import LoraConfig, get_peft_model
 from test_gradient_checkpointing import SMALL, apply
-from test_launch import TRAIN, config, curve
+from test_launch import TRAIN, learns_what_one_does_without
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import PluginError, RecipeError, testing
@@ -292,15 +292,7 @@ def test_a_change_in_place_is_refused():
 )
 def test_what_needs_checkpoints_is_refused(monkeypatch, tmp_path, plugins, deepspeed, words):
     def ensure(plugins):
-        tables = {
-            "output": str(tmp_path),
-            "device": "cpu",
-            "model": {"scratch": {}},
-            "data": {"source": "chats.jsonl"},
-            "train": {"batch_size": 1, "learning_rate": 0.1},
-            "plugins": plugins,
-        }
-        layers.ensure_possible(resolve(tables)[0])
+        layers.ensure_possible(resolve(bare_tables(tmp_path, plugins))[0])
 
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", deepspeed)
     with pytest.raises(RecipeError, match=words):
@@ -356,10 +348,5 @@ def test_sharded_ranks_learn_what_one_does_without(tiny, tmp_path, name, checkpo
     plugins = {"activation_offload": {"min_bytes": 0}, "bfd_packing": {}, "fused_loss": {}}
     plugins |= {"gradient_checkpointing": {}} if checkpointing else {}
     recipe = tiny(rows=chats(21), train=TRAIN | {"micro_batch": 1, "steps": 5}, plugins=plugins)
-    alone = run_plugsft(recipe, f"output={tmp_path / 'alone'}", "--without", "activation_offload")
-    assert alone.returncode == 0, alone.stderr
-    run = tmp_path / name
-    code, out, err = run_launch(*config(name), "-m", "plugsft", recipe, f"output={run}")
-    assert code == 0, err
+    _, out = learns_what_one_does_without("activation_offload", name, recipe, tmp_path)
     assert "activations of 1 of 2 layers wait in host memory" in out
-    assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)

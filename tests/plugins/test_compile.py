@@ -7,7 +7,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import chats, only_full, run_launch, run_plugsft, run_ranks
+from conftest import bare_tables, chats, only_full, run_launch, run_plugsft, run_ranks
 from safetensors.torch import load_file
 from test_launch import TRAIN, config, curve
 from transformers import (
@@ -263,15 +263,7 @@ def test_a_model_without_such_layers_is_refused():
 def test_what_cannot_compile_is_refused_before_anything_is_loaded(
     tmp_path, monkeypatch, name, value, words
 ):
-    tables = {
-        "output": str(tmp_path),
-        "device": "cpu",
-        "model": {"scratch": {}},
-        "data": {"source": "chats.jsonl"},
-        "train": {"batch_size": 1, "learning_rate": 0.1},
-        "plugins": {"compile": {}},
-    }
-    recipe, active = resolve(tables)
+    recipe, active = resolve(bare_tables(tmp_path, {"compile": {}}))
     check(active.attach(), recipe, look())
     monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=words):

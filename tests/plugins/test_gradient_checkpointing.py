@@ -5,9 +5,9 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import chats, only_full, read_metrics, run_launch, run_plugsft, run_ranks
+from conftest import chats, only_full, read_metrics, run_plugsft, run_ranks
 from peft import LoraConfig, get_peft_model
-from test_launch import TRAIN, config, curve
+from test_launch import TRAIN, curve, learns_what_one_does_without
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from plugsft import RecipeError, testing
@@ -128,13 +128,6 @@ def test_two_ranks_learn_what_one_does_without(tiny, tmp_path):
 def test_sharded_ranks_learn_what_one_does_without(tiny, tmp_path, name):
     on = {"gradient_checkpointing": {}, "bfd_packing": {}}
     recipe = tiny(rows=chats(21), train=TRAIN | {"micro_batch": 1, "steps": 5}, plugins=on)
-    alone = run_plugsft(
-        recipe, f"output={tmp_path / 'alone'}", "--without", "gradient_checkpointing"
-    )
-    assert alone.returncode == 0, alone.stderr
-    run = tmp_path / name
-    code, out, err = run_launch(*config(name), "-m", "plugsft", recipe, f"output={run}")
-    assert code == 0, err
+    run, out = learns_what_one_does_without("gradient_checkpointing", name, recipe, tmp_path)
     assert "plugin gradient_checkpointing: 2 of 2 layers" in out
     assert len(read_metrics(run)) == 5
-    assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)

@@ -6,10 +6,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from conftest import chats, only_full, run_launch, run_plugsft
+from conftest import bare_tables, chats, only_full
 from peft import LoraConfig, get_peft_model
 from test_gradient_checkpointing import SMALL, apply
-from test_launch import TRAIN, config, curve
+from test_launch import TRAIN, learns_what_one_does_without
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -190,16 +190,10 @@ def test_the_kernel_for_packed_rows_runs_once(selective):
     ],
 )
 def test_what_hides_operations_is_refused(tmp_path, other, selective, words):
-    tables = {
-        "output": str(tmp_path),
-        "device": "cpu",
-        "model": {"scratch": {}},
-        "data": {"source": "chats.jsonl"},
-        "train": {"batch_size": 1, "learning_rate": 0.1},
-        "plugins": {other: {}, "gradient_checkpointing": {"selective": selective}},
-    }
+    plugins = {other: {}, "gradient_checkpointing": {"selective": selective}}
+    recipe, _ = resolve(bare_tables(tmp_path, plugins))
     with pytest.raises(RecipeError, match=words):
-        GradientCheckpointing(selective=selective).check(resolve(tables)[0])
+        GradientCheckpointing(selective=selective).check(recipe)
 
 
 def test_a_run_with_adapters_learns_the_same():
@@ -221,12 +215,5 @@ def test_sharded_ranks_learn_what_one_does_without(tiny, tmp_path, name, selecti
     }
     train = TRAIN | {"micro_batch": 1, "steps": 5}
     recipe = tiny(rows=chats(21), train=train, plugins=plugins)
-    alone = run_plugsft(
-        recipe, f"output={tmp_path / 'alone'}", "--without", "gradient_checkpointing"
-    )
-    assert alone.returncode == 0, alone.stderr
-    run = tmp_path / name
-    code, out, err = run_launch(*config(name), "-m", "plugsft", recipe, f"output={run}")
-    assert code == 0, err
+    _, out = learns_what_one_does_without("gradient_checkpointing", name, recipe, tmp_path)
     assert "with stored outputs of attention" in out
-    assert curve(run) == pytest.approx(curve(tmp_path / "alone"), rel=1e-5)
