@@ -205,7 +205,9 @@ def test_the_probe_passes_what_keeps_documents_apart(name, dtype):
     said = prove_on_model(model, dtype == torch.float32, PACKING)
     assert "documents proved apart" in said
     allowed = "1e-03" if dtype == torch.float32 else "5e-02"
-    assert re.search(rf"alone differ by \d.\de[+-]\d+ of .*, where {allowed} is allowed", said)
+    assert re.search(
+        rf"alone, their logits differ by \d.\de[+-]\d+ of .* \({allowed} is allowed", said
+    )
     assert "moves no neighbour" in said or name == "llama4", "only experts round"
     assert model.training
 
@@ -253,7 +255,7 @@ def test_the_probe_stops_positions_that_do_not_begin_again(monkeypatch):
             return embed(ids) + 3 * table.weight[: ids.shape[1]]
 
     monkeypatch.setattr(model.model, "embed_tokens", Counted())
-    with pytest.raises(RecipeError, match=r"1e-03 is allowed\): its positions do not"):
+    with pytest.raises(RecipeError, match=r"\(1e-03 is allowed\): its positions do not"):
         prove_on_model(model, True, PACKING)
 
 

@@ -29,8 +29,9 @@ class Choice:
 
     def describe(self, plugin: Fp8) -> str:
         """Describe the choice in one line."""
+        layers = "layer" if plugin.keep == 1 else f"{plugin.keep} layers"
         others = {
-            f"in the first and last {plugin.keep} of the layers": self.at_the_ends,
+            f"in the first and last {layers}": self.at_the_ends,
             f"with fewer than {plugin.min_size} inputs or outputs": self.small,
             f"whose size is no multiple of {MULTIPLE}": self.odd,
             "outside the layers (head)": self.outside,

@@ -246,16 +246,14 @@ def prove_on_model(model: Module, exact: bool, packing: Capability) -> str:
             "own change. Its layers carry a state from token to token (linear attention, a state "
             f"space, a convolution), or its attention ignores document boundaries; {cure}"
         )
-    measured = (
-        f"{difference:.1e} of the effect of other tokens, where {ALONE[exact]:.0e} is allowed"
-    )
+    measured = f"{difference:.1e} of the effect of other tokens ({ALONE[exact]:.0e} is allowed)"
     if not difference <= ALONE[exact]:
         raise RecipeError(
-            f"{REFUSED}: a document's logits after others differ from those alone (by {measured}): "
+            f"{REFUSED}: a document's logits after others differ from those alone by {measured}: "
             f"its positions do not restart; {cure}"
         )
     moved = f"a change moves {_moves(leak)}"
-    return f"documents proved apart ({moved}), logits alone differ by {measured}"
+    return f"documents proved apart ({moved}); alone, their logits differ by {measured}"
 
 
 def _moves(leak: float) -> str:

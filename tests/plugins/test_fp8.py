@@ -104,7 +104,7 @@ def test_inner_layers_that_are_large_enough_are_converted():
     result = convert_layers(Fp8(min_size=64, emulate=True), model)
     assert result == (
         "4 of 29 linear layers multiply in float8 (rowwise, emulated); not converted: "
-        "14 in the first and last 1 of the layers, 4 with fewer than 64 inputs or outputs, "
+        "14 in the first and last layer, 4 with fewer than 64 inputs or outputs, "
         "6 whose size is no multiple of 16, 1 outside the layers (head)"
     )
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
