@@ -18,7 +18,8 @@ PARTS = (
     "checkpoint",
     "rest",
 )
-"""Parts of a step. `norm`: all-reduce the loss, and clip gradients."""
+"""Parts of a step. `norm`: all-reduce the loss, clip gradients, and on a CPU log the step before,
+where its numbers are read late."""
 
 
 class Mark(NamedTuple):
