@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from plugsft.base.errors import PlugsftError
 from plugsft.commands.runs import chat as talk
+from plugsft.commands.runs.answers import Answers
 from plugsft.commands.runs.model_folder import model_folder
 from plugsft.data.load_tokenizer import stop_ids
 
@@ -122,6 +123,61 @@ def test_max_tokens_and_temperature_are_heard(run, speaker):
     assert short.answer([short.ask("What is red?")])[0] in ("B", "Bl", "Blo", "Blood")
     hot = talk.Speaker(speaker.model, speaker.tokenizer, 16, 50.0)
     assert len({hot.answer([hot.ask("Who?")])[0] for _ in range(4)}) > 1
+
+
+def test_sampling_options_and_seeds_decide_the_answer(run):
+    def answer(**options):
+        speaker = talk.open_speaker(run / "model", Answers(max_tokens=16, **options))
+        return speaker.answer([speaker.ask("Who?")])[0]
+
+    hot = {"temperature": 50.0}
+    assert answer(**hot, top_k=1) == answer(**hot, top_p=1e-6) == answer() == "Me."
+    assert answer(**hot, seed=1) == answer(**hot, seed=1) != answer(**hot, seed=2)
+    # The question has the letters of "Me."'s end; with this penalty none of them comes again.
+    assert answer(repetition_penalty=1e6) != "Me."
+    words = ("--temperature", "50", "--top-k", "1", "--top-p", "0.5", "--seed", "1")
+    assert run_plugsft("chat", run, "--ask", "Who?", *words).stdout == "Me.\n"
+
+
+def test_a_system_message_goes_before_every_chat_or_is_refused(run, tmp_path):
+    told = talk.open_speaker(run / "model", Answers(system="Be brief."))
+    [turns] = told.encode([told.ask("Who?")])["input_ids"]
+    text = told.tokenizer.decode(turns)
+    assert text.index("system\nBe brief.") < text.index("user\nWho?")
+    long = [*told.ask("red " * 120), {"role": "assistant", "content": "Me."}, *told.ask("Who?")]
+    short = told.shorten(long)
+    assert short == told.ask("Who?")
+    assert "Be brief." in told.tokenizer.decode(told.encode([short])["input_ids"][0])
+    deaf = shutil.copytree(run / "model", tmp_path / "deaf")
+    template = deaf / "chat_template.jinja"
+    for jinja, says in (
+        ("{{ raise_exception('System role not supported') }}", "refuses a system message: System"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out a"),
+        (None, "needs a chat template"),
+    ):
+        template.write_text(jinja) if jinja else template.unlink()
+        result = run_plugsft("chat", deaf, "--ask", "Who?", "--system", "Be brief.")
+        assert result.returncode == 2 and says in result.stderr, result.stderr
+        assert "put its text into the question" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top_p": 1.1, "temperature": 1}, "top_p = 1.1: must be above 0 and at most 1"),
+        ({"top_p": 0.0, "temperature": 1}, "top_p = 0.0: must be above 0"),
+        ({"top_k": 0, "temperature": 1}, "top_k = 0: must be at least 1"),
+        ({"top_k": 5}, "top_k has no effect at temperature 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: must be above 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty = nan: must"),
+        ({"temperature": float("inf")}, "temperature = inf: must be at least 0"),
+        ({"seed": -1}, "seed = -1: must be from 0"),
+        ({"max_tokens": 0}, "max_tokens = 0: must be at least 1"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(options, says):
+    with pytest.raises(PlugsftError, match=says):
+        Answers(**options)
 
 
 def test_the_answer_stays_within_the_context(speaker):
@@ -249,3 +305,5 @@ def test_a_place_without_a_model_says_what_to_do(tmp_path, make, says):
 def test_an_empty_question_is_refused(run):
     result = run_plugsft("chat", run, "--ask", " ")
     assert result.returncode == 2 and "empty question" in result.stderr
+    result = run_plugsft("chat", run, "--top-p", "2", "--temperature", "1")
+    assert result.returncode == 2 and "top_p = 2.0: must be above 0" in result.stderr

@@ -1,10 +1,10 @@
 """Generate answers with a model: for `plugsft chat`, and for plugins during a run."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
@@ -50,6 +50,10 @@ class Speaker:
     temperature: float
     synced: bool = False
     """Whether all ranks must call the forward equally often: their model is sharded."""
+    system: Turns = field(default_factory=list)
+    """The messages before each chat."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """More options of transformers; the others are those of the model's generation_config."""
 
     def __post_init__(self) -> None:
         self.stops = stop_ids(self.model, self.tokenizer)
@@ -66,7 +70,7 @@ class Speaker:
             self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             if templated
             else chat[-1]["content"]
-            for chat in chats
+            for chat in ([*self.system, *turns] for turns in chats)
         ]
         return self.tokenizer(
             texts,
@@ -99,18 +103,16 @@ class Speaker:
             raise PlugsftError(
                 f"a question of {ids.shape[1]:,} tokens; the model's context is {self.context:,}"
             )
-        sampling: dict[str, Any] = {"do_sample": False}
-        if self.temperature:
-            sampling = {"do_sample": True, "temperature": self.temperature}
         config = GenerationConfig(  # type: ignore[no-untyped-call]  # untyped upstream
             max_new_tokens=min(self.max_tokens, room),
             eos_token_id=self.stops or None,
             pad_token_id=pad_id(self.tokenizer),
             use_cache=True,
-            **sampling,
+            do_sample=self.temperature > 0,
+            temperature=self.temperature or None,
+            **self.sampling,
         )
-        generate: Any = self.model.generate
-        generated = generate(
+        generated = cast(Any, self.model).generate(
             input_ids=ids.to(self.model.device),
             attention_mask=encoded["attention_mask"].to(self.model.device),
             generation_config=config,

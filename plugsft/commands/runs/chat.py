@@ -26,21 +26,33 @@ from ...model.config import ensure_safetensors
 from ...model.generate import Speaker, Turns
 from ...model.load import grow_embeddings
 from ...output.folder import ADAPTER, base_model
+from .answers import Answers
 from .model_folder import is_reward_model
 from .quantized import keep_stored_weights, quantization
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
 
+CURE = "put its text into the question"
 EMPTY = "(the model ended its answer before the first word)"
 
 
-def chat(
-    folder: Path, ask: Sequence[str], max_tokens: int, temperature: float, trusted: bool = False
-) -> None:
+def chat(folder: Path, ask: Sequence[str], options: Answers, trusted: bool = False) -> None:
     """Answer the questions of --ask, or those typed until Ctrl-D."""
     if not all(question.strip() for question in ask):
         raise PlugsftError("--ask: an empty question has no answer")
+    speaker = open_speaker(folder, options, trusted)
+    for answer in speaker.answer_all(ask):
+        say(answer or EMPTY)
+    if not ask:
+        try:
+            converse(speaker)
+        except KeyboardInterrupt:
+            say("")  # the shell's prompt begins a line of its own
+
+
+def open_speaker(folder: Path, options: Answers, trusted: bool = False) -> Speaker:
+    """Load the model of a folder to answer with these options."""
     if is_reward_model(folder):
         raise PlugsftError(
             f"{folder} is a reward model: it scores answers, and cannot generate. Load it with "
@@ -49,14 +61,36 @@ def chat(
     ensure_safetensors(str(folder))
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
-    speaker = Speaker(*load(folder, trusted), max_tokens, temperature)
-    for answer in speaker.answer_all(ask):
-        say(answer or EMPTY)
-    if not ask:
-        try:
-            converse(speaker)
-        except KeyboardInterrupt:
-            say("")  # the shell's prompt begins a line of its own
+    speaker = Speaker(
+        *load(folder, trusted),
+        options.max_tokens,
+        options.temperature,
+        system=[{"role": "system", "content": options.system}] if options.system else [],
+        sampling=options.sampling,
+    )
+    ensure_system(speaker)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    return speaker
+
+
+def ensure_system(speaker: Speaker) -> None:
+    """Refuse a system message that the model's chat template refuses or leaves out."""
+    if not speaker.system:
+        return
+    if not speaker.tokenizer.chat_template:
+        raise PlugsftError(
+            f"a system message needs a chat template, and the model has none; {CURE}"
+        )
+    try:
+        chat = [*speaker.system, *speaker.ask("?")]
+        text = str(speaker.tokenizer.apply_chat_template(chat, tokenize=False))
+    except Exception as error:  # a template raises whatever it likes
+        raise PlugsftError(
+            f"the model's chat template refuses a system message: {error}; {CURE}"
+        ) from error
+    if speaker.system[0]["content"].strip() not in text:
+        raise PlugsftError(f"the model's chat template leaves out a system message; {CURE}")
 
 
 def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
