@@ -10,6 +10,7 @@ import signal
 import statistics
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -22,11 +23,13 @@ from plugsft.base.errors import RecipeError
 from plugsft.lab.bench.contenders import BOTH, LEARNS, READS, choose_contenders
 from plugsft.lab.bench.page import Scale, write_page
 from plugsft.lab.bench.results import Bench, ensure_comparable, regressions, seconds_per_token
-from plugsft.lab.bench.tables import format_console, markdown, plugin_table, run_table
+from plugsft.lab.bench.tables import format_console, markdown, plugin_table, run_table, summary
 from plugsft.lab.bench.timing import (
     FASTER,
     NOISE,
     SLOWER,
+    UNKNOWN,
+    Ratio,
     head,
     in_rounds,
     slowdown,
@@ -239,7 +242,8 @@ def test_noise_of_any_size_is_taken_for_nothing_else(heavy, size):
 
 
 def test_a_round_alone_makes_nothing_faster_and_little_is_nothing():
-    assert times_as_fast([1.0], [3.0]).word == NOISE
+    assert times_as_fast([1.0], [3.0]).word == UNKNOWN
+    assert times_as_fast([1.0], [3.0]).phrase == "3.00 x as fast, one round: cannot tell"
     assert times_as_fast([1.0, 1.0], [3.0, 3.0]).word == FASTER
     assert times_as_fast([1.0] * 5, [1.015] * 5).word == NOISE
     assert times_as_fast([1.03] * 5, [1.0] * 5).word == SLOWER
@@ -332,6 +336,23 @@ def test_words_of_a_bench():
         "a": "faster; among the others within noise",
         "b": "within noise; among the others slower",
     }
+
+
+def test_one_round_cannot_tell(tmp_path):
+    """Console, page and figures say so of steps and of preparing, whatever the ratio."""
+    found = report(a={"cost": 0.5}, a_b={"cost": 0.5})
+    found["rounds"] = found["rounds"][:1]
+    assert words_of(found) == {"a": UNKNOWN, "b": UNKNOWN}
+    bench = Bench(found)
+    assert all(UNKNOWN in line for line in [*format_console(bench)][1:])
+    write_page(tmp_path / "page.html", bench)
+    text = (tmp_path / "page.html").read_text()
+    assert text.count(f">{UNKNOWN}<") == 2 and NOISE not in text
+    line, one = bench.line("a"), Ratio((2.0,))
+    prepared = replace(line, prepared=one, again=one)
+    assert summary(prepared) == summary(replace(prepared, steps=False, alone=None, company=None))
+    several = replace(prepared, alone=Ratio((2.0,) * 5), company=None)
+    assert summary(several) == f"faster; preparing {UNKNOWN}"
 
 
 @pytest.mark.parametrize(
@@ -473,6 +494,8 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     bench = Bench(found)
     louder, slow = bench.lines()
     assert louder.learned.startswith("loss off by 0.01, gradient norm off by 0.01")
+    assert found["summary"]["louder"].startswith(f"{UNKNOWN}; affects results")
+    assert found["summary"]["slow"] == UNKNOWN and result.stdout.count(UNKNOWN) == 2
     assert not slow.steps and slow.alone is None and not slow.learned
     assert slow.prepared.middle < 0.7 and slow.again.middle < 0.7
     [one] = bench.figures("baseline")  # with a sleep of a millisecond for each token

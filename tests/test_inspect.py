@@ -14,11 +14,15 @@ from conftest import ROOT, chats, run_plugsft, tiny_tables, write_jsonl, write_r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugin_packages import activate, install
+from rich.cells import cell_len
+from rich.console import Console
 
 from plugsft import DataError, PlugsftError, RecipeError
 from plugsft.commands import inspect as inspection
 from plugsft.commands.audit import page as inspection_page
 from plugsft.commands.audit.rows import choose_ranges, histogram, quantiles
+from plugsft.commands.audit.token_lines import draw
+from plugsft.commands.audit.token_view import Piece, make_visible
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
@@ -52,19 +56,34 @@ def inspect(capsys):
     return run
 
 
-def bare(text):
-    """Take the marks of tokens and of training out again."""
-    return re.sub(r"·| ?\[\[|\]\] ?", "", text)
+def read_view(shown):
+    """Return the text of the rows in a view, and its trained text."""
+    text = trained = ""
+    lines = [line[2:] for line in shown.splitlines() if line.startswith("  ")]
+    lines = [line for line in lines if not re.match(r" *\d+( - +\d+)? +\d+  ", f"  {line}")]
+    for line, marks in zip(lines, [*lines[1:], ""], strict=True):
+        if re.fullmatch("[ ^~]+", line):
+            continue
+        column = 0
+        marks = marks if re.fullmatch("[ ^~]+", marks) else ""
+        for character in line:
+            width = cell_len(character)
+            is_trained = marks[column : column + width].strip() if width else character in trained
+            trained += character if is_trained else ""
+            column += width
+        assert len(marks) <= column
+        text += line + "\n" * line.endswith("⏎")
+    return text, trained
 
 
-def test_the_trained_tokens_of_a_row_stand_in_brackets(tiny, tmp_path, inspect):
+def test_the_trained_tokens_of_a_row_are_underlined(tiny, tmp_path, inspect):
     shown = inspect(tiny([TALK, *chats(20)]), rows=1)
     assert f"{tmp_path / 'data.jsonl'}, row 0: " in shown
-    plain = bare(shown)
-    assert "<|im_start|>user⏎\nsay hello<|im_end|>⏎\n<|im_start|>assistant⏎\n" in plain
-    _, trained = re.findall(r"\[\[(.*?)\]\]", shown, re.DOTALL)
+    assert shown.startswith("trained tokens: underlined, ^ and ~ in turn.")
+    text, trained = read_view(shown)
+    assert "<|im_start|>user⏎\nsay hello<|im_end|>⏎\n<|im_start|>assistant⏎\n" in text
     # A character of several tokens comes whole, and no row may steer the terminal.
-    assert bare(trained) == "hello 東京⏎\nand\\n\\x1b[31m bye<|im_end|>"
+    assert trained == "hello 東京⏎and\\n\\x1b[31m bye<|im_end|>"
     assert "\x1b" not in shown and "\ufffd" not in shown
 
 
@@ -92,7 +111,7 @@ def test_counts_are_those_of_preparing(tiny, inspect):
     for low, high, count in np.array(bars, int):
         assert count == np.sum((low <= whole) & (whole <= high))
     assert sum(int(count) for *_, count in bars) == 40
-    assert f"{max(whole)} (longest); max_length 50" in shown
+    assert f"longest {max(whole)}; max_length 50" in shown
     over = np.clip(whole - 50, 0, None).sum()
     assert f"longer than data.max_length = 50; cut by {over} tokens" in shown
 
@@ -139,7 +158,7 @@ def test_every_source_of_a_mixture_is_shown(tmp_path, inspect):
 
 def test_plugins_show(tiny, tmp_path, monkeypatch, inspect):
     activate(install(tmp_path, upper=UPPER), monkeypatch)
-    shown = bare(inspect(tiny([TALK], plugins={"upper": {}})))
+    shown = inspect(tiny([TALK], plugins={"upper": {}}))
     # What a plugin renders is not what the template would make of the rows.
     assert "say HELLO" in shown and "stable" not in shown
 
@@ -168,7 +187,7 @@ def test_bins_are_round_and_hold_every_length_once(lengths):
     assert all(one[1] + 1 == other[0] for one, other in pairwise(bins))
     points = quantiles(lengths)
     assert points["longest"] == lengths.max() and set(points.values()) <= {*lengths.tolist()}
-    assert points["50%"] == sorted(lengths)[(len(lengths) - 1) // 2]
+    assert points["median"] == sorted(lengths)[(len(lengths) - 1) // 2]
 
 
 def test_few_rows_make_few_bins(tiny, inspect):
@@ -248,11 +267,13 @@ def test_a_mask_that_covers_the_role_is_an_error(audited, tmp_path):
         "'<|im_start|>assistant', which the model never has to write; let the {% generation %} "
         "block of the chat template begin after it"
     )
-    assert re.search(r"\[\[⏎·?\n<\|im_start\|>·a", shown) or "[[<|im_start|>" in shown
+    assert "<|im_start|>assistant⏎owls" in read_view(shown)[1]
     # Where a turn is not trained, everything from the next one on is, if all is asked for.
     close = CHATML.read_text().replace("{{ '\\n' }}", "")
     shown, complaint = audited(close, [ASK, {**TELL, "weight": 0}, TELL], train_on="all")
-    assert not complaint and "]] owls·<|im_end|>· [[<|im_start|>·assistant" in shown
+    text, trained = read_view(shown)
+    assert not complaint and "owls<|im_end|><|im_start|>assistant⏎\nowls<|im_end|>" in text
+    assert "<|im_start|>assistant⏎<|im_start|>assistant⏎owls<|im_end|>" in trained
 
 
 def test_a_role_inside_an_answer_is_the_model_s_own(audited):
@@ -437,11 +458,42 @@ def test_data_is_looked_at_where_nothing_could_train(tiny):
     assert refused.returncode == 2 and "no NVIDIA GPU" in refused.stderr
 
 
+# A combining mark that is a token of its own, one that is not, wide characters and extra spaces.
+PIECES = [
+    Piece("<s>", [0], False, True),
+    Piece("  a 東京", [1], True),
+    Piece("e\u0301", [2, 3], True),
+    Piece(make_visible("\u0301"), [4], True),
+    Piece(make_visible("b\tc \n"), [5], False),
+    Piece("owl" * 9, [6], True),
+]
+
+
+def test_marks_stand_below_their_tokens_and_tokens_stay_whole():
+    lines = [line.plain for line in draw(PIECES, 30, colour=False)]
+    assert lines == [
+        "  <s>␣␣a 東京e\u0301◌\u0301b⇥c␣⏎",
+        "     ~~~~~~~~^~",
+        f"  {'owl' * 9}",
+        f"  {'~' * 27}",
+    ]
+    assert all(cell_len(line.plain) <= 22 for line in draw(PIECES, 22, colour=False))
+    painted = [*draw(PIECES, 30, colour=True)]
+    assert [line.plain for line in painted] == lines[::2]
+    styles = [str(painted[0].get_style_at_offset(Console(), at)) for at in (2, 5, 11, 12)]
+    assert "bold" in styles[0] and styles[1].replace("157", "78") == styles[2]
+    assert all("on color" in style for style in styles[1:3])
+    blank = Piece("x y", [1], True), Piece("⏎\n", [2], False), Piece("z ", [3], True)
+    assert [line.plain for line in draw(blank, 80, colour=True)] == ["  x y⏎", "  z␣"]
+
+
 @pytest.mark.slow
-def test_on_a_terminal_trained_tokens_are_green(tiny):
+@pytest.mark.parametrize("colour", [True, False])
+def test_on_a_terminal_trained_tokens_have_a_green_background(tiny, colour):
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "plugsft", "inspect", str(tiny([TALK])), "--rows", "1"]
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    env |= {} if colour else {"NO_COLOR": "1"}
     with subprocess.Popen(command, stdout=child, stderr=child, cwd=ROOT, env=env) as process:
         os.close(child)
         shown = b""
@@ -452,6 +504,11 @@ def test_on_a_terminal_trained_tokens_are_green(tiny):
                 break
     os.close(parent)
     assert process.returncode == 0
-    text = shown.decode()
-    green = "".join(re.findall(r"\x1b\[(?:1|1;4|4;1);32m(.*?)\x1b\[0m", text, re.DOTALL))
-    assert re.sub(r"\s", "", green) == r"hello東京⏎and\n\x1b[31mbye<|im_end|>"
+    text = shown.decode().replace("\r\n", "\n")
+    trained = r"hello東京⏎and\n\x1b[31mbye<|im_end|>"
+    if colour:
+        green = re.findall(r"\x1b\[(?:1;)?38;5;16;48;5;(?:78|157)m(.*?)\x1b\[0m", text, re.DOTALL)
+        assert re.sub(r"\s", "", "".join(green)) == f"trainedtokens{trained}"
+    else:
+        plain = re.sub(r"\x1b\[\d*m", "", text)
+        assert "48;5" not in text and read_view(plain)[1].replace(" ", "") == trained

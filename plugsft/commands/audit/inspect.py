@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from ...base.console import is_terminal, out, say
+from ...base.console import out, say
 from ...base.errors import DataError, RecipeError
 from ...base.machine import look
 from ...data.defaults import DataDefaults
@@ -20,12 +20,10 @@ from ...recipe.tables import Recipe
 from ...registry.active import Active, check
 from .page import write_page
 from .rows import Audit, audit, histogram
+from .token_lines import draw, has_colour, legend
 from .token_view import View, views
 
 BAR = 40
-# Every other token is underlined, to show where tokens end.
-TRAINED = ("bold green", "bold green underline")
-SEEN = ("default", "underline")
 
 
 def inspect_data(
@@ -53,8 +51,7 @@ def inspect_data(
         ensure_columns(recipe.data, opened)
         work = make_work(recipe, active, opened, Path(folder))
         if rows:
-            how = "green" if is_terminal() else "in [[ ]]; · ends each token"
-            say(f"trained tokens: {how}\n")
+            out.print(legend(has_colour(out)), end="\n\n")
         for source in range(len(opened)):
             for view in _views(work, opened, source, first, rows):
                 shown.append(view)
@@ -86,25 +83,9 @@ def _print_view(view: View) -> None:
         out.print(Text(f"{view.title}\n", "bold red"))
         return
     out.print(Text(view.title, "bold"))
-    text = _paint(view) if is_terminal() else _mark(view)
-    out.print(text, end="\n" if text.plain.endswith("\n") else "\n\n")
-
-
-def _paint(view: View) -> Text:
-    painted = Text()
-    for number, piece in enumerate(view.pieces):
-        painted.append(piece.text, (TRAINED if piece.trained else SEEN)[number % 2])
-    return painted
-
-
-def _mark(view: View) -> Text:
-    marked, inside = "", False
-    for piece in view.pieces:
-        if piece.trained != inside:
-            marked += " [[" if piece.trained else "]] "
-            inside = not inside
-        marked += piece.text[:-1] + "·\n" if piece.text.endswith("\n") else piece.text + "·"
-    return Text(marked + ("]]" if inside else ""))
+    for line in draw(view.pieces, out.width, has_colour(out)):
+        out.print(line)
+    say("")
 
 
 def _print_audit(result: Audit) -> None:

@@ -106,8 +106,11 @@ def choose_ranges(total: int, everything: bool) -> list[range]:
 def quantiles(lengths: Ints) -> dict[str, int]:
     """Return quantiles of the lengths, rising, by their names."""
     values = np.percentile(lengths, QUANTILES, method="inverted_cdf").astype(np.int64).tolist()
-    names = [*(f"{percent}%" for percent in QUANTILES[:-1]), "longest"]
-    return dict(zip(names, values, strict=True))
+    names = {50: "median", 100: "longest"}
+    return {
+        names.get(percent, f"{percent}th percentile"): value
+        for percent, value in zip(QUANTILES, values, strict=True)
+    }
 
 
 def histogram(lengths: Ints) -> list[tuple[int, int, int]]:
@@ -148,7 +151,7 @@ def _examples(tokens: Tokens) -> Iterator[Example]:
 def _measure(result: Audit) -> None:
     """Add facts about lengths, trained tokens and duplicates."""
     shard, tokens, facts = result.sample.shard, result.sample.tokens, result.facts
-    points = ", ".join(f"{length:,} ({name})" for name, length in quantiles(result.lengths).items())
+    points = ", ".join(f"{name} {length:,}" for name, length in quantiles(result.lengths).items())
     facts.append(("lengths", f"{points}; max_length {result.max_length:,}"))
     shares = tokens.targets / tokens.lengths
     trained = (

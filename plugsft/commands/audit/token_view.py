@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.cells import cell_len
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ...data.sample import Sample
 from ...data.slices import ShardWriter
+
+SIGNS = {"\n": "⏎\n", "\t": "⇥"}
 
 
 class Piece(NamedTuple):
@@ -19,6 +22,8 @@ class Piece(NamedTuple):
     text: str
     ids: list[int]
     trained: bool
+    special: bool = False
+    """Whether it is a special token, and no text that looks like one."""
 
 
 @dataclass
@@ -57,19 +62,23 @@ def pieces(
     tokenizer: Tokenizer, ids: NDArray[np.int32], trained: NDArray[np.bool_]
 ) -> Iterator[Piece]:
     """Yield each token's text; tokens that share a character are one piece."""
+    added = tokenizer.get_added_tokens_decoder()
     stream, waiting = DecodeStream(skip_special_tokens=False), list[int]()
     for place, token in enumerate(ids.tolist()):
         waiting.append(token)
         text = stream.step(tokenizer, token)
         if text is not None or place == len(ids) - 1:
             visible = "\ufffd" if text is None else make_visible(text)
-            yield Piece(visible, waiting, bool(trained[place + 1 - len(waiting)]))
+            special = token in added and added[token].special
+            yield Piece(visible, waiting, bool(trained[place + 1 - len(waiting)]), special)
             waiting = []
 
 
 def make_visible(text: str) -> str:
     """Escape characters that are invisible or control a terminal."""
-    return "".join(
-        "⏎\n" if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode()
+    # A token that begins with a combining mark would be drawn on the token before.
+    base = "◌" if text and not cell_len(text[0]) and text[0].isprintable() else ""
+    return base + "".join(
+        SIGNS.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode())
         for c in text
     )

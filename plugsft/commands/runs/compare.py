@@ -20,6 +20,8 @@ from ...registry.discover import BUNDLED
 
 RESULTS = ("loss", "accuracy", "margin")
 """Training metrics that are results; every evaluation metric is one."""
+LENGTHS = {"median": "median", "95th percentile": "p95", "longest": "max"}
+"""Names of figures about lengths, and their keys in run.json."""
 COUNTS = ("rows", "examples", "tokens", "trained_tokens", "pairs")
 COSTS = {
     "tokens per second": ("throughput", "tokens_per_second"),
@@ -211,7 +213,8 @@ def _data(title: str, a: dict[str, Any], b: dict[str, Any]) -> Section:
 def _details(data: dict[str, Any]) -> dict[str, Any]:
     """Return the facts about data other than the counts."""
     bad, cut = table_of(data, "bad_rows").items(), table_of(data, "truncated")
-    lengths = {f"length, {n}": table_of(data, "lengths").get(n) for n in ("median", "p95", "max")}
+    known = table_of(data, "lengths")
+    lengths = {f"length, {name}": known.get(key) for name, key in LENGTHS.items()}
     return {
         **{f"bad rows, {reason}": rows["count"] for reason, rows in bad},
         **{f"encoded by {name}": count for name, count in table_of(data, "engines").items()},

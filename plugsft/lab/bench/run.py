@@ -23,8 +23,8 @@ from ..trials.runner import Trial, TrialRunner, run_process, trials, with_change
 from .contenders import Contenders, choose_contenders, key
 from .page import write_page
 from .results import Bench, Figures, ensure_comparable, read_report, regressions
-from .tables import TITLE, duration, format_console, markdown
-from .timing import as_json, head, in_rounds
+from .tables import TITLE, duration, format_console, markdown, summary
+from .timing import UNKNOWN, as_json, head, in_rounds
 
 JSON, MARKDOWN, PAGE = "bench.json", "bench.md", "bench.html"
 AGAIN = "again"
@@ -96,6 +96,8 @@ def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     for text in format_console(result):
         say(text)
     say(f"figures: {folder / JSON}\ntable: {folder / MARKDOWN}\npage: {folder / PAGE}")
+    if earlier and min(len(bench.report["rounds"]) for bench in (result, earlier)) < 2:
+        say(f"compared with {options.against}: memory and results; speed: {UNKNOWN}")
     if earlier and (problems := regressions(result, earlier, options.tolerance)):
         raise Regressed("\n".join(f"compared with {options.against}: {text}" for text in problems))
 
@@ -241,8 +243,9 @@ class BenchRun:
         """Write the report so far: figures, table and page."""
         self.report["status"] = status
         if self.report["rounds"] or self.report["preparations"]:
-            write_text(self.folder / JSON, as_json(self.report))
             result = Bench(self.report)
+            self.report["summary"] = {line.plugin: summary(line) for line in result.lines()}
+            write_text(self.folder / JSON, as_json(self.report))
             write_text(self.folder / MARKDOWN, markdown(result))
             write_page(self.folder / PAGE, result)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from ...base.console import format_count, format_size
 from .contenders import BASELINE
 from .results import AFFECTS, Bench, Figures, PluginResult, relative_differences, seconds_per_token
-from .timing import NOISE, machine_line, spread
+from .timing import NOISE, UNKNOWN, machine_line, spread
 
 Table = list[list[str]]
 """Rows of cells; the first names the columns."""
@@ -42,12 +42,15 @@ def summary(line: PluginResult) -> str:
     if line.company and (not line.alone or line.company.word != line.alone.word):
         phrases.append(f"among the others {line.company.word}")
     for act, ratio in (("prepares", line.prepared), ("prepares again", line.again)):
-        if ratio and ratio.word != NOISE:
+        if ratio and ratio.word == UNKNOWN:
+            if UNKNOWN not in phrases:
+                phrases.append(f"preparing {UNKNOWN}" if phrases else UNKNOWN)
+        elif ratio and ratio.word != NOISE:
             phrases.append(f"{act} {ratio.word}")
     if line.learned:
         phrases.append(f"{AFFECTS} ({line.learned})")
     phrases += [f"{contender} failed" for contender in line.failed]
-    return "; ".join(phrases) or NOISE
+    return "; ".join(dict.fromkeys(phrases)) or NOISE
 
 
 def run_table(bench: Bench) -> Table:
@@ -110,7 +113,7 @@ def notes(bench: Bench) -> Iterator[str]:
         f"own{launched}, with {settings['steps']} steps after {settings['warmup']} to warm up. "
         "Alone: speed relative to no plugin. Among the others: all plugins relative to all but "
         "this one. Again: another run prepares with the same cache. Faster and slower: by more "
-        "than 2 %, at 98 % confidence."
+        "than 2 %, at 98 % confidence. One round has no spread, so it cannot tell; --rounds 5 can."
     )
     for name, why in report["kept"].items():
         yield f"{name} is always on: {why}."

@@ -21,6 +21,8 @@ from ...output.record import PACKAGES
 T = TypeVar("T")
 
 FASTER, SLOWER, NOISE = "faster", "slower", "within noise"
+UNKNOWN = "one round: cannot tell"
+"""The word for a single round, which has no spread to compare a difference with."""
 FLOOR = 0.02
 """Smaller differences count as none, however certain."""
 SURE = (31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764, 2.718, 2.681, 2.650)
@@ -47,7 +49,7 @@ class Ratio:
         """
         logs = [math.log(ratio) for ratio in self.rounds]
         if len(logs) < 2:
-            return NOISE
+            return UNKNOWN
         mean, margin = statistics.fmean(logs), margin_of_error(logs)
         if abs(mean) <= margin or abs(math.log(self.middle)) < math.log(1 + FLOOR):
             return NOISE
