@@ -28,7 +28,7 @@ from plugsft.base import console
 from plugsft.base.machine import look
 from plugsft.commands.runs.start import find_checkpoints
 from plugsft.model.load import Load, saved_tensors
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")
 CLOSE = 2e-5

@@ -17,7 +17,7 @@ from plugsft.base.machine import look
 from plugsft.model.load import Load, saved_tensors
 from plugsft.ranks.launch import connect, silence_libraries
 from plugsft.ranks.sharding import shard_frozen_model
-from plugsft.registry.active import load as load_recipe
+from plugsft.registry.load import load as load_recipe
 
 
 def whole(tensor):

@@ -14,7 +14,8 @@ from plugsft.batches.packed_rows import documents_of
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.load import make_load
-from plugsft.registry import active as registry
+from plugsft.registry.active import check
+from plugsft.registry.load import load
 
 CONFIG = LlamaConfig(
     vocab_size=96,
@@ -73,9 +74,9 @@ def stepped(tmp_path, folder, plugins, dtype):
     tables = tiny_tables(tmp_path) | {"plugins": plugins}
     tables["model"] = {"path": str(folder), "dtype": dtype, "tokenizer": str(folder)}
     tables["train"]["micro_batch"] = 1
-    recipe, active = registry.load(write_recipe(tmp_path / "recipe.toml", tables))
+    recipe, active = load(write_recipe(tmp_path / "recipe.toml", tables))
     active.attach(DataDefaults(tmp_path), BatchDefaults(), ModelDefaults())
-    registry.check(active, recipe, look())
+    check(active, recipe, look())
     torch.manual_seed(1)
     model = active.hooks.optimize_model(load=make_load(recipe.model, tmp_path)).train()
     with torch.no_grad():

@@ -36,7 +36,7 @@ from plugsft.lab.bench.timing import (
     spread,
     times_as_fast,
 )
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 
 NOTHING = """
     @plugin()

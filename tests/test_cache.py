@@ -44,7 +44,8 @@ from plugsft.data import prepare
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
 from plugsft.recipe.tables import Recipe
-from plugsft.registry.active import Active, load, resolve
+from plugsft.registry.active import Active
+from plugsft.registry.load import load, resolve
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 

@@ -11,9 +11,9 @@ from plugin_packages import activate, install
 from plugsft import PluginError, RecipeError
 from plugsft.recipe.capabilities import CAPABILITIES, SHARED, Capability
 from plugsft.recipe.parse import resolved
-from plugsft.registry.active import resolve
 from plugsft.registry.contracts import contract_of
 from plugsft.registry.discover import find, load_class
+from plugsft.registry.load import resolve
 
 PACKER = """
 @plugin(provides={"packed_rows": "tokens"})

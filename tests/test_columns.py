@@ -19,7 +19,7 @@ from plugsft.lab.forecast.workload import read_epoch, workload_of
 from plugsft.lab.trials.runner import write_examples
 from plugsft.lab.tune.sizes import keeps_steps
 from plugsft.model.defaults import ModelDefaults
-from plugsft.registry.active import load, resolve
+from plugsft.registry.load import load, resolve
 from plugsft.tokens import shards as shards_module
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens

@@ -19,7 +19,7 @@ from conftest import ROOT, chats, run_launch, run_plugsft, tiny_tables, write_js
 
 from plugsft import cli
 from plugsft.recipe.tables import Eval, Recipe
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 
 README = (ROOT / "README.md").read_text(encoding="utf8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

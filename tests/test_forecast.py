@@ -33,7 +33,7 @@ from plugsft.model.config import load_config
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.load import make_load
 from plugsft.recipe.parse import anchored
-from plugsft.registry import active as registry
+from plugsft.registry import load as registry
 from plugsft.tokens.store import Tokens
 
 WORDS = TEXT.split()

@@ -29,7 +29,7 @@ from plugsft.output import report
 from plugsft.output.folder import describe_results, read_run
 from plugsft.recipe.parse import resolved
 from plugsft.recipe.tables import COLUMNS, Data
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 from plugsft.tokens.tokenizer import encode as encode_texts
 from plugsft.tokens.tokenizer import lighten
 

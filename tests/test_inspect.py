@@ -26,7 +26,7 @@ from plugsft.commands.audit.token_view import Piece, make_visible
 from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
-from plugsft.registry import active as registry
+from plugsft.registry import load as registry
 
 UPPER = '''
 @plugin()

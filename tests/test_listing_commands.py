@@ -17,9 +17,9 @@ from plugsft.commands.runs.results import show_run
 from plugsft.data.defaults import DataDefaults
 from plugsft.model.defaults import ModelDefaults
 from plugsft.output.record import Record
-from plugsft.registry.active import load
 from plugsft.registry.contracts import SPECS, is_stage
 from plugsft.registry.discover import find
+from plugsft.registry.load import load
 
 LOUD = '''
 @plugin()

@@ -8,8 +8,8 @@ from conftest import run_plugsft
 from plugin_packages import activate, install
 
 from plugsft.base.errors import PluginError
-from plugsft.registry.active import load
 from plugsft.registry.contracts import METRICS
+from plugsft.registry.load import load
 
 MEASURES = """
     import torch

@@ -16,7 +16,7 @@ from plugsft.commands.check import check
 from plugsft.data.defaults import DataDefaults
 from plugsft.lab.forecast.workload import read_epoch
 from plugsft.lab.trials.runner import trials
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 
 

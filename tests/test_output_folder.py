@@ -10,7 +10,7 @@ from conftest import chats, read_metrics, run_plugsft, start_plugsft, tiny_table
 
 from plugsft.base.errors import RecipeError
 from plugsft.output import folder as places
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 
 LONG = {"steps": 4000, "log_every": 4000}
 

@@ -16,7 +16,7 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import pad_id
 from plugsft.data.prepare import prepare
 from plugsft.model.defaults import ModelDefaults
-from plugsft.registry.active import resolve
+from plugsft.registry.load import resolve
 from plugsft.run import save_scratch_model
 
 with warnings.catch_warnings():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from plugsft.base.errors import LaunchError
 from plugsft.ranks import launcher, watch_launcher
 from plugsft.ranks.precision import autocast_experts, ensure_same_dtypes, mixed_precision, on_cpu
-from plugsft.recipe.parse import read, validate
+from plugsft.recipe.read import read, validate
 from plugsft.recipe.tables import Model
 
 SEES = """

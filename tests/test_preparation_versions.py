@@ -25,7 +25,7 @@ from plugsft.data.jsonl import RowList
 from plugsft.data.slices import ShardWriter, make_examples, render
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
-from plugsft.registry.active import resolve
+from plugsft.registry.load import resolve
 from plugsft.tokens.tokenizer import Tokenizer, encode
 
 GOLDEN = ROOT / "tests/golden/stages.json"

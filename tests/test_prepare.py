@@ -24,7 +24,7 @@ from plugsft.base.types import Slice
 from plugsft.data import prepare, sources
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
-from plugsft.registry.active import load, resolve
+from plugsft.registry.load import load, resolve
 from plugsft.tokens.store import Tokens
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}

@@ -14,9 +14,10 @@ from pydantic import BaseModel
 
 from plugsft import Recipe, RecipeError
 from plugsft.recipe import tables as recipe_module
-from plugsft.recipe.parse import explain, fields, flatten, read, resolved, validate
-from plugsft.registry.active import load
+from plugsft.recipe.parse import explain, fields, flatten, resolved
+from plugsft.recipe.read import read, validate
 from plugsft.registry.discover import find, load_class
+from plugsft.registry.load import load
 
 WHOLE = "it should be a whole number, such as 2"
 

@@ -4,7 +4,7 @@ import pytest
 from conftest import ROOT
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.stem)

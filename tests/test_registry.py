@@ -17,8 +17,9 @@ from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
 from plugsft.data.defaults import DataDefaults
 from plugsft.hooks import Hooks, hookimpl
-from plugsft.registry.active import Active, check, load, order, resolve
+from plugsft.registry.active import Active, check, order
 from plugsft.registry.discover import find
+from plugsft.registry.load import load, resolve
 
 WRAPS = """
 @plugin({contract})
@@ -65,7 +66,7 @@ def test_a_third_party_plugin_is_found_but_imported_only_if_active(company, tmp_
     script = f"""
         import sys
         from plugsft.registry.discover import find
-        from plugsft.registry.active import load
+        from plugsft.registry.load import load
         targets = {{name: found.target for name, found in find().items()}}
         assert not set(targets.values()) & set(sys.modules), "finding imports nothing"
         load({str(path)!r})

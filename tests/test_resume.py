@@ -31,7 +31,7 @@ from plugsft.output.checkpoint import Checkpoints
 from plugsft.output.same_run import keys_affecting_results
 from plugsft.ranks.launch import connect
 from plugsft.ranks.sharding import shard_model, train_state_of
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

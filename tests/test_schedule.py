@@ -15,7 +15,7 @@ from plugsft.commands.check import check
 from plugsft.lab.trials.runner import trials
 from plugsft.model.schedule import Schedule, check_schedule, schedule_factor
 from plugsft.recipe.tables import Train
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 
 
 def optimizer():

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, tiny_tables, write_recipe
 
 from plugsft.lab.trials.runner import sample_by_length, trials, with_changes
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 
 

@@ -29,7 +29,7 @@ from plugsft.lab.tune.edit_recipe import edit, ensure_free, read_body, write_edi
 from plugsft.lab.tune.run import Tuning
 from plugsft.lab.tune.search import Setting
 from plugsft.lab.tune.sizes import choose_steps
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 
 RECIPE = """\

@@ -20,7 +20,7 @@ from plugsft.data.render import render_rows
 from plugsft.data.slices import render
 from plugsft.data.unread_columns import REFUSED, WARNED
 from plugsft.recipe.tables import Data
-from plugsft.registry.active import resolve
+from plugsft.registry.load import resolve
 from plugsft.tokens.tokenizer import lighten
 
 ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}

@@ -80,7 +80,7 @@ def bench(
 ) -> None:
     """Measure each plugin: its effect on speed, memory and results."""
     from ..output.folder import ensure_inputs
-    from ..registry.active import load
+    from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
     ensure_inputs(loaded, recipe)

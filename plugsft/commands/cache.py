@@ -27,7 +27,7 @@ def explain(
     folder: CacheFolder = None,
 ) -> None:
     """Say whether a recipe's data is cached; if not, what differs from the entries."""
-    from ..registry.active import load
+    from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
     # A mistake in the recipe is reported before anything heavy is imported.

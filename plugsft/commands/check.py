@@ -19,7 +19,7 @@ def check(
     ] = None,
 ) -> None:
     """Find mistakes in recipe, plugins, data and disk before training."""
-    from ..registry.active import load
+    from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
     # A mistake in the recipe is reported before anything heavy is imported.

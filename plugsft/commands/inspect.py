@@ -22,7 +22,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Show rows as the model will see them, and audit the data."""
-    from ..registry.active import load
+    from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
     # A mistake in the recipe is reported before anything heavy is imported.

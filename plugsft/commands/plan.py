@@ -37,7 +37,7 @@ def plan(
 ) -> None:
     """Forecast the memory of a run on any GPUs; say what fits, or what to change."""
     from ..output.folder import ensure_inputs
-    from ..registry.active import load
+    from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
     ensure_inputs(loaded, recipe)

@@ -5,7 +5,7 @@ from .options import Overrides, RecipeFile, Without
 
 def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = None) -> None:
     """Tokenize a recipe's data ahead of training."""
-    from ..registry.active import load
+    from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
     # A mistake in the recipe is reported before anything heavy is imported.

@@ -10,9 +10,10 @@ from ..base.console import out, say
 from ..hooks import CORE
 from ..output.report import read_record
 from ..recipe.parse import resolved
-from ..registry import active as registry
+from ..registry.active import options_of
 from ..registry.contracts import SPECS
 from ..registry.discover import find
+from ..registry.load import load
 
 CORE_NOTICES = ("logged",)
 """The notices that the core implements; it answers every stage. Listed here to avoid torch."""
@@ -33,13 +34,13 @@ def list_plugins() -> None:
 
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:
     """Print a recipe as TOML with every default filled in."""
-    recipe, _ = registry.load(path, overrides)
+    recipe, _ = load(path, overrides)
     say(resolved(recipe).rstrip())
 
 
 def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> None:
     """Print who answers and who wraps each hook, then each plugin's options and summary."""
-    recipe, active = registry.load(path, overrides, without)
+    recipe, active = load(path, overrides, without)
     active.attach()
     width = max(map(len, SPECS))
     for hook, is_stage, answers, wrappers in active.describe():
@@ -50,7 +51,7 @@ def list_hooks(path: Path, overrides: Sequence[str], without: Sequence[str]) -> 
         out.print(Text.assemble((f"{hook:<{width}}", "bold"), f"  {kind}  {text}{wrapped}"))
     summaries = _last_summaries(recipe.folder)
     for name, plugin in active.plugins.items():
-        options = registry.options_of(plugin)
+        options = options_of(plugin)
         shown = ", ".join(
             f"{key} = {json.dumps(value, default=str)}" for key, value in options.items()
         )

@@ -31,7 +31,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model; `plugsft RECIPE` does the same."""
-    from ..registry.active import load
+    from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
     # A mistake in the recipe is reported before numpy and Arrow are imported.

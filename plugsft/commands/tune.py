@@ -34,7 +34,7 @@ def tune(
 ) -> None:
     """Measure which micro-batch is the fastest that fits; write a recipe with it."""
     from ..output.folder import ensure_inputs
-    from ..registry.active import load
+    from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
     ensure_inputs(loaded, recipe)

@@ -21,8 +21,9 @@ from ..data.defaults import DataDefaults
 from ..data.prepare import open_data
 from ..data.slices import ShardWriter
 from ..output.report import read_metrics
-from ..registry.active import check, resolve
+from ..registry.active import check
 from ..registry.discover import find
+from ..registry.load import resolve
 
 ROWS = 24
 TEXT = "we pad short rows up to long ones naïvely and 東京 has 12 owls that read them all"

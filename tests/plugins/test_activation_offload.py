@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from plugsft import PluginError, RecipeError, testing
 from plugsft.plugins.activation_offload import ActivationOffload, copies, layers
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
-from plugsft.registry.active import resolve
+from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 LAYERS = SMALL["num_hidden_layers"]

@@ -29,7 +29,7 @@ from plugsft import RecipeError
 from plugsft.data.load_tokenizer import load_tokenizer
 from plugsft.model.load import Load, grow_embeddings
 from plugsft.recipe.tables import Model
-from plugsft.registry.active import resolve
+from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 NEW = ["<think>", "</think>"]

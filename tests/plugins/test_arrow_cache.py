@@ -27,7 +27,8 @@ from plugsft.base.checksums import add_checksum, parse_checksummed
 from plugsft.base.machine import look
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 from plugsft.tokens import store
 from plugsft.tokens.store import Tokens
 

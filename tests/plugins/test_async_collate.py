@@ -28,7 +28,8 @@ from plugsft.model.defaults import ModelDefaults
 from plugsft.plugins import async_collate
 from plugsft.plugins.async_collate.ahead import Ahead
 from plugsft.ranks.load_batches import BatchLoader
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 # 43 examples in global batches of 8: five whole ones and one of three, twice.
 TRAIN = {"epochs": 2, "batch_size": 8, "micro_batch": 2, "learning_rate": 1e-3}

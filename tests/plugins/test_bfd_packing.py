@@ -36,7 +36,8 @@ from plugsft.plugins.bfd_packing.layouts import PackedEpoch, PackedSteps, deal
 from plugsft.plugins.bfd_packing.overlong import cut_overlong
 from plugsft.plugins.bfd_packing.row_shape import RowShape, fix_shape
 from plugsft.recipe.tables import Train
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 

@@ -31,7 +31,8 @@ from plugsft.plugins.compile.programs import LOGGER
 from plugsft.plugins.flash_attention.kernels import register_kernel
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 from plugsft.plugins.lora import Lora
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 # Those of torch, as its compiler is imported and traces.
 pytestmark = pytest.mark.filterwarnings("ignore")

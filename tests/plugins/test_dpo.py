@@ -35,7 +35,8 @@ from plugsft.data import prepare
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.pairs import split_pair
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 from plugsft.run import OpenRun
 
 with warnings.catch_warnings():

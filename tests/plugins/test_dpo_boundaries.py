@@ -22,7 +22,7 @@ from plugsft.data.defaults import DataDefaults
 from plugsft.data.slices import align_pairs, target_mask
 from plugsft.plugins.dpo import Dpo
 from plugsft.recipe.tables import Data
-from plugsft.registry.active import resolve
+from plugsft.registry.load import resolve
 from plugsft.tokens.tokenizer import encode, lighten
 
 with warnings.catch_warnings():

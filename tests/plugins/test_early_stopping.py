@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from plugsft import RecipeError
 from plugsft.base.machine import look
 from plugsft.plugins.early_stopping import EarlyStopping
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 # Evaluations have the next of these values, as `eval_told`; steps have `told`, always 1.
 TOLD = """

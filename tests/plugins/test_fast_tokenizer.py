@@ -24,7 +24,7 @@ from plugsft.plugins import fast_tokenizer
 from plugsft.plugins.fast_tokenizer import OWN, FastTokenizer
 from plugsft.plugins.fast_tokenizer.engines import ENGINES, load
 from plugsft.plugins.fast_tokenizer.proof import SAMPLE_TEXTS, guard, split_ids, take_sample
-from plugsft.registry.active import resolve
+from plugsft.registry.load import resolve
 from plugsft.tokens import tokenizer
 from plugsft.tokens.tokenizer import encode
 

@@ -24,7 +24,8 @@ from plugsft import RecipeError
 from plugsft.base.machine import look
 from plugsft.plugins.fp8 import Fp8
 from plugsft.plugins.fp8.convert import convert_layers, float8_layer, settings
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = {"emulate": True, "keep": 0, "min_size": 16}

@@ -38,7 +38,8 @@ from plugsft.model.defaults import ModelDefaults
 from plugsft.model.fused_head import LogitTransform, Positions, fused_loss
 from plugsft.plugins.fused_loss import FusedLoss
 from plugsft.plugins.fused_loss.loss import IGNORED, head_of
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 # peft 0.21 asks the model for an attribute that transformers 5.23 calls otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -34,7 +34,8 @@ from plugsft import RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.loop import evaluate, forward_backward, plugin_metrics
 from plugsft.plugins.kto.steps import Mismatched, lay_out
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 from plugsft.run import OpenRun
 
 with warnings.catch_warnings():

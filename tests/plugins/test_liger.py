@@ -19,7 +19,8 @@ from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
 from plugsft.plugins.liger import Liger
 from plugsft.plugins.liger.patch import apply_patch, modeling_modules
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

@@ -26,7 +26,8 @@ from plugsft.base.machine import look
 from plugsft.commands.runs.chat import add_adapters
 from plugsft.model.load import Load
 from plugsft.plugins.lora import Lora
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 # Of transformers: what peft still calls by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -26,7 +26,8 @@ from plugsft import RecipeError
 from plugsft.base.machine import look
 from plugsft.plugins.lora.continued import settings_of
 from plugsft.plugins.lora.targets import choose_modules
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 5, "learning_rate": 3e-3}

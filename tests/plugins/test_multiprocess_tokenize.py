@@ -16,7 +16,8 @@ from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.plugins import multiprocess_tokenize
 from plugsft.plugins.multiprocess_tokenize import MultiprocessTokenize
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 MINE = multiprocess_tokenize.__name__
 

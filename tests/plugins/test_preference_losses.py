@@ -25,7 +25,8 @@ from plugsft.base.machine import look
 from plugsft.plugins.dpo import Dpo
 from plugsft.plugins.dpo.losses import LOSSES, LossName, Options, options_of
 from plugsft.ranks.trained_model import TrainedModel
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

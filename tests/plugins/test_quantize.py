@@ -43,7 +43,8 @@ from plugsft.model.defaults import ModelDefaults
 from plugsft.model.load import Load
 from plugsft.plugins.quantize import Quantize
 from plugsft.plugins.quantize.base import stored_bytes
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 # Of transformers: what peft still calls by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -35,7 +35,8 @@ from plugsft import DataError, RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.output.final_model import ensure_saveable
 from plugsft.plugins.reward.model import make_reward_model
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 from plugsft.run import OpenRun
 
 with warnings.catch_warnings():

@@ -18,7 +18,8 @@ from plugsft.base.machine import look
 from plugsft.kit import attend_per_document, documents_of
 from plugsft.plugins.router_loss.balance import Balance
 from plugsft.plugins.router_loss.routers import find_routers
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 LENGTHS = (7, 12, 5)
 METRICS = ("router_loss", "busiest_expert")

@@ -13,7 +13,8 @@ from plugsft import RecipeError
 from plugsft.base.machine import look
 from plugsft.output.samples import samples_section
 from plugsft.plugins.samples import read_prompts
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 ANSWERS = {
     "What is red?": "Blood and roses.",

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from plugsft import RecipeError, testing
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing, layers
 from plugsft.plugins.gradient_checkpointing.selective import ATTENTION, dropout_of
-from plugsft.registry.active import resolve
+from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 LAYERS = SMALL["num_hidden_layers"]

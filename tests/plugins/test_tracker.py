@@ -16,7 +16,8 @@ from plugsft import RecipeError, testing
 from plugsft.base.machine import look
 from plugsft.plugins.tracker.sender import Sender
 from plugsft.plugins.tracker.values import describe_error
-from plugsft.registry.active import check, resolve
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 ALL = ["tensorboard", "wandb", "trackio", "mlflow"]
 pytestmark = pytest.mark.skipif(
@@ -398,7 +399,8 @@ def test_no_package_is_imported_that_was_not_asked_for(tmp_path):
     script = """
 import sys
 from plugsft.base.machine import look
-from plugsft.registry.active import check, load
+from plugsft.registry.active import check
+from plugsft.registry.load import load
 recipe, active = load(sys.argv[1])
 check(active.attach(), recipe, look())
 print(*{"tensorboard", "wandb", "trackio", "mlflow"} & set(sys.modules))

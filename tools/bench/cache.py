@@ -84,7 +84,7 @@ def time_first_batch(path: Path) -> float:
     from plugsft.data.defaults import DataDefaults
     from plugsft.data.prepare import prepare
     from plugsft.model.defaults import ModelDefaults
-    from plugsft.registry.active import load
+    from plugsft.registry.load import load
 
     torch.set_num_threads(1)
     # Loading the recipe imports its plugins; import them before the clock starts.

@@ -18,8 +18,9 @@ from pathlib import Path
 from plugsft import loop, run
 from plugsft.base.machine import look
 from plugsft.hooks import hookimpl, plugin
-from plugsft.registry.active import Active, load
+from plugsft.registry.active import Active
 from plugsft.registry.discover import FoundPlugin
+from plugsft.registry.load import load
 
 ROOT = Path(__file__).parents[2]
 ROUNDS, STEPS = 15, 40

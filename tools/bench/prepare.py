@@ -116,7 +116,7 @@ def run_plugsft(options: argparse.Namespace) -> dict:
     """Prepare as a run does, and read one example."""
     from plugsft.data import prepare
     from plugsft.data.defaults import DataDefaults
-    from plugsft.registry.active import resolve
+    from plugsft.registry.load import resolve
 
     with tempfile.TemporaryDirectory() as output:
         raw = shared.tables(

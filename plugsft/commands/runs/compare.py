@@ -15,7 +15,8 @@ from ...data.cache_key import differences
 from ...output.folder import is_locked, suggest_name
 from ...output.old_names import rename_record
 from ...output.report import Points, finite, number, read_metrics, series_of, table_of
-from ...recipe.parse import flatten, read
+from ...recipe.parse import flatten
+from ...recipe.read import read
 from ...registry.discover import BUNDLED
 
 RESULTS = ("loss", "accuracy", "margin")

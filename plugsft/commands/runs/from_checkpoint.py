@@ -18,7 +18,8 @@ from ...model.load import make_load
 from ...ranks.launch import silence_libraries
 from ...ranks.shard_files import ShardReader
 from ...ranks.train_state import WEIGHTS, ensure_same_parameters, fill_weights
-from ...registry.active import check, load
+from ...registry.active import check
+from ...registry.load import load
 
 
 def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> None:

@@ -22,7 +22,7 @@ from ...data.prepare import prepare
 from ...hooks import DATA
 from ...model.checks import check_recipe
 from ...model.config import check_ids
-from ...registry.active import load
+from ...registry.load import load
 
 IMPORTED = (datasets, torch, AutoTokenizer, PreTrainedTokenizerFast)
 """Packages that preparing imports when it needs them."""

@@ -18,6 +18,7 @@ from ...model.packed_model import packed_model
 from ...recipe.capabilities import Capability
 from ...recipe.tables import Recipe
 from ...registry import active as registry
+from ...registry.load import resolve
 from ...tokens.store import Tokens
 from ..trials.runner import trials, with_changes
 from .cluster import Cluster
@@ -100,9 +101,9 @@ class Forecaster:
     def trace(self, changes: Mapping[str, Any], ranks: int) -> tuple[Recipe, Traced]:
         """Trace the recipe with {"table.key": value} set."""
         tables = with_changes(self.tables, changes)
-        recipe, _ = registry.resolve(tables)
+        recipe, _ = resolve(tables)
         left_out = {each.plugin for name in LEFT_OUT for each in recipe.providers(name)}
-        _, active = registry.resolve(tables, [*left_out])
+        _, active = resolve(tables, [*left_out])
         core = ModelDefaults(packed_model(recipe))
         active.attach(DataDefaults(recipe.folder), BatchDefaults(), core)
         registry.check(active, recipe, replace(look(), world_size=ranks), HOOKS)
@@ -232,7 +233,7 @@ def _best(forecaster: Forecaster, changes: Mapping[str, Any], cluster: Cluster) 
 
 def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
     """Train one rank's share of real steps on this machine; compare them with their forecast."""
-    recipe, active = registry.resolve(tables)
+    recipe, active = resolve(tables)
     size = max(1, recipe.train.batch_size // cluster.ranks)
     changes = {"train.batch_size": size}
     with trials(recipe, active, examples=size * STEPS) as runner:
@@ -244,7 +245,7 @@ def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
                 f"{recipe.micro_batch_size()[0]} for it"
             )
         tokens = Tokens(Path(runner.tables["data"]["tokens"]))
-        prepared, _ = registry.resolve(runner.tables)
+        prepared, _ = resolve(runner.tables)
         epoch = epoch_of(recipe, active, tokens, len(load_tokenizer(prepared.model, Path())))
         forecaster = Forecaster(runner.tables, epoch, cluster.gpu)
         [forecast] = forecaster.forecast(changes, replace(cluster, machines=1, per_machine=1))

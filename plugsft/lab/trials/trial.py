@@ -22,8 +22,8 @@ from ...base.machine import look, peak_memory
 from ...base.types import LoadedSteps
 from ...hooks import hookimpl, plugin, state
 from ...ranks.precision import on_cpu
-from ...registry.active import load
 from ...registry.discover import FoundPlugin
+from ...registry.load import load
 from ...run import open as open_run
 from ...tokens.store import Tokens
 from .runner import IN_ORDER

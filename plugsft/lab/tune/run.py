@@ -16,7 +16,8 @@ from ...base.machine import look
 from ...base.sizes import parse_size
 from ...ranks.precision import on_cpu
 from ...recipe.capabilities import Capability
-from ...recipe.parse import flatten, read
+from ...recipe.parse import flatten
+from ...recipe.read import read
 from ...recipe.tables import Recipe
 from ...registry.active import Active
 from ..bench.timing import machine_facts, machine_line

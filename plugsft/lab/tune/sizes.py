@@ -12,6 +12,7 @@ from ...batches.estimate import EstimatedColumns
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry import active as registry
+from ...registry.load import resolve
 from ...tokens.store import Tokens
 
 MIN_RATIO = 1.25
@@ -27,7 +28,7 @@ def lengths_of(recipe: Recipe, tokens: Tokens) -> Ints:
 
 def keeps_steps(recipe: Recipe) -> bool:
     """Tell whether a step has `batch_size` examples of the epoch's order, however it is packed."""
-    _, active = registry.resolve(anchored(recipe))
+    _, active = resolve(anchored(recipe))
     active.attach(BatchDefaults())
     registry.check(active, recipe, look(), ["plan_batches"])
     size = recipe.train.batch_size

@@ -1,0 +1,78 @@
+"""Read a recipe file, and apply overrides."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..base.errors import RecipeError, reason_of
+from ..base.limits import TABLES, check_depth, parse_toml, read_text
+from .parse import EXAMPLE, explain, value_of
+from .tables import Recipe
+
+DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a recipe file and apply `key.path=value` overrides."""
+    if Path(path).suffix in DATA_FILES:
+        raise RecipeError(
+            f"{path}: is data, not a recipe; copy a recipe (a .toml file; {EXAMPLE}), set "
+            f'data.source = "{path}" in the copy, and name the copy here'
+        )
+    text = ""
+    try:
+        text = read_text(Path(path))
+        raw = parse_toml(text)
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
+    except ValueError as error:  # from TOML, UTF-8, our limits, and int's limit of digits
+        hint = _suggest_value(text, str(error))
+        raise RecipeError(f"{path}: is not TOML: {error}{hint}") from error
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign or not key.strip():
+            raise RecipeError(f"'{override}': an override is written key.path=value")
+        _put(raw, key.strip().split("."), value_of(text), override)
+    try:
+        check_depth(raw, TABLES)
+    except ValueError as error:
+        raise RecipeError(f"an override: {error}") from error
+    return raw
+
+
+def validate(raw: Mapping[str, Any], path: str | Path) -> tuple[Recipe | None, list[str]]:
+    """Check the core's tables; return the recipe, or None and its mistakes."""
+    try:
+        return Recipe.model_validate(raw), []
+    except ValidationError as error:
+        return None, explain(error.errors(include_url=False), Recipe, str(path), ())
+
+
+def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
+    for depth, key in enumerate(keys):
+        index: Any = key
+        if isinstance(raw, list) and key.isdigit() and int(key) < len(raw):
+            index = int(key)
+        elif isinstance(raw, dict):
+            raw.setdefault(key, {})
+        else:
+            where = ".".join(keys[:depth])
+            raise RecipeError(f"'{override}': {where} is no table, so it has no '{key}'")
+        table, raw = raw, raw[index]
+    table[index] = value
+
+
+def _suggest_value(text: str, error: str) -> str:
+    """Return a hint if the line of an error sets a key to text without quotes."""
+    place = re.search(r"at line (\d+)", error)
+    line = text.splitlines()[int(place[1]) - 1 :][:1] if place else []
+    match = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z~./$][^#\"']*)", "".join(line))
+    if match is None or not isinstance(value_of(match[2].strip()), str):
+        return ""
+    key, value = match[1], match[2].strip()
+    if value.lower() in ("true", "false"):
+        return f"; write {key} = {value.lower()}"
+    return f'; texts need quotes: {key} = "{value}"'

@@ -1,0 +1,85 @@
+"""Read a recipe and create its plugins."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import RecipeError, did_you_mean
+from ..recipe.read import read, validate
+from ..recipe.tables import COLUMNS, Recipe
+from .active import Active, create, options_of, order
+from .capabilities import provided_by, provided_twice
+from .contracts import SPECS, contract_of, hook_mark, is_stage
+from .discover import find
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> tuple[Recipe, Active]:
+    """Read a recipe and create its plugins; report all mistakes at once."""
+    return resolve(read(path, overrides), without, path)
+
+
+def resolve(
+    raw: dict[str, Any], without: Sequence[str] = (), path: str | Path = "recipe"
+) -> tuple[Recipe, Active]:
+    """Create a recipe and its plugins from tables; the recipe then holds every option."""
+    found = find()
+    given = raw.get("plugins", {})
+    tables = dict(given) if isinstance(given, dict) else {}
+    problems: list[str] = []
+    for name in without:
+        if tables.pop(name, None) is None:
+            problems.append(f"--without {name}: the recipe has no [plugins.{name}]")
+    created = {}
+    for name, options in tables.items():
+        try:
+            plugin = create(name, options, found, str(path))
+            if plugin is not None:
+                created[name] = plugin
+        except RecipeError as error:
+            problems += error.problems
+    if isinstance(given, dict):
+        given = {name: options_of(plugin) for name, plugin in created.items()}
+    recipe, wrong = validate({**raw, "plugins": given}, path)
+    columns = recipe.data.columns if recipe else {}
+    problems = (
+        wrong + problems + [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
+    )
+    if recipe is not None:
+        recipe = recipe.with_provided(provided_by(created))
+        problems += [f"{path}: {line}" for line in provided_twice(recipe)]
+    if problems or recipe is None:
+        raise RecipeError(problems)
+    return recipe, Active({name: created[name] for name in order(created)}, found)
+
+
+def _conflicts(
+    created: Mapping[str, Any], tables: Mapping[str, Any], columns: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield conflicts between active plugins, and unknown names in data.columns."""
+    replaced: dict[str, str] = {}
+    for name, plugin in sorted(created.items()):
+        contract = contract_of(plugin)
+        for other in contract.requires:
+            if other not in created:
+                off = " (it is switched off)" if other in tables else ""
+                yield f"plugins.{name}: requires '{other}'{off}: add [plugins.{other}]"
+        for other, reason in contract.conflicts.items():
+            if other in created:
+                yield f"plugins.{name}: cannot be used with '{other}': {reason}. Remove one."
+        for hook in SPECS:
+            mark = hook_mark(type(plugin), hook)
+            if mark and not mark["wrapper"] and is_stage(hook):
+                first = replaced.setdefault(hook, name)
+                if first != name:
+                    yield (
+                        f"plugins.{name}: answers '{hook}', and so does '{first}': "
+                        "remove one, or switch it off with --without"
+                    )
+    if not any(hook_mark(type(plugin), "render") for plugin in created.values()):
+        for name in sorted({*columns} - {*COLUMNS}):
+            hint = did_you_mean(name, COLUMNS) or ";"
+            yield f"data.columns: unknown name '{name}'{hint} known are {', '.join(COLUMNS)}"
