@@ -3,6 +3,8 @@
 Light: it imports no numpy and no torch. `plugsft.kit` has the heavier tools for plugins.
 """
 
+from .api.finished_run import FinishedRun
+from .api.functions import generate, load_run, train
 from .base.atomic import damage
 from .base.build_once import once
 from .base.checksums import cache_folder, digest
@@ -13,6 +15,8 @@ from .base.errors import (
     PluginError,
     PlugsftError,
     RecipeError,
+    Stopped,
+    TrainError,
     reason_of,
 )
 from .base.machine import Machine
@@ -43,6 +47,7 @@ __all__ = [
     "DataError",
     "DiskError",
     "Encoded",
+    "FinishedRun",
     "Folder",
     "Ints",
     "Layouts",
@@ -60,18 +65,23 @@ __all__ = [
     "RunModel",
     "Shard",
     "Slice",
+    "Stopped",
     "TokenNll",
     "Train",
+    "TrainError",
     "WeightSlice",
     "Work",
     "cache_folder",
     "damage",
     "digest",
+    "generate",
     "hookimpl",
+    "load_run",
     "once",
     "plugin",
     "progress",
     "reason_of",
     "say",
     "state",
+    "train",
 ]

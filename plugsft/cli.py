@@ -1,7 +1,5 @@
 """The command line: `plugsft RECIPE` trains; every other command is named."""
 
-import errno
-import logging
 import os
 import shlex
 import sys
@@ -15,7 +13,7 @@ import typer
 
 from . import __version__
 from .base.console import print_error, say
-from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean, reason_of
+from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
 from .commands import (
     bench,
     cache,
@@ -33,6 +31,7 @@ from .commands import (
     train,
     tune,
 )
+from .commands.refusals import quiet_libraries, refusal_of
 
 app = typer.Typer(
     add_completion=False,
@@ -40,9 +39,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="`plugsft RECIPE` trains. On several processes: accelerate launch -m plugsft RECIPE",
 )
-
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Errors of the operating system whose own message is enough."""
 
 cache_app = typer.Typer(no_args_is_help=True, help="List, explain and clean up cached data.")
 
@@ -90,19 +86,15 @@ app.add_typer(cache_app, name="cache")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; print the user's mistakes without a traceback, and exit with their code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # If it is installed, peft imports it, and it warns of a package that it does not need.
-    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries()
     try:
         app(with_auto(with_command(words)), prog_name="plugsft")
     except PlugsftError as error:
         _leave(error)
     except OSError as error:
-        # An error with notes comes from a plugin or names rows, and needs its traceback.
-        if error.errno not in REFUSED or hasattr(error, "__notes__"):
+        refused = refusal_of(error)
+        if refused is None:
             raise
-        refused = PlugsftError(f"{error.filename or 'disk'}: {reason_of(error)}")
-        refused.__cause__ = error
         _leave(refused)
 
 

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batches.labels import model_inputs, trained_rows
-    from .batches.packed_rows import attend_per_document, documents_of, pack, single_document
+    from .batches.pack import pack
+    from .batches.packed_rows import attend_per_document, documents_of, single_document
     from .data.pairs import render_pairs
     from .model import fused_head
     from .model.for_plugins import decay_groups, decoder_layers
@@ -49,7 +50,7 @@ def _import_name(name: str) -> Any:
 
         modules = pairs, store, tokenizer
     else:
-        from .batches import labels, packed_rows
+        from .batches import labels, pack, packed_rows
         from .model import (
             for_plugins,
             fused_head,
@@ -63,6 +64,7 @@ def _import_name(name: str) -> Any:
             return fused_head
         modules = (
             labels,
+            pack,
             packed_rows,
             for_plugins,
             meta_model,

@@ -12,6 +12,7 @@ from conftest import ROOT
 import plugsft
 from plugsft import kit, testing
 from plugsft.base.types import Shard
+from plugsft.commands.recipe_overview import summary_of
 from plugsft.commands.skeleton import FILES
 from plugsft.hooks import Hooks
 from plugsft.model.defaults import ModelDefaults
@@ -56,7 +57,7 @@ def test_the_plugin_it_explains_is_the_one_that_new_plugin_writes():
 def test_every_bundled_plugin_is_there():
     bundled = [one for one in find().values() if one.origin == "bundled"]
     assert [row for row in rows("plugin") if row] == [
-        [f"[{one.name}]({one.source.relative_to(ROOT / 'plugins')})", one.summary]
+        [f"[{one.name}]({one.source.relative_to(ROOT / 'plugins')})", summary_of(one)]
         for one in bundled
     ]
 

@@ -15,6 +15,7 @@ from plugin_packages import LOUD, activate, install
 
 from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
+from plugsft.commands.recipe_overview import summary_of
 from plugsft.data.defaults import DataDefaults
 from plugsft.hooks import Hooks, hookimpl
 from plugsft.registry.active import Active, check, order
@@ -60,7 +61,7 @@ def refused(tables, without=()):
 def test_a_third_party_plugin_is_found_but_imported_only_if_active(company, tmp_path):
     tables = company(one=WRAPS.format(contract=""), two=WRAPS.format(contract=""))
     found = find()
-    assert found["one"].origin.endswith(" 1.2") and found["one"].summary == "For a test"
+    assert found["one"].origin.endswith(" 1.2") and summary_of(found["one"]) == "For a test"
     del tables["plugins"]["two"]
     path = write_recipe(tmp_path / "recipe.toml", tables)
     script = f"""

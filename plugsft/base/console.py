@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 # Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
-out = Console(
-    soft_wrap=True, highlight=False, emoji=False, quiet=os.environ.get("RANK", "0") != "0"
-)
-err = Console(soft_wrap=True, highlight=False, emoji=False, stderr=True)
+# In a notebook, lines are plain text too.
+_console = partial(Console, soft_wrap=True, highlight=False, emoji=False, force_jupyter=False)
+out = _console(quiet=os.environ.get("RANK", "0") != "0")
+err = _console(stderr=True)
 
 
 def say(text: str) -> None:

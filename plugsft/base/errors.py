@@ -101,7 +101,7 @@ def reason_of(error: BaseException) -> str:
 class Stopped(PlugsftError):
     """A signal ended the run early."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int = 130) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 

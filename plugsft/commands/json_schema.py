@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema
 from ..recipe.parse import fields
 from ..recipe.tables import Recipe
 from ..registry.discover import FoundPlugin, find, load_class
+from .recipe_overview import summary_of
 
 ENABLED = {
     "type": "boolean",
@@ -36,7 +37,10 @@ def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
             classes[name] = load_class(plugin)
         except Exception as error:  # an import may raise anything
             note = f"Its options are not known here: {error}."
-            missing[name] = {"type": "object", "description": f"{plugin.summary} {note}".strip()}
+            missing[name] = {
+                "type": "object",
+                "description": f"{summary_of(plugin)} {note}".strip(),
+            }
     tables: dict[str, Any] = {"": Recipe, **classes}
     # In one call, so that definitions of the same name in two plugins stay separate.
     adapters: list[tuple[str, Literal["validation"], TypeAdapter[Any]]] = [
@@ -53,7 +57,7 @@ def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
         names = {option for option, _ in fields(cls)}
         options = {key: value for key, value in table.get("properties", {}).items() if key in names}
         table["properties"] = {"enabled": {**ENABLED}, **options}
-        table.setdefault("description", found[name].summary)
+        table.setdefault("description", summary_of(found[name]))
     for definition in definitions.values():
         _describe_defaults(definition.get("properties", {}))
     recipe = definitions.pop(references["", "validation"]["$ref"].rpartition("/")[2])

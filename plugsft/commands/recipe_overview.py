@@ -1,8 +1,10 @@
 """Plugins, a recipe with its defaults, and the plugins that answer each hook."""
 
+import ast
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -12,7 +14,7 @@ from ..output.report import read_record
 from ..recipe.parse import resolved
 from ..registry.active import options_of
 from ..registry.contracts import SPECS
-from ..registry.discover import find
+from ..registry.discover import FoundPlugin, find
 from ..registry.load import load
 
 CORE_NOTICES = ("logged",)
@@ -28,8 +30,18 @@ def list_plugins() -> None:
     width = max(map(len, plugins))
     origin_width = max(len(plugin.origin) for plugin in plugins.values())
     for plugin in plugins.values():
-        rest = f"  {plugin.origin:<{origin_width}}  {plugin.summary}"
+        rest = f"  {plugin.origin:<{origin_width}}  {summary_of(plugin)}"
         out.print(Text.assemble((f"{plugin.name:<{width}}", "bold"), rest.rstrip()))
+
+
+def summary_of(plugin: FoundPlugin) -> str:
+    """Return the first line of a plugin's docstring, or its package's own summary."""
+    if isinstance(plugin.source, Path):
+        text = ast.get_docstring(ast.parse(plugin.source.read_text(encoding="utf8"))) or ""
+        return text.partition("\n")[0]
+    # Not []: it raises for missing fields if a package has imported importlib_metadata.
+    metadata: Any = plugin.source.metadata
+    return metadata.get("Summary") or ""
 
 
 def show_recipe(path: Path, overrides: Sequence[str]) -> None:

@@ -1,11 +1,17 @@
 """`plugsft RECIPE`, or `plugsft train RECIPE`: train."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import Overrides, RecipeFile, Without
+
+if TYPE_CHECKING:
+    from ..recipe.tables import Recipe
+    from ..registry.active import Active
 
 AUTO = "--AUTO"
 """The internal flag for `--resume auto`. In capitals, so that no typing error suggests it."""
@@ -34,14 +40,21 @@ def train(
     from ..registry.load import load
 
     loaded, active = load(recipe, overrides or [], without or [])
+    train_recipe(loaded, active, recipe, (resume, resume_auto, resume_from, overwrite))
+
+
+def train_recipe(
+    recipe: Recipe, active: Active, path: Path, start: tuple[bool, bool, Path | None, bool]
+) -> None:
+    """Train a loaded recipe, as the command and `plugsft.train` do; `start`: see Resume."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
     from .runs.inputs import check_inputs
     from .runs.start import Resume, output_folder
 
-    check_inputs(loaded, active, recipe)
-    start, machine = Resume(resume, resume_auto, resume_from, overwrite), look()
-    with output_folder(loaded, active, machine, start) as checkpoints:
+    check_inputs(recipe, active, path)
+    resume, machine = Resume(*start), look()
+    with output_folder(recipe, active, machine, resume) as checkpoints:
         if checkpoints is None:
             return
         # What is wrong with recipe, inputs or output is reported before torch is imported.
@@ -49,6 +62,6 @@ def train(
         from ..output.disk_space import ensure_room
         from ..ranks.agree import ending_together
 
-        ensure_room(loaded, active, overwrite)
-        with ending_together(loaded.output):
-            loop.train(run.open(loaded, active, machine, checkpoints))
+        ensure_room(recipe, active, resume.overwrite)
+        with ending_together(recipe.output):
+            loop.train(run.open(recipe, active, machine, checkpoints))

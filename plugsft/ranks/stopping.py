@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, Self
 
@@ -94,7 +95,8 @@ class Stopping:
         self._agreed_signal = signals[0] if signals else ""
 
     def __enter__(self) -> Self:
-        for number in self.SIGNALS:
+        # Python allows no handlers in other threads.
+        for number in self.SIGNALS if current_thread() is main_thread() else ():
             # Under nohup, SIGHUP stays ignored.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._handle)

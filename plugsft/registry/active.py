@@ -18,7 +18,7 @@ from ..base.checksums import digest, file_digest
 from ..base.console import say
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine
-from ..hooks import CORE, EVERY, Hooks, is_core
+from ..hooks import CORE, EVERY, PLUGIN, Hooks, is_core
 from ..recipe import parse as reading
 from ..recipe.tables import Recipe, short
 from .contracts import (
@@ -145,7 +145,8 @@ class Active:
 
     def source_digest(self, name: str) -> str:
         """Return a checksum of a plugin's file, or of its package's version and files."""
-        file = Path(inspect.getfile(type(self.plugins[name])))
+        module = sys.modules[type(self.plugins[name]).__module__]
+        file = Path(getattr(module, "__file__", os.devnull))  # a notebook's origin has a checksum
         if self.is_bundled(name):
             folders = [file.parent] if file.name == "__init__.py" else []
         else:
@@ -254,8 +255,13 @@ def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str)
     """Create a plugin from its options; None if it is switched off."""
     where = f"{path}: plugins.{name}"
     if name not in found:
-        hint = did_you_mean(name, found) or ";"
+        hint = (
+            did_you_mean(name, found)
+            or ", not installed, and not passed from Python (plugins=[...]);"
+        )
         raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
+    if hasattr(options, PLUGIN):
+        return options  # from Python, as an object
     if not isinstance(options, dict):
         raise RecipeError(
             f"{where}: given {short(options)}; it should be a table: [plugins.{name}]"

@@ -1,9 +1,10 @@
 """Discovers the installed plugins: bundled ones, and those of other packages."""
 
-import ast
 import importlib
 import importlib.util
 import inspect
+import json
+import os
 from dataclasses import dataclass
 from importlib.metadata import Distribution, entry_points
 from pathlib import Path
@@ -18,6 +19,10 @@ BUNDLED = "bundled"
 """Origin of bundled plugins; that of others is their distribution's name and version."""
 
 
+OWN = "PLUGSFT_OWN_PLUGINS"
+"""Variable with the plugins that a call from Python got as objects: name -> origin, target."""
+
+
 @dataclass(frozen=True)
 class FoundPlugin:
     """An installed plugin, not imported yet."""
@@ -27,16 +32,6 @@ class FoundPlugin:
     target: str
     """"module" or "module:Class"."""
     source: Path | Distribution
-
-    @property
-    def summary(self) -> str:
-        """The first line of a file's docstring, or a package's own summary."""
-        if isinstance(self.source, Path):
-            text = ast.get_docstring(ast.parse(self.source.read_text(encoding="utf8"))) or ""
-            return text.partition("\n")[0]
-        # Not []: it raises for missing fields if a package has imported importlib_metadata.
-        metadata: Any = self.source.metadata
-        return metadata.get("Summary") or ""
 
 
 def find() -> dict[str, FoundPlugin]:
@@ -59,11 +54,24 @@ def find() -> dict[str, FoundPlugin]:
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
         found[point.name] = FoundPlugin(point.name, origin, point.value, dist)
+    for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
+        found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
     return found
+
+
+def ensure_importable(name: str, target: str) -> None:
+    """Refuse a class of a notebook or script, which no other process can import."""
+    module, _, class_name = target.partition(":")
+    if module == "__main__":
+        raise PluginError(
+            f"plugin '{name}': another process needs its class {class_name}, and cannot import it "
+            "from a notebook or script: move the class to a module, and import it from there"
+        )
 
 
 def load_class(found: FoundPlugin) -> type[Any]:
     """Import a plugin and return its class."""
+    ensure_importable(found.name, found.target)
     module_name, _, class_name = found.target.partition(":")
     try:
         module = importlib.import_module(module_name)

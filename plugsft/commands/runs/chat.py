@@ -61,8 +61,16 @@ def open_speaker(folder: Path, options: Answers, trusted: bool = False) -> Speak
     ensure_safetensors(str(folder))
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+    return make_speaker(*load(folder, trusted), options)
+
+
+def make_speaker(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Answers
+) -> Speaker:
+    """Let a loaded model answer with these options."""
     speaker = Speaker(
-        *load(folder, trusted),
+        model,
+        tokenizer,
         options.max_tokens,
         options.temperature,
         system=[{"role": "system", "content": options.system}] if options.system else [],

@@ -16,16 +16,18 @@ from ...output.report import read_metrics, read_record
 
 def show_run(folder: Path) -> None:
     """Print the results of a run."""
+    for name, text in summarize(folder):
+        out.print(Text.assemble((f"{name:<9}", "bold"), text))
+
+
+def summarize(folder: Path) -> list[tuple[str, str]]:
+    """Return the results of a run: names and texts."""
     try:
-        run = read_record(folder)
-        summary = _summary(run, folder)
-        lines = [Text.assemble((f"{name:<9}", "bold"), text) for name, text in summary]
+        return [*_summary(read_record(folder), folder)]
     except OSError as error:
         raise RecipeError(f"{folder}: is no run's output: it has no readable run.json") from error
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise RecipeError(f"{folder / 'run.json'}: was not written by plugsft") from error
-    for line in lines:
-        out.print(line)
 
 
 def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:

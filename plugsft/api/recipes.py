@@ -1,0 +1,94 @@
+"""The recipe of a call from Python: a file or tables, with overrides and plugin objects."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import RecipeError
+from ..base.limits import TABLES, check_depth
+from ..recipe.read import read
+from .own_plugins import OwnPlugin, describe_plugins
+
+PathLike = str | os.PathLike[str]
+RecipeLike = PathLike | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A recipe that is read, and not checked yet."""
+
+    tables: dict[str, Any]
+    path: Path
+    """Its file, for messages."""
+    own: Mapping[str, OwnPlugin]
+    """Name -> plugin that was passed as an object."""
+    without: Sequence[str] = ()
+
+
+def read_source(
+    recipe: RecipeLike,
+    plugins: Sequence[object] | Mapping[str, Any],
+    without: Sequence[str],
+    overrides: Mapping[str, Any],
+) -> Source:
+    """Read a recipe; merge overrides and plugins into its tables."""
+    if isinstance(recipe, Mapping):
+        tables, path = _plain(recipe), Path("recipe")
+    else:
+        path = Path(recipe)
+        tables = read(path)
+    if isinstance(plugins, Mapping):
+        overrides, plugins = {**overrides, "plugins": plugins}, ()
+    tables = merged(tables, _plain(overrides))
+    try:
+        check_depth(tables, TABLES)
+    except ValueError as error:
+        raise RecipeError(f"{path}: {error}") from error
+    own = describe_plugins(plugins)
+    add_objects(tables, own, path)
+    return Source(tables, path, own, [without] if isinstance(without, str) else without)
+
+
+def merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables with values replaced or added; None removes a key."""
+    result = dict(tables)
+    for key, value in overrides.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, Mapping):
+            below = result.get(key)
+            result[key] = merged(below if isinstance(below, Mapping) else {}, value)
+        else:
+            result[key] = value
+    return result
+
+
+def add_objects(tables: dict[str, Any], own: Mapping[str, OwnPlugin], path: Path) -> None:
+    """Put plugin objects into the recipe's tables; refuse a table with other options."""
+    given = tables.setdefault("plugins", {})
+    if not isinstance(given, dict):
+        return  # reported with the recipe's other mistakes
+    for name, plugin in own.items():
+        table = given.get(name)
+        differing = [
+            f"plugins.{name}.{option}"
+            for option, value in (table.items() if isinstance(table, dict) else ())
+            if option != "enabled" and plugin.options.get(option) != value
+        ]
+        if differing:
+            raise RecipeError(
+                f"{path}: {', '.join(differing)}: the object in plugins=[...] has another value; "
+                "remove one of them"
+            )
+        given[name] = plugin.instance
+
+
+def _plain(value: Any) -> Any:
+    """Copy tables; write paths and tuples as TOML would."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
