@@ -18,7 +18,7 @@ from ..base.checksums import digest, file_digest
 from ..base.console import say
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
 from ..base.machine import Machine
-from ..hooks import CORE, EVERY, PLUGIN, Hooks, is_core
+from ..hooks import CORE, EVERY, Hooks, is_core
 from ..recipe import parse as reading
 from ..recipe.tables import Recipe, short
 from .contracts import (
@@ -260,8 +260,6 @@ def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str)
             or ", not installed, and not passed from Python (plugins=[...]);"
         )
         raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
-    if hasattr(options, PLUGIN):
-        return options  # from Python, as an object
     if not isinstance(options, dict):
         raise RecipeError(
             f"{where}: given {short(options)}; it should be a table: [plugins.{name}]"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import RecipeError, did_you_mean
+from ..hooks import PLUGIN
 from ..recipe.read import read, validate
 from ..recipe.tables import COLUMNS, Recipe
 from .active import Active, create, options_of, order
@@ -36,7 +37,9 @@ def resolve(
     created = {}
     for name, options in tables.items():
         try:
-            plugin = create(name, options, found, str(path))
+            # From Python, a plugin may be an object.
+            made = hasattr(options, PLUGIN)
+            plugin = options if made else create(name, options, found, str(path))
             if plugin is not None:
                 created[name] = plugin
         except RecipeError as error:
