@@ -7,13 +7,15 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from . import __version__
 from .base.console import print_error, say
 from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
+from .base.launch_files import explain_missing
 from .commands import (
     bench,
     cache,
@@ -21,11 +23,13 @@ from .commands import (
     check,
     diff,
     export,
+    init,
     inspect,
     new_plugin,
     plan,
     plugins,
     prepare,
+    quickstart,
     schema,
     show,
     train,
@@ -33,8 +37,22 @@ from .commands import (
 )
 from .commands.refusals import quiet_libraries, refusal_of
 
+
+class _Commands(TyperGroup):
+    """For the shell's completion: a recipe may stand where a command stands."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        recipes = self.commands["train"].params[0].shell_complete(ctx, incomplete)
+        return [*super().shell_complete(ctx, incomplete), *recipes]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if ctx.resilient_parsing and args[0].endswith(".toml"):
+            args = ["train", *args]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
-    add_completion=False,
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     epilog="`plugsft RECIPE` trains. On several processes: accelerate launch -m plugsft RECIPE",
@@ -62,6 +80,8 @@ def options(
 
 
 for _command in (
+    quickstart.quickstart,
+    init.init,
     train.train,
     prepare.prepare,
     check.check,
@@ -142,4 +162,6 @@ def _leave(error: PlugsftError) -> None:
             sys.exit(error.exit_code)  # on every rank, and printed by the main process
     for line in (*str(error).splitlines(), *getattr(error, "__notes__", ())):
         print_error(f"error: {line}")
+    for line in explain_missing(str(error)):
+        print_error(line)
     sys.exit(error.exit_code)

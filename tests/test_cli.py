@@ -13,6 +13,8 @@ from plugsft.registry import active
 
 COMMANDS = [
     *[
+        "quickstart",
+        "init",
         "train",
         "prepare",
         "check",
@@ -99,7 +101,7 @@ def test_a_recipe_in_the_place_of_a_command_trains(words, expected):
     [
         (["chekc"], "did you mean 'check'"),
         (["tain", "recipes/quickstart.toml"], "'tain' .* did you mean 'train'"),
-        (["qqq"], "commands: train, prepare"),
+        (["qqq"], "commands: quickstart, init, train, prepare"),
         (["recipes"], "a folder; try: plugsft show recipes"),
     ],
 )

@@ -30,7 +30,11 @@ BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
 TOOLS = {"tools/quickstart", ".venv/bin/plugsft chat runs/quickstart", "tools/test"}
 """The first two run in test_quickstart.py; the third runs this."""
 TOO_SLOW = {
-    "tools/install dev,deepspeed,fast,fp8,liger,lora,quantize,trackers": "tools/test runs it",
+    "pip install plugsft": "test_wheel.py installs the wheel",
+    "plugsft quickstart": "test_wheel.py runs it with few steps, test_quickstart.py with all",
+    "plugsft chat runs/quickstart": "test_quickstart.py runs it",
+    "tools/install fast,quantize": "tools/test installs more",
+    "tools/install dev,deepspeed,fast,fp8,liger,quantize,trackers": "tools/test runs it",
     "tools/check": "its parts are in tools/test",
     "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it, with its own model",
     "tools/test --full": "takes longer than CI has",
@@ -76,7 +80,8 @@ RUN = [command for command in COMMANDS if command not in TOOLS and command not i
 
 def test_every_command_runs_here_or_is_named_with_its_reason():
     assert set(COMMANDS) >= TOOLS | set(TOO_SLOW)
-    assert commands(BLOCK.search(README)[2])[0] == "tools/quickstart"
+    first = commands(BLOCK.search(README)[2])
+    assert first[:2] == ["pip install plugsft", "plugsft quickstart"]
     assert "\ntools/test\n" in (ROOT / ".ci/run").read_text()
 
 
@@ -91,7 +96,8 @@ def place(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     shutil.copytree(folder / "tiny/run/model", folder / "Qwen/Qwen3-0.6B")
     write_jsonl(folder / "chats.jsonl", chats(70))
-    (folder / "recipes").symlink_to(ROOT / "recipes")
+    for kind in ("launch", "quickstart"):
+        assert run_plugsft("init", kind, cwd=folder).returncode == 0
     # Smaller steps than the README's, for speed.
     recipe = BLOCK.findall(README)[1][1].replace("batch_size = 64", "batch_size = 16")
     (folder / "my.toml").write_text(recipe, encoding="utf8")
@@ -163,7 +169,7 @@ def in_a_shell(place, command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_has_the_options_and_files_that_it_names(command):
     words = shlex.split(command)
-    if "plugsft" in words:
+    if "plugsft" in words and words[0] != "pip":
         parse(words[words.index("plugsft") + 1 :])
     for word in words:
         if word.startswith(("tools/", "recipes/")):
@@ -190,8 +196,8 @@ def test_options_and_keys_named_in_a_sentence_exist(page):
         assert key in getattr(fields, "model_fields", Eval.model_fields), f"{table}.{key}"
 
 
-OF_OTHERS = {"--help", "--full", "--config_file", "--strict"}
-"""Options of typer, tools/test, accelerate and mypy."""
+OF_OTHERS = {"--help", "--full", "--config_file", "--strict", "--index-url"}
+"""Options of typer, tools/test, accelerate, mypy and pip."""
 
 
 def options(command):

@@ -121,19 +121,21 @@ def test_a_missing_table_is_named_with_its_first_keys(tmp_path):
         "[model.scratch] for a small new model",
         'data.sources.0.source: missing; set it, for instance source = "chats.jsonl"',
         "train: missing; add [train] with batch_size = 16, learning_rate = 1e-05 "
-        "(recipes/sft.toml is an example)",
+        "(`plugsft init sft` writes an example)",
     ]
     (tmp_path / "recipe.toml").write_text("output = 'x'\n[data]\n")
     model, data, _ = [line.partition(": ")[2] for line in problems(tmp_path / "recipe.toml")]
-    assert model.startswith('model: missing; add [model] with path = "Qwen/Qwen3-0.6B" (recipes/')
+    assert model.startswith(
+        'model: missing; add [model] with path = "Qwen/Qwen3-0.6B" (`plugsft ini'
+    )
     assert data.startswith("data: set source to a file, a folder or a hub name, for instance sour")
 
 
 def test_a_data_file_is_no_recipe(tmp_path):
     (tmp_path / "chats.jsonl").write_text("{}")
     (line,) = problems(tmp_path / "chats.jsonl")
-    assert line.startswith(f"{tmp_path / 'chats.jsonl'}: is data, not a recipe; copy a recipe (a ")
-    assert f'set data.source = "{tmp_path / "chats.jsonl"}" in the copy' in line
+    assert line.startswith(f"{tmp_path / 'chats.jsonl'}: is data, not a recipe; write a recipe (a ")
+    assert f'set data.source = "{tmp_path / "chats.jsonl"}" in it' in line
 
 
 def test_all_mistakes_of_a_file_come_at_once_the_plugins_among_them(tiny, tmp_path, monkeypatch):

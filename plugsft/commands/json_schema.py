@@ -21,12 +21,12 @@ ENABLED = {
 }
 
 
-def print_schema() -> None:
-    """Print the JSON schema of recipes, with the options of every plugin that can be imported."""
+def schema_text() -> str:
+    """Return the JSON schema of recipes, with the options of every plugin that can be imported."""
     # Editors read our output, so a plugin's import must not print into it.
     with redirect_stdout(sys.stderr):
         schema = make_schema(find())
-    print(json.dumps(schema, indent=2))
+    return json.dumps(schema, indent=2)
 
 
 def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:

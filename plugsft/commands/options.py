@@ -5,8 +5,22 @@ from typing import Annotated
 
 import typer
 
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Complete a recipe's name: TOML files of the folder that is typed, and one level below."""
+    folder = incomplete.rpartition("/")[0]
+    paths = [path for pattern in ("*.toml", "*/*.toml") for path in Path(folder).glob(pattern)]
+    return sorted(str(path) for path in paths if str(path).startswith(incomplete))
+
+
 RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe in TOML.",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

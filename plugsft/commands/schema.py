@@ -3,6 +3,6 @@
 
 def schema() -> None:
     """Print the JSON schema of recipes, plugins included, for editors."""
-    from .json_schema import print_schema
+    from .json_schema import schema_text
 
-    print_schema()
+    print(schema_text())

@@ -28,7 +28,7 @@ NUMBERS: dict[str, type | tuple[type, ...]] = {
     "bool_type": bool,
 }
 """pydantic's type of error -> the types of value that are written without quotes."""
-EXAMPLE = "recipes/sft.toml is an example"
+EXAMPLE = "`plugsft init sft` writes an example"
 
 
 def explain(

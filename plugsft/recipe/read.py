@@ -19,8 +19,8 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file and apply `key.path=value` overrides."""
     if Path(path).suffix in DATA_FILES:
         raise RecipeError(
-            f"{path}: is data, not a recipe; copy a recipe (a .toml file; {EXAMPLE}), set "
-            f'data.source = "{path}" in the copy, and name the copy here'
+            f"{path}: is data, not a recipe; write a recipe (a .toml file; {EXAMPLE}), set "
+            f'data.source = "{path}" in it, and name the recipe here'
         )
     text = ""
     try:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ...base.console import out, progress, say
 from ...base.errors import PlugsftError, did_you_mean
+from ...base.launch_files import explain_missing
 from ...base.sizes import parse_size
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
@@ -60,7 +61,10 @@ def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
             for change, forecast in suggest(forecaster, recipe, cluster):
                 say(f"  {change}: {describe(forecast)}")
         else:
-            say(f"choose: {chosen.strategy.name}, {launch(chosen.strategy, cluster, path)}")
+            command = launch(chosen.strategy, cluster, path)
+            say(f"choose: {chosen.strategy.name}, {command}")
+            for line in explain_missing(command):
+                say(line)
     for line in [*notes(recipe, cluster, forecasts), host_note(traced.weights, cluster)]:
         say(line)
 

@@ -1,0 +1,41 @@
+"""`plugsft quickstart`: write its recipe, train, ask, and let the user talk."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..base.console import is_terminal, say
+from ..registry.active import load
+from .chat import chat
+from .shipped import write_missing
+from .train import train
+
+KIND = "quickstart"
+LESSONS = "recipes/data/quickstart.jsonl"
+QUESTION = "What is plugsft?"
+SUGGESTED = ("What are cumulative sequence lengths?", "What fills GPU memory in training?")
+
+
+def first_model(folder: Path, overrides: Sequence[str], overwrite: bool) -> None:
+    """Train the quickstart's model in a folder, and ask it a question."""
+    # Nothing here needs the network. Libraries read these when they are imported.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    for path in write_missing(KIND, folder):
+        say(f"written: {folder / path}")
+    go = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}; "
+    os.chdir(folder)  # the paths of a recipe are those of the folder in which it runs
+    recipe = Path(f"recipes/{KIND}.toml")
+    run = load(recipe, overrides)[0].folder
+    train(recipe, [*overrides], overwrite=overwrite)
+    say(f"\n> {QUESTION}")
+    chat(run, ask=[QUESTION])
+    say(f"\nIt knows only the lessons of {LESSONS}. Two of them:")
+    for question in SUGGESTED:
+        say(f"    {question}")
+    say(f"\nreport:       {run}/report.html")
+    if sys.stdin.isatty() and is_terminal():
+        chat(run)
+    else:
+        say(f"keep talking: {go}plugsft chat {run}")

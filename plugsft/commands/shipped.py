@@ -1,0 +1,98 @@
+"""The recipes that come with plugsft, and the files that they name."""
+
+import re
+import shlex
+from pathlib import Path
+
+from ..base.console import say
+from ..base.errors import PlugsftError, did_you_mean, reason_of
+from .json_schema import schema_text
+
+LAUNCH = "launch"
+"""The kind that has no recipe: launch files only."""
+SCHEMA = "recipes/recipe.schema.json"
+"""Where `init` writes the schema that the first line of a recipe names."""
+POINTER = "#:schema ./recipe.schema.json\n"
+
+
+def _folder() -> Path:
+    """Return the folder that holds `recipes/`: the package in a wheel, the clone otherwise."""
+    package = Path(__file__).parents[1]
+    return package if (package / "recipes").is_dir() else package.parent
+
+
+def kinds() -> dict[str, str]:
+    """Return every kind with a line about it: the first line of its recipe."""
+    recipes = sorted((_folder() / "recipes").glob("*.toml"))
+    return {
+        **{path.stem: path.read_text("utf8").partition("\n")[0][2:] for path in recipes},
+        LAUNCH: "Files for accelerate alone: DDP, FSDP2, ZeRO-3, and ranks on a CPU.",
+    }
+
+
+def files_of(kind: str) -> dict[str, str]:
+    """Return path -> text: a recipe, what it names, and what recipes that it names name."""
+    source = _folder()
+    launch = [f"recipes/accelerate/{path.name}" for path in source.glob("recipes/accelerate/*")]
+    left = sorted(launch) if kind == LAUNCH else [f"recipes/{kind}.toml"]
+    files: dict[str, str] = {}
+    while left:
+        path = left.pop(0)
+        files[path] = (source / path).read_text("utf8")
+        named = re.findall(r"recipes/\w[\w./]*\w", files[path] if path.endswith(".toml") else "")
+        left += [name for name in dict.fromkeys(named) if name not in (*files, *left)]
+    return files
+
+
+def print_kinds() -> None:
+    """Print every kind with its line."""
+    table = kinds()
+    width = max(map(len, table))
+    for kind, line in table.items():
+        say(f"{kind.ljust(width)}  {line}")
+    say("\nplugsft init KIND writes one, with its data and launch files.")
+
+
+def write(kind: str, folder: Path) -> None:
+    """Write a recipe with the files that it names; print the next commands."""
+    if kind not in kinds():
+        hint = did_you_mean(kind, kinds()) or f"; choose one of {', '.join(kinds())}"
+        raise PlugsftError(f"'{kind}': no recipe of this name comes with plugsft{hint}")
+    recipe = folder / f"recipes/{kind}.toml"
+    if recipe.exists():
+        raise PlugsftError(f"{recipe} exists already; move it away, or set --to")
+    for path in write_missing(kind, folder):
+        say(f"written: {folder / path}")
+    _print_next(kind, folder)
+
+
+def write_missing(kind: str, folder: Path) -> list[str]:
+    """Write the files of a kind that are not in the folder yet; return them."""
+    files = {path: text for path, text in files_of(kind).items() if not (folder / path).exists()}
+    recipes = [path for path in files if path.endswith(".toml")]
+    if recipes and not (folder / SCHEMA).exists():
+        files[SCHEMA] = schema_text() + "\n"
+    try:
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text((POINTER if path in recipes else "") + text, "utf8")
+    except OSError as error:
+        raise PlugsftError(f"{error.filename or folder}: {reason_of(error)}; set --to") from error
+    return [*files]
+
+
+def commands_of(recipe: str) -> list[str]:
+    """Return the commands in a recipe's first comment, and what it needs."""
+    head = recipe.partition("\n\n")[0]
+    return [line.partition(" # ")[0].strip() for line in re.findall(r"^#   (\w.*)", head, re.M)]
+
+
+def _print_next(kind: str, folder: Path) -> None:
+    """Print the next commands: the first three of the recipe."""
+    text = files_of(kind).get(f"recipes/{kind}.toml", "")
+    needs = re.findall("^# Needs: (.*)", text, re.M)
+    go = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
+    launch = ["accelerate launch --config_file recipes/accelerate/gpu8.yaml -m plugsft RECIPE"]
+    say("Next:")
+    for command in (*go, *needs, *(commands_of(text)[:3] or launch)):
+        say(f"  {command}")

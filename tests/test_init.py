@@ -1,0 +1,155 @@
+"""plugsft init: recipes whose commands work where they are written, and completion in the shell."""
+
+import json
+import re
+import shlex
+import shutil
+import tomllib
+
+import jsonschema
+import pytest
+from conftest import FULL, ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
+from test_docs import parse
+
+from plugsft.commands.json_schema import schema_text
+from plugsft.commands.shipped import SCHEMA, commands_of, files_of, print_kinds, write
+from plugsft.registry.active import load
+
+LAUNCH = {f"recipes/accelerate/{path.name}" for path in (ROOT / "recipes/accelerate").iterdir()}
+GENERAL = ["sft", "lora", "qlora", "dpo", "kto", "reward"]
+
+
+def written(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf8")
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_every_recipe_is_written_with_the_files_that_it_names(tmp_path, monkeypatch, capsys):
+    print_kinds()
+    listed = capsys.readouterr().out.splitlines()[:-2]
+    names = [path.stem for path in sorted((ROOT / "recipes").glob("*.toml"))]
+    assert [line.split()[0] for line in listed] == [*names, "launch"]
+    assert all(len(line) <= 112 and line.endswith(".") for line in listed)
+    schema = schema_text()
+    validate = jsonschema.validators.validator_for(json.loads(schema))(json.loads(schema)).validate
+    for kind in names:
+        place = tmp_path / kind
+        (place / SCHEMA).parent.mkdir(parents=True)
+        (place / SCHEMA).write_text(schema)  # it is the same for all, and takes a while
+        write(kind, place)
+        files = written(place)
+        text = files[f"recipes/{kind}.toml"]
+        shipped = (ROOT / f"recipes/{kind}.toml").read_text(encoding="utf8")
+        assert text == f"#:schema ./recipe.schema.json\n{shipped}"
+        validate(tomllib.loads(text))
+        monkeypatch.chdir(place)
+        load(place / f"recipes/{kind}.toml", [], [])
+        commands = commands_of(text)
+        for command in commands:
+            words = shlex.split(command)
+            assert {word for word in words if word.startswith("recipes/")} <= {*files}, command
+            parse(words[words.index("plugsft") + 1 :])
+        needs = re.findall("# Needs: (.*)", text)
+        told = capsys.readouterr().out.partition("Next:\n")[2].splitlines()
+        assert told == [f"  {line}" for line in (f"cd {place}", *needs, *commands[:3])]
+
+
+def test_no_file_is_overwritten(tmp_path):
+    def init(*words):
+        return run_plugsft("init", *words, cwd=tmp_path)
+
+    assert init("launch").returncode == 0
+    assert {*written(tmp_path)} == LAUNCH
+    gpu8 = tmp_path / "recipes/accelerate/gpu8.yaml"
+    gpu8.write_text("num_processes: 2\n")
+    assert init("sft").returncode == 0
+    before = written(tmp_path)
+    assert before["recipes/accelerate/gpu8.yaml"] == "num_processes: 2\n"
+    for words, says in (
+        (["sft"], "recipes/sft.toml exists already; move it away, or set --to"),
+        (["lor"], "'lor': no recipe of this name comes with plugsft; did you mean 'lora'?"),
+        (["nothing"], "; choose one of dpo, kto, lora"),
+        (
+            ["lora", "--to", "recipes/sft.toml"],
+            "recipes/sft.toml/recipes: a folder of its path is a file; set --to",
+        ),
+    ):
+        done = init(*words)
+        assert done.returncode == 2 and says in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert written(tmp_path) == before
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Train a tiny model, which answers to the name of the model in the recipes."""
+    folder = tmp_path_factory.mktemp("base")
+    tables = tiny_tables(folder, chats(40))
+    tables["model"]["scratch"]["context"] = 2048
+    tables["train"]["steps"] = 1
+    done = run_plugsft(write_recipe(folder / "recipe.toml", tables))
+    assert done.returncode == 0, done.stderr
+    return folder / "run/model"
+
+
+@pytest.fixture
+def place(base, tmp_path):
+    """Give an empty folder with that model."""
+    shutil.copytree(base, tmp_path / "Qwen/Qwen3-0.6B")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "lora" else pytest.param(kind, marks=only_full) for kind in GENERAL]
+)
+def test_the_commands_of_a_recipe_run_as_written(kind, place):
+    if kind == "qlora":
+        pytest.importorskip("bitsandbytes")
+    assert run_plugsft("init", kind, cwd=place).returncode == 0
+    commands = commands_of(files_of(kind)[f"recipes/{kind}.toml"])
+    alone = [shlex.split(command)[1:] for command in commands if command.startswith("plugsft")]
+    assert alone[:2] == [["check", f"recipes/{kind}.toml"], [f"recipes/{kind}.toml"]]
+    for words in alone:
+        short = ["train.steps=2"] if words[0].endswith(".toml") and not FULL else []
+        asked = ["--ask", "Who?", "--max-tokens", "4"] if words[0] == "chat" else []
+        done = run_plugsft(*words, *asked, *short, cwd=place)
+        assert done.returncode == 0, done.stderr
+        if words[0] == "check":
+            assert done.stdout.endswith(f"\nready: plugsft recipes/{kind}.toml\n"), done.stdout
+
+
+def test_a_message_that_names_a_launch_file_says_how_to_write_it(tiny, tmp_path):
+    env = {"ACCELERATE_DYNAMO_BACKEND": "no", "MASTER_ADDR": "127.0.0.1"}
+    recipe = tiny()
+    lines = run_plugsft(recipe, cwd=tmp_path, env=env).stderr.splitlines()
+    assert "use --config_file recipes/accelerate/cpu2.yaml" in lines[0]
+    assert lines[1] == (
+        "recipes/accelerate/cpu2.yaml is not here yet: `plugsft init launch` writes it"
+    )
+    assert len(run_plugsft(recipe, env=env).stderr.splitlines()) == 1  # in the clone it is there
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("pl", ["plan", "plugins"]),
+        ("rec", ["recipes/my.toml"]),
+        ("my", ["my.toml"]),
+        ("check m", ["my.toml"]),
+        ("my.toml --resume-", ["--resume-from"]),
+        ("init lo", ["lora"]),
+        ("nonsense ch", ["chat", "check"]),
+    ],
+)
+def test_the_shell_completes_commands_recipes_and_options(typed, completed, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    for name in ("my.toml", "recipes/my.toml"):
+        (tmp_path / name).touch()
+    words = f"plugsft {typed}"
+    env = {"_PLUGSFT_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    env["COMP_CWORD"] = str(words.count(" "))
+    done = run_plugsft(cwd=tmp_path, env=env)
+    assert not done.stderr and sorted(done.stdout.split()) == completed
