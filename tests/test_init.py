@@ -13,7 +13,7 @@ from test_docs import parse
 
 from plugsft.commands.json_schema import schema_text
 from plugsft.commands.shipped import SCHEMA, commands_of, files_of, print_kinds, write
-from plugsft.registry.active import load
+from plugsft.registry.load import load
 
 LAUNCH = {f"recipes/accelerate/{path.name}" for path in (ROOT / "recipes/accelerate").iterdir()}
 GENERAL = ["sft", "lora", "qlora", "dpo", "kto", "reward"]

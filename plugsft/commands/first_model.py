@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..base.console import is_terminal, say
-from ..registry.active import load
+from ..registry.load import load
 from .chat import chat
 from .shipped import write_missing
-from .train import train
+from .train import train_recipe
 
 KIND = "quickstart"
 LESSONS = "recipes/data/quickstart.jsonl"
@@ -27,8 +27,9 @@ def first_model(folder: Path, overrides: Sequence[str], overwrite: bool) -> None
     go = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}; "
     os.chdir(folder)  # the paths of a recipe are those of the folder in which it runs
     recipe = Path(f"recipes/{KIND}.toml")
-    run = load(recipe, overrides)[0].folder
-    train(recipe, [*overrides], overwrite=overwrite)
+    loaded, active = load(recipe, overrides)
+    train_recipe(loaded, active, recipe, (False, False, None, overwrite))
+    run = loaded.folder
     say(f"\n> {QUESTION}")
     chat(run, ask=[QUESTION])
     say(f"\nIt knows only the lessons of {LESSONS}. Two of them:")
