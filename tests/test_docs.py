@@ -40,6 +40,7 @@ TOO_SLOW = {
     "tools/test --full": "takes longer than CI has",
     "plugsft bench my.toml --only bfd_packing --rounds 1 --steps 3 --prepare-rounds 0": "a minute; "
     "test_bench.py runs benches",
+    "plugsft export runs/my-model --to hub:me/my-model": "test_hub.py has a hub to upload to",
     "accelerate launch --config_file recipes/accelerate/zero3.yaml --num_processes 2 "
     "-m plugsft my.toml": "DeepSpeed's start; test_launch.py trains with this file",
 }

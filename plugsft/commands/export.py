@@ -1,11 +1,20 @@
-"""`plugsft export`: copy a trained model, make one from a checkpoint, or merge adapters."""
+"""`plugsft export`: copy or upload a trained model, make one from a checkpoint, merge adapters."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
+from ..base.errors import PlugsftError
 from .options import Trusted, Without
+
+HUB = "hub:"
+"""What `--to` begins with for a repository on the hub."""
+PATIENCE = 120
+"""Seconds of pauses by default."""
 
 
 def export(
@@ -22,18 +31,51 @@ def export(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="A new folder. Default with --merge: OUTPUT/merged.",
+            help="A new folder, or hub:OWNER/NAME. Default with --merge: OUTPUT/merged.",
             show_default=False,
         ),
     ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="On the hub: a public repository. Default: private.")
+    ] = False,
+    patience: Annotated[
+        int, typer.Option(min=0, help="On the hub: seconds of pauses while it does not answer.")
+    ] = PATIENCE,
     without: Without = None,
     trust_remote_code: Trusted = False,
 ) -> None:
-    """Copy a trained model, make one from a checkpoint, or merge adapters."""
-    from .runs.model_folder import ensure_exportable
+    """Copy or upload a trained model, make one from a checkpoint, or merge adapters."""
+    from .runs.model_folder import ensure_exportable, ensure_model, has_model
 
+    if str(to).startswith(HUB):
+        ensure_model(output)
+        from .runs.hub import Repository
+        from .runs.upload import upload_folder, upload_model
+
+        repository = Repository(str(to).removeprefix(HUB), public, patience)
+        if has_model(output) and not merge:
+            upload_model(repository, output)
+            return
+        with folder_beside(output) as folder:
+            from .runs import export
+
+            export.export(
+                output, merge, folder, without or [], trust_remote_code, place=repository.name
+            )
+            upload_folder(repository, folder, output)
+        return
+    if public or patience != PATIENCE:
+        option = "--public" if public else "--patience"
+        raise PlugsftError(f"{option} is for the hub; add --to hub:OWNER/NAME, or leave it out")
     target = ensure_exportable(output, merge, to)
     # A missing folder is reported before anything heavy is imported.
     from .runs import export
 
     export.export(output, merge, target, without or [], trust_remote_code)
+
+
+@contextmanager
+def folder_beside(output: Path) -> Iterator[Path]:
+    """Yield a path for a model that is removed after it was uploaded."""
+    with TemporaryDirectory(dir=output.absolute().parent, prefix=".export-") as temporary:
+        yield Path(temporary, "model")

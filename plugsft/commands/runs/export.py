@@ -17,19 +17,20 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ...base.atomic import MANIFEST, damage, is_published, publish
+from ...base.atomic import MANIFEST, publish
 from ...base.checksums import file_digest
 from ...base.console import say
 from ...base.errors import CheckpointError, PlugsftError
 from ...base.load_errors import trust_hint
 from ...data.load_tokenizer import end_generation
-from ...model.config import ensure_safetensors
 from ...model.load import grow_embeddings
 from ...output.folder import ADAPTER, base_model
 from ...ranks.launch import silence_libraries
+from .card import add_card
 from .from_checkpoint import restore
-from .model_folder import checkpoint_of, has_model, is_reward_model, model_folder
+from .model_folder import checkpoint_of, has_model, is_reward_model
 from .quantized import copy_restored_weights, keep_stored_weights, quantization
+from .verified import source_of
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""
@@ -45,42 +46,37 @@ def export(
     target: Path,
     without: Sequence[str] = (),
     trusted: bool = False,
+    place: str = "",
 ) -> None:
     """Copy a run's model, or merge its adapters, into a new folder.
 
     The model's Python code runs only if the user trusts it: the run may be someone else's.
+    `place` is the name that loads the model, if it is not the folder's.
     """
+    name = place or target.name
     if has_model(output):
         folder = source_of(output)
         if target.resolve().is_relative_to(folder.resolve()) and not merge:
             raise PlugsftError(f"--to: {target} is inside the model's own folder; name another")
-        result = merge_into(folder, target, trusted) if merge else copy_to(folder, target)
+        if merge:
+            result = merge_into(folder, target, trusted, folder, name)
+        else:
+            result = copy_to(folder, target, name)
     else:
         checkpoint = checkpoint_of(output)
         assert checkpoint is not None, "ensure_exportable found one"
         result = f"model of {checkpoint.name}"
         if merge:
             with TemporaryDirectory(dir=target.parent, prefix=".export-") as temporary:
-                restore(checkpoint, Path(temporary, "model"), without, trusted)
-                result += f", {merge_into(Path(temporary, 'model'), target, trusted)}"
+                adapters = Path(temporary, "model")
+                restore(checkpoint, adapters, without, trusted, name)
+                result += f", {merge_into(adapters, target, trusted, checkpoint, name)}"
         else:
-            restore(checkpoint, target, without, trusted)
-    say(f"{result}: {target}")
+            restore(checkpoint, target, without, trusted, name)
+    say(result if place else f"{result}: {target}")
 
 
-def source_of(output: Path) -> Path:
-    """Return the folder of a run's model; refuse a damaged one."""
-    folder = model_folder(output)
-    ensure_safetensors(str(folder))
-    if is_published(folder) and (wrong := damage(folder)) is not None:
-        raise CheckpointError(
-            f"{folder}: is damaged: {wrong}; remove it and resume the run (--resume), which "
-            "writes it again from the last checkpoint"
-        )
-    return folder
-
-
-def copy_to(folder: Path, target: Path) -> str:
+def copy_to(folder: Path, target: Path, name: str) -> str:
     """Copy a model and compare every byte; return a description."""
     with publish(target) as building:
         shutil.copytree(
@@ -90,12 +86,16 @@ def copy_to(folder: Path, target: Path) -> str:
             origin = folder / path.relative_to(building)
             if path.is_file() and file_digest(path) != file_digest(origin):
                 raise CheckpointError(f"{path.name}: the copy differs from the original; try again")
+        add_card(building, folder, name)
     base = f", for {base_model(folder)[0]}" if (folder / ADAPTER).is_file() else ""
     return f"model, copied and verified{base}"
 
 
-def merge_into(folder: Path, target: Path, trusted: bool) -> str:
-    """Merge adapters into their base model and verify it; return a description."""
+def merge_into(folder: Path, target: Path, trusted: bool, origin: Path, name: str) -> str:
+    """Merge adapters into their base model and verify it; return a description.
+
+    `origin` is the run's model or checkpoint that they come from.
+    """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     silence_libraries()
     model, dtype, trained = load_adapters(folder, trusted)
@@ -121,6 +121,7 @@ def merge_into(folder: Path, target: Path, trusted: bool) -> str:
             building, dtype=torch.float32, trust_remote_code=trusted
         )
         ensure_close(compute_logits(written), expected, "writing")
+        add_card(building, origin, name)
     return (
         f"merged model in {str(dtype).removeprefix('torch.')}{onto} "
         f"(its logits are {error:.0e} off; "

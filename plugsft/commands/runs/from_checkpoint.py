@@ -20,12 +20,13 @@ from ...ranks.shard_files import ShardReader
 from ...ranks.train_state import WEIGHTS, ensure_same_parameters, fill_weights
 from ...registry.active import check
 from ...registry.load import load
+from .card import add_card
 
 
-def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> None:
+def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, name: str) -> None:
     """Write a checkpoint's model as its run would have at the end.
 
-    `trusted` overrides the run's recipe, which may be someone else's.
+    `trusted` overrides the run's recipe, which may be someone else's. `name` loads the model.
     """
     silence_libraries()
     output = path.parent.parent
@@ -53,6 +54,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool) -> 
     with publish(target) as building:
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
+        add_card(building, path, name)
 
 
 def find_folder(folder: Path, pattern: str) -> Path:

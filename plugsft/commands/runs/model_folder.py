@@ -50,13 +50,20 @@ def checkpoint_of(output: Path) -> Path | None:
 def ensure_exportable(output: Path, merge: bool, to: Path | None) -> Path:
     """Return the folder to export to; refuse one that exists, or an output without a model."""
     if to is None and not merge:
-        raise PlugsftError("--to: missing; name the folder to copy the model to")
+        raise PlugsftError(
+            "--to: missing; name the folder to copy the model to, or hub:OWNER/NAME to upload it"
+        )
     target = to or output / "merged"
     if target.exists():
         raise PlugsftError(f"{target}: exists already; move it away, or name another with --to")
+    ensure_model(output)
+    return target
+
+
+def ensure_model(output: Path) -> None:
+    """Refuse an output without a model or a checkpoint."""
     if not has_model(output) and checkpoint_of(output) is None:
         model_folder(output)  # raises the error
-    return target
 
 
 def has_model(output: Path) -> bool:
