@@ -4,7 +4,7 @@ Light: it imports no numpy and no torch. `plugsft.kit` has the heavier tools for
 """
 
 from .api.finished_run import FinishedRun
-from .api.functions import generate, load_run, train
+from .api.functions import generate, inspect, load_run, prepare, train
 from .base.atomic import damage
 from .base.build_once import once
 from .base.checksums import cache_folder, digest
@@ -76,9 +76,11 @@ __all__ = [
     "digest",
     "generate",
     "hookimpl",
+    "inspect",
     "load_run",
     "once",
     "plugin",
+    "prepare",
     "progress",
     "reason_of",
     "say",

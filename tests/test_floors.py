@@ -45,8 +45,8 @@ EXPORTED = {
         Batch Capability Data DataError DiskError Encoded FinishedRun Folder Ints Layouts
         LoadedStep Machine ModelLoad Place PluginError PlugsftError Ranks Recipe RecipeError
         Rendered Run RunModel Shard Slice Stopped TokenNll Train TrainError WeightSlice Work
-        cache_folder damage digest generate hookimpl load_run once plugin progress reason_of say
-        state train
+        cache_folder damage digest generate hookimpl inspect load_run once plugin
+        prepare progress reason_of say state train
     """,
     "plugsft.kit": """
         Reference Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of

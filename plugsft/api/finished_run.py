@@ -1,10 +1,10 @@
 """A run's output folder, read: figures, metrics as tables, and the model."""
 
-import html
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .data import table_html
 from .messages import errors
 
 if TYPE_CHECKING:
@@ -146,9 +146,4 @@ class FinishedRun:
         return f"<run {self.folder}: {figures['status']}{rest}>"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in [("run", str(self.folder)), *self._figures()]
-        )
-        return f"<table>{rows}</table>"
+        return table_html([("run", str(self.folder)), *self._figures()])

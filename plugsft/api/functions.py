@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from .data import Inspection, PreparedData, inspected_row, inspected_source, prepared_data
 from .finished_run import FinishedRun, Turns
-from .messages import errors
 
 PathLike = str | Path
 RecipeLike = PathLike | Mapping[str, Any]
@@ -36,26 +36,77 @@ def train(
         run.metrics["loss"].plot()
     """
     from ..commands.train import train_recipe
-    from ..registry.load import resolve
-    from .own_plugins import found_by_others
-    from .recipes import read_source
+    from .recipes import opened
 
-    with errors():
-        source = read_source(recipe, plugins, without, overrides)
-        with found_by_others(source.own):
-            loaded, active = resolve(source.tables, source.without, source.path)
-            checkpoint = None if resume_from is None else Path(resume_from)
-            start = (resume is True, resume == "auto", checkpoint, overwrite)
-            if ranks > 1:
-                from .processes import train_on_ranks
+    checkpoint = None if resume_from is None else Path(resume_from)
+    start = (resume is True, resume == "auto", checkpoint, overwrite)
+    with opened(recipe, plugins, without, overrides) as (source, loaded, active):
+        if ranks == 1:
+            from .isolation import isolated
 
-                train_on_ranks(source, loaded, ranks, start)
-            else:
-                from .isolation import isolated
+            with isolated():
+                train_recipe(loaded, active, source.path, start)
+        else:
+            from .processes import train_on_ranks
 
-                with isolated():
-                    train_recipe(loaded, active, source.path, start)
+            train_on_ranks(source, loaded, ranks, start)
         return FinishedRun(loaded.folder)
+
+
+def prepare(
+    recipe: RecipeLike,
+    *,
+    plugins: Sequence[object] | Mapping[str, Any] = (),
+    without: Sequence[str] = (),
+    **overrides: Any,
+) -> PreparedData:
+    """Tokenize a recipe's data ahead of training; `train` then finds it.
+
+    The arguments are those of `train`.
+
+        plugsft.prepare("my.toml").trained_tokens
+    """
+    from .recipes import opened
+
+    with opened(recipe, plugins, without, overrides) as (source, loaded, active):
+        from ..commands.audit.prepare import prepare_data
+        from .isolation import isolated
+
+        with isolated():
+            tokens = prepare_data(loaded, active, source.path).tokens
+            return prepared_data(tokens.folder, tokens.facts)
+
+
+def inspect(
+    recipe: RecipeLike,
+    *,
+    rows: int = 3,
+    first: int = 0,
+    everything: bool = False,
+    plugins: Sequence[object] | Mapping[str, Any] = (),
+    without: Sequence[str] = (),
+    **overrides: Any,
+) -> Inspection:
+    """Return rows as the model will see them, and what is found in the data.
+
+    `rows`: how many rows of each source, from `first` on. `everything`: audit every row, not a
+    sample of 1,000. Problems are returned, not raised: see `Inspection.errors`.
+
+        seen = plugsft.inspect("my.toml", rows=1)
+        print(seen.rows[0].trained_text, seen.warnings)
+    """
+    from .recipes import opened
+
+    with opened(recipe, plugins, without, overrides) as (_, loaded, active):
+        from ..commands.audit.inspect import opened_rows, views_of
+        from ..commands.audit.rows import audit
+        from .isolation import isolated
+
+        with isolated(), opened_rows(loaded, active) as (work, sources):
+            numbers = range(len(sources))
+            views = [view for n in numbers for view in views_of(work, sources, n, first, rows)]
+            audits = [audit(work, sources, n, active, loaded.data, everything) for n in numbers]
+            return Inspection([*map(inspected_row, views)], [*map(inspected_source, audits)])
 
 
 def load_run(folder: PathLike) -> FinishedRun:

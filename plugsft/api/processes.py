@@ -44,6 +44,8 @@ def train_on_ranks(
         raise LaunchError(
             f"ranks={ranks}: a launcher has started this process as a rank already; leave ranks out"
         )
+    if ranks < 1:
+        raise LaunchError(f"ranks={ranks}: give 1 or more")
     with TemporaryDirectory(prefix="plugsft-ranks-") as temporary:
         folder = Path(temporary)
         job = {

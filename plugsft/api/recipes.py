@@ -1,7 +1,8 @@
 """The recipe of a call from Python: a file or tables, with overrides and plugin objects."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 from ..base.errors import RecipeError
 from ..base.limits import TABLES, check_depth
 from ..recipe.read import read
-from .own_plugins import OwnPlugin, describe_plugins
+from ..recipe.tables import Recipe
+from ..registry.active import Active
+from ..registry.load import resolve
+from .messages import errors
+from .own_plugins import OwnPlugin, describe_plugins, found_by_others
 
 PathLike = str | os.PathLike[str]
 RecipeLike = PathLike | Mapping[str, Any]
@@ -25,6 +30,20 @@ class Source:
     own: Mapping[str, OwnPlugin]
     """Name -> plugin that was passed as an object."""
     without: Sequence[str] = ()
+
+
+@contextmanager
+def opened(
+    recipe: RecipeLike,
+    plugins: Sequence[object] | Mapping[str, Any],
+    without: Sequence[str],
+    overrides: Mapping[str, Any],
+) -> Iterator[tuple[Source, Recipe, Active]]:
+    """Open a recipe and its plugins for a block, whose errors are those of the command line."""
+    with errors():
+        source = read_source(recipe, plugins, without, overrides)
+        with found_by_others(source.own):
+            yield source, *resolve(source.tables, source.without, source.path)
 
 
 def read_source(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,24 +37,14 @@ def inspect_data(
     page: Path | None = None,
 ) -> None:
     """Show some rows of each source token by token, and audit a sample of it, or all of it."""
-    if not recipe.data.all_sources():
-        raise RecipeError(
-            f"data.tokens: {recipe.data.tokens} holds no rows to inspect; set data.source too"
-        )
     if page:
         ensure_page(page, "--html")
-    active.attach(DataDefaults(recipe.folder))
     shown, audits = list[View](), list[Audit]()
-    with active.name_failing_plugin(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
-        # Only the data hooks: the training may be for another machine.
-        check(active, recipe, look(), DATA)
-        opened = [open_source(source) for source in recipe.data.all_sources()]
-        ensure_columns(recipe.data, opened)
-        work = make_work(recipe, active, opened, Path(folder))
+    with opened_rows(recipe, active) as (work, opened):
         if rows:
             out.print(legend(has_colour(out)), end="\n\n")
         for source in range(len(opened)):
-            for view in _views(work, opened, source, first, rows):
+            for view in views_of(work, opened, source, first, rows):
                 shown.append(view)
                 _print_view(view)
             audits.append(audit(work, opened, source, active, recipe.data, everything))
@@ -65,9 +56,26 @@ def inspect_data(
         raise DataError("\n".join(errors))
 
 
-def _views(
+@contextmanager
+def opened_rows(recipe: Recipe, active: Active) -> Iterator[tuple[ShardWriter, list[OpenSource]]]:
+    """Open a recipe's sources, and what turns their rows into tokens in a temporary folder."""
+    if not recipe.data.all_sources():
+        raise RecipeError(
+            f"data.tokens: {recipe.data.tokens} holds no rows to inspect; set data.source too"
+        )
+    active.attach(DataDefaults(recipe.folder))
+    with active.name_failing_plugin(), TemporaryDirectory(prefix="plugsft-inspect-") as folder:
+        # Only the data hooks: the training may be for another machine.
+        check(active, recipe, look(), DATA)
+        opened = [open_source(source) for source in recipe.data.all_sources()]
+        ensure_columns(recipe.data, opened)
+        yield make_work(recipe, active, opened, Path(folder)), opened
+
+
+def views_of(
     work: ShardWriter, opened: list[OpenSource], source: int, first: int, rows: int
 ) -> Iterator[View]:
+    """Yield some rows of a source, token by token."""
     if not rows:
         return
     try:

@@ -6,7 +6,7 @@ from ...base.console import say
 from ...base.errors import RecipeError
 from ...base.machine import look
 from ...data.defaults import DataDefaults
-from ...data.prepare import prepare
+from ...data.prepare import Prepared, prepare
 from ...hooks import DATA
 from ...model.checks import check_recipe
 from ...model.config import check_ids
@@ -15,8 +15,8 @@ from ...recipe.tables import Recipe
 from ...registry.active import Active
 
 
-def prepare_data(recipe: Recipe, active: Active, path: Path) -> None:
-    """Tokenize a recipe's data into its output folder, where training finds it."""
+def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:
+    """Tokenize a recipe's data into its output folder, where training finds it; return it."""
     ensure_inputs(recipe, path)
     if recipe.data.tokens:
         raise RecipeError(
@@ -35,3 +35,4 @@ def prepare_data(recipe: Recipe, active: Active, path: Path) -> None:
     if recipe.model.scratch and not recipe.model.tokenizer:
         say(f"tokenizer: {data.tokenizer_folder}")
     say(f"tokens: {data.tokens.folder}")
+    return data
