@@ -198,6 +198,33 @@ def test_a_global_batch_is_compared_with_the_ranks(tiny, check, size, micro, ran
     assert says in line and line in getattr(found, mark)
 
 
+def test_one_example_at_a_time_is_warned_of_unless_it_is_meant(tiny, check):
+    path = tiny()
+    text = path.read_text().replace("micro_batch = 4\n", "")
+    assert "micro_batch" not in text
+    path.write_text(text)
+    [line] = check(path).warn
+    assert "one example at a time" in line
+    assert "Add [plugins.bfd_packing], or set train.micro_batch = 8" in line
+    assert "train.micro_batch = 4 (1 if you mean it)" in check(path, ranks=2).warn[0]
+    for words in (["train.micro_batch=1"], ["plugins.bfd_packing.capacity=256"]):
+        assert not any("at a time" in one for one in check(path, *words).warn), words
+    assert not any("at a time" in one for one in check(path, ranks=8).warn)
+    [said] = re.findall("warning: .*", run_plugsft(path, "train.steps=1").stdout)
+    assert said.endswith(line.removeprefix("ranks").strip())
+
+
+def test_a_fast_tokenizer_without_an_engine_is_warned_of(tiny, tmp_path, monkeypatch, check):
+    path = tiny(plugins={"fast_tokenizer": {}})
+    assert not check(path).warn
+    for name in ("gigatoken", "fastokens"):
+        monkeypatch.setitem(sys.modules, name, None)
+    [line] = check(path).warn
+    assert line.startswith("plugins     fast_tokenizer: no engine fits, so the model's own")
+    assert "pip install gigatoken" in line and "remove [plugins.fast_tokenizer]" in line
+    assert not check(path, "plugins.fast_tokenizer.engine=transformers").warn
+
+
 def test_windows_that_are_dealt_again_are_told_with_their_micro_batches(tiny, check):
     path = tiny(plugins={"length_group": {}})
     ranks, steps = (line for line in check(path).ok if line.startswith(("ranks", "steps")))

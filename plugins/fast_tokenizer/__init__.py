@@ -103,9 +103,21 @@ class FastTokenizer:
 
     @hookimpl
     def summary(self) -> str | None:
-        """Report how many texts each engine encoded, and why other engines were not chosen."""
+        """Report how many texts each engine encoded, and why other engines were not chosen.
+
+        Begins with "warning:" if no engine fits.
+        """
+        from .engines import ENGINES
+
         total, own = sum(self.counts.values()), self.counts.get(OWN, 0)
         fast = [f"{name} encoded {count:,}" for name, count in self.counts.items() if name != OWN]
+        reasons = "; ".join(self.reasons.values())
+        if self.engine == "auto" and not fast and len(self.reasons) == len(ENGINES):
+            cure = "Install one, or remove" if "pip install" in reasons else "Remove"
+            return (
+                f"warning: no engine fits, so the model's own tokenizer encodes ({reasons}). "
+                f"{cure} [plugins.fast_tokenizer]"
+            )
         lines = []
         if fast:
             lines = [f"{', '.join(fast)} of {total:,} texts"]
@@ -116,4 +128,4 @@ class FastTokenizer:
                 )
         elif own:
             lines = [f"the model's own tokenizer encoded {own:,} texts"]
-        return "; ".join([*lines, *self.reasons.values()]) or None
+        return "; ".join([*lines, *filter(None, [reasons])]) or None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..base.console import say
 from .options import Overrides, RecipeFile, Without
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def train_recipe(
     """Train a loaded recipe, as the command and `plugsft.train` do; `start`: see Resume."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
-    from .runs.inputs import check_inputs
+    from .runs.inputs import check_inputs, one_at_a_time
     from .runs.start import Resume, output_folder
 
     check_inputs(recipe, active, path)
@@ -63,5 +64,7 @@ def train_recipe(
         from ..ranks.agree import ending_together
 
         ensure_room(recipe, active, resume.overwrite)
+        if warning := one_at_a_time(recipe, machine.world_size):
+            say(f"warning: {warning}")
         with ending_together(recipe.output):
             loop.train(run.open(recipe, active, machine, checkpoints))

@@ -329,7 +329,11 @@ def test_engines_that_are_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "fastokens", None)
     made = plugin()
     assert made.encode(CORPUS, mine, False).engines == {OWN: 12}
-    assert made.summary() == f"{missing('gigatoken')}; {missing('fastokens')}"
+    none = "warning: no engine fits, so the model's own tokenizer encodes ("
+    reasons = f"{missing('gigatoken')}; {missing('fastokens')}"
+    assert made.summary() == f"{none}{reasons}). Install one, or remove [plugins.fast_tokenizer]"
+    made.counts = {"gigatoken": 12}  # tokens from a cache
+    assert made.summary() == f"gigatoken encoded 12 of 12 texts; {reasons}"
 
 
 def test_no_engine_is_needed_to_import_the_plugin():

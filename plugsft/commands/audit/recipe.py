@@ -27,10 +27,14 @@ from ...output.folder import describe_results, ensure_ours, wrong_inputs
 from ...recipe.tables import LOSSY, Model, Recipe, Train
 from ...registry import active as registry
 from ...registry.active import Active
+from ..runs.inputs import one_at_a_time
 from .batches import describe_batches
 from .examples import Examples
 from .findings import Findings
 from .sources import check_data
+
+WARNING = "warning: "
+"""A plugin's summary begins with it where the plugin is of no use."""
 
 
 def check_recipe(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> None:
@@ -66,9 +70,13 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
         findings.ok("schedule", f"{schedule}, peak {recipe.train.learning_rate:g}")
     examples, tokens = check_data(findings, recipe, active, wrong)
     for name, summary in active.summaries(TOKEN_HOOKS).items():
-        if summary != "active":
+        if summary.startswith(WARNING):
+            findings.warn("plugins", f"{name}: {summary.removeprefix(WARNING)}")
+        elif summary != "active":
             findings.ok("plugins", f"{name}: {summary}")
     _ranks(findings, recipe.train, machine.world_size, active)
+    if warning := one_at_a_time(recipe, machine.world_size):
+        findings.warn("ranks", warning)
     steps = None
     with findings.about("steps"):
         if len(examples.lengths):

@@ -10,6 +10,7 @@ from ...data.sources import open_source
 from ...model.context import ensure_context
 from ...model.schedule import check_schedule
 from ...output.folder import ensure_inputs
+from ...recipe.capabilities import Capability
 from ...recipe.tables import Data, Model, Recipe, Source
 from ...registry.active import Active
 
@@ -35,6 +36,18 @@ def check_inputs(recipe: Recipe, active: Active, path: Path) -> None:
             open_source(source, key)
             if recipe.data.on_bad_row == "error" and source.split == "train" and not renders:
                 check_first_row(source, recipe.data)
+
+
+def one_at_a_time(recipe: Recipe, ranks: int) -> str:
+    """Return a warning if each forward computes one example because nobody chose otherwise."""
+    train, share = recipe.train, recipe.train.batch_size // ranks
+    if share < 2 or "micro_batch" in train.model_fields_set or recipe.provides("packed_rows"):
+        return ""
+    return (
+        "the model computes one example at a time, which is slow. Add "
+        f"{Capability.bundled('packed_rows').table}, or set train.micro_batch = {min(8, share)} "
+        "(1 if you mean it)"
+    )
 
 
 def written_context(model: Model) -> int | None:
