@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from plugsft.base.errors import RecipeError
+from plugsft.base.sizes import parse_size
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import shuffle
 from plugsft.data.defaults import DataDefaults
@@ -24,7 +25,7 @@ from plugsft.data.load_tokenizer import load_tokenizer
 from plugsft.lab.forecast.cluster import Cluster
 from plugsft.lab.forecast.forecaster import Forecast, Forecaster, suggest
 from plugsft.lab.forecast.meta_model import MetaModel
-from plugsft.lab.forecast.run import notes
+from plugsft.lab.forecast.run import Options, cluster_of, notes
 from plugsft.lab.forecast.strategies import CPU_DDP, FSDP2, SINGLE, ZERO3, Setting, peak_memory
 from plugsft.lab.forecast.workload import Epoch, read_epoch
 from plugsft.lab.trials.runner import trials
@@ -164,7 +165,7 @@ def test_a_forecast_is_what_a_gpu_holds(tmp_path, plugins):
     tables["data"]["max_length"] = 512
     result = run_plugsft("plan", write_recipe(tmp_path / "recipe.toml", tables), "--probe")
     assert result.returncode == 0, result.stderr
-    off = int(re.search(r"forecast [\d.,]+ [GM]B \(([+-]\d+)%\)", result.stdout)[1])
+    off = int(re.search(r"forecast [\d.,]+ [GM]iB \(([+-]\d+)%\)", result.stdout)[1])
     assert abs(off) <= 15, result.stdout
 
 
@@ -220,20 +221,27 @@ def recipe(tmp_path):
     return write_recipe(tmp_path / "recipe.toml", tables)
 
 
-def total_of(line):
-    """Return the bytes of the column `total`."""
-    sizes = re.findall(r"([\d.,]+) ([GM]B)", line)
-    number, unit = sizes[6]
-    return float(number.replace(",", "")) * {"MB": 1e6, "GB": 1e9}[unit]
+def totals_of(shown):
+    """Return strategy -> bytes of a rank, without the reserved ones."""
+    table = re.search(r"^  .*\n(weights.*\n(?:.*\n){5})reserved.*\ntotal.*", shown, re.M)
+    rows = [re.findall(r"[\d.,]+ [KMG]?i?B", row) for row in table[1].splitlines()]
+    sums = [
+        sum(parse_size(size.replace(",", "")) for size in part) for part in zip(*rows, strict=True)
+    ]
+    return dict(zip(re.split("  +", table[0].partition("\n")[0].strip()), sums, strict=True))
 
 
 def test_every_strategy_has_its_line_and_the_choice_its_launch(recipe, tmp_path):
     result = run_plugsft("plan", recipe, "--gpus", "2x8", "--gpu", "H100")
     assert result.returncode == 0, result.stderr
-    lines = {line.split(" ")[0]: line for line in result.stdout.splitlines() if line}
-    assert {"DDP", "ZeRO-3", "FSDP2"} <= {*lines}
-    assert total_of(lines["FSDP2"]) < total_of(lines["DDP"])
-    assert "2 x 8 H100, 80.0 GB each" in result.stdout
+    totals = totals_of(result.stdout)
+    assert [*totals] == ["DDP", "FSDP2", "ZeRO-3"] and totals["FSDP2"] < totals["DDP"]
+    said = "GPUs: 2 machines with 8 H100 each, 74.5 GiB each (80 GB on the data sheet)"
+    assert said in result.stdout
+    # The table fits a terminal, and explains its rows.
+    table = result.stdout.partition(said)[2].partition("choose:")[0].strip("\n").splitlines()
+    assert max(map(len, table)) <= 80 and table[-1].split() == ["fits"] * 3
+    assert any(line.startswith("loss head") and "logits" in line for line in table)
     assert "14 of 16 ranks never get an example; raise train.batch_size" in result.stdout
     [best] = re.findall(
         r"choose: DDP, .*config_file (\S+) --num_machines 2 --num_processes 16", result.stdout
@@ -248,7 +256,7 @@ def test_where_nothing_fits_a_line_that_fits_is_named_and_true(recipe):
     words = ("plan", recipe, "--gpu", "A100", "--memory")
     little = run_plugsft(*words, "1750MB")
     assert little.returncode == 0, little.stderr
-    assert "nothing fits in 1.8 GB (1.5 GB of it reserved)" in little.stdout
+    assert "nothing fits in 1.6 GiB. Changes, and the total with each:" in little.stdout
     lines = little.stdout.splitlines()
     lower = next(line.strip() for line in lines if line.startswith("  train.micro_batch = 4"))
     change, _, came = lower.partition(": ")
@@ -265,10 +273,10 @@ def test_where_nothing_fits_a_line_that_fits_is_named_and_true(recipe):
     [
         (["--gpus", "0x8"], "--gpus: '0x8'; write it as 8 or, machines x GPUs, as 4x8"),
         (["--gpus", "many"], "--gpus: 'many'"),
-        (["--memory", "80"], "--memory: '80' has no unit; write it as 80GB"),
+        (["--memory", "80"], "--memory: '80' has no unit; write it as 80GiB"),
         (
             ["--gpu", "A100", "--memory", "1MB"],
-            "--memory: 1 MB is no more than the 1.5 GB that dri",
+            "--memory: 976.6 KiB is no more than the 1.4 GiB that driver, NCCL and gaps take",
         ),
         (["--memory", "lots"], "--memory: given 'lots'"),
         (["--gpu", "H1000"], "--gpu: unknown 'H1000'; did you mean 'H100'?"),
@@ -285,7 +293,7 @@ def test_wrong_words_are_refused_with_the_cure(recipe, words, says):
 def test_thousands_of_gpus_take_seconds(recipe):
     started = time.perf_counter()
     result = run_plugsft("plan", recipe, "--gpus", "512x8", "--gpu", "H100", "--memory", "80GB")
-    assert result.returncode == 0 and "512 x 8 H100" in result.stdout, result.stderr
+    assert result.returncode == 0 and "512 machines with 8 H100" in result.stdout, result.stderr
     assert time.perf_counter() - started < 60
 
 
@@ -293,10 +301,26 @@ def test_thousands_of_gpus_take_seconds(recipe):
 def test_a_probe_says_how_far_the_forecast_was_off_and_corrects_it(recipe, forked_trials):
     result = run_plugsft("plan", recipe, "--probe")
     assert result.returncode == 0, result.stderr
-    said = r"probe: measured ([\d.,]+) MB, forecast .+ \([+-]\d+%\), .*; ([\d.e+-]+) s a step"
-    measured, seconds = map(float, re.search(said, result.stdout).groups())
-    [line] = re.findall(r"^one process.*", result.stdout, re.M)
-    assert total_of(line) == pytest.approx(measured * 1e6, rel=0.05) and seconds > 0
+    said = r"probe: measured ([\d.,]+ MiB), forecast .+ \([+-]\d+%\), .*; ([\d.e+-]+) s a step"
+    measured, seconds = re.search(said, result.stdout).groups()
+    [total] = totals_of(result.stdout).values()
+    assert total == pytest.approx(parse_size(measured), rel=0.05) and float(seconds) > 0
+    assert "CPU: 1 rank on this machine, " in result.stdout
+
+
+def test_memory_alone_means_a_gpu_and_both_units_are_read():
+    def cluster(*, cpu=False, **options):
+        values = {"gpus": "", "memory": None, "gpu": None, "probe": False, **options}
+        return cluster_of(Options(**values), 1, 1, cpu)
+
+    if not torch.cuda.is_available():
+        assert str(cluster(memory="24GB")) == "GPUs: 1 GPU, 22.4 GiB"
+        assert str(cluster(memory="24GiB")) == "GPUs: 1 GPU, 24.0 GiB"
+        for where in ({"cpu": True}, {"probe": True}):
+            assert str(cluster(memory="24GiB", **where)) == "CPU: 1 rank on this machine, 24.0 GiB"
+        assert str(cluster()).startswith("CPU: 1 rank on this machine, ")
+    assert str(cluster(gpu="h100", memory="40GiB")) == "GPUs: 1 H100, 40.0 GiB"
+    assert str(cluster(gpu="h100")) == "GPUs: 1 H100, 74.5 GiB (80 GB on the data sheet)"
 
 
 def test_a_model_that_cannot_be_traced_is_refused(tmp_path, recipe):
@@ -351,7 +375,7 @@ def test_stored_recomputed_and_offloaded_activations_are_told_apart(recipe, tmp_
     resolved, _ = registry.resolve(anchored(loaded) | {"plugins": {"activation_offload": {}}})
     said = notes(resolved, Cluster("H100", True, 80e9, 1, 8), forecasts)
     [line] = [line for line in said if "activation_offload" in line]
-    assert re.search(r"of each rank's activations in host memory, [\d.]+ GB a machine", line)
+    assert re.search(r"of each rank's activations in host memory, [\d.]+ GiB a machine", line)
 
 
 def test_pairs_are_packed_into_twice_the_length_as_a_run_packs_them(tmp_path):

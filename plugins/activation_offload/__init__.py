@@ -57,4 +57,4 @@ class ActivationOffload:
         if not moved:
             return f"nothing was moved: no activation has {self.min_bytes:,} bytes (min_bytes)"
         gain = "; a CPU gains nothing by it" if self.offload.on_cpu else ""
-        return f"{line}; {moved / 1e6:,.1f} MB a step moved there and back{gain}"
+        return f"{line}; {moved / 2**20:,.1f} MiB a step moved there and back{gain}"

@@ -1,9 +1,11 @@
-"""Sizes as users write them: 20GiB, 500MB."""
+"""Sizes as users write them: 20GiB, or 20GB, which is less."""
 
 import re
 
 from .errors import PlugsftError
 
+SIZES = "GiB is 2^30 bytes, GB 10^9."
+"""The help of each option that reads a size."""
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
 

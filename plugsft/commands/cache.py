@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.sizes import SIZES
 from .options import Overrides, RecipeFile, Without
 
 CacheFolder = Annotated[
@@ -46,7 +47,7 @@ def gc(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Remove the longest unused until the rest fits: 20GiB, 500MB, ...",
+            help=f"Remove the longest unused until the rest fits, as 20GiB; {SIZES}",
             show_default=False,
         ),
     ] = None,

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.sizes import SIZES
 from .options import Overrides, RecipeFile, Without
 
 
@@ -12,13 +13,14 @@ def plan(
     overrides: Overrides = None,
     without: Without = None,
     gpus: Annotated[
-        str, typer.Option(metavar="N|MxN", help="GPUs, as 8; or machines x GPUs, as 4x8.")
+        str, typer.Option(metavar="N|MxN", help="Number of GPUs, as 8; or machines x GPUs, as 4x8.")
     ] = "1",
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of each GPU, as 80GB. Default: that of the GPU.",
+            help=f"Memory of each GPU, as 80GiB; {SIZES} Default: that of --gpu, or of this "
+            "machine's GPU, or of this machine.",
             show_default=False,
         ),
     ] = None,
@@ -26,7 +28,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="H100, H200, B200, A100, ... Default: this machine's.",
+            help="H100, H200, B200, A100, ... Default: any GPU of --memory, or this machine.",
             show_default=False,
         ),
     ] = None,

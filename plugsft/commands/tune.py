@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.sizes import SIZES
 from .options import Launch, Overrides, RecipeFile, Without
 
 
@@ -16,7 +17,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Limit per rank: 20GiB, 500MB, ... Default: the GPU's memory, or a rank's share "
+            help=f"Limit per rank, as 20GiB; {SIZES} Default: the GPU's memory, or a rank's share "
             "of the machine's.",
             show_default=False,
         ),

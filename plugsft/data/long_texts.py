@@ -1,6 +1,7 @@
 """Encode only the beginning of a very long text, if that gives the same tokens.
 
-Encoding a row of 50 MB takes minutes and gigabytes, even if only its first 512 tokens are used.
+Encoding a row of 50 million characters takes minutes and much memory, even if only its first 512
+tokens are used.
 """
 
 from collections import Counter

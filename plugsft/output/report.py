@@ -25,7 +25,7 @@ NOT_CURVES = {"step", "epoch", "eval_tokens"}
 NOT_FACTS = {"name", "status", "reason", "warnings", "plugins", "data", "eval", "final"}
 NOT_FACTS |= {"started", "profile"}
 STEADY = ("learning_rate", "memory_gib", "eval_")
-# A point takes at most some 20 bytes; with the limits on texts a page stays below 400 kB.
+# A point takes at most some 20 bytes; with the limits on texts a page stays below 400 KiB.
 MAX_POINTS, MAX_CURVES, MAX_ITEMS, MAX_TEXT = 13_000, 60, 30, 600
 
 

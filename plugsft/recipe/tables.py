@@ -337,7 +337,7 @@ class Checkpoint(Table):
         every = self.interval(steps)
         text = f"every {every:,} steps, the last {self.keep} kept" if every else "at the end only"
         best = f", and the one with the {self.best} {self.keep_best}" if self.keep_best else ""
-        return text + best
+        return text.replace("every 1 steps", "every step") + best
 
 
 class Recipe(Table):

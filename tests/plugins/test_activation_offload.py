@@ -313,7 +313,7 @@ TABLES = {
 def test_a_run_reports_the_bytes_of_a_step():
     said = testing.summary("activation_offload", {"min_bytes": 0}, tables=TABLES)
     start = "activations of 1 of 2 layers wait in host memory; "
-    assert re.fullmatch(start + r"\d+\.\d MB a step moved there and back; a CPU gains .*", said)
+    assert re.fullmatch(start + r"\d+\.\d MiB a step moved there and back; a CPU gains .*", said)
 
 
 @only_full

@@ -2,7 +2,7 @@
 
     python tools/bench/chats.py 20000 chats.jsonl
 
-The same number of rows gives the same bytes. A row has about 2 KB, as in public mixtures.
+The same number of rows gives the same bytes. A row has about 2 KiB, as in public mixtures.
 """
 
 import json

@@ -41,9 +41,9 @@ def main() -> None:
             report["sizes"].append(figures)
             print(
                 f"{size:5.2f} GiB: {figures['workers']} workers, the largest took "
-                f"{(figures['peak'] - imports) / 1e6:,.0f} MB above the {imports / 1e6:,.0f} MB of "
-                f"its imports; {figures['seconds']:.1f} s, "
-                f"{size * 2**30 / 1e6 / figures['seconds']:,.0f} MB/s"
+                f"{(figures['peak'] - imports) / 2**20:,.0f} MiB above the "
+                f"{imports / 2**20:,.0f} MiB of its imports; {figures['seconds']:.1f} s, "
+                f"{size * 2**10 / figures['seconds']:,.0f} MiB/s"
             )
     shared.write_report(report, options.json)
 

@@ -241,9 +241,9 @@ def run_floor(options: argparse.Namespace) -> dict:
 
 def print_report(report: dict) -> None:
     """Print the figures."""
-    size, rows, processes = report["bytes"] / 1e6, report["rows"], report["processes"]
+    size, rows, processes = report["bytes"] / 2**20, report["rows"], report["processes"]
     machine = shared.machine_line(shared.head()["machine"])
-    print(f"{rows:,} chats, {size:.0f} MB, {processes} processes, {machine}")
+    print(f"{rows:,} chats, {size:.0f} MiB, {processes} processes, {machine}")
     print(f"ids and masks of all rows equal TRL's: {report['equal']['tokens']:,} tokens")
     for name, seconds in report["seconds"].items():
         middle = statistics.median(seconds)

@@ -1,5 +1,6 @@
 """The size and padding of batches, and likely mistakes in them."""
 
+from ...base.console import format_count
 from ...base.types import Ints, Layouts
 from ...recipe.capabilities import Capability
 from ...recipe.tables import Recipe
@@ -45,7 +46,8 @@ def warn_of_few_steps(recipe: Recipe, layouts: Layouts, examples: int) -> list[s
     if len(layouts) * MAX_FEWER * size > examples:
         return []
     return [
-        f"an epoch has {len(layouts):,} steps, and {-(-examples // size):,} unpacked: a step is "
-        f"{size} packed rows, {examples / len(layouts):,.0f} examples. Lower train.batch_size to "
-        f"about {max(1, size * size * len(layouts) // examples)} to take as many steps as before"
+        f"an epoch has {format_count(len(layouts), 'step')}, and {-(-examples // size):,} "
+        f"unpacked: a step is {size} packed rows, {examples / len(layouts):,.0f} examples. "
+        f"Lower train.batch_size to about {max(1, size * size * len(layouts) // examples)} "
+        "to take as many steps as before"
     ]

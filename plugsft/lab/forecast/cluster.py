@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...base.console import format_count, format_size
 from ...base.machine import look
 
 GB = 10**9
@@ -20,7 +21,9 @@ GPU_MEMORY = {
     "L40S": 48,
     "4090": 24,
 }
-"""GB of each GPU, from its data sheet."""
+"""GB (10^9 bytes) of each GPU, from its data sheet."""
+ANY = "GPU"
+"""The device of a cluster of which only the memory is known."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,23 @@ class Cluster:
     """The machines to train on."""
 
     device: str
-    """Name of the GPU, or "CPU"."""
+    """Name of the GPU, "GPU" for any, or "CPU"."""
     gpu: bool
     memory: float
     """Bytes of each rank."""
     machines: int
     per_machine: int
+    listed: int = 0
+    """GB on the data sheet, if `memory` comes from there."""
+
+    def __str__(self) -> str:
+        memory = f"{format_size(self.memory)} each" if self.ranks > 1 else format_size(self.memory)
+        memory += f" ({self.listed} GB on the data sheet)" if self.listed else ""
+        if not self.gpu:
+            return f"CPU: {format_count(self.ranks, 'rank')} on this machine, {memory}"
+        each = f"{self.machines:,} machines with {self.per_machine} {self.device} each"
+        where = each if self.machines > 1 else f"{self.per_machine} {self.device}"
+        return f"GPUs: {where}, {memory}"
 
     @property
     def ranks(self) -> int:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from rich.text import Text
 
-from ...base.console import out, progress, say
+from ...base.console import format_size, out, progress, say
 from ...base.errors import PlugsftError, did_you_mean
 from ...base.launch_files import explain_missing
 from ...base.sizes import parse_size
@@ -17,13 +17,19 @@ from ...data.defaults import DataDefaults
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry.active import Active
-from .cluster import GB, GPU_MEMORY, PER_MACHINE, Cluster, this_device
+from .cluster import ANY, GB, GPU_MEMORY, PER_MACHINE, Cluster, this_device
 from .forecaster import Forecast, Forecaster, Traced, choose, probe, suggest
 from .meta_model import Weights
-from .strategies import SINGLE, Strategy
+from .strategies import SINGLE, Memory, Strategy
 from .workload import read_epoch
 
-COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss head", "buffers", "total")
+EXPLAINED = {
+    "activations": "stored for the backward pass",
+    "loss head": "logits and their gradients",
+    "buffers": "gathered layers, workspaces",
+    "total": "the peak of one rank",
+}
+"""What the rows of the table count."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Options:
 def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     """Forecast the memory of each strategy; where nothing fits, find changes that would."""
     machines, per_machine = parse_gpus(options.gpus)
-    cluster = cluster_of(options, machines, per_machine)
+    cluster = cluster_of(options, machines, per_machine, recipe.device == "cpu")
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
     with TemporaryDirectory(prefix="plugsft-plan-") as folder, active.name_failing_plugin():
         epoch = read_epoch(recipe, active, Path(folder))
@@ -51,15 +57,12 @@ def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
             advance(1, "")
         introduce(recipe, forecaster, traced, cluster)
         forecasts = forecaster.forecast({}, cluster)
-        print_table(forecasts)
+        print_table(forecasts, cluster)
         chosen = choose(forecasts)
         if chosen is None:
-            say(
-                f"nothing fits in {gb(cluster.memory)} ({gb(cluster.reserved)} of it reserved). "
-                "Changes, and the memory with each:"
-            )
+            say(f"nothing fits in {format_size(cluster.memory)}. Changes, and the total with each:")
             for change, forecast in suggest(forecaster, recipe, cluster):
-                say(f"  {change}: {describe(forecast)}")
+                say(f"  {change}: {describe(forecast, cluster)}")
         else:
             command = launch(chosen.strategy, cluster, path)
             say(f"choose: {chosen.strategy.name}, {command}")
@@ -81,53 +84,57 @@ def parse_gpus(text: str) -> tuple[int, int]:
 
 
 def parse_memory(text: str) -> float:
-    """Return the bytes of "80GB"."""
+    """Return the bytes of "80GiB"."""
     if re.fullmatch(r"[\d.]+", text.strip()):
-        raise PlugsftError(f"--memory: '{text}' has no unit; write it as {text}GB")
+        raise PlugsftError(f"--memory: '{text}' has no unit; write it as {text}GiB")
     size = parse_size(text, "--memory")
     if not size:
-        raise PlugsftError(f"--memory: '{text}'; write the memory of each GPU: 80GB")
+        raise PlugsftError(f"--memory: '{text}'; write the memory of each GPU: 80GiB")
     return size
 
 
-def cluster_of(options: Options, machines: int, per_machine: int) -> Cluster:
+def cluster_of(options: Options, machines: int, per_machine: int, cpu: bool) -> Cluster:
     """Return the GPUs that were asked for, or this machine's device."""
     memory = parse_memory(options.memory) if options.memory else None
+    device, gpu, total = this_device()
     if options.gpu:
         name = options.gpu.upper()
         if name not in GPU_MEMORY:
             hint = did_you_mean(name, GPU_MEMORY) or ";"
             raise PlugsftError(
                 f"--gpu: unknown '{options.gpu}'{hint} known: {', '.join(GPU_MEMORY)}. For "
-                "another GPU, name a similar one and add --memory"
+                "another GPU, leave --gpu out and give its memory: --memory 24GiB"
             )
-        if options.probe and name not in this_device()[0].replace(" ", "-"):
+        if options.probe and name not in device.replace(" ", "-"):
             raise PlugsftError(
-                f"--probe: it measures this machine ({this_device()[0]}), not --gpu {name}; "
+                f"--probe: it measures this machine ({device}), not --gpu {name}; "
                 "remove one of the two"
             )
-        cluster = Cluster(name, True, GPU_MEMORY[name] * GB, machines, per_machine)
+        listed = GPU_MEMORY[name]
+        cluster = Cluster(name, True, listed * GB, machines, per_machine, listed)
+    elif memory and not (gpu or cpu or options.probe):
+        cluster = Cluster(ANY, True, memory, machines, per_machine)
     else:
-        device, gpu, total = this_device()
         # Ranks on the CPU share its memory.
         cluster = Cluster(device, gpu, total / (1 if gpu else per_machine), machines, per_machine)
     if memory is None:
         return cluster
     if memory <= cluster.reserved:
         raise PlugsftError(
-            f"--memory: {gb(memory)} is no more than the {gb(cluster.reserved)} that "
-            f"{cluster.reserved_for} take"
+            f"--memory: {format_size(memory)} is no more than the {format_size(cluster.reserved)} "
+            f"that {cluster.reserved_for} take"
         )
-    return replace(cluster, memory=memory)
+    return replace(cluster, memory=memory, listed=0)
 
 
 def probe_and_report(forecaster: Forecaster, cluster: Cluster) -> float:
     """Train real steps; say how far off the forecast was; return the factor of activations."""
     result = probe(forecaster.tables, cluster)
     error = result.forecast / result.measured - 1
+    measured, forecast = map(format_size, (result.measured, result.forecast))
     say(
-        f"probe: measured {gb(result.measured)}, forecast {gb(result.forecast)} ({error:+.0%}), "
-        f"corrected below; {result.seconds:.3g} s a step of one rank on this machine"
+        f"probe: measured {measured}, forecast {forecast} ({error:+.0%}), corrected below; "
+        f"{result.seconds:.3g} s a step of one rank on this machine"
     )
     return result.scale
 
@@ -153,29 +160,45 @@ def introduce(recipe: Recipe, forecaster: Forecaster, traced: Traced, cluster: C
             cure = f"the data has {examples:,} examples: use fewer ranks"
         idle, ranks = workload.idle_ranks, cluster.ranks
         say(f"warning: {idle:,} of {ranks:,} ranks never get an example; {cure}")
-    where = f"{cluster.machines:,} x {cluster.per_machine:,} {cluster.device}"
-    say(f"{'GPUs' if cluster.gpu else 'ranks'}: {where}, {gb(cluster.memory)} each\n")
+    say(f"{cluster}\n")
 
 
-def print_table(forecasts: Sequence[Forecast]) -> None:
-    """Print a line for each strategy, the chosen one bold."""
-    rows = [["", *COLUMNS, ""]]
-    for forecast in forecasts:
-        sizes = [gb(size) for size in (*forecast.memory, forecast.memory.total)]
-        rows.append([forecast.strategy.name, *sizes, "fits" if forecast.fits else "too much"])
+def print_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
+    """Print a column for each strategy, the chosen one green, and explain the rows."""
+    names = ["", *(forecast.strategy.name for forecast in forecasts)]
+    rows = [names]
+    for part in Memory._fields:
+        sizes = [getattr(forecast.memory, part) for forecast in forecasts]
+        rows.append([part.replace("_", " "), *map(format_size, sizes)])
+    totals = [total_of(forecast, cluster) for forecast in forecasts]
+    rows += [
+        ["reserved", *[format_size(cluster.reserved)] * len(forecasts)],
+        ["total", *map(format_size, totals)],
+        ["", *("fits" if forecast.fits else "too much" for forecast in forecasts)],
+    ]
+    notes = EXPLAINED | {"reserved": cluster.reserved_for}
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     chosen = choose(forecasts)
-    styles = ["bold", *("bold green" if each is chosen else "" for each in forecasts)]
-    for row, style in zip(rows, styles, strict=True):
-        cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
-        out.print(Text("  ".join([row[0].ljust(widths[0]), *cells]), style))
+    styles = ["", *("green" if forecast is chosen else "" for forecast in forecasts)]
+    for number, row in enumerate(rows):
+        is_bold = number == 0 or number >= len(rows) - 2
+        cells = [row[0].ljust(widths[0])]
+        cells += [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        line = Text("  ").join(map(Text, cells, styles))
+        line.stylize("bold" if is_bold else "")
+        out.print(line.append(f"  {notes.get(row[0], '')}".rstrip(), "dim"))
     say("")
 
 
-def describe(forecast: Forecast) -> str:
+def total_of(forecast: Forecast, cluster: Cluster) -> float:
+    """Return the bytes of a rank, with those that hold no tensors."""
+    return forecast.memory.total + cluster.reserved
+
+
+def describe(forecast: Forecast, cluster: Cluster) -> str:
     """Return a line about one strategy."""
     fits = "fits" if forecast.fits else "too much"
-    return f"{gb(forecast.memory.total)} with {forecast.strategy.name}, {fits}"
+    return f"{format_size(total_of(forecast, cluster))} with {forecast.strategy.name}, {fits}"
 
 
 def launch(strategy: Strategy, cluster: Cluster, path: Path) -> str:
@@ -189,7 +212,7 @@ def launch(strategy: Strategy, cluster: Cluster, path: Path) -> str:
 
 def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> list[str]:
     """Return the assumptions and limits of the forecast."""
-    lines = [f"reserved: {gb(cluster.reserved)} for {cluster.reserved_for}"]
+    lines = []
     after = [each.strategy.name for each in forecasts if each.memory.activations < 1e6]
     if after:
         lines.append(
@@ -202,8 +225,8 @@ def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> li
     host = max(forecast.host for forecast in forecasts)
     if host and (offloaded := recipe.provides("offloaded_activations")):
         lines.append(
-            f"note: {offloaded.table} keeps {gb(host)} of each rank's activations in host memory, "
-            f"{gb(host * cluster.per_machine)} a machine"
+            f"note: {offloaded.table} keeps {format_size(host)} of each rank's activations in host "
+            f"memory, {format_size(host * cluster.per_machine)} a machine"
         )
     if not cluster.gpu:
         lines.append(
@@ -215,13 +238,8 @@ def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> li
 def host_note(weights: Weights, cluster: Cluster) -> str:
     """Return the host memory that copies of a checkpoint take while it is written."""
     copies = weights.trained_bytes + weights.state_bytes
-    each = f" under DDP, {gb(copies / cluster.machines)} on each machine if sharded"
+    each = f" under DDP, {format_size(copies / cluster.machines)} on each machine if sharded"
     return (
-        f"note: while a checkpoint is written, copies of it take {gb(copies)} of host memory"
-        f"{each if cluster.machines > 1 else ''}"
+        f"note: while a checkpoint is written, copies of it take {format_size(copies)} of host "
+        f"memory{each if cluster.machines > 1 else ''}"
     )
-
-
-def gb(size: float) -> str:
-    """Write bytes in decimal units, as data sheets do."""
-    return f"{size / GB:,.1f} GB" if size >= GB else f"{size / 1e6:,.0f} MB"
