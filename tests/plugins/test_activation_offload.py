@@ -175,9 +175,12 @@ class FakeDevice:
     def stream(self, stream):
         return stream
 
+    def is_available(self):
+        return True
+
 
 def test_the_fake_device_has_what_a_gpu_has():
-    for name in ("current_stream", "stream", "Stream"):
+    for name in ("current_stream", "stream", "Stream", "is_available"):
         assert callable(getattr(torch.cuda, name))
     for name in ("wait_stream", "wait_event", "record_event"):
         assert hasattr(torch.cuda.Stream, name) and hasattr(FakeStream, name)
@@ -248,9 +251,12 @@ def test_a_whole_pass_waits_before_each_use(device, monkeypatch):
 
     for layer in plugin.offload.layers:
         layer._gradient_checkpointing_func = partial(plugin.offload.run, layer, run)
-    original = copies.SavedLayer.fetch
+    original, fetched = copies.SavedLayer.fetch, []
 
     def fetch(self, saved):
+        if any(saved is other for other in fetched):  # torch 2.11 takes a layer's input again
+            return original(self, saved)
+        fetched.append(saved)
         device.log.append(("fetch", "ran", None))
         tensor = original(self, saved)
         device.log.append(("fetched", "ran", None))

@@ -72,6 +72,13 @@ def test_a_layer_multiplies_rounded_values(scaling):
     assert torch.equal(layer.bias.grad, gradient.sum(0))
 
 
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_a_layer_multiplies_in_float8_unless_it_is_emulated(scaling):
+    """A GPU refuses rows whose count is no multiple of 16, unless they are padded."""
+    layer = float8_layer(Linear(48, 32).eval(), settings(scaling, emulate=False))
+    assert not layer.config.emulate and layer.config.pad_inner_dim and not layer.training
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 def test_a_compiled_layer_is_one_program_for_all_lengths(scaling):
