@@ -251,15 +251,15 @@ def test_a_whole_pass_waits_before_each_use(device, monkeypatch):
 
     for layer in plugin.offload.layers:
         layer._gradient_checkpointing_func = partial(plugin.offload.run, layer, run)
-    original, fetched = copies.SavedLayer.fetch, []
+    original = copies.SavedLayer.fetch
 
     def fetch(self, saved):
-        if any(saved is other for other in fetched):  # torch 2.11 takes a layer's input again
-            return original(self, saved)
-        fetched.append(saved)
         device.log.append(("fetch", "ran", None))
         tensor = original(self, saved)
-        device.log.append(("fetched", "ran", None))
+        if device.log[-1][0] == "fetch":  # it is there: torch 2.11 saves a layer's input twice
+            device.log.pop()
+        else:
+            device.log.append(("fetched", "ran", None))
         return tensor
 
     monkeypatch.setattr(copies.SavedLayer, "fetch", fetch)
