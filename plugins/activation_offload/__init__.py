@@ -52,7 +52,7 @@ class ActivationOffload:
         total = len(self.offload.layers)
         line = f"activations of {total - 1} of {total} layers wait in host memory"
         if not self.steps:
-            return line
+            return f"{line}, from {self.min_bytes:,} bytes on (min_bytes)"
         moved = self.offload.moved / self.steps
         if not moved:
             return f"nothing was moved: no activation has {self.min_bytes:,} bytes (min_bytes)"

@@ -25,11 +25,13 @@ def ensure_possible(recipe: Recipe) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         obstacle = "under ZeRO-3 layers save gathered weights, which would stay on the device"
     elif compiled := recipe.provides("compiled_layers"):
-        obstacle = f"the layers of {compiled.table} save tensors that cannot be told from weights"
+        obstacle = f"weights and activations look alike in the compiled layers of {compiled.table}"
     if obstacle:
-        table = Capability.bundled("recomputed_activations").table
+        cure = f"add {Capability.bundled('recomputed_activations').table}"
+        if recomputed:
+            cure = f"let {recomputed.table} recompute every layer: remove {recomputed.option}"
         raise RecipeError(
-            f"plugins.activation_offload: {obstacle}; recompute every layer ({table}), or remove "
+            f"plugins.activation_offload: {obstacle}; {cure}, or remove "
             "[plugins.activation_offload]"
         )
 
