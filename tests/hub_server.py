@@ -49,6 +49,7 @@ class Hub:
         """SHA-256 of each large file that arrived whole."""
         self.faults: list[tuple[str, object]] = []
         """(pattern of "METHOD path", what to do): the first that fits fails a request, once."""
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
         self.url = ""
 
     def fault(self, request: str) -> object:
@@ -74,7 +75,10 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(request)
         what = self.hub.fault(request)
         size = int(self.headers.get("Content-Length") or 0)
-        if what == "cut":  # in the middle of what the client sends
+        if what == "hang":
+            self.hub.hangs.set()
+            self.hub.goes_on.wait(120)
+        if what in ("cut", "hang"):  # in the middle of what the client sends
             self.rfile.read(size // 2)
             self.connection.close()
             self.close_connection = True

@@ -19,7 +19,7 @@ def test_the_table_of_wishes_names_all_of_these_and_files_that_exist():
     table = page.split("\n| wish |")[1].split("\n\n")[0]
     classes = {"".join(word.capitalize() for word in name.split("_")) for name in NAMES}
     seen = [line.split("|")[3] for line in table.splitlines()[2:]]
-    assert len(seen) == 22
+    assert len(seen) == 23
     assert {word for cell in seen for word in re.findall(r"`([A-Z]\w+)`", cell)} == classes
     for link in re.findall(r"\]\((.+?)\)", table):
         assert (ROOT / "plugins" / link).exists(), link
@@ -46,7 +46,7 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_frozen_layers_8_bit_states_gradient_noise_pushed_checkpoints_and_a_quiz(
+def test_frozen_layers_8_bit_states_gradient_noise_mirrored_checkpoints_and_a_quiz(
     tmp_path, installed
 ):
     hub = tmp_path / "hub"
@@ -54,7 +54,7 @@ def test_frozen_layers_8_bit_states_gradient_noise_pushed_checkpoints_and_a_quiz
         "freeze": {"layers": 1},
         "low_memory_adam": {"kind": "adamw_8bit"},
         "gradient_noise": {"size": 0.02},
-        "push": {"to": str(hub)},
+        "mirror": {"to": str(hub)},
         "quiz": {"questions": {"What is 1 + 1?": "2", "Who?": "owls"}},
     }
     more = {"eval": {"every": 2}, "checkpoint": {"every": 2}}

@@ -47,13 +47,13 @@ class GradientNoise:
     def load_state_dict(self, state):
         self.steps = state["steps"]
 '''
-PUSH = '''
+MIRROR = '''
 import shutil
 
 from plugsft import Folder
 
 @plugin()
-class Push:
+class Mirror:
     """Copy each checkpoint and the model to another place."""
     to: Folder
 

@@ -43,8 +43,7 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
     `output` is the run's folder, its model or a checkpoint. `model` is the folder that the card is
     for, `place` the name that loads it.
     """
-    folders = (output, *output.absolute().parents[:2])
-    folder = next((it for it in folders if (it / "run.json").is_file()), None)
+    folder = run_of(output)
     if folder is None:
         return None
     try:
@@ -56,6 +55,12 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
         return None  # another version's record, or a damaged one
     text = f"---\n{metadata(run, model).to_yaml()}\n---\n\n{body}\n"
     return f"{text}\n<!-- written by plugsft: {checksum(text)} -->\n"
+
+
+def run_of(output: Path) -> Path | None:
+    """Return the folder of the run that an output, its model or a checkpoint comes from."""
+    folders = (output.absolute(), *output.absolute().parents[:2])
+    return next((folder for folder in folders if (folder / "run.json").is_file()), None)
 
 
 def is_edited(text: str) -> bool:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from ...base.atomic import MANIFEST
 from ...base.console import say
-from .card import CARD, card_for
+from ...base.step_folders import parse_step
+from .card import CARD, card_for, run_of
 from .hub import Repository
 from .verified import source_of
 
@@ -24,5 +25,7 @@ def upload_folder(repository: Repository, folder: Path, output: Path) -> None:
     card = card_for(folder, output, repository.name)
     if card is not None:
         files[CARD] = card.encode()
-    repository.upload(files, f"The model of {output.absolute().name}, by plugsft")
+    run, step = run_of(output), parse_step(output)
+    what = "the model" if step is None else f"the model of step {step:,}"
+    repository.upload(files, f"plugsft: {what} of {(run or output.absolute()).name}")
     say(f"model, compared with the hub: {repository.url}")
