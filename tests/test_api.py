@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -12,11 +13,12 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 import tomli_w
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_jsonl
+from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, write_jsonl
 from transformers.utils import logging as transformers_logging
 
 import plugsft
@@ -248,10 +250,12 @@ class Interrupt:
 
     @hookimpl
     def stepped(self, run):
-        if run.step == self.step and run.is_main:
+        if run.step >= self.step:
             if self.error:
                 raise ValueError(self.error)
-            os.kill(self.pid, signal.SIGINT)
+            if run.is_main and run.step == self.step:
+                os.kill(self.pid, signal.SIGINT)
+            time.sleep(0.3)
 """
 
 
@@ -298,3 +302,49 @@ def test_ctrl_c_ends_a_run_in_order(tables, tmp_path):
     assert run.status == "stopped" and len(run.metrics) == 2
     run = plugsft.train(tables, resume=True)
     assert run.status == "completed" and learned(run.folder) == learned(whole.folder)
+
+
+def test_ranks_start_and_end_by_themselves(tables, tmp_path, module, capsys):
+    tables["train"]["epochs"] = 10
+    one = plugsft.train(tables, output=tmp_path / "one")
+    capsys.readouterr()
+    interrupt = module.Interrupt(pid=os.getpid(), step=2)
+    with pytest.raises(plugsft.Stopped, match=r"stopped by SIGINT after step [2-9]: saved"):
+        plugsft.train(tables, ranks=2, plugins=[interrupt])
+    assert ranks_of(os.getpid()) == []
+    said = capsys.readouterr().out
+    assert "DDP of 2" in said and said.count("step 1/30") == 1
+    stopped = plugsft.load_run(tmp_path / "run").metrics
+    wanted = one.metrics[: len(stopped)]
+    assert np.allclose(stopped[["loss", "grad_norm"]], wanted[["loss", "grad_norm"]], rtol=1e-5)
+    resumed = plugsft.train(tables, resume=True)
+    assert np.allclose(resumed.metrics["loss"], one.metrics["loss"], rtol=1e-4)
+
+
+def ranks_of(pid):
+    """Return the processes below a process that are ranks, or their launcher."""
+    below = psutil.Process(pid).children(recursive=True)
+    return [process for process in below if "plugsft.api.rank" in " ".join(process.cmdline())]
+
+
+@only_full
+def test_errors_of_ranks_and_the_end_of_their_parent(tables, tmp_path, module):
+    failing = module.Interrupt(pid=0, step=2, error="no more")
+    with pytest.raises(ValueError, match="no more") as error:
+        plugsft.train(tables, ranks=2, plugins=[failing])
+    notes = "".join(error.value.__notes__)
+    assert "raised by plugin 'interrupt', in its hook 'stepped'" in notes and "Traceback" in notes
+    with pytest.raises(plugsft.DataError, match="line 2"):
+        rows = write_jsonl(tmp_path / "bad.jsonl", [*chats(1), {"messages": 3}])
+        plugsft.train(tables, ranks=2, data={"source": rows}, output=tmp_path / "bad")
+    # A notebook's kernel that is killed leaves no rank behind.
+    (tmp_path / "my.toml").write_text(tomli_w.dumps(tables))
+    call = "ranks=2, train={'epochs': 1000}, overwrite=True"
+    code = f"import plugsft; plugsft.train({str(tmp_path / 'my.toml')!r}, {call})"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert any("step 5/" in line for line in parent.stdout)
+    ranks = ranks_of(parent.pid)
+    parent.kill()
+    parent.wait()
+    assert len(ranks) == 3 and not psutil.wait_procs(ranks, timeout=60)[1]
+    assert plugsft.load_run(tmp_path / "run").status == "stopped"

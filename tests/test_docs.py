@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 import typer
-from conftest import ROOT, chats, run_launch, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import (
+    FULL,
+    ROOT,
+    chats,
+    run_launch,
+    run_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
 
 from plugsft import cli
 from plugsft.recipe.tables import Eval, Recipe
@@ -165,6 +174,22 @@ def in_a_shell(place, command):
         timeout=300,
         stdin=subprocess.DEVNULL,
     )
+
+
+@pytest.mark.slow
+def test_the_code_of_the_python_page_runs(place, monkeypatch, capsys):
+    """In the order of the page, as the cells of a notebook."""
+    shutil.rmtree(place / "runs", ignore_errors=True)
+    monkeypatch.chdir(place)
+    cells = [text for page, text in blocks("python") if page.stem == "python"]
+    names = {"__name__": "__main__"}
+    for cell in cells:
+        if "ranks=" not in cell or FULL:
+            exec(compile(cell, "docs/python.md", "exec"), names)
+    assert len(cells) == 10 and len(names["answers"]) == 2
+    assert names["stopped"].record["plugins"][-1]["name"] == "stop_below"
+    assert len(names["stopped"].metrics) < len(names["runs"][1e-5].metrics)
+    assert "did you mean 'batch_size'?" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -49,7 +49,7 @@ def train(
         else:
             from .processes import train_on_ranks
 
-            train_on_ranks(source, loaded, ranks, start)
+            train_on_ranks(source, loaded, active, ranks, start)
         return FinishedRun(loaded.folder)
 
 

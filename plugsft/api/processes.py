@@ -5,16 +5,18 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TextIO
 
+import psutil
 import torch
 
 from ..base.errors import LaunchError
+from ..commands.runs.inputs import check_inputs
 from ..recipe.tables import Recipe
+from ..registry.active import Active
 from ..registry.discover import ensure_importable
 from .recipes import Source
 
@@ -30,12 +32,19 @@ SETTINGS = {
 }
 """The launcher's settings; port 0 is any free one."""
 JOB, ERROR = "job.json", "error-{}.pickle"
+OUTPUT, MESSAGES = "output.txt", "launcher.txt"
+PAUSE = 0.1
+"""Seconds between two looks at the ranks' output."""
 SHOWN = 20
 """Lines of the launcher's own messages in an error."""
 
 
 def train_on_ranks(
-    source: Source, recipe: Recipe, ranks: int, start: tuple[bool, bool, Path | None, bool]
+    source: Source,
+    recipe: Recipe,
+    active: Active,
+    ranks: int,
+    start: tuple[bool, bool, Path | None, bool],
 ) -> None:
     """Train with `ranks` processes of this machine; print their output, raise their error."""
     for name, plugin in source.own.items():
@@ -46,6 +55,7 @@ def train_on_ranks(
         )
     if ranks < 1:
         raise LaunchError(f"ranks={ranks}: give 1 or more")
+    check_inputs(recipe, active, source.path)
     with TemporaryDirectory(prefix="plugsft-ranks-") as temporary:
         folder = Path(temporary)
         job = {
@@ -56,10 +66,11 @@ def train_on_ranks(
         (folder / JOB).write_text(json.dumps(job))
         settings = SETTINGS | {"num_processes": ranks, "use_cpu": _on_cpu(recipe, ranks)}
         (folder / "launch.yaml").write_text(json.dumps(settings))  # JSON is YAML
-        code, messages = _launch(folder)
+        code = _launch(folder)
         if error := _read_error(folder, ranks):
             raise error
         if code:
+            messages = (folder / MESSAGES).read_text(errors="replace").splitlines()
             raise LaunchError(
                 f"ranks={ranks}: the ranks ended with exit code {code}, without a reason:\n"
                 + "\n".join(messages[-SHOWN:])
@@ -75,50 +86,49 @@ def _on_cpu(recipe: Recipe, ranks: int) -> bool:
     return False
 
 
-def _launch(folder: Path) -> tuple[int, list[str]]:
-    """Run the launcher; return its exit code and its own messages."""
+def _launch(folder: Path) -> int:
+    """Run the launcher and print what the ranks print; return its exit code."""
     words = ["accelerate.commands.launch", "--config_file", str(folder / "launch.yaml")]
     # With '' on its path, a notebook imports from its own folder.
     path = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    messages: list[str] = []
-    # A session of its own: Ctrl-C reaches this process only, which then ends the ranks in order.
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", *words, "-m", "plugsft.api.rank", str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path, "PLUGSFT_PROGRESS_SECONDS": "5"},
-        start_new_session=True,
-        text=True,
-        errors="replace",
-    ) as launcher:
-        assert launcher.stdin and launcher.stdout and launcher.stderr
-        reader = threading.Thread(target=lambda: messages.extend(launcher.stderr or ()))
-        reader.start()
+    # Into files: a pipe would break if this process were killed, and fail the ranks.
+    with (folder / OUTPUT).open("wb") as output, (folder / MESSAGES).open("wb") as messages:
+        launcher = subprocess.Popen(
+            [sys.executable, "-P", "-m", *words, "-m", "plugsft.api.rank", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=messages,
+            env=os.environ | {"PYTHONPATH": path, "PLUGSFT_PROGRESS_SECONDS": "5"},
+            # Ctrl-C reaches this process only, which then ends the ranks in order.
+            start_new_session=True,
+        )
+    assert launcher.stdin
+    with (folder / OUTPUT).open(errors="replace") as lines, launcher.stdin as pipe:
         try:
-            with _ending(launcher):
-                for line in launcher.stdout:
-                    print(line, end="", flush=True)
+            _follow(launcher, lines)
+        except KeyboardInterrupt:
+            pipe.close()  # each rank reads this end, and stops after its step
+            _follow(launcher, lines)
+            if not [*folder.glob(ERROR.format("*"))]:
+                raise
         finally:
-            reader.join()
-    return launcher.returncode, messages
+            if launcher.poll() is None:  # at a second Ctrl-C
+                for rank in psutil.Process(launcher.pid).children(recursive=True):
+                    rank.kill()
+                launcher.kill()
+                launcher.wait()
+    return launcher.returncode
 
 
-@contextmanager
-def _ending(launcher: "subprocess.Popen[str]") -> Iterator[None]:
-    """At Ctrl-C, end the ranks in order; at a second one, at once."""
-    assert launcher.stdin and launcher.stdout
-    try:
-        yield
-    except BaseException:
-        launcher.stdin.close()  # each rank reads this end, and stops after its step
-        try:
-            for line in launcher.stdout:
-                print(line, end="", flush=True)
-            launcher.wait()
-        except BaseException:
-            os.killpg(launcher.pid, 9)
-            raise
+def _follow(launcher: "subprocess.Popen[bytes]", lines: TextIO) -> None:
+    """Print new lines of the ranks until the launcher has ended."""
+    running = True
+    while running:
+        running = launcher.poll() is None
+        if text := lines.read():
+            print(text, end="", flush=True)
+        elif running:
+            time.sleep(PAUSE)
 
 
 def _read_error(folder: Path, ranks: int) -> BaseException | None:
