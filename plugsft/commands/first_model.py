@@ -22,6 +22,8 @@ def first_model(folder: Path, overrides: Sequence[str], overwrite: bool) -> None
     """Train the quickstart's model in a folder, and ask it a question."""
     # Nothing here needs the network. Libraries read these when they are imported.
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    # Threads of so small a model wait for each other, for minutes where other programs run.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     for path in write_missing(KIND, folder):
         say(f"written: {folder / path}")
     go = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))}; "
