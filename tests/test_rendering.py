@@ -11,18 +11,19 @@ from conftest import chats, tiny_tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugsft import DataError, RecipeError
+from plugsft import DataError
 from plugsft.commands.audit.chats import AuditedChat
 from plugsft.data.chat import CHATML, Chat, training_template
 from plugsft.data.formats import read_chat
 from plugsft.data.jinja import compile_template
 from plugsft.data.jsonl import RowList
-from plugsft.data.load_tokenizer import load_tokenizer, train_tokenizer
+from plugsft.data.load_tokenizer import train_tokenizer
 from plugsft.data.render import render_rows as render
 from plugsft.data.slices import target_mask
+from plugsft.data.template_choice import variant_of
 from plugsft.output.folder import wrong_inputs
 from plugsft.recipe.parse import anchored
-from plugsft.recipe.tables import Data, Model, Recipe
+from plugsft.recipe.tables import Data, Recipe
 from plugsft.tokens.tokenizer import encode, lighten
 
 # PLUGSFT_FULL=1 (tools/test --full) makes this many chats, otherwise a tenth.
@@ -402,7 +403,9 @@ def test_every_template_with_blocks_masks_as_in_transformers(with_template, name
         result = rendered(tokenizer, row)
         if result.bad:
             continue  # the test above tells why
-        assert result.mask == "the chat template's generation blocks"
+        written = "trl's training variant of the chat template, which writes all rows"
+        blocks = "the chat template's generation blocks"
+        assert result.mask == (written if name.endswith("_training") else blocks)
         expected = theirs(tokenizer, row, return_dict=True, return_assistant_tokens_mask=True)
         encoded = encode(result.texts, lighten(tokenizer), False)
         mask = target_mask(encoded, result.texts, result.spans)
@@ -474,28 +477,24 @@ def test_families_that_trl_has_no_variant_of(with_template, name, end):
     assert told == f"owls{end}"
 
 
-def test_a_template_that_rewrites_earlier_turns(with_template, tmp_path):
+def test_a_template_that_rewrites_earlier_turns(with_template):
     tokenizer = with_template(TEMPLATES["qwen3"])
     two, one = CHATS["two turns"], CHATS["one turn"]
     result = rendered(tokenizer, two, one)
     # Qwen3 takes the thoughts out of a turn once it is answered.
     assert result.bad == {
         0: "the chat template rewrites earlier turns, so that the assistant's words cannot be told "
-        'apart: set model.chat_template = "trl" (its training variant, saved with the model), '
+        'apart: set model.chat_template = "trl" (its training variant), '
         "model.chat_template to a file with {% generation %} blocks, data.train_on = "
         '"last" or "all"'
     }
     assert result.rows == [1]
     assert trained(tokenizer, two, train_on="last")[1] == ["<think>\n\n</think>\n\nowls<|im_end|>"]
     assert rendered(tokenizer, two, train_on="all").texts
-    tokenizer.save_pretrained(tmp_path)
-    cured = load_tokenizer(Model(path=str(tmp_path), chat_template="trl"), tmp_path)
-    assert cured.chat_template == TEMPLATES["qwen3_training"]
-    assert len(trained(cured, two)[1]) == 2
-    # What was saved with a model is its own variant.
-    cured.save_pretrained(tmp_path)
-    again = load_tokenizer(Model(path=str(tmp_path), chat_template="trl"), tmp_path)
-    assert again.chat_template == cured.chat_template
+    # What an earlier version saved with a model is its own variant.
+    variant = with_template(TEMPLATES["qwen3_training"])
+    assert len(trained(variant, two)[1]) == 2
+    assert variant_of(lighten(variant)).chat_template == TEMPLATES["qwen3_training"]
 
 
 def test_a_prompt_that_no_turn_begins_with(with_template):
@@ -505,20 +504,19 @@ def test_a_prompt_that_no_turn_begins_with(with_template):
     assert "rewrites earlier turns" in bad
 
 
-def test_trl_s_variant_is_no_place(tmp_path, monkeypatch):
+def test_the_names_of_templates_are_no_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tables = tiny_tables(tmp_path)
-    tables["model"] = {"path": "some/model", "chat_template": "trl"}
-    recipe = Recipe.model_validate(tables)
-    assert wrong_inputs(recipe, tmp_path / "recipe.toml") == {}
-    (tmp_path / "trl").mkdir()
-    assert anchored(recipe)["model"]["chat_template"] == "trl"
+    for name in ("auto", "own", "trl"):
+        tables["model"] = {"path": "some/model", "chat_template": name}
+        recipe = Recipe.model_validate(tables)
+        assert wrong_inputs(recipe, tmp_path / "recipe.toml") == {}
+        (tmp_path / name).mkdir()
+        assert anchored(recipe)["model"]["chat_template"] == name
 
 
-def test_trl_has_no_variant_of_every_template(with_template, tmp_path):
-    with_template(TEMPLATES["gemma4"]).save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match=r"model.chat_template: trl has no training variant"):
-        load_tokenizer(Model(path=str(tmp_path), chat_template="trl"), tmp_path)
+def test_trl_has_no_variant_of_every_template(with_template):
+    assert variant_of(lighten(with_template(TEMPLATES["gemma4"]))) is None
     rewrites = "{% for m in messages %}{{ m.content if loop.last else loop.index }}{% endfor %}"
     bad = rendered(with_template(rewrites), {"messages": [ASK, TELL, ASK, TELL]}).bad[0]
     assert "rewrites earlier turns" in bad and '"trl"' not in bad

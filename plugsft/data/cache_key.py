@@ -8,6 +8,7 @@ from ..recipe.parse import flatten
 from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
 from ..tokens.schema import FORMAT
+from ..tokens.tokenizer import Tokenizer
 from .chat import training_template
 from .slices import ShardWriter
 from .sources import OpenSource
@@ -65,20 +66,25 @@ def _token_options(plugin: Any) -> dict[str, Any]:
 def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> dict[str, Any]:
     """Return everything that the tokens depend on, and nothing else."""
     tokenizer = work.tokenizer
-    backend, template = tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template
+    backend = tokenizer.backend_tokenizer.to_str()
     return {
         "format": FORMAT,
         "data": [source.identity for source in sources],
         "options": work.data.model_dump(exclude={"source", "split", "sources", "tokens"}),
         "tokenizer": digest({"backend": backend, "names": tokenizer.special_tokens_map}),
-        "template": digest(
-            {"template": template, "training": template and training_template(template)}
-        ),
+        "template": template_key(tokenizer),
         "stages": VERSIONS,
         "plugins": plugin_versions(active, ("render",)),
         # By the law of `encode` they give the ids of the model's own tokenizer.
         "encoders": plugin_versions(active, ("encode",)),
     }
+
+
+def template_key(tokenizer: Tokenizer) -> str:
+    """Return the part of the key that names the chat template."""
+    template = tokenizer.chat_template
+    parts = {"template": template, "training": template and training_template(template)}
+    return digest(parts | ({"chosen": "auto"} if tokenizer.variant_chosen else {}))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Render chats with their template, and find the assistant's characters."""
 
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ CHATML = Path(__file__).with_name("chatml.jinja")
 
 BLOCKS = "the chat template's generation blocks"
 VARIANT = "trl's training variant of the chat template"
+WRITTEN = f"{VARIANT}, which writes all rows"
 BEGINNINGS = "each chat compared with its beginnings, as the chat template writes them"
 WHOLE = "every token of the chat"
 
@@ -58,8 +60,10 @@ class Chat:
                 'model.chat_template = "FILE.jinja", or use rows with prompt and completion'
             )
         self.own = _compile(tokenizer.chat_template)
-        training = None if self.own.marked else training_template(tokenizer.chat_template)
-        self.training = _compile(training) if training else None
+        training = training_template(tokenizer.chat_template)
+        self.blocks = WRITTEN if training == tokenizer.chat_template else BLOCKS
+        self.training = _compile(training) if training and not self.own.marked else None
+        self.variant_chosen, self.unproved = tokenizer.variant_chosen, tokenizer.unproved
         if unknown := data.template_kwargs.keys() - self.own.variables:
             raise DataError(
                 f"data.template_kwargs: the chat template reads no '{min(unknown)}'; it reads "
@@ -86,7 +90,7 @@ class Chat:
         """The text that the template writes before an answer: the assistant's role."""
         try:
             question = self._write(self.own, [ASK], self.variables)[0]
-            prompt = self._write_prompt([ASK], self.variables)
+            prompt = self.write_prompt([ASK], self.variables)
             whole = self._write(self.own, [ASK, ANSWER], self.variables)[0]
         except BadRow:
             return ""
@@ -108,7 +112,7 @@ class Chat:
 
     def describe(self) -> str:
         """Describe the methods that found the spans."""
-        methods = (BLOCKS, VARIANT, BEGINNINGS, WHOLE)
+        methods = (self.blocks, VARIANT, BEGINNINGS, WHOLE)
         return ", or ".join(method for method in methods if method in self.methods)
 
     def _render(self, chat: Conversation, messages: list[Row]) -> Text:
@@ -165,16 +169,14 @@ class Chat:
         self, text: str, marks: list[Span], messages: list[Row], variables: dict[str, Any]
     ) -> tuple[str, list[Span]]:
         """Return the spans that a template marks, and the method; "" if none marks them."""
-        if self.own.marked:
-            return BLOCKS, marks
+        method = self.blocks if self.own.marked else ""
         if self.training:
-            try:
+            with suppress(BadRow):
                 same, marks = self._write(self.training, messages, variables)
-            except BadRow:
-                return "", []
-            if same == text:
-                return VARIANT, [(self._after_header(text, start), stop) for start, stop in marks]
-        return "", []
+                method = VARIANT if same == text else ""
+        if method == VARIANT or self.variant_chosen:
+            marks = [(self._after_header(text, start), stop) for start, stop in marks]
+        return method, marks
 
     def _after_header(self, text: str, start: int) -> int:
         """Move the start of a span behind the assistant's role.
@@ -194,7 +196,7 @@ class Chat:
     ) -> list[Span]:
         """Remove the generation prompt from spans."""
         try:
-            prompt = self._write_prompt(messages, variables)
+            prompt = self.write_prompt(messages, variables)
         except BadRow:
             return spans
         end = common_prefix(prompt, text)
@@ -213,7 +215,7 @@ class Chat:
         spans = {}
         for answer in answers:
             try:
-                before = self._write_prompt(messages[:answer], variables)
+                before = self.write_prompt(messages[:answer], variables)
                 until = self._write(self.own, messages[: answer + 1], variables)[0]
             except BadRow:
                 raise BadRow(REWRITES + self._cure()) from None
@@ -224,11 +226,11 @@ class Chat:
         return spans
 
     def _cure(self) -> str:
-        cures = ['model.chat_template = "trl" (its training variant, saved with the model)']
-        cures = cures if self.training else []
+        cures = ['model.chat_template = "trl" (its training variant)'] if self.training else []
         cures.append("model.chat_template to a file with {% generation %} blocks")
         cures += ['data.train_on = "last"'] if self.train_on == "assistant" else []
-        return f'set {", ".join(cures)} or "all"'
+        why = self.unproved and f"trl's training variant is not chosen: {self.unproved}; "
+        return f'{why}set {", ".join(cures)} or "all"'
 
     def _variables_of(self, chat: Conversation) -> dict[str, Any]:
         if chat.tools is None and not chat.variables:
@@ -240,7 +242,7 @@ class Chat:
             )
         return {**self.variables, "tools": chat.tools, **(chat.variables or {})}
 
-    def _write_prompt(self, messages: list[Row], variables: dict[str, Any]) -> str:
+    def write_prompt(self, messages: list[Row], variables: dict[str, Any]) -> str:
         """Return the text that a model would continue to answer these messages."""
         return self._write(self.own, messages, {**variables, "add_generation_prompt": True})[0]
 

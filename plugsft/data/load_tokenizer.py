@@ -15,7 +15,7 @@ from ..base.console import say
 from ..base.errors import RecipeError, reason_of
 from ..base.load_errors import explain_load_error
 from ..base.types import Rendered, Row, Rows
-from ..recipe.tables import TRL, Model
+from ..recipe.tables import Model
 from ..tokens.tokenizer import Tokenizer, lighten
 from .chat import CHATML, training_template
 
@@ -53,15 +53,8 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     # Some tokenizer files truncate or pad; transformers undoes this at each call.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    if model.chat_template == TRL:
-        tokenizer.chat_template = training_template(lighten(tokenizer).chat_template or "")
-        if tokenizer.chat_template is None:
-            raise RecipeError(
-                f"model.chat_template: trl has no training variant of the template of '{where}'; "
-                "set a file with {% generation %} blocks"
-            )
-    elif model.chat_template:
-        tokenizer.chat_template = _read_template(model.chat_template)
+    if model.template_file:
+        tokenizer.chat_template = _read_template(model.template_file)
     add_tokens(tokenizer, model.add_tokens)
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
@@ -133,6 +126,16 @@ def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     if config is not None and tokenizer.chat_template:
         stops = stop_ids(model, tokenizer)
         config.eos_token_id = stops if len(stops) != 1 else stops[0]
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Model, folder: Path) -> None:
+    """Save a tokenizer with the template of `model.save_template`."""
+    own = tokenizer.chat_template
+    if model.save_template == "training":
+        template = lighten(tokenizer).chat_template or ""
+        tokenizer.chat_template = training_template(template) or own
+    tokenizer.save_pretrained(folder)
+    tokenizer.chat_template = own
 
 
 def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreTrainedTokenizerFast:

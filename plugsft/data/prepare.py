@@ -20,10 +20,11 @@ from ..tokens.schema import WEIGHT
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
 from ..tokens.tokenizer import OWN, Tokenizer, lighten
-from .cache_key import differences, key_of, plugin_versions, token_plugins
+from .cache_key import differences, key_of, plugin_versions, template_key, token_plugins
 from .load_tokenizer import Render, load_tokenizer, train_tokenizer
 from .slices import ShardWriter, cure_bad, describe_bad_rows, describe_warnings, merge, render
 from .sources import OpenSource, ensure_columns, open_source, slices_of
+from .template_choice import CHOSEN, choose_template, variant_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +72,8 @@ def _describe_tokens(tokens: Tokens) -> str:
 def prepare(recipe: Recipe, active: Active) -> Prepared:
     """Return the training tokens, the evaluation tokens and the tokenizer."""
     data = open_data(recipe, active)
+    if data.work.tokenizer.variant_chosen:
+        say(f"chats: {CHOSEN}; model/ keeps the model's own")
     if recipe.data.tokens:
         tokens = open_named_tokens(recipe, data, active)
         say(f"data: {summarize(tokens.facts, 'already prepared')}")
@@ -99,7 +102,8 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
     folder = _tokenizer_folder(recipe, sources, active)
     tokenizer = load_tokenizer(recipe.model, folder)
     plugins = token_plugins(active)
-    work = ShardWriter(recipe.data, names, lighten(tokenizer), Path(), plugins, _hooks=active.hooks)
+    light = choose_template(lighten(tokenizer), recipe, sources, active.hooks)
+    work = ShardWriter(recipe.data, names, light, Path(), plugins, _hooks=active.hooks)
     return OpenData(work, sources, tokenizer, folder)
 
 
@@ -158,6 +162,11 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
     stored_key["encoders"] = key["encoders"]
     if not data.sources:
         key["data"] = stored_key["data"]
+        # No row tells the template: the tokens do.
+        variant = variant_of(data.work.tokenizer)
+        wanted = recipe.model.chat_template == "auto" and stored_key.get("template")
+        if variant and template_key(variant) == wanted:
+            data.work.tokenizer, key["template"] = variant, wanted
     if lines := list(differences(stored_key, key)):
         raise RecipeError(
             [f"data.tokens: {folder} was prepared with other settings: {line}" for line in lines]

@@ -17,6 +17,7 @@ from .load_tokenizer import load_tokenizer, train_tokenizer
 from .prepare import make_renderer
 from .slices import ShardWriter, merge
 from .sources import OpenSource
+from .template_choice import choose_template
 
 Sources = list[OpenSource]
 
@@ -50,7 +51,8 @@ def make_work(
         rows = [source.part(0, min(max_rows or len(source), len(source))) for source in sources]
         tokenizer = train_tokenizer(rows, make_renderer(recipe, active), model.scratch.vocab)
         tokenizer.save_pretrained(folder)
-    light, plugins = lighten(load_tokenizer(model, folder)), token_plugins(active)
+    light = lighten(load_tokenizer(model, folder))
+    light, plugins = choose_template(light, recipe, sources, active.hooks), token_plugins(active)
     return ShardWriter(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
 
 

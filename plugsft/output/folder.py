@@ -16,7 +16,7 @@ from ..base.errors import PlugsftError, RecipeError, did_you_mean
 from ..base.limits import parse_toml, read_json_object, read_text
 from ..base.step_folders import list_checkpoints, parse_step
 from ..recipe.capabilities import Capability
-from ..recipe.tables import TRL, Recipe
+from ..recipe.tables import Recipe
 from .report import read_metrics, read_record
 from .samples import SAMPLES
 
@@ -109,7 +109,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
     places = {
         "model.path": model.path,
         "model.tokenizer": model.tokenizer,
-        "model.chat_template": None if model.chat_template == TRL else model.chat_template,
+        "model.chat_template": model.template_file,
         "data.tokens": data.tokens,
         # Tokens that were prepared on another machine do not need their source.
         "data.source": None if data.tokens else data.source,

@@ -18,6 +18,7 @@ STATE = "state.json"
 MAY_DIFFER = (
     "output",
     "device",
+    "model.save_template",
     "train.micro_batch",
     "train.keep_whole_gradients",
     "train.log_every",

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from ..base.errors import did_you_mean
 from ..base.limits import parse_toml
-from .tables import TRL, Recipe, absolute, short
+from .tables import TEMPLATES, Recipe, absolute, short
 
 WANTED = {
     "int_type": "a whole number, such as 2",
@@ -150,7 +150,7 @@ def anchored(recipe: Recipe) -> dict[str, Any]:
     for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
         for name in {"path", "tokenizer", "chat_template", "source", "tokens"} & table.keys():
             # "trl" is not a path, even if a file of that name exists.
-            if (name, table[name]) != ("chat_template", TRL):
+            if name != "chat_template" or table[name] not in TEMPLATES:
                 table[name] = absolute(table[name])
     if "sources" in data:
         del data["split"]

@@ -77,8 +77,8 @@ Place = Annotated[str, AfterValidator(_expand), PlainSerializer(absolute, when_u
 """A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""
-TRL = "trl"
-"""Value of model.chat_template for trl's training variant of the model's template."""
+TEMPLATES = ("auto", "own", "trl")
+"""Values of model.chat_template that are no files."""
 LOSSY = (
     'model.weights = "bfloat16": trained weights and optimizer states are stored in bfloat16, '
     "which rounds away most of a step at a learning rate of 1e-5; add "
@@ -153,9 +153,11 @@ class Model(Table):
     """Branch, tag or commit of a hub name."""
     tokenizer: Place | None = None
     """A hub name or a folder. Default: the model's own tokenizer."""
-    chat_template: Place | None = None
-    """A Jinja file that replaces the tokenizer's chat template; or "trl" for its training variant
-    in trl, which marks the assistant's turns. Saved with the model."""
+    chat_template: Place = "auto"
+    """What writes the rows: "own" is the model's template, "trl" its training form in trl, "auto"
+    the first of them that can tell the answers apart. Or a Jinja file, as the model's template."""
+    save_template: Literal["own", "training"] = "own"
+    """Which form of the model's template `model/` holds: its own, or its training form in trl."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Tokens to add to the tokenizer: ["<think>", "</think>"]. If the model's embeddings have too
     few rows, they get more, each the mean of the others."""
@@ -166,6 +168,11 @@ class Model(Table):
     8 in bfloat16, which rounds away most of a step at a learning rate of 1e-5."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+    @property
+    def template_file(self) -> str | None:
+        """The Jinja file that replaces the tokenizer's chat template."""
+        return None if self.chat_template in TEMPLATES else self.chat_template
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:

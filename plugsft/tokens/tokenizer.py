@@ -31,6 +31,10 @@ class Tokenizer:
     chat_template: str | None = None
     special_tokens_map: dict[str, str] | None = None
     """Names such as eos_token -> text."""
+    variant_chosen: bool = False
+    """Whether `chat_template` is trl's training variant, chosen in place of the model's own."""
+    unproved: str = ""
+    """Why trl's training variant of `chat_template` is not chosen."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Cached properties stay behind.

@@ -34,7 +34,7 @@ class AuditedChat(Chat):
             answers = answers[:: -(-len(answers) // MAX_CHECKED) or 1]
             try:
                 text, _ = self._render(chat, messages)
-                prompts = [self._write_prompt(messages[:n], variables) for n in answers]
+                prompts = [self.write_prompt(messages[:n], variables) for n in answers]
             except BadRow:
                 continue
             return all(text.startswith(prompt) for prompt in prompts)

@@ -11,6 +11,7 @@ from ...data.prepare import open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
 from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
 from ...data.sources import OpenSource, ensure_columns, open_source
+from ...data.template_choice import CHOSEN
 from ...model.checks import check_weights
 from ...model.config import check_ids
 from ...recipe.tables import Recipe, Source
@@ -34,7 +35,7 @@ def check_data(
     opened = [rows for rows in all_rows if rows is not None]
     complete = len(opened) == len(sources)
     model = recipe.model
-    can_encode = not {*wrong} & {model.tokenizer or model.path, model.chat_template}
+    can_encode = not {*wrong} & {model.tokenizer or model.path, model.template_file}
     tokens, work = 0.0, None
     # If nothing can be encoded, the number of examples is still known.
     examples = [Examples.unknown(len(rows)) for rows in opened]
@@ -102,6 +103,8 @@ def _work(
             if where
             else "trained on the data, or read from the cache; with a ChatML template",
         )
+        if work.tokenizer.variant_chosen:
+            findings.ok("chats", CHOSEN)
         return work
     return None
 

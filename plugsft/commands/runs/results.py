@@ -66,6 +66,8 @@ def _summary(run: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
     for name in ("data", "eval"):
         if facts := run.get(name):
             yield name, _data(facts)
+            if mask := facts.get("mask"):
+                yield "mask", mask
     for plugin in run.get("plugins", ()):
         yield "plugin", f"{plugin['name']}: {plugin['summary']}"
     for warning in run.get("warnings", ()):
