@@ -1,5 +1,6 @@
 """plugsft chat: a model answers what it has learned."""
 
+import fcntl
 import json
 import os
 import pty
@@ -22,6 +23,7 @@ from plugsft.commands.runs import chat as talk
 from plugsft.commands.runs.answers import Answers
 from plugsft.commands.runs.model_folder import model_folder
 from plugsft.data.load_tokenizer import stop_ids
+from plugsft.output.folder import LOCK
 
 ANSWERS = {
     "What is red?": "Blood and roses.",
@@ -281,10 +283,10 @@ def test_ctrl_c_ends_a_talk_with_a_line_of_its_own(run):
         ([], "no such folder; did you mean 'run'. name a run's output folder"),
         (["rum/"], "holds no model"),
         (["rum"], "is a file"),
-        (["rum/run.json"], "at step 3 of 9 and has no model yet.*recipe.toml$"),
+        (["rum/run.json", "rum/metrics.jsonl"], "ended at step 3 of 9; .*recipe.toml --overwrite$"),
         (
             ["rum/run.json", "rum/checkpoints/step-000003/manifest.json"],
-            "--resume; plugsft export .* --to FOLDER",
+            "ended at step 0 of 9; .* --resume; plugsft export .* --to FOLDER",
         ),
         (["rum/config.json"], "no model could be loaded"),
     ],
@@ -297,9 +299,17 @@ def test_a_place_without_a_model_says_what_to_do(tmp_path, make, says):
             path.mkdir(parents=True)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"steps": {"done": 3, "total": 9}}))
+            path.write_text(json.dumps({"step": 3, "steps": {"done": 0, "total": 9}}))
     with pytest.raises(PlugsftError, match=says):
         talk.load(model_folder(tmp_path / "rum"))
+
+
+def test_a_run_in_progress_is_waited_for(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"steps": {"done": 0, "total": 9}}))
+    with open(tmp_path / LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(PlugsftError, match="has no model yet: its run is at step 0 of 9; wait"):
+            model_folder(tmp_path)
 
 
 def test_an_empty_question_is_refused(run):

@@ -6,8 +6,8 @@ from pathlib import Path
 from ...base.atomic import damage
 from ...base.errors import CheckpointError, PlugsftError
 from ...base.limits import read_json_object
-from ...output.folder import ADAPTER, is_model, newest_checkpoint, suggest_name
-from ...output.report import read_record
+from ...output.folder import ADAPTER, is_locked, is_model, newest_checkpoint, suggest_name
+from ...output.report import read_metrics, read_record
 
 
 def model_folder(output: Path) -> Path:
@@ -23,19 +23,28 @@ def model_folder(output: Path) -> Path:
     if output.is_file():
         raise PlugsftError(f"{output}: is a file; name the output folder of a run")
     try:
-        run = read_record(output)
-        done, total = run["steps"]["done"], run["steps"]["total"]
+        total = read_record(output)["steps"]["total"]
     except (OSError, ValueError, LookupError, TypeError):
         raise PlugsftError(
             f"{output}: holds no model; name the output folder of a finished run, or a Hugging "
             "Face folder with a config.json"
         ) from None
-    resume = " --resume" if newest_checkpoint(output / "checkpoints") else ""
-    raise PlugsftError(
-        f"{output}: its run is at step {done} of {total} and has no model yet; wait for its end, "
-        f"or continue with: plugsft {shlex.quote(str(output / 'recipe.toml'))}{resume}"
-        + (f"; plugsft export {output} --to FOLDER makes one from its checkpoint" if resume else "")
-    )
+    raise PlugsftError(f"{output}: has no model yet: {_state(output, total)}")
+
+
+def _state(output: Path, total: int) -> str:
+    """Describe an unfinished run, and what to do."""
+    done = max((line["step"] for line in read_metrics(output / "metrics.jsonl")), default=0)
+    newest = newest_checkpoint(output / "checkpoints")
+    if is_locked(output):
+        text = f"its run is at step {done} of {total}; wait for its end"
+    else:
+        option = "--resume" if newest else "--overwrite"
+        recipe = shlex.quote(str(output / "recipe.toml"))
+        text = f"its run ended at step {done} of {total}; continue with: plugsft {recipe} {option}"
+    if newest:
+        text += f"; plugsft export {output} --to FOLDER makes a model of {newest.name}"
+    return text
 
 
 def checkpoint_of(output: Path) -> Path | None:
