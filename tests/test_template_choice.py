@@ -14,7 +14,9 @@ from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from plugsft import RecipeError
+from plugsft.base.checksums import digest
 from plugsft.data import template_choice
+from plugsft.data.cache_key import template_key
 from plugsft.data.chat import Chat
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.jsonl import RowList
@@ -131,18 +133,29 @@ def test_one_row_decides_for_all_and_rows_that_the_own_template_can_mask_stay(tm
             assert choose(QWEN, [TWO], tmp_path, **settings)[0] == own
     for setting, template in (("own", own), ("trl", replace(variant, variant_chosen=False))):
         assert choose(QWEN, [TWO], tmp_path, {"chat_template": setting})[0] == template
-    # Both answers of a pair are written by one template, with the same prompt.
-    pairs = {**PROMPTED, "chosen": [TELL, ASK, TELL], "rejected": [THOUGHT, ASK, TELL]}
-    del pairs["completion"]
-    for row, chosen in (
-        (pairs, variant),
-        ({**pairs, "chosen": [THOUGHT], "rejected": [TELL]}, own),
-    ):
-        light, rendered = choose(QWEN, [row], tmp_path, plugins={"dpo": {}})
-        assert light == chosen and not rendered.bad
-        first, second = (
-            text[: spans[0][0]] for text, spans in zip(rendered.texts, rendered.spans, strict=True)
-        )
+    # "auto" and "trl" may train other tokens; a key without the choice is that of earlier versions.
+    forms = (own, variant, replace(variant, variant_chosen=False))
+    assert len({*map(template_key, forms)}) == 3
+    assert template_key(own) == digest(
+        {"template": own.chat_template, "training": variant.chat_template}
+    )
+
+
+@pytest.mark.parametrize("plugin", ["dpo", "reward", "kto"])
+def test_answers_to_compare_are_written_by_one_template(plugin, tmp_path):
+    own, variant = lighten(QWEN), variant_of(lighten(QWEN))
+    later = [ASK, TELL]
+    several = [TELL, *later], [THOUGHT, *later]
+    for answers, chosen in ((several, variant), (([TELL], [THOUGHT]), own)):
+        prompt = {"prompt": [ASK, TELL, ASK]}
+        rows = [prompt | dict(zip(("chosen", "rejected"), answers, strict=True))]
+        if plugin == "kto":
+            labels = zip(answers, (True, False), strict=True)
+            rows = [prompt | {"completion": answer, "label": label} for answer, label in labels]
+        light, rendered = choose(QWEN, rows, tmp_path, plugins={plugin: {}})
+        assert light == chosen and not rendered.bad and len(rendered.texts) == 2
+        pairs = zip(rendered.texts, rendered.spans, strict=True)
+        first, second = (text[: spans[0][0]] for text, spans in pairs)
         assert first == second and first.endswith("<|im_start|>assistant\n")
 
 
