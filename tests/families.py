@@ -1,83 +1,136 @@
-"""Tiny tokenizers with the chat templates of six model families, and chats to write with them."""
+"""Every decoder family of transformers as a tiny model."""
 
 import re
-from functools import cache
-from pathlib import Path
+from typing import Any
 
-import trl
-from conftest import TEXT
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-FOLDER = Path(trl.__file__).parent / "chat_templates"
-# Family -> its template, and the tokens that begin and end a text.
-FAMILIES = {
-    "Qwen3": (FOLDER / "qwen3.jinja", None, "<|im_end|>"),
-    "Llama 3": (FOLDER / "llama3.jinja", "<|begin_of_text|>", "<|eot_id|>"),
-    "Gemma 3": (FOLDER / "gemma3.jinja", "<bos>", "<eos>"),
-    "Mistral": (Path(__file__).with_name("mistral.jinja"), "<s>", "</s>"),
-    "Phi 3.5": (FOLDER / "phi3_5.jinja", "<s>", "<|endoftext|>"),
-    "DeepSeek V3": (
-        FOLDER / "deepseekv3.jinja",
-        "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    ),
-    "DeepSeek R1": (
-        FOLDER / "deepseek_r1_distill.jinja",
-        "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    ),
+FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+VOCABULARY, CONTEXT, MAX_PARAMETERS = 512, 128, 3_000_000
+# The name of a number in a configuration -> its upper limit.
+SIZES = {
+    r"(^|_)vocab_size|n_token|num_vocab|vocab_size_per_layer_input": VOCABULARY,
+    r"position_embeddings|n_positions|n_ctx|max_sequence_length|max_(target|source)_positions"
+    r"|context_length|max_seq_len|seq_length|model_max_length": CONTEXT,
+    r"(num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads)$": 4,
+    r"(num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|n_kv_heads)$": 2,
+    r"(num_experts_per_tok|moe_topk|moe_top_k|moe_k|top_k_experts|experts_top_k|moe_router_topk"
+    r"|num_selected_experts|experts_per_token)$|^(top_k|index_topk)$": 2,
+    r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)$": 4,
+    r"^(n_group|num_expert_group|topk_group|expert_n_group)$|first_k_dense_replace": 1,
+    r"rotary_dim$": 8,
+    r"(q_lora_rank|kv_lora_rank)$": 16,
+    r"(hidden_size|d_model|n_embd|^dim|emb_dim|word_embed_proj_dim|embedding_size|lru_width)$": 32,
+    r"(head_dim|attention_head_size|d_kv|dim_head|d_head|kv_channels|global_head_dim)$": 8,
+    r"(moe_intermediate_size|expert_ffn_hidden_size|moe_ffn_hidden_size)$": 16,
+    r"(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size|inner_hidden_size"
+    r"|dim_feedforward|dim_ff)$": 48,
+    r"(state_size|d_state|mamba_d_state|ssm_state_size)$": 8,
 }
-MARKUP = re.compile(
-    r"<[|\uff5c][^<>'\"|\uff5c]+[|\uff5c]>|</?think>|<(?:start|end)_of_turn>|\[/?[A-Z_]+\]"
-)
-
-ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
-SYSTEM = {"role": "system", "content": "be brief"}
-THOUGHT = {"role": "assistant", "content": "<think>\nat night\n</think>\n\nowls"}
-FUNCTION = {"name": "look_up", "arguments": {"word": "owl"}}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "abcdef123", "type": "function", "function": FUNCTION}],
+# The sizes of a small decoder, for the configuration of any family.
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
-RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "abcdef123", "content": "a bird"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look a word up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-    },
-}
-CHATS = {
-    "one answer": {"messages": [ASK, TELL]},
-    "two answers": {"messages": [ASK, TELL, ASK, TELL]},
-    "system prompt": {"messages": [SYSTEM, ASK, TELL, ASK, TELL]},
-    "a call": {"messages": [ASK, CALL, RESULT, TELL]},
-    "tools": {"messages": [ASK, CALL, RESULT, TELL], "tools": [TOOL]},
-    "thoughts": {"messages": [ASK, THOUGHT, ASK, THOUGHT]},
-}
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+PER_LAYER = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers)$")
 
 
-@cache
-def family_tokenizer(family):
-    """Return a tiny byte-level tokenizer with a family's template and special tokens."""
-    path, begin, end = FAMILIES[family]
-    template = path.read_text("utf8")
-    special = sorted({*MARKUP.findall(template), end, *([begin] if begin else [])})
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(special) + 300,
-        special_tokens=special,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+def shrink(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's table with small numbers, and one layer of each kind, or two."""
+    count = next((table[name] for name in LAYERS if isinstance(table.get(name), int)), 0)
+    layer_kinds = next(iter(layer_lists(table, count)), None) or list(range(count))[:2]
+    layers = sorted(
+        {str(kind): layer for layer, kind in reversed([*enumerate(layer_kinds)])}.values()
     )
-    inner.train_from_iterator([TEXT], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token=begin, eos_token=end, pad_token=end
-    )
-    tokenizer.chat_template = template
-    return tokenizer
+    if len(layers) < 2:
+        layers = [*range(min(2, count))]
+    small: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            value = {
+                number: shrink(value[key]) if isinstance(value[key], dict) else value[key]
+                for number, layer in enumerate(layers)
+                for key in (layer, str(layer))
+                if key in value
+            }
+        elif isinstance(value, dict):
+            value = shrink(value)
+        elif isinstance(value, list | tuple) and count and len(value) == count:
+            value = [value[layer] for layer in layers]
+        elif isinstance(value, float) and re.search("drop|jitter", name):
+            value = 0.0  # repeated runs must be equal
+        elif isinstance(value, int) and not isinstance(value, bool):
+            if PER_LAYER.search(name):
+                value = min(value, len(layers) or 2)
+            elif name.endswith("token_id"):
+                value = min(value, 1)
+            else:
+                limit = next((limit for key, limit in SIZES.items() if re.search(key, name)), value)
+                value = min(value, limit)
+        small[name] = value
+    if {"qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"} <= {*small}:
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    if "kv_lora_rank" in small and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    return small
+
+
+def layer_lists(table: dict[str, Any], count: int) -> list[list[Any]]:
+    """Return the lists with an entry per layer; lists of layer kinds come first."""
+    lists = [
+        values for values in table.values() if isinstance(values, list) and len(values) == count > 0
+    ]
+    return sorted(lists, key=lambda values: not isinstance(values[0], str))
+
+
+HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
+# Values that depend on other numbers, or have no default.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": HEADS,
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "falcon_h1": HEADS | {"mamba_d_ssm": 64},
+    "granitemoehybrid": HEADS,
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8},
+    "reformer": {"is_decoder": True},
+}
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """Return a tiny configuration of a family."""
+    config_class = CONFIG_MAPPING[family]
+    table = shrink(config_class().to_dict())
+    return config_class.from_dict({**table, **SETTINGS.get(family, {})})
+
+
+def build(family: str) -> Any:
+    """Return a tiny model of a family, with random weights."""
+    config = tiny_config(family)
+    with torch.device("meta"):
+        size = sum(
+            parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters()
+        )
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"{size:,} parameters")
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)

@@ -9,8 +9,8 @@ from itertools import groupby
 
 import pytest
 from conftest import ROOT, bare_tables, run_plugsft, write_jsonl, write_recipe
-from families import ASK, CHATS, FAMILIES, FOLDER, SYSTEM, TELL, THOUGHT, family_tokenizer
 from jinja2 import TemplateError
+from template_families import ASK, CHATS, FAMILIES, FOLDER, SYSTEM, TELL, THOUGHT, family_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from plugsft import RecipeError
