@@ -108,7 +108,10 @@ TWO = {"messages": [ASK, TELL, ASK, TELL]}
 PROMPTED = {"prompt": [ASK, TELL, ASK], "completion": [TELL]}
 
 
-def test_one_row_decides_for_all_and_rows_that_the_own_template_can_mask_stay(tmp_path):
+def test_one_row_decides_for_all_and_rows_that_the_own_template_can_mask_stay(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(template_choice, "RANGES", 20)
     own, variant = lighten(QWEN), variant_of(lighten(QWEN))
     assert variant.chat_template == (FOLDER / "qwen3_training.jinja").read_text("utf8")
     one = {"messages": [ASK, TELL]}

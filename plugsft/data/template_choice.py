@@ -18,7 +18,7 @@ CHOSEN = (
     "the model's chat template rewrites earlier turns, so trl's training variant of it writes all "
     "rows"
 )
-ROWS, RANGES = 50, 20
+ROWS, RANGES = 50, 100
 """Rows of a range, and ranges of a source, on which the model's template is tried."""
 SYSTEM = {"role": "system", "content": "!system!"}
 THOUGHT = {"role": "assistant", "content": "<think>\n!thought!\n</think>\n\n!answer!"}
