@@ -21,13 +21,14 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
+from plugin_packages import activate, install
 
 from plugsft.base.errors import RecipeError
 from plugsft.base.machine import look
 from plugsft.lab.trials.runner import trials
 from plugsft.lab.tune.edit_recipe import edit, ensure_free, read_body, write_edited
 from plugsft.lab.tune.run import Tuning
-from plugsft.lab.tune.search import Setting
+from plugsft.lab.tune.search import MOST, Setting
 from plugsft.lab.tune.sizes import choose_steps
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
@@ -100,7 +101,11 @@ def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, forked_t
         if "nothing is written" not in result.stdout:
             break
     probes = re.findall(r"probe \d+: (.*)", result.stdout)
-    assert len(probes) <= 6 and "train.micro_batch = 1 (yours)" in probes[0]
+    settings = [probe.partition(" (")[0].partition(":")[0] for probe in probes]
+    assert len({*settings}) <= 6 and max(map(settings.count, settings)) <= MOST
+    assert "train.micro_batch = 1 (yours)" in probes[0] and probes[1].startswith(settings[0])
+    assert re.search(r"tokens/s  probes  scatter  x yours", result.stdout)
+    assert f"at most {MOST} of a setting" in result.stdout
     assert "B, " in probes[0]
     target = place / "my.tuned.toml"
     old, new = (path.read_text().splitlines() for path in (place / "my.toml", target))
@@ -120,6 +125,52 @@ def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, forked_t
         assert run.returncode == 0, run.stderr
         losses.append(read_metrics(place / f"{recipe}-run")[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+SLEEPY = """
+import random
+import time
+
+@plugin()
+class Sleepy:
+    token: float = 0.0
+    micro_batch: float = 0.0
+    factor: float = state(0.0)
+
+    @hookimpl(wrapper=True)
+    def step(self, batch):
+        # Another factor in each process, as on a machine that others use.
+        self.factor = self.factor or random.SystemRandom().uniform(1, 1.4)
+        tokens = int(batch["attention_mask"].sum())
+        time.sleep(self.factor * (self.micro_batch + self.token * tokens))
+        return (yield)
+"""
+
+
+@only_full
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"token": 1e-3}, "keep yours: "), ({"micro_batch": 0.3}, "chosen: train.micro_batch = 8: ")],
+    ids=["no gain", "clear gain"],
+)
+def test_probes_that_scatter_are_repeated(tmp_path, monkeypatch, forked_trials, options, says):
+    """Small micro-batches take longer on any machine, so without a gain the largest stays."""
+    activate(install(tmp_path, sleepy=SLEEPY), monkeypatch)
+    tables = tiny_tables(tmp_path) | {"plugins": {"sleepy": options}}
+    tables["train"]["micro_batch"] = 8 if says.startswith("keep") else 1
+    recipe = write_recipe(tmp_path / "my.toml", tables)
+    result = run_plugsft("tune", recipe, "--steps", 2)
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr
+    assert f"\n{says}" in result.stdout
+    table = result.stdout.partition("size  ")[2].partition("scatter:")[0].splitlines()[1:]
+    probes = [int(re.search(r"(?:stored|recomputed) +[\d,]+ +(\d)", line)[1]) for line in table]
+    assert max(probes) > 1 and max(probes) <= MOST
+    assert any("%" in line for line in table)
+    assert (tmp_path / "my.tuned.toml").exists() == says.startswith("chosen")
+    if says.startswith("keep"):
+        assert "nothing is written" in result.stdout
 
 
 # Fresh processes: the limit counts memory that a fork shares.
@@ -308,7 +359,7 @@ def test_a_data_set_smaller_than_a_step_is_one_step(tmp_path):
 
 @only_full
 @pytest.mark.timeout(3600)
-def test_a_full_sweep_finds_nothing_much_better_and_takes_three_times_as_long(tmp_path):
+def test_a_full_sweep_finds_nothing_much_better_and_takes_far_longer(tmp_path):
     # One core: threads that wait for a busy one make times that mean nothing.
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -357,4 +408,4 @@ def sweep_and_tune(folder):
         f"{len(swept)} settings swept in {sweep:.0f} s; tuned in {seconds:.0f} s, {share:.2f} of it"
     )
     print(f"chosen {best}: {of_best:.3f} of the sweep's fastest, {fastest}, over {rounds}")
-    assert share <= 1 / 3 and of_best >= 0.95
+    assert share <= 0.45 and of_best >= 0.95

@@ -4,8 +4,9 @@ import math
 from random import Random
 
 import pytest
+from test_bench import REAL
 
-from plugsft.lab.tune.search import Probe, Search, Setting
+from plugsft.lab.tune.search import MOST, Probe, Search, Setting
 from plugsft.lab.tune.sizes import capacities, micro_batches, with_own
 
 START = 8.0
@@ -57,7 +58,8 @@ class Simulated:
 
     def probe(self, setting):
         noise = math.exp(self.rng.gauss(0, self.noise))
-        return Probe(setting, self.speed(setting) * noise, self.peak(setting))
+        speed = self.speed(setting) * noise
+        return Probe(setting, (speed,) if speed else (), self.peak(setting))
 
     def seconds(self, setting, best):
         speed = self.speed(setting)
@@ -85,28 +87,79 @@ def compare(one):
     best = max(map(one.speed, swept))
     seconds, sweep = (
         sum(one.seconds(setting, best) for setting in settings)
-        for settings in ([probe.setting for probe in search.probes], swept)
+        for settings in (
+            [probe.setting for probe in search.probes for _ in probe.speeds or [0]],
+            swept,
+        )
     )
-    chosen = search.best()
+    chosen = search.best() if search.is_sure() else search.probes[0]
     return one.speed(chosen.setting) / best, seconds / sweep
 
 
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("noise", [0.0, 0.02], ids=["exact", "noisy"])
 @pytest.mark.parametrize("kind", ["unimodal", "padded", "flat", "cliff"])
-def test_it_finds_what_a_full_sweep_finds_in_a_quarter_of_its_time(kind, noise, tight):
+def test_it_finds_what_a_full_sweep_finds_in_a_part_of_its_time(kind, noise, tight):
     found = [compare(Simulated(kind, seed, noise, tight)) for seed in range(200)]
     speeds, times = zip(*found, strict=True)
     good = sum(speed >= 0.95 for speed in speeds) / len(found)
     mean = sum(times) / len(times)
     print(f"\n{good:.1%} within 5 %, the worst {min(speeds):.2f}; {mean:.2f} of the time")
-    assert good >= 0.95 and min(speeds) >= 0.8 and mean <= 0.25
+    # A noisy machine takes repeats.
+    assert good >= 0.95 and min(speeds) >= 0.8 and mean <= (0.4 if noise else 0.32)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("most", [1, 4], ids=["no gain", "clear gain"])
+def test_a_gain_is_told_from_scatter(noise, most):
+    """`most`: the size up to which speed grows."""
+    rng, changed, counts = Random(5), 0, []
+    for _ in range(100):
+
+        def probe(one):
+            return Probe(one, (min(one.size, most) * math.exp(rng.gauss(0, noise)),), one.size)
+
+        search = Search([1, 2, 3, 4, 6, 8, 12, 16], Setting(1), probe)
+        search.run()
+        changed += search.is_sure() and min(search.best().setting.size, most) > most / 2
+        counts.append(max(len(probe.speeds) for probe in search.probes))
+    print(f"\n{changed} of 100 changed")
+    assert changed <= 8 if most == 1 else changed >= 85
+    assert min(counts) >= 2 and max(counts) <= MOST
+
+
+def test_scatter_of_a_busy_machine_is_no_gain():
+    """Seconds per token of real trials of one recipe, in the order of that day, there and back."""
+    rng, changed = Random(3), 0
+    for _ in range(200):
+        there_and_back = 4 * (REAL + REAL[::-1])
+        seconds = iter(there_and_back[rng.randrange(2 * len(REAL)) :])
+
+        def probe(one, seconds=seconds):
+            return Probe(one, (1 / next(seconds),), one.size)
+
+        search = Search([1, 2, 3, 4, 6, 8], Setting(4), probe)
+        search.run()
+        changed += search.is_sure()
+    print(f"\n{changed} of 200 changed")
+    # The speed of that day drifts by a factor of three; without repeats most are taken for a gain.
+    assert changed <= 20
+
+
+def test_a_repeat_that_runs_out_of_memory_counts():
+    speeds = iter([(1.0,), ()])
+    search = Search([1], Setting(1), lambda one: Probe(one, next(speeds, ())))
+    search.run()
+    assert search.best() is None and not search.probes[0].speed
 
 
 def search(own, fits, **options):
     """Search where only some settings fit, all equally fast."""
     made = Search(
-        [1, 2, 4, 8, 16], own, lambda one: Probe(one, float(fits(one)), one.size), **options
+        [1, 2, 4, 8, 16],
+        own,
+        lambda one: Probe(one, (1.0,) if fits(one) else (), one.size),
+        **options,
     )
     made.run()
     return made
@@ -136,7 +189,7 @@ def test_a_recipe_that_recomputes_is_tried_without():
 def test_of_equal_speeds_that_with_the_least_memory_is_chosen():
     search = Search([1, 2, 4], Setting(1), None)
     for size, speed, peak in ((1, 90, 5), (2, 99.5, 6), (4, 100, 9)):
-        search.probes.append(Probe(Setting(size), speed, peak))
+        search.probes.append(Probe(Setting(size), (speed,), peak))
     assert search.best().setting == Setting(2)
 
 

@@ -33,7 +33,7 @@ def tune(
         ),
     ] = None,
 ) -> None:
-    """Measure which micro-batch is the fastest that fits; write a recipe with it."""
+    """Measure which micro-batch is the fastest that fits; write a recipe with it, if sure."""
     from ..output.folder import ensure_inputs
     from ..registry.load import load
 

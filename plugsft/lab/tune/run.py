@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ...base.console import format_size, out, say
+from ...base.console import format_count, format_size, out, say
 from ...base.errors import PlugsftError, RecipeError
 from ...base.machine import look
 from ...base.sizes import parse_size
@@ -23,7 +23,7 @@ from ...registry.active import Active
 from ..bench.timing import machine_facts, machine_line
 from ..trials.runner import Trial, TrialRunner, trials
 from .edit_recipe import ensure_free, write_edited
-from .search import NEAR_BEST, Probe, Search, Setting
+from .search import MOST, NEAR_BEST, Probe, Search, Setting
 from .sizes import capacities, choose_steps, keeps_steps, lengths_of, micro_batches, with_own
 
 WARMUP = 2
@@ -66,7 +66,7 @@ def tune(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     for line in reasons:
         say(line)
     if best == tuning.own:
-        say("nothing is written: the recipe is as good as any")
+        say("nothing is written")
         return
     heading = f"plugsft tune {shlex.join([str(path), *options.overrides])}: {date.today()}, "
     comments = [heading + machine_line(machine_facts()), *reasons]
@@ -106,7 +106,8 @@ class Tuning:
         self.recomputing = (recomputed or Capability.bundled("recomputed_activations")).plugin
         """The plugin that recomputes activations, in the recipe or to add."""
         self.own = Setting(size, recomputed is not None)
-        self._search = Search([size], self.own, lambda setting: Probe(setting, 0.0))
+        self._search = Search([size], self.own, Probe)
+        self._trials = 0
         self._last = Trial(Path(), 0.0)
 
     @property
@@ -145,7 +146,7 @@ class Tuning:
             self.own,
             lambda setting: self.probe(runner, setting),
             [first],
-            self._search.can_recompute,
+            can_recompute=self._search.can_recompute,
         )
         say(
             f"sizes: {len(sizes)}, from {sizes[0]:,} to {sizes[-1]:,}; "
@@ -163,22 +164,23 @@ class Tuning:
 
     def probe(self, runner: TrialRunner, setting: Setting) -> Probe:
         """Train some steps with a setting; print the result."""
-        number = len(self._search.probes) + 1
+        self._trials += 1
+        number = self._trials
         with out.status(f"probe {number}: {self.name(setting)}"):
             trial = runner.run(self.changes(setting), WARMUP + self._steps, memory=self._allowed)
         self._last = trial
         peak = max((rank.get("device") or rank["host"] for rank in trial.ranks), default=0)
         if not trial.error:
-            probe = Probe(setting, speed_of(trial), peak)
+            probe = Probe(setting, (speed_of(trial),), peak)
             result = f"{probe.speed:,.0f} tokens/s, {format_size(peak)}"
         elif trial.out_of_memory:
-            probe, result = Probe(setting, 0.0, peak), "out of memory"
+            probe, result = Probe(setting, (), peak), "out of memory"
         elif setting == self.own:
             raise PlugsftError(f"{self.name(setting)}: {trial.error}")
         else:
             # The model, or another plugin, refuses the setting.
             self._search.can_recompute &= not setting.recompute
-            probe, result = Probe(setting, 0.0, peak), trial.error.splitlines()[-1]
+            probe, result = Probe(setting, (), peak), trial.error.splitlines()[-1]
         yours = " (yours)" if setting == self.own else ""
         say(f"probe {number}: {self.name(setting)}{yours}: {result}, {trial.seconds:.0f} s")
         return probe
@@ -211,41 +213,49 @@ class Tuning:
             tried = "; ".join(self.name(probe.setting) for probe in self._search.probes)
             raise RecipeError(
                 f"nothing fits in {format_size(self._allowed)} a rank; tried: {tried}. The last: "
-                f"{self._last.error}. More memory (--memory), a smaller data.max_length, and "
+                f"{self._last.error}. More memory (--memory), a smaller data.max_length, "
+                f"{Capability.bundled('offloaded_activations').table} on a GPU, and "
                 f"{Capability.bundled('adapters').table} help"
             )
-        own = self._search.probes[0]
-        self._print_table(best)
-        lines = [f"chosen: {self._describe(best)}"]
-        if best == own:
-            lines[0] += ", the same as yours"
-        elif own.speed:
-            lines.append(f"{best.speed / own.speed:.2f} times as fast as {self._describe(own)}")
+        own, gain = self._search.probes[0], self._search.gain()
+        chosen = best if self._search.is_sure() else own
+        self._print_table(chosen)
+        if chosen == best != own:
+            lines = [f"chosen: {self._describe(best)}"]
+            relative = f"{gain} as fast as {self._describe(own)}"
+            lines.append(relative if gain else f"{self.name(own.setting)} runs out of memory")
+            if best.speed < self._search.fastest:
+                lines.append(
+                    f"of those within {1 - NEAR_BEST:.1%} of the fastest, it takes the least memory"
+                )
+            if best.setting.recompute and not self.own.recompute:
+                table = Capability.bundled("recomputed_activations").table
+                lines.append(f'if memory allows, selective = "attention" in {table} may be faster')
         else:
-            lines.append(f"{self.name(own.setting)} runs out of memory")
-        if best.speed < self._search.fastest:
-            lines.append(
-                f"of those within {1 - NEAR_BEST:.1%} of the fastest, it takes the least memory"
-            )
+            lines = [f"keep yours: {self._describe(own)}"]
+            scatter = f"{self.name(best.setting)} is {gain} as fast, which is within the scatter"
+            lines.append(scatter if gain else "no other setting is faster")
         lines.append(
-            f"{len(self._search.probes)} probes of {self._steps} steps, in "
-            f"{format_size(self._limit)} a rank less {MARGIN:.0%}"
+            f"{format_count(self._trials, 'probe')} of {format_count(self._steps, 'step')}, at "
+            f"most {MOST} of a setting, in {format_size(self._limit)} a rank less {MARGIN:.0%}"
         )
-        return best.setting, lines
+        return chosen.setting, lines
 
-    def _print_table(self, best: Probe) -> None:
+    def _print_table(self, chosen: Probe) -> None:
         own = self._search.probes[0]
-        rows = [["size", "layers", "tokens/s", "x yours", "memory", ""]]
+        rows = [["size", "layers", "tokens/s", "probes", "scatter", "x yours", "memory", ""]]
         for probe in sorted(
             self._search.probes, key=lambda probe: (probe.setting.size, probe.speed)
         ):
-            notes = {"chosen": probe == best, "yours": probe == own}
+            notes = {"chosen": probe == chosen, "yours": probe == own}
             relative = probe.speed / own.speed if probe.speed and own.speed else 0.0
             rows.append(
                 [
                     f"{probe.setting.size:,}",
                     "recomputed" if probe.setting.recompute else "stored",
                     f"{probe.speed:,.0f}" if probe.speed else "out of memory",
+                    str(len(probe.speeds) or 1),
+                    f"{probe.scatter:.1%}" if len(probe.speeds) > 1 else "",
                     f"{relative:.2f}" if relative else "",
                     format_size(probe.peak) if probe.speed else "",
                     ", ".join(note for note, applies in notes.items() if applies),
@@ -256,6 +266,7 @@ class Tuning:
             cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
             cells[1], cells[-1] = row[1].ljust(widths[1]), row[-1]
             out.print(Text("  ".join(cells).rstrip(), "" if number else "bold"))
+        say("scatter: the fastest probe of a setting less the slowest, relative to the median")
 
 
 def speed_of(trial: Trial) -> float:

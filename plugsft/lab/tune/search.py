@@ -1,8 +1,14 @@
-"""Search for the fastest size: double it while that gains speed, then refine once."""
+"""Search for the fastest size: double it while that gains speed, then refine once.
+
+Then probe the recipe's own setting and the best again, in turn, until the gain is sure.
+"""
 
 import bisect
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+
+from ..bench.timing import FASTER, Ratio
 
 GAIN = 1.02
 """Least factor in speed that counts as a gain and not as noise."""
@@ -10,6 +16,12 @@ FACTOR = 1.9
 """Least factor from one size to the next: about two, as sizes are rounded."""
 NEAR_BEST = 0.985
 """Of speeds within this share of the best, the setting with the least memory is chosen."""
+SCATTER = 0.05
+"""Where two probes of one setting differ by more than this, each setting is probed again."""
+REPEATS, ROUNDS = 3, 5
+"""Probes of each setting where they scatter; most rounds of the own setting and the best."""
+MOST = REPEATS + ROUNDS
+"""Most probes of a setting."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +34,23 @@ class Setting:
 
 @dataclass(frozen=True)
 class Probe:
-    """Measurements of a setting: tokens per second (0: out of memory), and peak bytes."""
+    """Measurements of a setting."""
 
     setting: Setting
-    speed: float
+    speeds: tuple[float, ...] = ()
+    """Tokens per second of each probe; none if memory ran out."""
     peak: int = 0
+    """Bytes."""
+
+    @property
+    def speed(self) -> float:
+        """The median speed; 0 if memory ran out."""
+        return statistics.median(self.speeds) if self.speeds else 0.0
+
+    @property
+    def scatter(self) -> float:
+        """Difference of the fastest and the slowest probe, as a share of the median."""
+        return (max(self.speeds) - min(self.speeds)) / self.speed if self.speeds else 0.0
 
 
 @dataclass
@@ -37,7 +61,11 @@ class Search:
     """All sizes to choose from, rising."""
     own: Setting
     measure: Callable[[Setting], Probe]
+    """Probes a setting once."""
     probes: list[Probe] = field(default_factory=list)
+    """The settings that were probed, the recipe's own first."""
+    repeats: int = 2
+    """Probes of each setting; the first that fits is probed twice, to see the scatter."""
     can_recompute: bool = True
     """Whether the model can recompute layers."""
 
@@ -57,15 +85,48 @@ class Search:
         elif too_large:
             self._move(Setting(self.sizes[0], recompute=True), larger=True)
         self._refine()
+        self._settle()
 
     def best(self) -> Probe | None:
-        """Return the probe with the least memory among those near the fastest."""
+        """Return the own setting if it is near the fastest, else the one with the least memory."""
+        if self.probes and 0 < self.fastest * NEAR_BEST <= self.probes[0].speed:
+            return self.probes[0]
         near = [
             probe
             for probe in self.probes
             if probe.speed and probe.speed >= self.fastest * NEAR_BEST
         ]
         return min(near, key=lambda probe: (probe.peak, probe.setting.size), default=None)
+
+    def gain(self) -> Ratio | None:
+        """Return the speed of the best relative to the own setting, if both fit and differ."""
+        best, own = self.best(), self.probes[0]
+        if best is None or best == own or not own.speed:
+            return None
+        # Where probes scatter, only those in turn count: a machine's speed drifts.
+        pairs = zip(own.speeds[self._apart :], best.speeds[self._apart :], strict=False)
+        return Ratio(tuple(after / before for before, after in pairs))
+
+    @property
+    def _apart(self) -> int:
+        """Probes of a setting that were not in turn with another."""
+        return REPEATS if self.repeats == REPEATS else 0
+
+    def is_sure(self) -> bool:
+        """Tell whether the best is faster than the own setting by more than the scatter."""
+        gain = self.gain()
+        return gain.word == FASTER if gain else not self.probes[0].speed
+
+    def _settle(self) -> None:
+        """Probe the own setting and the best again, in turn, until the gain is sure or gone."""
+        while (best := self.best()) and self.gain() and not self.is_sure():
+            own = self.probes[0]
+            # First one, then the other: a machine that becomes slower or faster favours neither.
+            both = (own, best) if len(own.speeds) % 2 else (best, own)
+            fewer = min(both, key=lambda probe: len(probe.speeds))
+            if len(fewer.speeds) == self._apart + ROUNDS:
+                return
+            self._repeat(self.probes.index(fewer))
 
     @property
     def fastest(self) -> float:
@@ -81,12 +142,24 @@ class Search:
             setting = self._step(setting, larger)
 
     def _speed(self, setting: Setting) -> float:
-        """Return the speed of a setting; measure it once."""
-        for probe in self.probes:
-            if probe.setting == setting:
-                return probe.speed
-        self.probes.append(self.measure(setting))
-        return self.probes[-1].speed
+        """Return the speed of a setting; measure it, again if probes scatter."""
+        settings = [probe.setting for probe in self.probes]
+        if setting not in settings:
+            self.probes.append(self.measure(setting))
+            settings.append(setting)
+        place = settings.index(setting)
+        while 0 < len(self.probes[place].speeds) < self.repeats:
+            self._repeat(place)
+        return self.probes[place].speed
+
+    def _repeat(self, place: int) -> None:
+        """Probe a setting once more."""
+        known = self.probes[place]
+        new = self.measure(known.setting)
+        speeds = known.speeds + new.speeds if new.speeds else ()
+        self.probes[place] = Probe(known.setting, speeds, max(known.peak, new.peak))
+        if self.repeats == 2:
+            self.repeats = REPEATS if self.probes[place].scatter > SCATTER else 1
 
     def _step(self, setting: Setting, larger: bool) -> Setting | None:
         """Return about twice or half the size, or the last; None after that."""
