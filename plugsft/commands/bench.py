@@ -7,12 +7,16 @@ import typer
 
 from .options import Launch, Overrides, RecipeFile, Without
 
-Rounds = Annotated[int, typer.Option(min=1, help="Number of rounds; each runs everything once.")]
-Steps = Annotated[int, typer.Option(min=1, help="Measured steps of each run.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")]
+Rounds = Annotated[
+    int,
+    typer.Option(metavar="N", min=1, help="Each runs everything once; a single one cannot tell."),
+]
+Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Measured steps of each run.")]
+Warmup = Annotated[int, typer.Option(metavar="N", min=0, help="Steps before the measured ones.")]
 Examples = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=0,
         help="Examples to train on; 0 for all. Default: as many as the steps take.",
         show_default=False,
@@ -21,6 +25,7 @@ Examples = Annotated[
 PrepareRounds = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=0,
         help="Rounds of preparing all data; 0 for none. Default: as many as --rounds.",
         show_default=False,
@@ -29,8 +34,8 @@ PrepareRounds = Annotated[
 Instead = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME:KEY.PATH=VALUE",
-        help="Set a key where this plugin is off: bfd_packing:train.micro_batch=8.",
+        metavar="NAME:KEY=VALUE",
+        help="Where plugin NAME is off, set a key: bfd_packing:train.micro_batch=8.",
         show_default=False,
     ),
 ]
@@ -57,7 +62,9 @@ Against = Annotated[
         show_default=False,
     ),
 ]
-Tolerance = Annotated[float, typer.Option(min=0, help="How much worse is allowed: 0.05 is 5 %.")]
+Tolerance = Annotated[
+    float, typer.Option(metavar="SHARE", min=0, help="How much worse is allowed: 0.05 is 5 %.")
+]
 
 
 def bench(
@@ -78,7 +85,7 @@ def bench(
     against: Against = None,
     tolerance: Tolerance = 0.05,
 ) -> None:
-    """Measure each plugin: its effect on speed, memory and results."""
+    """Measure what each plugin does to speed, memory and results."""
     from ..output.folder import ensure_inputs
     from ..registry.load import load
 

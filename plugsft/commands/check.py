@@ -15,7 +15,9 @@ def check(
     without: Without = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of ranks of the launch.", show_default=False),
+        typer.Option(
+            metavar="N", min=1, help="Ranks (processes) of the launch.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Find mistakes in recipe, plugins, data and disk before training."""

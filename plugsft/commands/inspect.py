@@ -12,13 +12,16 @@ def inspect(
     recipe: RecipeFile,
     overrides: Overrides = None,
     without: Without = None,
-    rows: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 3,
-    first: Annotated[int, typer.Option(min=0, help="The first row to show.")] = 0,
+    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of rows to show.")] = 3,
+    first: Annotated[
+        int, typer.Option(metavar="N", min=0, help="First row to show, counted from 0.")
+    ] = 0,
     everything: Annotated[
         bool, typer.Option("--all", help="Audit every row, not a sample of 1,000.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Also write a page to this file.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a page to this file.", show_default=False),
     ] = None,
 ) -> None:
     """Show rows as the model will see them, and audit the data."""

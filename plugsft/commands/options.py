@@ -24,11 +24,19 @@ RecipeFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY.PATH=VALUE", help="Change keys for this run.", show_default=False),
+    typer.Argument(
+        metavar="KEY.PATH=VALUE",
+        help="Change keys: train.batch_size=8",
+        show_default=False,
+    ),
 ]
 Without = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Switch a plugin off for this run.", show_default=False),
+    typer.Option(
+        metavar="NAME",
+        help="Switch a plugin off; may be repeated.",
+        show_default=False,
+    ),
 ]
 Trusted = Annotated[
     bool,

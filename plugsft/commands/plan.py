@@ -37,7 +37,7 @@ def plan(
         typer.Option("--probe", help="Train some steps on this machine, and correct the forecast."),
     ] = False,
 ) -> None:
-    """Forecast the memory of a run on any GPUs; say what fits, or what to change."""
+    """Forecast the memory of a run, on GPUs here or elsewhere."""
     from ..output.folder import ensure_inputs
     from ..registry.load import load
 

@@ -16,7 +16,7 @@ def plugins(
     overrides: Overrides = None,
     without: Without = None,
 ) -> None:
-    """List the plugins; with a recipe, which plugins answer and wrap each hook."""
+    """List all plugins; with a recipe, its hooks and who answers them."""
     from . import recipe_overview
 
     if recipe is None:

@@ -22,7 +22,9 @@ def tune(
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each probe.")] = 8,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Measured steps of each probe.")
+    ] = 8,
     launch: Launch = "",
     to: Annotated[
         Path | None,
@@ -33,7 +35,7 @@ def tune(
         ),
     ] = None,
 ) -> None:
-    """Measure which micro-batch is the fastest that fits; write a recipe with it, if sure."""
+    """Find the fastest micro-batch that fits; write a recipe with it."""
     from ..output.folder import ensure_inputs
     from ..registry.load import load
 
