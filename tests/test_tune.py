@@ -89,12 +89,62 @@ def lines_of(text):
 
 
 @pytest.mark.slow
+def test_without_a_faster_setting_yours_stays_and_its_scatter_is_shown(
+    tiny, tmp_path, forked_trials
+):
+    path = tiny(train={"batch_size": 1, "micro_batch": 1})
+    result = run_plugsft("tune", path, "--steps", 1, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    probes = re.findall(r"probe \d+: train.micro_batch = 1 \(yours\): ", result.stdout)
+    [(count, scatter)] = re.findall(r"^ +1  stored +[\d,]+ +(\d) +([\d.]+)%", result.stdout, re.M)
+    # A third where the first two differ by more than 5 %.
+    assert int(count) == len(probes)
+    assert float(scatter) <= 5.1 if len(probes) == 2 else float(scatter) >= 4.9
+    assert len(probes) in (2, 3) and "  probes  scatter  x yours" in result.stdout
+    assert "\nkeep yours: train.micro_batch = 1: " in result.stdout
+    assert "\nno other setting is faster\n" in result.stdout
+    assert f"\n{count} probes of 1 step, at most 8 of a setting" in result.stdout
+    assert "\nnothing is written\n" in result.stdout
+    assert not (tmp_path / "recipe.tuned.toml").exists()
+
+
+@only_full
+@pytest.mark.slow
+def test_two_sizes_are_compared_until_the_gain_is_sure(tiny, tmp_path, forked_trials):
+    path = tiny(train={"batch_size": 2, "micro_batch": 1})
+    result = run_plugsft("tune", path, "--steps", 1, cwd=tmp_path, timeout=1200)
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr
+    probes = re.findall(r"probe \d+: train.micro_batch = (\d)( \(yours\))?: ", result.stdout)
+    assert probes[:2] == [("1", " (yours)")] * 2 and ("2", "") in probes
+    assert max(map(probes.count, probes)) <= MOST == 8
+    rows = re.findall(r"^ +(\d)  stored +[\d,]+ +(\d)  ", result.stdout, re.M)
+    assert [(size, int(count)) for size, count in rows] == [
+        (size, sum(probe[0] == size for probe in probes)) for size in "12"
+    ]
+    assert (
+        "  probes  scatter  x yours" in result.stdout and "at most 8 of a setting" in result.stdout
+    )
+    # A busy machine may hide the gain; then nothing is written.
+    target = tmp_path / "recipe.tuned.toml"
+    if "\nkeep yours: train.micro_batch = 1: " in result.stdout:
+        assert "\nnothing is written\n" in result.stdout and not target.exists()
+    else:
+        assert re.search(
+            r"chosen: train.micro_batch = 2: .*\n[\d.]+ x \(.* as fast as", result.stdout
+        )
+        assert tomllib.loads(target.read_text())["train"]["micro_batch"] == 2
+
+
+@only_full
+@pytest.mark.slow
 def test_the_fastest_that_fits_is_found_and_nothing_else_changes(place, forked_trials):
     with trials(*load(place / "my.toml")) as runner:
         # Two examples fit for sure: one step takes a few MiB less than a probe of several.
         room = int((measure_peak(runner, 4) + measure_peak(runner, 8)) / 2 / 0.95)
     for _ in range(3):
-        result = run_plugsft("tune", place / "my.toml", "--memory", room, "--steps", 3, cwd=place)
+        words = ("tune", place / "my.toml", "--memory", room, "--steps", 3)
+        result = run_plugsft(*words, cwd=place, timeout=1200)
         print(result.stdout)
         assert result.returncode == 0, result.stderr
         # A test beside this one may take the core just when a larger size is measured.
@@ -151,7 +201,7 @@ class Sleepy:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"token": 1e-3}, "keep yours: "), ({"micro_batch": 0.3}, "chosen: train.micro_batch = 8: ")],
+    [({"token": 1e-3}, "keep yours: "), ({"micro_batch": 0.1}, "chosen: train.micro_batch = 8: ")],
     ids=["no gain", "clear gain"],
 )
 def test_probes_that_scatter_are_repeated(tmp_path, monkeypatch, forked_trials, options, says):
@@ -160,7 +210,7 @@ def test_probes_that_scatter_are_repeated(tmp_path, monkeypatch, forked_trials, 
     tables = tiny_tables(tmp_path) | {"plugins": {"sleepy": options}}
     tables["train"]["micro_batch"] = 8 if says.startswith("keep") else 1
     recipe = write_recipe(tmp_path / "my.toml", tables)
-    result = run_plugsft("tune", recipe, "--steps", 2)
+    result = run_plugsft("tune", recipe, "--steps", 2, timeout=1200)
     print(result.stdout)
     assert result.returncode == 0, result.stderr
     assert f"\n{says}" in result.stdout
