@@ -17,12 +17,14 @@ import psutil
 import pytest
 import tomli_w
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, write_jsonl
 from transformers.utils import logging as transformers_logging
 
 import plugsft
 from plugsft import PlugsftError, hookimpl, plugin, state
+from plugsft.api.isolation import isolated
 from plugsft.base.checksums import file_digest
 from plugsft.data import sources
 
@@ -90,6 +92,7 @@ def test_runs_in_one_process_equal_fresh_ones_and_leave_nothing(tables, tmp_path
         fresh[name] = learned(tmp_path / name)
 
     plugsft.train(tables, output=tmp_path / "first", train={"steps": 1})  # imports what is needed
+    Accelerator(cpu=True, mixed_precision="no")  # the user's own
     before, lives = surroundings(), []
 
     def train(name, **options):
@@ -117,6 +120,7 @@ def test_runs_in_one_process_equal_fresh_ones_and_leave_nothing(tables, tmp_path
     # The error of the failed run is still there, as in a notebook, and its model is not.
     assert [life() for life in lives] == [None] * 3
     assert surroundings() == before
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert "step 3/3" in capsys.readouterr().out
 
 
@@ -190,6 +194,10 @@ def test_mistakes_are_exceptions_with_the_words_of_the_command_line(tables, tmp_
         assert plugsft.train(tables, train={"steps": 1}, resume=resume).status == "completed"
     with pytest.raises(PlugsftError, match="ranks=0: give 1 or more"):
         plugsft.train(tables, ranks=0)
+    with pytest.raises(PlugsftError, match="resume='yes': give True, False or"):
+        plugsft.train(tables, resume="yes")
+    with isolated(), pytest.raises(PlugsftError, match="another run is in progress in this proc"):
+        plugsft.prepare(tables)
 
 
 def test_an_object_of_a_plugin_class(tables, tmp_path):

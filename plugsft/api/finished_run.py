@@ -4,6 +4,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import PlugsftError
 from .data import table_html
 from .messages import errors
 
@@ -140,7 +141,10 @@ class FinishedRun:
         return pandas.DataFrame(rows, columns=None if rows else ["step", name])
 
     def __repr__(self) -> str:
-        figures = dict(self._figures())
+        try:
+            figures = dict(self._figures())
+        except PlugsftError:  # no run yet, or a damaged one
+            return f"<run {self.folder}>"
         names = [name for name in ("steps", "loss", "eval", "time") if name in figures]
         rest = "".join(f", {name} {figures[name]}" for name in names)
         return f"<run {self.folder}: {figures['status']}{rest}>"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from ..base.errors import PlugsftError
 from .data import Inspection, PreparedData, inspected_row, inspected_source, prepared_data
 from .finished_run import FinishedRun, Turns
 
@@ -33,11 +34,13 @@ def train(
     that train together on this machine. The others are the options of `plugsft train`.
 
         run = plugsft.train("my.toml", train={"epochs": 1}, output="runs/short")
-        run.metrics["loss"].plot()
+        print(run.metrics["loss"].iloc[-1])
     """
     from ..commands.train import train_recipe
     from .recipes import opened
 
+    if resume not in (True, False, "auto"):
+        raise PlugsftError(f'resume={resume!r}: give True, False or "auto"')
     checkpoint = None if resume_from is None else Path(resume_from)
     start = (resume is True, resume == "auto", checkpoint, overwrite)
     with opened(recipe, plugins, without, overrides) as (source, loaded, active):

@@ -5,7 +5,6 @@ reuses.
 """
 
 import gc
-import logging
 import os
 import random
 import signal
@@ -25,7 +24,6 @@ from accelerate.utils import other as accelerate_other
 from transformers.utils import logging as transformers_logging
 
 from ..base.errors import LaunchError
-from ..commands.refusals import QUIET, quiet_libraries
 from ..ranks.agree import host_group
 from ..ranks.failures import Failure, failure
 from ..ranks.stopping import Stopping
@@ -61,8 +59,7 @@ def isolated() -> Iterator[None]:
 
 def _environment() -> Callable[[], None]:
     before = dict(os.environ)
-    if not {"PLUGSFT_PROGRESS_SECONDS"} & os.environ.keys():
-        os.environ["PLUGSFT_PROGRESS_SECONDS"] = "5"  # somebody watches
+    os.environ.setdefault("PLUGSFT_PROGRESS_SECONDS", "5")  # somebody watches
 
     def restore() -> None:
         for name in os.environ.keys() - before.keys():
@@ -117,19 +114,15 @@ def _torch_settings() -> Callable[[], None]:
 
 
 def _libraries() -> Callable[[], None]:
-    """Keep what transformers, accelerate and their companions print."""
+    """Restore what transformers prints, and what accelerate knows of DeepSpeed."""
     library: Any = transformers_logging
     bars, verbosity = library.is_progress_bar_enabled(), library.get_verbosity()
     has_deepspeed = accelerate_other.is_deepspeed_available
-    levels = {name: logging.getLogger(name).level for name in QUIET}
-    quiet_libraries()
 
     def restore() -> None:
         (library.enable_progress_bar if bars else library.disable_progress_bar)()
         library.set_verbosity(verbosity)
         accelerate_other.is_deepspeed_available = has_deepspeed
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
     return restore
 

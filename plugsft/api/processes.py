@@ -98,7 +98,7 @@ def _launch(folder: Path) -> int:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=messages,
-            env=os.environ | {"PYTHONPATH": path, "PLUGSFT_PROGRESS_SECONDS": "5"},
+            env={"PLUGSFT_PROGRESS_SECONDS": "5", **os.environ, "PYTHONPATH": path},
             # Ctrl-C reaches this process only, which then ends the ranks in order.
             start_new_session=True,
         )
