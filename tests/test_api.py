@@ -200,6 +200,19 @@ def test_mistakes_are_exceptions_with_the_words_of_the_command_line(tables, tmp_
         plugsft.prepare(tables)
 
 
+def test_a_message_that_names_an_option_has_a_note_with_the_argument(tables):
+    plugsft.train(tables, train={"steps": 1})
+    both = {"overwrite": True, "resume": True}
+    for options, note in (
+        ({}, "train(..., overwrite=True)"),
+        (both, "train(..., resume=True) or train(..., overwrite=True)"),
+        ({"without": ["lora"]}, "train(..., without=[...])"),
+    ):
+        with pytest.raises(plugsft.RecipeError) as refused:
+            plugsft.train(tables, train={"steps": 1}, **options)
+        assert refused.value.__notes__ == [f"from Python: {note}"]
+
+
 def test_an_object_of_a_plugin_class(tables, tmp_path):
     watching = Watching(fail=9)
     run = plugsft.train(tables, plugins=[watching])

@@ -1,11 +1,22 @@
 """Mistakes as exceptions, with the words of the command line."""
 
 import logging
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..base.errors import PlugsftError, Stopped
+from ..base.errors import PlugsftError
 from ..commands.refusals import QUIET, quiet_libraries, refusal_of
+
+ARGUMENTS = {
+    "overwrite": "overwrite=True",
+    "resume": "resume=True",
+    "resume auto": 'resume="auto"',
+    "resume-from": "resume_from=...",
+    "without": "without=[...]",
+}
+"""Option of the command line -> argument of `plugsft.train`."""
 
 
 @contextmanager
@@ -14,9 +25,12 @@ def errors() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in QUIET}
     quiet_libraries()
     try:
-        yield
-    except Stopped as error:
-        error.add_note("from Python: train(..., resume=True)")
+        with warnings.catch_warnings():
+            # tqdm warns in a notebook without widgets, which plain lines do not need.
+            warnings.filterwarnings("ignore", "IProgress not found")
+            yield
+    except PlugsftError as error:
+        _name_arguments(error)
         raise
     except SystemExit as error:
         raise PlugsftError(f"a plugin or a library ended the program: {error!r}") from error
@@ -25,3 +39,11 @@ def errors() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _name_arguments(error: PlugsftError) -> None:
+    """Add the arguments for the options of the command line that a message names."""
+    options = re.findall(r"--(overwrite|resume auto|resume-from|resume|without)\b", str(error))
+    if options and not hasattr(error, "__notes__"):
+        calls = (f"train(..., {ARGUMENTS[option]})" for option in dict.fromkeys(options))
+        error.add_note(f"from Python: {' or '.join(calls)}")
