@@ -74,13 +74,11 @@ class Uploads:
         else:
             self._give_up()
 
-    def describe(self) -> str | None:
+    def describe(self) -> str:
         """Report what has arrived, in one line."""
-        if not (self._uploaded or self._failed):
-            return None
+        arrived = f", {self._uploaded} so far, the last one {self._last}" if self._uploaded else ""
         failed = f", {self._failed} failed" if self._failed else ""
-        last = f", the last one {self._last}" if self._last else ""
-        return f"{self._uploaded} uploads to {self._name}{last}{failed}"
+        return f"uploads to {self._name}{arrived}{failed}"
 
     def _start(self, held: Path) -> None:
         with self._lock:

@@ -63,14 +63,35 @@ def test_the_model_is_on_the_hub_with_the_figures_of_its_run(hub, tmp_path):
     assert not (tmp_path / "run/push").exists()
 
 
+CASES = """
+import os, sys
+from plugsft import cli
+for token, *words in (case.split() for case in sys.argv[1:]):
+    os.environ["HF_TOKEN"] = token
+    print("case", flush=True)
+    try:
+        cli.main(words)
+    except SystemExit as end:
+        print("exit code", end.code, flush=True)
+"""
+
+
 def test_what_the_hub_refuses_stops_the_run_before_it_starts(hub, tmp_path):
     hub.repos["me/tiny"] = Repo(private=False)
-    for token, options, says in (
-        (TOKEN, {}, '"me/tiny" exists and is public; set private = false'),
-        (READER, {"private": False}, 'may not write to "me/tiny" (403)'),
-    ):
-        code, out = ran(hub, tmp_path, "check", recipe_of(tmp_path, **options), token=token)
-        assert code == 2 and says in out, out
+    recipe = recipe_of(tmp_path)
+    open_to_all = f"check {recipe} plugins.push.private=false"
+    cases = {
+        f"{TOKEN} check {recipe}": '"me/tiny" exists and is public; set private = false',
+        f"{READER} {open_to_all}": 'may not write to "me/tiny" (403)',
+        f"hf_unknown {open_to_all}": 'may not write to "me/tiny" (401)',
+        f"{TOKEN} {open_to_all} plugins.push.to=a//b": '"a//b" is no name of a repository',
+    }
+    env = os.environ | environment(hub, tmp_path / "home")
+    command = [sys.executable, "-c", CASES, *cases]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    out = subprocess.run(command, cwd=ROOT, env=env, **pipes).stdout.split("case\n")[1:]
+    for said, says in zip(out, cases.values(), strict=True):
+        assert says in said and "exit code 2" in said, said
 
 
 def test_held_files_outlive_their_originals(tmp_path):
