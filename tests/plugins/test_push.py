@@ -5,12 +5,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT, chats, only_full, tiny_tables, write_recipe
 from hub_server import READER, TOKEN, Repo, environment, serve
 
-from plugsft.plugins.push.uploads import hold
+from plugsft.plugins.push.uploads import Uploads, hold
 
 
 @pytest.fixture
@@ -149,3 +150,19 @@ def test_one_of_two_ranks_uploads(hub, tmp_path):
     assert done.returncode == 0, done.stderr
     assert hub.repos["me/tiny"].messages == ["plugsft: the model of run"]
     assert done.stdout.count("push: model, compared with the hub") == 1
+
+
+def test_the_model_waits_for_the_report_of_its_run(tmp_path, capsys):
+    model = tmp_path / "run/model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    uploads = Uploads(tmp_path / "run", "me/tiny", [], 60)
+    uploads.add(model)
+    time.sleep(0.5)
+    # The run has not ended: nothing is started yet.
+    assert uploads._process is None and (tmp_path / "run/push/model/config.json").is_file()
+    thread = uploads._thread
+    uploads.end(wait=False)
+    thread.join(30)
+    assert not thread.is_alive() and not (tmp_path / "run/push").exists()
+    assert "model was not uploaded: the run ended. Upload it with:" in capsys.readouterr().out
