@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from test_bench import REAL
 
-from plugsft.lab.tune.search import MOST, Probe, Search, Setting
+from plugsft.lab.tune.search import MOST, REPEATS, Probe, Search, Setting
 from plugsft.lab.tune.sizes import capacities, micro_batches, with_own
 
 START = 8.0
@@ -126,6 +126,19 @@ def test_a_gain_is_told_from_scatter(noise, most):
     print(f"\n{changed} of 100 changed")
     assert changed <= 8 if most == 1 else changed >= 85
     assert min(counts) >= 2 and max(counts) <= MOST
+
+
+@pytest.mark.parametrize(("second", "count"), [(1.04, 1), (1.2, REPEATS)])
+def test_settings_are_probed_again_only_where_probes_scatter(second, count):
+    speeds = {Setting(1): iter([1.0, second, 1.0])}
+
+    def probe(one):
+        return Probe(one, (next(speeds.get(one, iter(())), 0.5),), one.size)
+
+    search = Search([1, 2, 4], Setting(1), probe)
+    search.run()
+    assert [len(probe.speeds) for probe in search.probes] == [max(2, count), count]
+    assert search.gain() is None and not search.is_sure()
 
 
 def test_scatter_of_a_busy_machine_is_no_gain():

@@ -172,6 +172,7 @@ def package_attention(name: str) -> Callable[..., Tensor]:
 
 
 ATTENTIONS: dict[str, Callable[..., Tensor]] = {
+    "fa4": package_attention("flash_attention_4"),
     "fa3": package_attention("flash_attention_3"),
     "fa2": package_attention("flash_attention_2"),
     "torch": attend_with_torch,

@@ -51,6 +51,7 @@ OTHER_CHECKS = (
     "rows",
     "loss cut_cross_entropy",
     "loss liger",
+    "attention fa4",
     "attention fa3",
     "attention fa2",
 )
