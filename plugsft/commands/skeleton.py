@@ -4,12 +4,13 @@ import ast
 import keyword
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 from ..base.console import say
 from ..base.errors import PluginError, reason_of
 from ..hooks import is_core
-from ..registry.discover import find
+from ..registry.discover import PLUGIN_PACKAGE, find
 
 FILES = Path(__file__).with_name("skeleton_files")
 """A folder for each kind of plugin, and the pyproject.toml that they share."""
@@ -49,6 +50,8 @@ def write_skeleton(name: str, folder: Path, kind: str) -> None:
     say(f"written: {target}. Next:")
     for command in (f"cd {shlex.quote(str(target))}", "pip install -e '.[dev]'", "pytest"):
         say(f"  {command}")
+    guide = Path(import_module(PLUGIN_PACKAGE).__path__[0]) / "README.md"
+    say(f"every hook, explained: {guide}")
 
 
 def _rename(text: str, words: dict[str, str]) -> str:
