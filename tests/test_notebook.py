@@ -4,7 +4,7 @@ import sys
 import time
 
 import pytest
-from conftest import tiny_tables
+from conftest import only_full, tiny_tables
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 
@@ -69,7 +69,7 @@ def kernel(tmp_path, monkeypatch):
     kernel.end()
 
 
-@pytest.mark.slow
+@only_full
 def test_a_notebook_trains_and_is_interrupted_in_order(kernel, tmp_path):
     tables = tiny_tables(tmp_path)
     tables["train"]["epochs"] = 4
