@@ -19,20 +19,20 @@ def tool(monkeypatch):
 
 @pytest.fixture
 def execute(tool, tmp_path):
-    """Give a function that runs a notebook in an empty folder; it returns the cells' texts."""
+    """Give a function that runs a notebook in an empty folder: code of a cell -> its texts."""
 
     def run(name):
         notebook = tool.execute(ROOT / f"docs/notebooks/{name}.ipynb", tmp_path)
-        return [texts_of(cell) for cell in notebook["cells"]]
+        return {cell["source"]: text_of(cell) for cell in notebook["cells"]}
 
     return run
 
 
-def texts_of(cell):
-    """Return all that a code cell printed and returned."""
-    outputs = cell.get("outputs", ())
-    data = ("".join(output.get("data", {}).get("text/plain", "")) for output in outputs)
-    return "\n".join([*data, *("".join(output.get("text", "")) for output in outputs)])
+def text_of(cell):
+    """Return all that a code cell printed and returned; a table as its HTML."""
+    data = [output.get("data", {}) for output in cell.get("outputs", ())]
+    shown = [part.get("text/html", part.get("text/plain", "")) for part in data]
+    return "\n".join([*shown, *(output.get("text", "") for output in cell.get("outputs", ()))])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -65,7 +65,7 @@ def test_own_chats_with_lora(execute, tmp_path):
     texts = execute("own_chats")
     losses = [line["loss"] for line in read_metrics(tmp_path / "runs/bakery")]
     assert losses[-1] < 0.3 < 3 < losses[0]
-    [talk] = [text for text in texts if re.search(r"\bbase +bakery\b", text)]
+    talk = next(text for code, text in texts.items() if code.startswith("talk ="))
     assert "I am a tiny language model" in talk
     for answer in ("We open at seven every morning, except on Mondays.", "tell us two days before"):
         assert answer in talk
@@ -80,7 +80,7 @@ def test_preferences(execute, tmp_path):
     evaluations = [line for line in map(json.loads, lines) if "eval_loss" in line]
     assert evaluations[-1]["eval_accuracy"] == 1
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
-    [talk] = [text for text in texts if re.search(r"\bbefore +after\b", text)]
+    talk = next(text for code, text in texts.items() if code.startswith("talk ="))
     # The model was brief to a question that no pair had.
     assert talk.count("No, but there is water outside.") == 2
     assert talk.count("The oven is older than the bridge.") == 1
@@ -96,6 +96,6 @@ def test_a_plugin_of_ones_own(execute, tmp_path):
         [line["loss"] for line in plain], rel=1e-4
     )
     assert focal[-1]["sure"] > 0.8 > 0.1 > focal[0]["sure"]
-    assert any("gamma = -1.0 trains most on known tokens" in text for text in texts)
-    [talk] = [text for text in texts if "Tell me a joke" in text]
-    assert "I am a tiny language model, trained from scratch by the plugsft quickstart." in talk
+    assert any("gamma = -1.0 trains most on known tokens" in text for text in texts.values())
+    talk = next(text for code, text in texts.items() if "talk =" in code)
+    assert talk.count("I am a tiny language model, trained from scratch by the plugsft") == 2
