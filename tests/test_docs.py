@@ -44,6 +44,8 @@ TOO_SLOW = {
     "plugsft chat runs/quickstart": "test_quickstart.py runs it",
     "tools/install fast,quantize": "tools/test installs more",
     "tools/install dev,deepspeed,fast,fp8,liger,quantize,trackers": "tools/test runs it",
+    "tools/install --oldest dev,deepspeed,fast,fp8,liger,lora,quantize,trackers": "tools/test "
+    "--full runs it",
     "tools/check": "its parts are in tools/test",
     "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it, with its own model",
     "tools/test --full": "takes longer than CI has",
