@@ -91,7 +91,9 @@ def test_runs_in_one_process_equal_fresh_ones_and_leave_nothing(tables, tmp_path
         assert done.returncode == 0, done.stderr
         fresh[name] = learned(tmp_path / name)
 
+    environment = dict(os.environ)
     plugsft.train(tables, output=tmp_path / "first", train={"steps": 1})  # imports what is needed
+    assert dict(os.environ) == environment
     Accelerator(cpu=True, mixed_precision="no")  # the user's own
     before, lives = surroundings(), []
 
