@@ -44,7 +44,7 @@ TOO_SLOW = {
     "plugsft chat runs/quickstart": "test_quickstart.py runs it",
     "tools/install fast,quantize": "tools/test installs more",
     "tools/install dev,deepspeed,fast,fp8,liger,quantize,trackers": "tools/test runs it",
-    "tools/install --oldest dev,deepspeed,fast,fp8,liger,lora,quantize,trackers": "tools/test "
+    "tools/install --oldest dev,deepspeed,fast,fp8,liger,quantize,trackers": "tools/test "
     "--full runs it",
     "tools/check": "its parts are in tools/test",
     "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it, with its own model",
@@ -224,8 +224,11 @@ def test_options_and_keys_named_in_a_sentence_exist(page):
         assert key in getattr(fields, "model_fields", Eval.model_fields), f"{table}.{key}"
 
 
-OF_OTHERS = {"--help", "--full", "--config_file", "--strict", "--index-url"}
-"""Options of typer, tools/test, accelerate, mypy and pip."""
+OF_OTHERS = {
+    *("--help", "--full", "--config_file", "--strict", "--index-url"),
+    *("--max-lora-rank", "--chat-template", "--modelfile", "--enable-lora", "--generation-config"),
+}
+"""Options of typer, tools/test, accelerate, mypy, pip, and of servers of models."""
 
 
 def options(command):
