@@ -1,9 +1,13 @@
 """What a run, `check` and a resumed run say about steps, earlier results and checkpoints."""
 
+import os
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
-from conftest import chats, run_plugsft, tiny_tables, write_recipe
+from conftest import bare_tables, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 
 from plugsft.commands.train import AUTO
 
@@ -96,3 +100,20 @@ def test_a_wrong_option_is_answered_with_visible_ones(tiny, word):
     result = run_plugsft(tiny(), word)
     assert result.returncode == 2 and AUTO not in result.stderr
     assert ("--resume-from" in result.stderr) == (word != "--auto")
+
+
+@pytest.mark.slow
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(tmp_path):
+    tables = bare_tables(tmp_path / "run", {})
+    tables["model"] = {"path": "Qwen/Qwen3-0.6B"}
+    tables["data"]["source"] = str(write_jsonl(tmp_path / "chats.jsonl", chats(2)))
+    command = [sys.executable, "-m", "plugsft", "check", write_recipe(tmp_path / "r.toml", tables)]
+    env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    started = time.monotonic()
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 2 and time.monotonic() - started < 60
+    first, *lines = (result.stdout + result.stderr).splitlines()
+    assert first == (
+        "127.0.0.1 cannot be reached (Connection refused); models and data come from its cache"
+    )
+    assert len(lines) < 20 and "Qwen/Qwen3-0.6B" in result.stdout + result.stderr, lines

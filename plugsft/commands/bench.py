@@ -87,9 +87,9 @@ def bench(
 ) -> None:
     """Measure what each plugin does to speed, memory and results."""
     from ..output.folder import ensure_inputs
-    from ..registry.load import load
+    from .load_recipe import load_recipe
 
-    loaded, active = load(recipe, overrides or [], without or [])
+    loaded, active = load_recipe(recipe, overrides, without)
     ensure_inputs(loaded, recipe)
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab.bench import run as lab

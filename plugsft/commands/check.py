@@ -21,9 +21,9 @@ def check(
     ] = None,
 ) -> None:
     """Find mistakes in recipe, plugins, data and disk before training."""
-    from ..registry.load import load
+    from .load_recipe import load_recipe
 
-    loaded, active = load(recipe, overrides or [], without or [])
+    loaded, active = load_recipe(recipe, overrides, without)
     # A mistake in the recipe is reported before anything heavy is imported.
     from .audit.recipe import check_recipe
     from .runs.start import option_to_start

@@ -25,9 +25,9 @@ def inspect(
     ] = None,
 ) -> None:
     """Show rows as the model will see them, and audit the data."""
-    from ..registry.load import load
+    from .load_recipe import load_recipe
 
-    loaded, active = load(recipe, overrides or [], without or [])
+    loaded, active = load_recipe(recipe, overrides, without)
     # A mistake in the recipe is reported before anything heavy is imported.
     from .audit.inspect import inspect_data
 

@@ -39,9 +39,9 @@ def plan(
 ) -> None:
     """Forecast the memory of a run, on GPUs here or elsewhere."""
     from ..output.folder import ensure_inputs
-    from ..registry.load import load
+    from .load_recipe import load_recipe
 
-    loaded, active = load(recipe, overrides or [], without or [])
+    loaded, active = load_recipe(recipe, overrides, without)
     ensure_inputs(loaded, recipe)
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab.forecast import run as forecast

@@ -5,9 +5,9 @@ from .options import Overrides, RecipeFile, Without
 
 def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = None) -> None:
     """Tokenize a recipe's data ahead of training."""
-    from ..registry.load import load
+    from .load_recipe import load_recipe
 
-    loaded, active = load(recipe, overrides or [], without or [])
+    loaded, active = load_recipe(recipe, overrides, without)
     # A mistake in the recipe is reported before anything heavy is imported.
     from .audit.prepare import prepare_data
 

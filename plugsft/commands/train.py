@@ -38,9 +38,9 @@ def train(
     ] = False,
 ) -> None:
     """Train a model; `plugsft RECIPE` does the same."""
-    from ..registry.load import load
+    from .load_recipe import load_recipe
 
-    loaded, active = load(recipe, overrides or [], without or [])
+    loaded, active = load_recipe(recipe, overrides, without)
     train_recipe(loaded, active, recipe, (resume, resume_auto, resume_from, overwrite))
 
 
