@@ -11,8 +11,8 @@ import pytest
 from conftest import FULL, ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
 from test_docs import parse
 
+from plugsft.commands.bundled_recipes import SCHEMA, commands_of, files_of, print_kinds, write
 from plugsft.commands.json_schema import schema_text
-from plugsft.commands.shipped import SCHEMA, commands_of, files_of, print_kinds, write
 from plugsft.registry.load import load
 
 LAUNCH = {f"recipes/accelerate/{path.name}" for path in (ROOT / "recipes/accelerate").iterdir()}
@@ -42,8 +42,8 @@ def test_every_recipe_is_written_with_the_files_that_it_names(tmp_path, monkeypa
         write(kind, place)
         files = written(place)
         text = files[f"recipes/{kind}.toml"]
-        shipped = (ROOT / f"recipes/{kind}.toml").read_text(encoding="utf8")
-        assert text == f"#:schema ./recipe.schema.json\n{shipped}"
+        bundled = (ROOT / f"recipes/{kind}.toml").read_text(encoding="utf8")
+        assert text == f"#:schema ./recipe.schema.json\n{bundled}"
         validate(tomllib.loads(text))
         monkeypatch.chdir(place)
         load(place / f"recipes/{kind}.toml", [], [])

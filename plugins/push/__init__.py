@@ -64,7 +64,7 @@ class Push:
 
     @hookimpl
     def finished(self, status: str) -> None:
-        """Let the process wait for the last upload, but not if the run failed or was stopped."""
+        """Let the process wait for the last upload of a completed run."""
         if self.uploads:
             self.uploads.end(wait=status == "completed")
 

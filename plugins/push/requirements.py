@@ -1,4 +1,4 @@
-"""Checks before the run: the name of the repository, the token and its rights."""
+"""Checks before the run: repository, token and rights."""
 
 import os
 
@@ -25,7 +25,7 @@ def ensure_name(name: str) -> None:
 
 
 def ask_hub(name: str, private: bool) -> str:
-    """Refuse a repository or a token that cannot be used; return why the hub gave no answer."""
+    """Refuse an unusable repository or token; return why the hub gave no answer."""
     token = get_token()
     if not token:
         raise RecipeError(f"there is no token for the hub: {LOGIN}")

@@ -1,4 +1,4 @@
-"""Uploads beside the training: a thread that waits for `plugsft export` in a process."""
+"""Uploads during the training: a thread that runs `plugsft export`."""
 
 import os
 import shlex
@@ -14,7 +14,7 @@ from pathlib import Path
 from plugsft import say
 
 FOLDER = "push"
-"""Folder in the output for what is not uploaded yet."""
+"""Folder in the output with the models that are not uploaded yet."""
 LAUNCHERS = (
     *("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_"),
     *("ACCELERATE_", "FSDP_", "SLURM_"),
@@ -28,10 +28,11 @@ NICE = 10
 
 
 class Uploads:
-    """The uploads of a run, one at a time; a newer checkpoint replaces one that waits.
+    """The uploads of a run, one at a time; the newest checkpoint waits.
 
-    Hard links hold what is uploaded, so that the run may remove the original, and a resumed run
-    finds what was not uploaded. The thread is no daemon: the process ends after its last upload.
+    Each upload has a folder of hard links, so that the run may remove the original. A resumed run
+    finds the folders that were not uploaded. The thread is no daemon: the process ends after its
+    last upload.
     """
 
     def __init__(self, output: Path, name: str, options: list[str], wait: float) -> None:
@@ -46,7 +47,10 @@ class Uploads:
         self._uploaded, self._failed, self._last = 0, 0, ""
 
     def resume(self, step: int) -> None:
-        """Upload what an earlier process of this run has not; remove that of an earlier run."""
+        """Upload what an earlier process of this run has not.
+
+        A run that begins at step 1 removes what an earlier run left.
+        """
         if not step:
             shutil.rmtree(self._folder, ignore_errors=True)
         left = sorted(self._folder.glob("[!.]*"))
@@ -55,11 +59,11 @@ class Uploads:
             self._start(newest)
 
     def add(self, folder: Path) -> None:
-        """Upload a checkpoint or the model as soon as the upload before has ended."""
-        self._start(hold(folder, self._folder / folder.name))
+        """Upload a checkpoint or the model after the upload before."""
+        self._start(link_copy(folder, self._folder / folder.name))
 
     def end(self, wait: bool) -> None:
-        """Wait so many seconds for what is left, once the run has ended; or end it now."""
+        """Wait for the last upload of a completed run; end that of any other."""
         self._ended.set()
         if not self._thread or not self._thread.is_alive():
             return
@@ -80,10 +84,10 @@ class Uploads:
         failed = f", {self._failed} failed" if self._failed else ""
         return f"uploads to {self._name}{arrived}{failed}"
 
-    def _start(self, held: Path) -> None:
+    def _start(self, copy: Path) -> None:
         with self._lock:
-            self._waiting = held
-            for older in {*self._folder.glob("[!.]*")} - {held, self._current}:
+            self._waiting = copy
+            for older in {*self._folder.glob("[!.]*")} - {copy, self._current}:
                 shutil.rmtree(older, ignore_errors=True)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="push")
@@ -92,35 +96,35 @@ class Uploads:
     def _work(self) -> None:
         while True:
             with self._lock:
-                held = self._current = self._waiting
+                copy = self._current = self._waiting
                 self._waiting = None
-                if held is None or self._gave_up.is_set():
+                if copy is None or self._gave_up.is_set():
                     self._thread = None
                     break
-            self._upload(held)
-        if held is not None:
-            self._say_later(held.name, "the run ended")
+            self._upload(copy)
+        if copy is not None:
+            self._say_later(copy.name, "the run ended")
 
-    def _upload(self, held: Path) -> None:
-        """Upload what is held, and remove it; keep a checkpoint that failed, for a resume."""
-        is_model = held.name == "model"
+    def _upload(self, copy: Path) -> None:
+        """Upload a copy, and remove it; keep a failed checkpoint for a resume."""
+        is_model = copy.name == "model"
         if is_model:
             self._wait_for_report()
-        error = "the run ended" if self._gave_up.is_set() else self._run(held)
+        error = "the run ended" if self._gave_up.is_set() else self._run(copy)
         if error is None:
-            self._uploaded, self._last = self._uploaded + 1, held.name
+            self._uploaded, self._last = self._uploaded + 1, copy.name
         else:
             self._failed += 1
-            self._say_later(held.name, error)
+            self._say_later(copy.name, error)
         if error is None or is_model:
-            shutil.rmtree(held, ignore_errors=True)
+            shutil.rmtree(copy, ignore_errors=True)
             with suppress(OSError):
                 self._folder.rmdir()
 
-    def _run(self, held: Path) -> str | None:
-        """Run `plugsft export`; print its lines; return why it failed, if so."""
+    def _run(self, copy: Path) -> str | None:
+        """Run `plugsft export`, and print its lines; return why it failed, if so."""
         patience = round(max(self._wait, PATIENCE))
-        words = ["export", held, "--to", f"hub:{self._name}", "--patience", patience]
+        words = ["export", copy, "--to", f"hub:{self._name}", "--patience", patience]
         words += [*self._options, "--without", "push"]
         command = [sys.executable, "-m", "plugsft", *map(str, words)]
         environment = {
@@ -150,7 +154,7 @@ class Uploads:
             process.terminate()
 
     def _wait_for_report(self) -> None:
-        """Wait until the run has ended, and its record has the last figures for the card."""
+        """Wait until run.json has the last figures for the card."""
         while not self._ended.wait(1.0):
             if not threading.main_thread().is_alive():
                 return
@@ -168,10 +172,10 @@ class Uploads:
         return f"plugsft export {shlex.quote(str(self._output))} --to hub:{self._name}{options}"
 
 
-def hold(folder: Path, held: Path) -> Path:
-    """Link all files of a folder, or copy them where there are no links; return the new folder."""
-    building = held.with_name(f".{held.name}.tmp")
-    for old in (building, held):
+def link_copy(folder: Path, copy: Path) -> Path:
+    """Copy a folder with hard links, or bytes where links are impossible; return it."""
+    building = copy.with_name(f".{copy.name}.tmp")
+    for old in (building, copy):
         shutil.rmtree(old, ignore_errors=True)
     building.mkdir(parents=True)
     for path in folder.rglob("*"):
@@ -184,5 +188,5 @@ def hold(folder: Path, held: Path) -> Path:
             os.link(path, target)
         except OSError:
             shutil.copy2(path, target)
-    building.rename(held)
-    return held
+    building.rename(copy)
+    return copy

@@ -73,7 +73,7 @@ class InspectedRow:
 
 @dataclass(frozen=True)
 class InspectedSource:
-    """Counts and findings of a source, from a sample of its rows or all of them."""
+    """Counts and findings of a source, from all rows or a sample."""
 
     name: str
     rows: int
@@ -102,7 +102,7 @@ class InspectedSource:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Rows token by token, and what was found in each source."""
+    """Rows token by token, and findings about each source."""
 
     rows: list[InspectedRow]
     sources: list[InspectedSource]

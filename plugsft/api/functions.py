@@ -1,7 +1,7 @@
-"""`plugsft.train` and its like: what the commands do, from a script or a notebook.
+"""`plugsft.train` and its like: the commands as functions.
 
-Each call leaves the process as it was. Mistakes are exceptions of `plugsft` with the words of the
-command line, never SystemExit.
+They run in scripts and notebooks. Each call leaves the process as it was. Mistakes are exceptions
+of `plugsft` with the words of the command line, never SystemExit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,13 +36,14 @@ def train(
         run = plugsft.train("my.toml", train={"epochs": 1}, output="runs/short")
         print(run.metrics["loss"].iloc[-1])
     """
+    from ..commands.runs.resume import Resume
     from ..commands.train import train_recipe
     from .recipes import opened
 
     if resume not in (True, False, "auto"):
         raise PlugsftError(f'resume={resume!r}: give True, False or "auto"')
     checkpoint = None if resume_from is None else Path(resume_from)
-    start = (resume is True, resume == "auto", checkpoint, overwrite)
+    start = Resume(resume is True, resume == "auto", checkpoint, overwrite)
     with opened(recipe, plugins, without, overrides) as (source, loaded, active):
         if ranks == 1:
             from .isolation import isolated
@@ -90,7 +91,7 @@ def inspect(
     without: Sequence[str] = (),
     **overrides: Any,
 ) -> Inspection:
-    """Return rows as the model will see them, and what is found in the data.
+    """Return rows as the model will see them, and findings about the data.
 
     `rows`: how many rows of each source, from `first` on. `everything`: audit every row, not a
     sample of 1,000. Problems are returned, not raised: see `Inspection.errors`.

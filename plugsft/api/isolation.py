@@ -1,5 +1,6 @@
-"""Run in this process and leave it as it was: settings, random numbers, signals, singletons.
+"""Run in this process and leave it as it was.
 
+Restored: settings, random numbers, signals, singletons.
 What stays: imported modules, what CUDA and torch's compiler have loaded, and memory that torch
 reuses.
 """
@@ -35,7 +36,7 @@ _backend: Any = torch.backends.cuda
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run a block that trains or generates; undo all that it changes in this process."""
+    """Train or generate in a block; undo all that it changes in the process."""
     if not _one_run.acquire(blocking=False):
         raise LaunchError(
             "another run is in progress in this process; wait for its end, or start this one in "
@@ -70,7 +71,7 @@ def _environment() -> Callable[[], None]:
 
 
 def _signals() -> Callable[[], None]:
-    """Restore the handlers; after a signal, a run leaves its own in place until the end."""
+    """Restore the handlers; after a signal, those of the run stay in place."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     handlers = {number: signal.getsignal(number) for number in Stopping.SIGNALS}
@@ -129,7 +130,7 @@ def _libraries() -> Callable[[], None]:
 
 @contextmanager
 def _fresh_singletons() -> Iterator[None]:
-    """Give the block accelerate's state of a new process, and the caller its own again."""
+    """Give the block accelerate's state of a new process, then restore it."""
     states = [vars(PartialState), vars(AcceleratorState), vars(GradientState)]
     shared = [state["_shared_state"] for state in states]
     before = [dict(state) for state in shared]
@@ -149,7 +150,7 @@ def _fresh_singletons() -> Iterator[None]:
 
 
 def _forget_peak_memory() -> None:
-    """Begin a new peak: a run reports its own, not that of the run before."""
+    """Begin a new peak of memory, which the run reports."""
     if _cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):  # Linux only
@@ -157,7 +158,7 @@ def _forget_peak_memory() -> None:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Let an error not keep the run's model: a notebook stores the last error's frames."""
+    """Clear an error's frames, which hold the run's model; notebooks store errors."""
     if os.environ.get("PLUGSFT_DEBUG") == "1":
         return
     while error is not None:

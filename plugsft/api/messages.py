@@ -42,7 +42,7 @@ def errors() -> Iterator[None]:
 
 
 def _name_arguments(error: PlugsftError) -> None:
-    """Add the arguments for the options of the command line that a message names."""
+    """Add the arguments for the command line's options in a message."""
     options = re.findall(r"--(overwrite|resume auto|resume-from|resume|without)\b", str(error))
     if options and not hasattr(error, "__notes__"):
         calls = (f"train(..., {ARGUMENTS[option]})" for option in dict.fromkeys(options))

@@ -36,7 +36,7 @@ class OwnPlugin:
 
 
 def describe_plugins(plugins: Sequence[object]) -> dict[str, OwnPlugin]:
-    """Return plugin objects by their names in the recipe, each with fresh state."""
+    """Return plugin objects by their names in recipes, with fresh state."""
     own: dict[str, OwnPlugin] = {}
     known = find()
     for plugin in plugins:
@@ -54,9 +54,11 @@ def describe_plugins(plugins: Sequence[object]) -> dict[str, OwnPlugin]:
 
 
 @contextmanager
-def found_by_others(own: Mapping[str, OwnPlugin]) -> Iterator[None]:
-    """Let this process and those that it starts find the classes of plugin objects."""
-    facts = {name: [it.origin, it.target] for name, it in own.items() if not it.installed}
+def announced(own: Mapping[str, OwnPlugin]) -> Iterator[None]:
+    """Let this process and its children find the classes of plugin objects."""
+    facts = {
+        name: [plugin.origin, plugin.target] for name, plugin in own.items() if not plugin.installed
+    }
     before = os.environ.get(OWN)
     os.environ[OWN] = json.dumps(facts)
     try:
@@ -68,7 +70,7 @@ def found_by_others(own: Mapping[str, OwnPlugin]) -> Iterator[None]:
 
 
 def _ensure_plugin(plugin: object) -> None:
-    """Refuse what is no object of a plugin's class."""
+    """Refuse anything but an object of a plugin's class."""
     if isinstance(plugin, type):
         name = plugin.__name__
         raise PluginError(f"plugins: {name} is a class; pass an object of it: {name}(...)")
@@ -79,11 +81,11 @@ def _ensure_plugin(plugin: object) -> None:
 
 
 def _name(cls: type[Any], known: Mapping[str, FoundPlugin]) -> tuple[str, str]:
-    """Return a plugin's name in the recipe, and its origin for the record."""
-    for found in known.values():
-        module, _, class_name = found.target.partition(":")
+    """Return a plugin's name in recipes, and its origin for run.json."""
+    for plugin in known.values():
+        module, _, class_name = plugin.target.partition(":")
         if cls.__module__ == module and class_name in ("", cls.__name__):
-            return found.name, found.origin
+            return plugin.name, plugin.origin
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
     if name in known:
         raise PluginError(
@@ -106,7 +108,7 @@ def _options(plugin: object, name: str) -> dict[str, Any]:
 
 
 def _code_digest(cls: type[Any]) -> str:
-    """Return a checksum of a class's methods: a notebook has no file to compare."""
+    """Return a checksum of a class's methods; a notebook has no file."""
     functions = (value for value in vars(cls).values() if isinstance(value, FunctionType))
     return digest({function.__name__: _text(function) for function in functions})
 

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
@@ -15,6 +16,7 @@ import torch
 
 from ..base.errors import LaunchError
 from ..commands.runs.inputs import check_inputs
+from ..commands.runs.resume import Resume
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.discover import ensure_importable
@@ -44,9 +46,9 @@ def train_on_ranks(
     recipe: Recipe,
     active: Active,
     ranks: int,
-    start: tuple[bool, bool, Path | None, bool],
+    start: Resume,
 ) -> None:
-    """Train with `ranks` processes of this machine; print their output, raise their error."""
+    """Train with several processes; print their output, raise their error."""
     for name, plugin in source.own.items():
         ensure_importable(name, plugin.target)
     if "RANK" in os.environ:
@@ -61,7 +63,7 @@ def train_on_ranks(
         job = {
             "tables": source.tables | {"plugins": recipe.plugins},
             "path": str(source.path),
-            "start": [*start[:2], start[2] and str(start[2]), start[3]],
+            "start": asdict(start) | {"path": start.path and str(start.path)},
         }
         (folder / JOB).write_text(json.dumps(job))
         settings = SETTINGS | {"num_processes": ranks, "use_cpu": _on_cpu(recipe, ranks)}
@@ -87,7 +89,7 @@ def _on_cpu(recipe: Recipe, ranks: int) -> bool:
 
 
 def _launch(folder: Path) -> int:
-    """Run the launcher and print what the ranks print; return its exit code."""
+    """Run the launcher; print the output of the ranks; return the exit code."""
     words = ["accelerate.commands.launch", "--config_file", str(folder / "launch.yaml")]
     # With '' on its path, a notebook imports from its own folder.
     path = os.pathsep.join(place or os.getcwd() for place in sys.path)
@@ -132,7 +134,7 @@ def _follow(launcher: "subprocess.Popen[bytes]", lines: TextIO) -> None:
 
 
 def _read_error(folder: Path, ranks: int) -> BaseException | None:
-    """Return the error that ended the run; the other ranks have one that names it."""
+    """Return the error that ended the run; those of other ranks name it."""
     errors = []
     for rank in range(ranks):
         path = folder / ERROR.format(rank)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..base.errors import PlugsftError
 from ..commands.refusals import quiet_libraries, refusal_of
+from ..commands.runs.resume import Resume
 from ..commands.train import train_recipe
 from ..registry.load import resolve
 from .processes import ERROR, JOB
@@ -24,8 +25,8 @@ def main(folder: Path) -> int:
     job = json.loads((folder / JOB).read_text())
     try:
         recipe, active = resolve(job["tables"], (), job["path"])
-        latest, auto, checkpoint, overwrite = job["start"]
-        start = (latest, auto, checkpoint and Path(checkpoint), overwrite)
+        options = job["start"]
+        start = Resume(**options | {"path": options["path"] and Path(options["path"])})
         train_recipe(recipe, active, Path(job["path"]), start)
     except BaseException as error:
         (folder / ERROR.format(os.environ["RANK"])).write_bytes(_pickled(error))
@@ -34,14 +35,14 @@ def main(folder: Path) -> int:
 
 
 def _stop_with_parent() -> None:
-    """Stop in order once the process that asked for ranks closes the pipe, or has ended."""
+    """Stop in order once the calling process closes the pipe, or ends."""
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Return an error's bytes; an unexpected one gets its traceback as a note."""
+    """Return an error's bytes; add a traceback to unexpected errors."""
     refused = refusal_of(error) if isinstance(error, OSError) else None
     error = refused or error
     trace = "".join(traceback.format_exception(error))

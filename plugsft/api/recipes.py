@@ -1,4 +1,4 @@
-"""The recipe of a call from Python: a file or tables, with overrides and plugin objects."""
+"""Recipes from Python: a file or tables, with overrides and plugin objects."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +14,7 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.load import resolve
 from .messages import errors
-from .own_plugins import OwnPlugin, describe_plugins, found_by_others
-
-PathLike = str | os.PathLike[str]
-RecipeLike = PathLike | Mapping[str, Any]
+from .own_plugins import OwnPlugin, announced, describe_plugins
 
 
 @dataclass(frozen=True)
@@ -34,20 +31,20 @@ class Source:
 
 @contextmanager
 def opened(
-    recipe: RecipeLike,
+    recipe: str | Path | Mapping[str, Any],
     plugins: Sequence[object] | Mapping[str, Any],
     without: Sequence[str],
     overrides: Mapping[str, Any],
 ) -> Iterator[tuple[Source, Recipe, Active]]:
-    """Open a recipe and its plugins for a block, whose errors are those of the command line."""
+    """Open a recipe and its plugins; errors are those of the command line."""
     with errors():
         source = read_source(recipe, plugins, without, overrides)
-        with found_by_others(source.own):
+        with announced(source.own):
             yield source, *resolve(source.tables, source.without, source.path)
 
 
 def read_source(
-    recipe: RecipeLike,
+    recipe: str | Path | Mapping[str, Any],
     plugins: Sequence[object] | Mapping[str, Any],
     without: Sequence[str],
     overrides: Mapping[str, Any],
@@ -85,12 +82,12 @@ def merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def add_objects(tables: dict[str, Any], own: Mapping[str, OwnPlugin], path: Path) -> None:
-    """Put plugin objects into the recipe's tables; refuse a table with other options."""
-    given = tables.setdefault("plugins", {})
-    if not isinstance(given, dict):
+    """Put plugin objects into the recipe's tables; refuse contradicting options."""
+    plugins = tables.setdefault("plugins", {})
+    if not isinstance(plugins, dict):
         return  # reported with the recipe's other mistakes
     for name, plugin in own.items():
-        table = given.get(name)
+        table = plugins.get(name)
         differing = [
             f"plugins.{name}.{option}"
             for option, value in (table.items() if isinstance(table, dict) else ())
@@ -101,7 +98,7 @@ def add_objects(tables: dict[str, Any], own: Mapping[str, OwnPlugin], path: Path
                 f"{path}: {', '.join(differing)}: the object in plugins=[...] has another value; "
                 "remove one of them"
             )
-        given[name] = plugin.instance
+        plugins[name] = plugin.instance
 
 
 def _plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ def chat(
         typer.Option(help=f"Sample from the likeliest tokens with this probability. {MODELS}"),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help=f"Sample from so many of the likeliest tokens. {MODELS}")
+        int | None, typer.Option(help=f"Sample from this number of the likeliest tokens. {MODELS}")
     ] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help=f"Above 1: repetitions are less likely. {MODELS}")

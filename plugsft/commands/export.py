@@ -1,4 +1,4 @@
-"""`plugsft export`: copy or upload a trained model, make one from a checkpoint, merge adapters."""
+"""`plugsft export`: copy, upload or merge a trained model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from ..base.errors import PlugsftError
+from .hub_names import HUB
 from .options import Trusted, Without
 
-HUB = "hub:"
-"""What `--to` begins with for a repository on the hub."""
 PATIENCE = 120
 """Seconds of pauses by default."""
 
@@ -56,7 +55,7 @@ def export(
         if has_model(output) and not merge:
             upload_model(repository, output)
             return
-        with folder_beside(output) as folder:
+        with temporary_folder(output) as folder:
             from .runs import export
 
             export.export(
@@ -75,7 +74,7 @@ def export(
 
 
 @contextmanager
-def folder_beside(output: Path) -> Iterator[Path]:
-    """Yield a path for a model that is removed after it was uploaded."""
+def temporary_folder(output: Path) -> Iterator[Path]:
+    """Yield a path for a model, and remove it after the upload."""
     with TemporaryDirectory(dir=output.absolute().parent, prefix=".export-") as temporary:
         yield Path(temporary, "model")

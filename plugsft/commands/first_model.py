@@ -8,8 +8,10 @@ from pathlib import Path
 
 from ..base.console import is_terminal, say
 from ..registry.load import load
+from .bundled_recipes import write_missing
 from .chat import chat
-from .shipped import write_missing
+from .load_recipe import OFFLINE
+from .runs.resume import Resume
 from .train import train_recipe
 
 KIND = "quickstart"
@@ -21,7 +23,7 @@ SUGGESTED = ("What are cumulative sequence lengths?", "What fills GPU memory in 
 def first_model(folder: Path, overrides: Sequence[str], overwrite: bool) -> None:
     """Train the quickstart's model in a folder, and ask it a question."""
     # Nothing here needs the network. Libraries read these when they are imported.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    os.environ |= OFFLINE
     # Threads of so small a model wait for each other, for minutes where other programs run.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for path in write_missing(KIND, folder):
@@ -30,7 +32,7 @@ def first_model(folder: Path, overrides: Sequence[str], overwrite: bool) -> None
     os.chdir(folder)  # the paths of a recipe are those of the folder in which it runs
     recipe = Path(f"recipes/{KIND}.toml")
     loaded, active = load(recipe, overrides)
-    train_recipe(loaded, active, recipe, (False, False, None, overwrite))
+    train_recipe(loaded, active, recipe, Resume(overwrite=overwrite))
     run = loaded.folder
     say(f"\n> {QUESTION}")
     chat(run, ask=[QUESTION])

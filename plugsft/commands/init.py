@@ -1,4 +1,4 @@
-"""`plugsft init`: a recipe to begin with, its data, and files for accelerate."""
+"""`plugsft init`: a first recipe, its data, and launch files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +7,8 @@ import typer
 
 
 def complete_kind(incomplete: str) -> list[str]:
-    """Complete the name of a recipe that comes with plugsft."""
-    from .shipped import kinds
+    """Complete the name of a bundled recipe."""
+    from .bundled_recipes import kinds
 
     return [kind for kind in kinds() if kind.startswith(incomplete)]
 
@@ -27,7 +27,7 @@ def init(
     list_kinds: Annotated[bool, typer.Option("--list", help="List all kinds.")] = False,
 ) -> None:
     """Write a commented recipe, with its data and launch files."""
-    from .shipped import print_kinds, write
+    from .bundled_recipes import print_kinds, write
 
     if list_kinds or not kind:
         print_kinds()

@@ -22,7 +22,7 @@ ENABLED = {
 
 
 def schema_text() -> str:
-    """Return the JSON schema of recipes, with the options of every plugin that can be imported."""
+    """Return the JSON schema of recipes, with the options of importable plugins."""
     # Editors read our output, so a plugin's import must not print into it.
     with redirect_stdout(sys.stderr):
         schema = make_schema(find())

@@ -1,7 +1,6 @@
-"""Read a recipe for a command; without a network, use what the hub's cache holds."""
+"""Read a recipe for a command; without a network, use the hub's cache."""
 
 import os
-import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,11 @@ from ..base.console import say
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.load import load
+from .hub_names import is_hub_name
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 PATIENCE = 5.0
 """Seconds that the hub has to answer."""
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_recipe(
@@ -29,14 +28,14 @@ def load_recipe(
 
 
 def names_hub(recipe: Recipe) -> bool:
-    """Tell whether a model, a tokenizer or data is named that is not on this machine."""
+    """Tell whether a recipe names a model, a tokenizer or data on the hub."""
     sources = (source.source for source in recipe.data.all_sources())
     names = filter(None, (recipe.model.path, recipe.model.tokenizer, *sources))
-    return any(HUB_NAME.fullmatch(name) and not Path(name).exists() for name in names)
+    return any(map(is_hub_name, names))
 
 
 def use_cache_without_network() -> None:
-    """Switch the hub off if it cannot be reached, since its library would retry for minutes."""
+    """Switch an unreachable hub off: its library would retry for minutes."""
     offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
     if offline or any(name.upper() in ("HTTPS_PROXY", "ALL_PROXY") for name in os.environ):
         return

@@ -7,7 +7,7 @@ import typer
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Complete a recipe's name: TOML files of the folder that is typed, and one level below."""
+    """Complete a recipe's name: TOML files of this folder and its subfolders."""
     folder = incomplete.rpartition("/")[0]
     paths = [path for pattern in ("*.toml", "*/*.toml") for path in Path(folder).glob(pattern)]
     return sorted(str(path) for path in paths if str(path).startswith(incomplete))

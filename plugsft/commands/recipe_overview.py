@@ -35,7 +35,7 @@ def list_plugins() -> None:
 
 
 def summary_of(plugin: FoundPlugin) -> str:
-    """Return the first line of a plugin's docstring, or its package's own summary."""
+    """Return a plugin's first line of documentation, or its package's summary."""
     if isinstance(plugin.source, Path):
         text = ast.get_docstring(ast.parse(plugin.source.read_text(encoding="utf8"))) or ""
         return text.partition("\n")[0]

@@ -12,7 +12,7 @@ QUIET = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def refusal_of(error: OSError) -> PlugsftError | None:
-    """Return the operating system's refusal as an error with one line; None for other errors."""
+    """Return an operating system's refusal as an error of one line, else None."""
     # An error with notes comes from a plugin or names rows, and needs its traceback.
     if error.errno not in REFUSED or hasattr(error, "__notes__"):
         return None

@@ -9,6 +9,7 @@ import typer
 
 from ..base.console import say
 from .options import Overrides, RecipeFile, Without
+from .runs.resume import Resume
 
 if TYPE_CHECKING:
     from ..recipe.tables import Recipe
@@ -41,21 +42,21 @@ def train(
     from .load_recipe import load_recipe
 
     loaded, active = load_recipe(recipe, overrides, without)
-    train_recipe(loaded, active, recipe, (resume, resume_auto, resume_from, overwrite))
+    start = Resume(resume, resume_auto, resume_from, overwrite)
+    train_recipe(loaded, active, recipe, start)
 
 
-def train_recipe(
-    recipe: Recipe, active: Active, path: Path, start: tuple[bool, bool, Path | None, bool]
-) -> None:
-    """Train a loaded recipe, as the command and `plugsft.train` do; `start`: see Resume."""
+def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> None:
+    """Train a loaded recipe, as the command and `plugsft.train` do."""
     # A mistake in the recipe is reported before numpy and Arrow are imported.
     from ..base.machine import look
     from .runs.inputs import check_inputs, one_at_a_time
-    from .runs.start import Resume, output_folder
+    from .runs.start import output_folder
 
     check_inputs(recipe, active, path)
-    resume, machine = Resume(*start), look()
-    with output_folder(recipe, active, machine, resume) as checkpoints:
+    start.ensure_possible()
+    machine = look()
+    with output_folder(recipe, active, machine, start) as checkpoints:
         if checkpoints is None:
             return
         # What is wrong with recipe, inputs or output is reported before torch is imported.
@@ -63,7 +64,7 @@ def train_recipe(
         from ..output.disk_space import ensure_room
         from ..ranks.agree import ending_together
 
-        ensure_room(recipe, active, resume.overwrite)
+        ensure_room(recipe, active, start.overwrite)
         if warning := one_at_a_time(recipe, machine.world_size):
             say(f"warning: {warning}")
         with ending_together(recipe.output):

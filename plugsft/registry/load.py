@@ -26,10 +26,10 @@ def load(
 def resolve(
     raw: dict[str, Any], without: Sequence[str] = (), path: str | Path = "recipe"
 ) -> tuple[Recipe, Active]:
-    """Create a recipe and its plugins from tables; the recipe then holds every option."""
-    found = find()
-    given = raw.get("plugins", {})
-    tables = dict(given) if isinstance(given, dict) else {}
+    """Create a recipe, which then has every option, and its plugins."""
+    known = find()
+    plugins = raw.get("plugins", {})
+    tables = dict(plugins) if isinstance(plugins, dict) else {}
     problems: list[str] = []
     for name in without:
         if tables.pop(name, None) is None:
@@ -39,14 +39,14 @@ def resolve(
         try:
             # From Python, a plugin may be an object.
             made = hasattr(options, PLUGIN)
-            plugin = options if made else create(name, options, found, str(path))
+            plugin = options if made else create(name, options, known, str(path))
             if plugin is not None:
                 created[name] = plugin
         except RecipeError as error:
             problems += error.problems
-    if isinstance(given, dict):
-        given = {name: options_of(plugin) for name, plugin in created.items()}
-    recipe, wrong = validate({**raw, "plugins": given}, path)
+    if isinstance(plugins, dict):
+        plugins = {name: options_of(plugin) for name, plugin in created.items()}
+    recipe, wrong = validate({**raw, "plugins": plugins}, path)
     columns = recipe.data.columns if recipe else {}
     problems = (
         wrong + problems + [f"{path}: {line}" for line in _conflicts(created, tables, columns)]
@@ -56,7 +56,7 @@ def resolve(
         problems += [f"{path}: {line}" for line in provided_twice(recipe)]
     if problems or recipe is None:
         raise RecipeError(problems)
-    return recipe, Active({name: created[name] for name in order(created)}, found)
+    return recipe, Active({name: created[name] for name in order(created)}, known)
 
 
 def _conflicts(

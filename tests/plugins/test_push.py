@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, chats, only_full, tiny_tables, write_recipe
 from hub_server import READER, TOKEN, Repo, environment, serve
 
-from plugsft.plugins.push.uploads import Uploads, hold
+from plugsft.plugins.push.uploads import Uploads, link_copy
 
 
 @pytest.fixture
@@ -95,14 +95,14 @@ def test_what_the_hub_refuses_stops_the_run_before_it_starts(hub, tmp_path):
         assert says in said and "exit code 2" in said, said
 
 
-def test_held_files_outlive_their_originals(tmp_path):
+def test_linked_files_outlive_their_originals(tmp_path):
     original = tmp_path / "step-000002"
     (original / "inner").mkdir(parents=True)
     (original / "inner/weights").write_bytes(b"1234")
-    held = hold(original, tmp_path / "push/step-000002")
+    copy = link_copy(original, tmp_path / "push/step-000002")
     (original / "inner/weights").unlink()
-    assert (held / "inner/weights").read_bytes() == b"1234"
-    assert [path.name for path in held.parent.iterdir()] == ["step-000002"]
+    assert (copy / "inner/weights").read_bytes() == b"1234"
+    assert [path.name for path in copy.parent.iterdir()] == ["step-000002"]
 
 
 @only_full
@@ -115,10 +115,10 @@ def test_a_killed_run_uploads_what_is_missing_after_a_resume(hub, tmp_path):
     out = process.communicate()[0]
     hub.goes_on.set()
     assert "report:" not in out and "me/tiny" in hub.repos
-    held = max((tmp_path / "run/push").glob("step-*"))
+    copy = max((tmp_path / "run/push").glob("step-*"))
     code, out = ran(hub, tmp_path, recipe, "--resume")
     assert code == 0, out
-    assert f"push: {held.name} was not uploaded before; it is now" in out
+    assert f"push: {copy.name} was not uploaded before; it is now" in out
     repo = hub.repos["me/tiny"]
     weights = (tmp_path / "run/model/model.safetensors").read_bytes()
     assert repo.files["model.safetensors"] == weights

@@ -58,7 +58,7 @@ def inspect_data(
 
 @contextmanager
 def opened_rows(recipe: Recipe, active: Active) -> Iterator[tuple[ShardWriter, list[OpenSource]]]:
-    """Open a recipe's sources, and what turns their rows into tokens in a temporary folder."""
+    """Open a recipe's sources, and the writer of their tokens."""
     if not recipe.data.all_sources():
         raise RecipeError(
             f"data.tokens: {recipe.data.tokens} holds no rows to inspect; set data.source too"

@@ -16,7 +16,7 @@ from ...registry.active import Active
 
 
 def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:
-    """Tokenize a recipe's data into its output folder, where training finds it; return it."""
+    """Tokenize a recipe's data into its output folder; return it."""
     ensure_inputs(recipe, path)
     if recipe.data.tokens:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Rows in the terminal: trained tokens in shades, or underlined where there is no colour."""
+"""Rows in the terminal: trained tokens in shades, or underlined."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
 
 
 def has_colour(console: Console) -> bool:
-    """Tell whether a console shows colours: not in pipes, logs or with NO_COLOR."""
+    """Tell whether a console shows colours; pipes and logs show none."""
     return console.color_system is not None and not console.no_color
 
 
@@ -74,7 +74,7 @@ def split_lines(pieces: Sequence[Piece]) -> Iterator[Cells]:
 
 
 def show_spaces(line: Cells) -> Cells:
-    """Draw spaces that a reader would miss: at an edge of the line, or several in a row."""
+    """Draw spaces at an edge of the line, and neighbouring ones."""
     texts = [" ", *(cell.text for cell in line), " "]
     texts = [" " if text == "⏎" else text for text in texts]
     return [

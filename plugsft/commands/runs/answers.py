@@ -1,4 +1,4 @@
-"""Options of the answers of a trained model, checked before torch is imported."""
+"""Options of a model's answers, checked before torch is imported."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ class Answers:
     top_p: float | None = None
     """Sample from the likeliest tokens that have this probability together."""
     top_k: int | None = None
-    """Sample from so many of the likeliest tokens."""
+    """Sample from this number of the likeliest tokens."""
     repetition_penalty: float | None = None
     """Above 1: tokens that the chat has already are less likely."""
     seed: int | None = None

@@ -1,4 +1,4 @@
-"""The model card of a run's model: README.md, written from what the run recorded."""
+"""The model card of a run's model: README.md, from the run's record."""
 
 import hashlib
 import re
@@ -18,12 +18,13 @@ from ...base.step_folders import parse_step
 from ...output.folder import ADAPTER, base_model
 from ...output.report import number, read_metrics, read_record, table_of
 from ...recipe.capabilities import Capability
+from ..hub_names import is_hub_name
 from .model_folder import is_reward_model
 
 CARD = "README.md"
 """The file of a model card."""
 MARK = re.compile(r"\n<!-- written by plugsft: ([0-9a-f]{16}) -->\n*\Z")
-"""The last line of a card: the checksum of what is above, which an edit changes."""
+"""The last line of a card: the checksum of the text above, which an edit changes."""
 TAGGED = (
     "adapters",
     "labelled_answers",
@@ -32,13 +33,12 @@ TAGGED = (
     "reward_model",
 )
 """Capabilities whose plugins are tags of the card."""
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:[^\s/,;:\"']+/)+([^\s/,;:\"']+)")
 """A path of this machine in a text."""
 
 
 def model_card(output: Path, model: Path, place: str) -> str | None:
-    """Return the card of a model that comes from a run; None if no run is known.
+    """Return the card of a run's model; None if no run is known.
 
     `output` is the run's folder, its model or a checkpoint. `model` is the folder that the card is
     for, `place` the name that loads it.
@@ -58,7 +58,7 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
 
 
 def run_of(output: Path) -> Path | None:
-    """Return the folder of the run that an output, its model or a checkpoint comes from."""
+    """Return the run's folder of an output, a model or a checkpoint."""
     folders = (output.absolute(), *output.absolute().parents[:2])
     return next((folder for folder in folders if (folder / "run.json").is_file()), None)
 
@@ -75,21 +75,21 @@ def checksum(text: str) -> str:
 
 
 def add_card(folder: Path, output: Path, place: str) -> None:
-    """Write the card into a new folder of a run's model, unless a person has written one."""
+    """Write the card into a model's new folder; leave that of a person."""
     card = card_for(folder, output, place)
     if card is not None:
         (folder / CARD).write_text(card, encoding="utf8")
 
 
 def card_for(model: Path, output: Path, place: str) -> str | None:
-    """Return the card that a folder lacks; None if a person has written one, or no run is known."""
+    """Return the card for a folder; None to leave a person's, or without a run."""
     path = model / CARD
     own = path.is_file() and is_edited(read_text(path))
     return None if own else model_card(output, model, place)
 
 
 def as_of(folder: Path, step: int | None) -> dict[str, Any]:
-    """Return what replaces the end of a run in the card of a checkpoint."""
+    """Return the entries of run.json for the card of a checkpoint."""
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["step"] == step]
     names = ("loss", "eval_loss")
     final = {name: line[name] for line in lines for name in names if name in line}
@@ -118,7 +118,7 @@ def metadata(run: dict[str, Any], model: Path) -> ModelCardData:
 
 
 def base_of(run: dict[str, Any], model: Path) -> str:
-    """Return the name or the folder of the model before training; "" for a new one."""
+    """Return the base model's name or folder; "" for a new model."""
     if (model / ADAPTER).is_file():
         with suppress(PlugsftError):
             return base_model(model)[0]
@@ -126,13 +126,8 @@ def base_of(run: dict[str, Any], model: Path) -> str:
     return "" if source == "scratch" else source
 
 
-def is_hub_name(name: str) -> bool:
-    """Tell whether a name is one on the hub, and no path."""
-    return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
-
-
 def license_of(base: str) -> str | None:
-    """Return the licence in the base's card, if it lies on this machine."""
+    """Return the licence in the base's card, if this machine has it."""
     with suppress(OSError, ValueError, HFValidationError):
         path = Path(base) / CARD if base else None
         if path and not path.is_file():
@@ -228,7 +223,7 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def short(text: object) -> str:
-    """Return a text in one line of a table, without folders of this machine."""
+    """Return a text in one line, without folders of this machine."""
     return ABSOLUTE.sub(r"\1", " ".join(str(text).split())).replace("|", "\\|")
 
 

@@ -83,7 +83,7 @@ def make_speaker(
 
 
 def ensure_system(speaker: Speaker) -> None:
-    """Refuse a system message that the model's chat template refuses or leaves out."""
+    """Refuse a system message that the chat template refuses or leaves out."""
     if not speaker.system:
         return
     if not speaker.tokenizer.chat_template:

@@ -1,4 +1,4 @@
-"""Upload a model to the Hugging Face hub: one commit, whole or not at all, compared at the end."""
+"""Upload a model to the Hugging Face hub in one commit, and compare it."""
 
 import hashlib
 import time
@@ -15,11 +15,10 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from ...base.console import format_count, format_size, is_terminal, say
 from ...base.errors import PlugsftError
+from ..hub_names import HUB
 from .card import CARD, is_edited
 from .hub_errors import explain, momentary
 
-PREFIX = "hub:"
-"""What `--to` begins with for a repository on the hub."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds until a failed request is tried again; each failure doubles them."""
 SHOWN = 2**20
@@ -33,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class Repository:
-    """A model repository on the hub, for a user who may write to it."""
+    """A model repository on the hub that the user may write to."""
 
     def __init__(self, name: str, public: bool, patience: float) -> None:
         """Sign in, and create the repository if it is missing.
@@ -44,7 +43,7 @@ class Repository:
         self._token = get_token()
         if not self._token:
             raise PlugsftError(
-                f"{PREFIX}{name}: there is no token for the hub: run `hf auth login`, or set "
+                f"{HUB}{name}: there is no token for the hub: run `hf auth login`, or set "
                 "HF_TOKEN to a token with the right to write"
             )
         # Its warnings show addresses that are signed; failures have lines of our own.
@@ -58,7 +57,7 @@ class Repository:
         self._try(lambda: self._ensure_writable(public))
 
     def upload(self, files: Files, message: str) -> None:
-        """Upload files in one commit, but those that are there; compare all with their source."""
+        """Upload new files in one commit; compare all with their source."""
         started, additions = time.monotonic(), dict[str, CommitOperationAdd]()
         digests = Digests(files)
         self._try(lambda: self._commit(digests, additions, message))
@@ -82,9 +81,7 @@ class Repository:
             return
         if bool(info.private) == public:
             word, cure = ("private", "leave out --public") if public else ("public", "add --public")
-            raise PlugsftError(
-                f"{PREFIX}{self.name}: exists and is {word}; {cure}, or name another"
-            )
+            raise PlugsftError(f"{HUB}{self.name}: exists and is {word}; {cure}, or name another")
         self._api.auth_check(self.name, write=True)
 
     def _read(self) -> tuple[str | None, dict[str, Any]]:
@@ -142,7 +139,7 @@ class Repository:
         return is_edited(Path(path).read_text(encoding="utf8"))
 
     def _try(self, action: Callable[[], Result]) -> Result:
-        """Do an action; try again, after growing pauses, what fails for a moment."""
+        """Do an action; after failures that pass, try again with growing pauses."""
         pause, waited = FIRST_PAUSE, 0.0
         while True:
             try:
@@ -156,7 +153,7 @@ class Repository:
                 if waited >= self._patience:
                     raise PlugsftError(
                         self._clean(
-                            f"{PREFIX}{self.name}: {reason}; tried again for {waited:.0f} s. "
+                            f"{HUB}{self.name}: {reason}; tried again for {waited:.0f} s. "
                             "The repository is as it was, and files that were sent need not be "
                             "sent again: run the same command later"
                         )
@@ -189,7 +186,7 @@ class Digests:
         return self._digest(name, bool(entry.lfs)) == expected
 
     def _digest(self, name: str, large: bool) -> str:
-        """Return the SHA-256 of a large file, or the object id that git gives to a small one."""
+        """Return a large file's SHA-256, or a small file's object id in git."""
         if (name, large) not in self._known:
             source = self.files[name]
             if large and isinstance(source, Path):
@@ -211,5 +208,5 @@ def ensure_name(name: str) -> None:
             raise HFValidationError("it is empty")
     except HFValidationError as error:
         raise PlugsftError(
-            f"{PREFIX}{name}: is no name of a repository, such as {PREFIX}me/my-model: {error}"
+            f"{HUB}{name}: is no name of a repository, such as {HUB}me/my-model: {error}"
         ) from error

@@ -1,8 +1,10 @@
-"""Errors of the hub and of its network: which pass in a moment, and what to do about others."""
+"""Errors of the hub and its network: those that pass, and cures for others."""
 
 from collections.abc import Iterator
 
 from huggingface_hub.errors import OfflineModeIsEnabled
+
+from ..hub_names import HUB
 
 MOMENTARY = (408, 409, 412, 425, 429)
 """Answers that may differ in a moment: too slow, another commit came first, too many requests."""
@@ -10,7 +12,7 @@ TOKEN = "log in again with `hf auth login`, or set HF_TOKEN to a token with the 
 
 
 def momentary(error: BaseException) -> str | None:
-    """Return why a request failed, if it may succeed in a moment; else None."""
+    """Return why a request failed, if another may succeed soon; else None."""
     for cause in _causes(error):
         if (status := _status(cause)) is not None:
             passing = status in MOMENTARY or status >= 500
@@ -30,14 +32,14 @@ def explain(error: BaseException, name: str) -> str:
     why = _first_line(error)
     match statuses:
         case [401, *_]:
-            return f"hub:{name}: the hub refuses the token (401); {TOKEN}"
+            return f"{HUB}{name}: the hub refuses the token (401); {TOKEN}"
         case [403, *_]:
-            return f"hub:{name}: this token may not write there (403: {why}); {TOKEN}"
+            return f"{HUB}{name}: this token may not write there (403: {why}); {TOKEN}"
         case [404, *_]:
-            return f"hub:{name}: the hub has none, or hides it from this token (404); {TOKEN}"
+            return f"{HUB}{name}: the hub has none, or hides it from this token (404); {TOKEN}"
     if isinstance(error, OfflineModeIsEnabled):
-        return f"hub:{name}: HF_HUB_OFFLINE forbids the network; unset it"
-    return f"hub:{name}: {type(error).__name__}: {why}"
+        return f"{HUB}{name}: HF_HUB_OFFLINE forbids the network; unset it"
+    return f"{HUB}{name}: {type(error).__name__}: {why}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

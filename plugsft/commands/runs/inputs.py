@@ -39,7 +39,7 @@ def check_inputs(recipe: Recipe, active: Active, path: Path) -> None:
 
 
 def one_at_a_time(recipe: Recipe, ranks: int) -> str:
-    """Return a warning if each forward computes one example because nobody chose otherwise."""
+    """Warn of one example a forward, unless the recipe asks for it."""
     train, share = recipe.train, recipe.train.batch_size // ranks
     if share < 2 or "micro_batch" in train.model_fields_set or recipe.provides("packed_rows"):
         return ""

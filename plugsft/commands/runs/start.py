@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...base.atomic import damage, is_published, sweep
@@ -25,27 +24,10 @@ from ...ranks.watch_launcher import watch_launcher
 from ...recipe.parse import resolved
 from ...recipe.tables import Recipe
 from ...registry.active import Active
+from .resume import Resume
 
 RESULTS = ("model.*", "checkpoints.*", "run.json.*", "recipe.toml.*", "metrics.jsonl.*")
 """Results that a run writes under a temporary name first."""
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Where a run starts: at step 1, or at a checkpoint."""
-
-    latest: bool = False
-    auto: bool = False
-    """Resume from the latest checkpoint, or start if there is none."""
-    path: Path | None = None
-    overwrite: bool = False
-    """Remove the results of an earlier run, once this one has loaded (Record.open)."""
-
-    def __post_init__(self) -> None:
-        if (self.latest or self.path or self.auto) and self.overwrite:
-            raise RecipeError("--resume needs what --overwrite removes; choose one of them")
-        if self.auto and self.path:
-            raise RecipeError("--resume auto takes the latest checkpoint; leave out --resume-from")
 
 
 @contextmanager

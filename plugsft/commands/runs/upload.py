@@ -1,4 +1,4 @@
-"""Upload the model of a run, or one that was made from it, with its model card."""
+"""Upload the model of a run, or a merged one, with its model card."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from .verified import source_of
 
 
 def upload_model(repository: Repository, output: Path) -> None:
-    """Upload a run's model as it is, once it is compared with its checksums."""
+    """Compare a run's model with its checksums, and upload it."""
     upload_folder(repository, source_of(output), output)
 
 
 def upload_folder(repository: Repository, folder: Path, output: Path) -> None:
-    """Upload a folder that comes from a run's output, its model or a checkpoint."""
+    """Upload the model in a folder; `output` is its run or checkpoint."""
     files: dict[str, Path | bytes] = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
@@ -26,6 +26,6 @@ def upload_folder(repository: Repository, folder: Path, output: Path) -> None:
     if card is not None:
         files[CARD] = card.encode()
     run, step = run_of(output), parse_step(output)
-    what = "the model" if step is None else f"the model of step {step:,}"
-    repository.upload(files, f"plugsft: {what} of {(run or output.absolute()).name}")
+    model = "the model" if step is None else f"the model of step {step:,}"
+    repository.upload(files, f"plugsft: {model} of {(run or output.absolute()).name}")
     say(f"model, compared with the hub: {repository.url}")

@@ -1,4 +1,4 @@
-"""The recipes that come with plugsft, and the files that they name."""
+"""The bundled recipes, and the files that they name."""
 
 import re
 import shlex
@@ -16,13 +16,13 @@ POINTER = "#:schema ./recipe.schema.json\n"
 
 
 def _folder() -> Path:
-    """Return the folder that holds `recipes/`: the package in a wheel, the clone otherwise."""
+    """Return the folder of `recipes/`: in a wheel the package, else the clone."""
     package = Path(__file__).parents[1]
     return package if (package / "recipes").is_dir() else package.parent
 
 
 def kinds() -> dict[str, str]:
-    """Return every kind with a line about it: the first line of its recipe."""
+    """Return every kind with its line: the first of its recipe."""
     recipes = sorted((_folder() / "recipes").glob("*.toml"))
     return {
         **{path.stem: path.read_text("utf8").partition("\n")[0][2:] for path in recipes},
@@ -31,7 +31,7 @@ def kinds() -> dict[str, str]:
 
 
 def files_of(kind: str) -> dict[str, str]:
-    """Return path -> text: a recipe, what it names, and what recipes that it names name."""
+    """Return path -> text: a recipe and all files that it needs."""
     source = _folder()
     launch = [f"recipes/accelerate/{path.name}" for path in source.glob("recipes/accelerate/*")]
     left = sorted(launch) if kind == LAUNCH else [f"recipes/{kind}.toml"]
@@ -54,7 +54,7 @@ def print_kinds() -> None:
 
 
 def write(kind: str, folder: Path) -> None:
-    """Write a recipe with the files that it names; print the next commands."""
+    """Write a recipe with its files; print the next commands."""
     if kind not in kinds():
         hint = did_you_mean(kind, kinds()) or f"; choose one of {', '.join(kinds())}"
         raise PlugsftError(f"'{kind}': no recipe of this name comes with plugsft{hint}")
@@ -67,7 +67,7 @@ def write(kind: str, folder: Path) -> None:
 
 
 def write_missing(kind: str, folder: Path) -> list[str]:
-    """Write the files of a kind that are not in the folder yet; return them."""
+    """Write the files that a folder lacks; return their paths."""
     files = {path: text for path, text in files_of(kind).items() if not (folder / path).exists()}
     recipes = [path for path in files if path.endswith(".toml")]
     if recipes and not (folder / SCHEMA).exists():
