@@ -1,4 +1,4 @@
-"""Run the notebooks of docs/ and write them back with their outputs: tools/notebooks.py [FILES].
+"""Run the notebooks of docs/, and store their outputs: tools/notebooks.py [FILES].
 
 Needs the extra `dev`. Each notebook runs in an empty folder, in a kernel of this Python.
 """
@@ -18,7 +18,7 @@ LIMIT = 600
 
 
 def execute(path: Path, folder: Path) -> Any:
-    """Return a notebook with its outputs, run in `folder`; raise the first error of a cell."""
+    """Run a notebook in `folder`, and return it; raise a cell's first error."""
     with _own_settings():
         import nbformat
         from nbclient import NotebookClient
@@ -37,7 +37,7 @@ def execute(path: Path, folder: Path) -> Any:
 
 
 def clean(notebook: Any) -> Any:
-    """Remove what changes without a reason: times, random names; add the digest of the code."""
+    """Remove times and random names; add the digest of the code."""
     for number, cell in enumerate(notebook.cells):
         cell.metadata.clear()
         for output in cell.get("outputs", ()):
@@ -52,7 +52,7 @@ def clean(notebook: Any) -> Any:
 
 
 def code_digest(notebook: Any) -> str:
-    """Return a checksum of the code, which tells whether outputs are those of the code."""
+    """Return a checksum of the code, to tell outputs of other code."""
     sources = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
     code = "\n\n".join("".join(source) for source in sources)
     return hashlib.sha256(code.encode()).hexdigest()[:16]

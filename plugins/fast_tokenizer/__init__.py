@@ -103,7 +103,7 @@ class FastTokenizer:
 
     @hookimpl
     def summary(self) -> str | None:
-        """Report how many texts each engine encoded, and why other engines were not chosen.
+        """Report the texts of each engine, and why others were not chosen.
 
         Begins with "warning:" if no engine fits.
         """

@@ -1,4 +1,4 @@
-"""Upload the model, and checkpoints if asked for, to the Hugging Face hub."""
+"""Upload the model, or each checkpoint's, to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plugsft import Machine, Recipe, Run, hookimpl, plugin, say, state
 
 @plugin(provides={"external_reports": None})
 class Push:
-    """Upload the model, and checkpoints if asked for, to the Hugging Face hub.
+    """Upload the model, or each checkpoint's, to the Hugging Face hub.
 
     Another process uploads while the training goes on. A failed upload never fails the run: it is
     tried again, and the message at the end has the command that uploads later.

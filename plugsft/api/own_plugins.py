@@ -1,4 +1,4 @@
-"""Plugins that a call from Python gets as objects."""
+"""Plugin objects of a call from Python."""
 
 import dataclasses
 import inspect

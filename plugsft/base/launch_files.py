@@ -1,11 +1,11 @@
-"""The files for accelerate that a message names, where they do not exist yet."""
+"""The launch files that a message names and that do not exist yet."""
 
 import re
 from pathlib import Path
 
 
 def explain_missing(text: str) -> list[str]:
-    """Return a line about the launch files that a message names, if they are not here."""
+    """Return a line about a message's launch files, if they are not here."""
     names = re.findall(r"recipes/accelerate/(?:\w+\.yaml)?", text)
     if all(Path(name).exists() for name in names):
         return []

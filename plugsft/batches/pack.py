@@ -1,4 +1,4 @@
-"""Pack examples into one row; the core packs nothing, so only plugins and forecasts call it."""
+"""Pack examples into one row, for plugins and forecasts; the core packs nothing."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Choose the template that writes a data set's chats: the model's, or trl's training variant."""
+"""Choose a data set's chat template: the model's, or trl's training variant."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -74,14 +74,14 @@ def choose_template(
 
 
 def variant_of(tokenizer: Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer with trl's training variant of its chat template, if there is one."""
+    """Return the tokenizer with trl's training variant of its template, if any."""
     template = tokenizer.chat_template or ""
     variant = training_template(template) or ("endgeneration" in template and template)
     return replace(tokenizer, chat_template=variant, variant_chosen=True) if variant else None
 
 
 def disprove(tokenizer: Tokenizer, trained: Tokenizer, data: Data) -> str:
-    """Say why a training variant cannot stand for the model's template; "" if it is proved."""
+    """Say why a training variant must not replace the template; "" if proved."""
     data = data.model_copy(update={"train_on": "assistant"})
     own, variant = Chat(tokenizer, data), Chat(trained, data)
     own.training = None  # its marks are those to be proved
@@ -100,7 +100,7 @@ def disprove(tokenizer: Tokenizer, trained: Tokenizer, data: Data) -> str:
 
 
 def _try(chat: Chat, turns: list[Row]) -> tuple[str, list[str]]:
-    """Return a probe's text and trained parts; or the reason why it is refused, and no part."""
+    """Return a probe's text and trained parts, or its reason and no part."""
     try:
         text, spans = chat.render(read_turns(turns))
     except BadRow as error:

@@ -154,10 +154,10 @@ class Model(Table):
     tokenizer: Place | None = None
     """A hub name or a folder. Default: the model's own tokenizer."""
     chat_template: Place = "auto"
-    """What writes the rows: "own" is the model's template, "trl" its training form in trl, "auto"
-    the first of them that can tell the answers apart. Or a Jinja file, as the model's template."""
+    """The template that writes the rows. "own": the model's. "trl": trl's training variant of it.
+    "auto": the first of these that tells the answers apart. Or a Jinja file, as the model's."""
     save_template: Literal["own", "training"] = "own"
-    """Which form of the model's template `model/` holds: its own, or its training form in trl."""
+    """The template in `model/`: the model's own, or trl's training variant of it."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Tokens to add to the tokenizer: ["<think>", "</think>"]. If the model's embeddings have too
     few rows, they get more, each the mean of the others."""

@@ -20,7 +20,7 @@ BUNDLED = "bundled"
 
 
 OWN = "PLUGSFT_OWN_PLUGINS"
-"""Variable with the plugins that a call from Python got as objects: name -> origin, target."""
+"""Variable with the plugin objects of a call from Python: name -> origin, target."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def find() -> dict[str, FoundPlugin]:
 
 
 def ensure_importable(name: str, target: str) -> None:
-    """Refuse a class of a notebook or script, which no other process can import."""
+    """Refuse a notebook's class, which no other process can import."""
     module, _, class_name = target.partition(":")
     if module == "__main__":
         raise PluginError(

@@ -23,7 +23,7 @@ GPU_MEMORY = {
 }
 """GB (10^9 bytes) of each GPU, from its data sheet."""
 ANY = "GPU"
-"""The device of a cluster of which only the memory is known."""
+"""The device of a cluster, if only its memory is known."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def introduce(recipe: Recipe, forecaster: Forecaster, traced: Traced, cluster: C
 
 
 def print_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
-    """Print a column for each strategy, the chosen one green, and explain the rows."""
+    """Print a column for each strategy, the choice in green; explain the rows."""
     names = ["", *(forecast.strategy.name for forecast in forecasts)]
     rows = [names]
     for part in Memory._fields:

@@ -1,6 +1,7 @@
-"""Search for the fastest size: double it while that gains speed, then refine once.
+"""Search for the fastest size: double it, then refine once.
 
-Then probe the recipe's own setting and the best again, in turn, until the gain is sure.
+It doubles while that gains speed. Then it probes the recipe's own setting and the best again, in
+turn, until the gain is sure.
 """
 
 import bisect
@@ -49,7 +50,7 @@ class Probe:
 
     @property
     def scatter(self) -> float:
-        """Difference of the fastest and the slowest probe, as a share of the median."""
+        """The fastest probe less the slowest, as a share of the median."""
         return (max(self.speeds) - min(self.speeds)) / self.speed if self.speeds else 0.0
 
 
@@ -88,7 +89,7 @@ class Search:
         self._settle()
 
     def best(self) -> Probe | None:
-        """Return the own setting if it is near the fastest, else the one with the least memory."""
+        """Return the own setting if near the fastest, else the least memory's."""
         if self.probes and 0 < self.fastest * NEAR_BEST <= self.probes[0].speed:
             return self.probes[0]
         near = [
@@ -99,7 +100,7 @@ class Search:
         return min(near, key=lambda probe: (probe.peak, probe.setting.size), default=None)
 
     def gain(self) -> Ratio | None:
-        """Return the speed of the best relative to the own setting, if both fit and differ."""
+        """Return the best's speed relative to the own setting, if they differ."""
         best, own = self.best(), self.probes[0]
         if best is None or best == own or not own.speed:
             return None
@@ -113,12 +114,12 @@ class Search:
         return REPEATS if self.repeats == REPEATS else 0
 
     def is_sure(self) -> bool:
-        """Tell whether the best is faster than the own setting by more than the scatter."""
+        """Tell whether the best is surely faster than the own setting."""
         gain = self.gain()
         return gain.word == FASTER if gain else not self.probes[0].speed
 
     def _settle(self) -> None:
-        """Probe the own setting and the best again, in turn, until the gain is sure or gone."""
+        """Probe own setting and best in turn, until the gain is sure."""
         while (best := self.best()) and self.gain() and not self.is_sure():
             own = self.probes[0]
             # First one, then the other: a machine that becomes slower or faster favours neither.
