@@ -209,6 +209,8 @@ def test_merged_models_checkpoints_and_copies_have_their_cards(run, hub, tmp_pat
     ):
         result = push(hub, tmp_path / "home", *words, "--to", f"hub:{repo}")
         assert result.returncode == 0, result.stderr
+        local = f"warning: the adapters are for {base}, a folder of this machine"
+        assert (local in result.stdout) == (kind == "peft")
         card = ModelCard(hub.repos[repo].files["README.md"].decode())
         assert card.data.library_name == kind and card.data.license == "apache-2.0"
         assert ("adapter_config.json" in hub.repos[repo].files) == (kind == "peft")

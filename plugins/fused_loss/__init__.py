@@ -69,7 +69,7 @@ class FusedLoss:
             return
         from .loss import why_unavailable
 
-        reason = why_unavailable(name)
+        reason = why_unavailable(name, asked=self.kernel != "auto")
         if self.kernel == "auto" and (reason or self.chunk):
             self.chosen = f"torch kernel ({reason or 'chunk is set'})"
             return

@@ -170,9 +170,15 @@ def call_package(
     return losses.flatten()
 
 
-def why_unavailable(kernel: str) -> str:
-    """Return why a package's kernel cannot run on this machine, and the cure, or ""."""
+def why_unavailable(kernel: str, asked: bool) -> str:
+    """Return why a package's kernel cannot run on this machine, and the cure, or "".
+
+    Where there is no GPU, only a user who asked for the kernel hears how to install it.
+    """
     module, function, package, precision = PACKAGES[kernel]
+    needs_gpu = "" if torch.cuda.is_available() else f"{kernel} needs a GPU"
+    if needs_gpu and not asked:
+        return needs_gpu
     install = f"pip install {package}"
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return f"{kernel} is not installed: {install}"
@@ -186,7 +192,7 @@ def why_unavailable(kernel: str) -> str:
         return (
             f"this release of {kernel} sums gradients in bfloat16; install a newer one: {install}"
         )
-    return "" if torch.cuda.is_available() else f"{kernel} needs a GPU"
+    return needs_gpu
 
 
 def unwrap(model: Any) -> Any:

@@ -26,6 +26,11 @@ def explain_load_error(path: str, error: Exception) -> str:
                 read_json_object(file)
         except (OSError, ValueError) as broken:
             return f"{name}: {reason_of(broken)}. Download the file again"
+    if "couldn't find them in the cached files" in str(error):
+        return (
+            "there is no such folder, it is not in the hub's cache, and the hub cannot be reached. "
+            "Name a folder, or connect (and unset HF_HUB_OFFLINE)"
+        )
     first, _, rest = str(error).strip().partition("\n")
     # "Validation error for field 'x':" has its reason on the next line.
     detail = " " + rest.strip().partition("\n")[0] if first.endswith(":") else ""

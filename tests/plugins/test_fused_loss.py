@@ -429,7 +429,9 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_is_loaded(tiny, tmp
     refusal = refuse(tiny, **options(kernel="cut_cross_entropy"))
     assert "this release of cut_cross_entropy sums gradients in bfloat16" in refusal
     assert 'pip install "cut-cross-entropy @ git+https://' in refusal
-    assert "sums gradients in bfloat16" in chosen_kernel(tiny)
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.cuda, "is_available", lambda: True)
+        assert "sums gradients in bfloat16" in chosen_kernel(tiny)
     write_cut_cross_entropy(tmp_path / "git", CUT_OF_GIT, monkeypatch)
     if not torch.cuda.is_available():
         assert "needs a GPU" in refuse(tiny, **options(kernel="cut_cross_entropy"))
@@ -488,7 +490,7 @@ def test_cut_cross_entropy_sums_gradients_in_float32_and_takes_a_bias(name, tmp_
 
 def test_auto_says_why_it_is_torch(tiny):
     said = testing.summary("fused_loss")
-    assert said.startswith("torch kernel (cut_cross_entropy is not installed")
+    assert said.startswith("torch kernel (cut_cross_entropy needs a GPU)")
     assert "proved on 16 tokens" in said and "of the positions reach the head" in said
 
 

@@ -33,8 +33,8 @@ class Cell(NamedTuple):
 
 
 def has_colour(console: Console) -> bool:
-    """Tell whether a console shows colours; pipes and logs show none."""
-    return console.color_system is not None and not console.no_color
+    """Tell whether a console shows shades: not pipes, logs, or terminals of 16 colours."""
+    return console.color_system in ("256", "truecolor") and not console.no_color
 
 
 def legend(colour: bool) -> Text:

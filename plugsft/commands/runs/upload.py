@@ -5,6 +5,7 @@ from pathlib import Path
 from ...base.atomic import MANIFEST
 from ...base.console import say
 from ...base.step_folders import parse_step
+from ...output.folder import ADAPTER, base_model
 from .card import CARD, card_for, run_of
 from .hub import Repository
 from .verified import source_of
@@ -22,6 +23,11 @@ def upload_folder(repository: Repository, folder: Path, output: Path) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
     }
+    if (folder / ADAPTER).is_file() and Path(base := base_model(folder)[0]).is_absolute():
+        say(
+            f"warning: the adapters are for {base}, a folder of this machine. Their file has this "
+            "path, and others cannot load them: upload a merged model instead (--merge)"
+        )
     card = card_for(folder, output, repository.name)
     if card is not None:
         files[CARD] = card.encode()
