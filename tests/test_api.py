@@ -24,9 +24,12 @@ from transformers.utils import logging as transformers_logging
 
 import plugsft
 from plugsft import PlugsftError, hookimpl, plugin, state
+from plugsft.api.finished_run import FinishedRun
 from plugsft.api.isolation import isolated
+from plugsft.api.recipes import opened
 from plugsft.base.checksums import file_digest
 from plugsft.data import sources
+from plugsft.registry.discover import OWN
 
 LORA = {"model": {"dtype": "bfloat16"}, "plugins": {"lora": {"r": 4}}}
 
@@ -51,6 +54,13 @@ class Watching:
             os.kill(os.getpid(), signal.SIGINT)
         if run.step == self.fail:
             raise ValueError("no more")
+
+
+@plugin()
+class Listing:
+    """Has an option of any kind."""
+
+    values: list
 
 
 def surroundings():
@@ -198,8 +208,45 @@ def test_mistakes_are_exceptions_with_the_words_of_the_command_line(tables, tmp_
         plugsft.train(tables, ranks=0)
     with pytest.raises(PlugsftError, match="resume='yes': give True, False or"):
         plugsft.train(tables, resume="yes")
-    with isolated(), pytest.raises(PlugsftError, match="another run is in progress in this proc"):
+    busy = "another run is in progress in this process"
+    with isolated(), pytest.raises(PlugsftError, match=busy):
         plugsft.prepare(tables)
+    # Two threads: each would restore the environment of the other.
+    with opened(tables, [Watching()], (), {}), pytest.raises(PlugsftError, match=busy):
+        plugsft.train(tables, plugins=[Watching()], ranks=2)
+    assert OWN not in os.environ
+
+
+def test_arguments_of_another_kind_are_refused_with_the_kind_to_give(tables, tmp_path):
+    circle = {}
+    circle["model"] = circle
+    for options, message in (
+        ({"recipe": None}, "recipe=None: give a TOML file, or a dict of tables"),
+        ({"recipe": circle}, "recipe: nested deeper than 64 levels"),
+        (
+            {"plugins": Watching()},
+            r"plugins=Watching\(.*\): give a list of objects",
+        ),
+        ({"plugins": {"watching": Watching()}}, r"plugins.watching: pass an object as plugins=\["),
+        ({"plugins": [Listing(values=[None])]}, "plugins.listing: an option is no plain value"),
+        ({"without": None}, "without=None: give a list of names of plugins"),
+        ({"ranks": "2"}, "ranks='2': give a whole number"),
+        ({"ranks": 1000, "device": "cpu"}, "ranks=1000: on the CPU of this machine, give at most"),
+        ({"resume_from": 3}, "resume_from=3: give the folder of a checkpoint"),
+    ):
+        with pytest.raises(PlugsftError, match=message):
+            plugsft.train(**{"recipe": tables, **options})
+    with pytest.raises(PlugsftError, match="rows='all': give a whole number"):
+        plugsft.inspect(tables, rows="all")
+    run = FinishedRun(tmp_path)
+    for call in (lambda: plugsft.load_run(None), lambda: plugsft.generate(None, "?")):
+        with pytest.raises(PlugsftError, match="=None: give a run"):
+            call()
+    for prompts in (3, [3], [{"role": "user", "content": "?"}], [[{"role": "user"}]]):
+        with pytest.raises(PlugsftError, match="give a text, or a list of texts and chats"):
+            run.generate(prompts)
+    with pytest.raises(PlugsftError, match="temperature = 'hot': must be a number"):
+        run.generate("?", temperature="hot")
 
 
 def test_a_message_that_names_an_option_has_a_note_with_the_argument(tables):

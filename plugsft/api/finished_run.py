@@ -103,6 +103,8 @@ class FinishedRun:
         from ..commands.runs.answers import Answers
 
         options = Answers(max_tokens, temperature, system, top_p, top_k, repetition_penalty, seed)
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        _ensure_prompts(prompts)
         with errors():
             model, tokenizer = self._loaded
             from ..commands.runs.chat import make_speaker
@@ -110,7 +112,7 @@ class FinishedRun:
 
             with isolated():
                 speaker = make_speaker(model, tokenizer, options)
-                return speaker.answer_all([prompts] if isinstance(prompts, str) else prompts)
+                return speaker.answer_all(prompts)
 
     @cached_property
     def _loaded(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -151,3 +153,15 @@ class FinishedRun:
 
     def _repr_html_(self) -> str:
         return table_html([("run", str(self.folder)), *self._figures()])
+
+
+def _ensure_prompts(prompts: object) -> None:
+    """Refuse what is no list of questions and chats."""
+    for prompt in prompts if isinstance(prompts, list | tuple) else [None]:
+        turns = prompt if isinstance(prompt, list) else [] if isinstance(prompt, str) else [None]
+        for turn in turns:
+            if not (isinstance(turn, dict) and {"role", "content"} <= turn.keys()):
+                raise PlugsftError(
+                    f"prompts={prompts!r}: give a text, or a list of texts and chats; a chat is a "
+                    'list: [[{"role": "user", "content": "..."}]]'
+                )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ..base.errors import PlugsftError
 from .data import Inspection, PreparedData, inspected_row, inspected_source, prepared_data
 from .finished_run import FinishedRun, Turns
+from .messages import ensure_kind
 
 PathLike = str | Path
 RecipeLike = PathLike | Mapping[str, Any]
@@ -42,6 +43,8 @@ def train(
 
     if resume not in (True, False, "auto"):
         raise PlugsftError(f'resume={resume!r}: give True, False or "auto"')
+    ensure_kind("ranks", ranks, int, "a whole number")
+    ensure_kind("resume_from", resume_from, PathLike | None, "the folder of a checkpoint")
     checkpoint = None if resume_from is None else Path(resume_from)
     start = Resume(resume is True, resume == "auto", checkpoint, overwrite)
     with opened(recipe, plugins, without, overrides) as (source, loaded, active):
@@ -101,6 +104,8 @@ def inspect(
     """
     from .recipes import opened
 
+    for name, number in (("rows", rows), ("first", first)):
+        ensure_kind(name, number, int, "a whole number")
     with opened(recipe, plugins, without, overrides) as (_, loaded, active):
         from ..commands.audit.inspect import opened_rows, views_of
         from ..commands.audit.rows import audit
@@ -119,6 +124,7 @@ def load_run(folder: PathLike) -> FinishedRun:
     run = plugsft.load_run("runs/my-model")
     run.metrics.tail()
     """
+    ensure_kind("folder", folder, PathLike, "a run's output folder")
     run = FinishedRun(Path(folder))
     run.record  # noqa: B018  # raises if the folder holds no run
     return run
@@ -134,5 +140,6 @@ def generate(
 
         plugsft.generate("runs/my-model", ["What is a checkpoint?"], max_tokens=64)
     """
+    ensure_kind("run", run, FinishedRun | PathLike, "a run, or its output folder")
     finished = run if isinstance(run, FinishedRun) else FinishedRun(Path(run))
     return finished.generate(prompts, **options)

@@ -24,10 +24,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import other as accelerate_other
 from transformers.utils import logging as transformers_logging
 
-from ..base.errors import LaunchError
 from ..ranks.agree import host_group
 from ..ranks.failures import Failure, failure
 from ..ranks.stopping import Stopping
+from .messages import alone
 
 _one_run = threading.Lock()
 _cuda: Any = torch.cuda  # partly untyped
@@ -37,25 +37,20 @@ _backend: Any = torch.backends.cuda
 @contextmanager
 def isolated() -> Iterator[None]:
     """Train or generate in a block; undo all that it changes in the process."""
-    if not _one_run.acquire(blocking=False):
-        raise LaunchError(
-            "another run is in progress in this process; wait for its end, or start this one in "
-            "a process of its own"
-        )
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(_fresh_singletons())
-            stack.enter_context(warnings.catch_warnings())
-            for keep in (_environment, _signals, _random_numbers, _torch_settings, _libraries):
-                stack.callback(keep())
-            _forget_peak_memory()
-            yield
-    except BaseException as error:
-        _release_frames(error)
-        raise
-    finally:
-        _one_run.release()
-        free_memory()
+    with alone(_one_run):
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(_fresh_singletons())
+                stack.enter_context(warnings.catch_warnings())
+                for keep in (_environment, _signals, _random_numbers, _torch_settings, _libraries):
+                    stack.callback(keep())
+                _forget_peak_memory()
+                yield
+        except BaseException as error:
+            _release_frames(error)
+            raise
+        finally:
+            free_memory()
 
 
 def _environment() -> Callable[[], None]:

@@ -2,11 +2,13 @@
 
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from ..base.errors import PlugsftError
+from ..base.errors import LaunchError, PlugsftError
 from ..commands.refusals import QUIET, quiet_libraries, refusal_of
 
 ARGUMENTS = {
@@ -17,6 +19,26 @@ ARGUMENTS = {
     "without": "without=[...]",
 }
 """Option of the command line -> argument of `plugsft.train`."""
+
+
+@contextmanager
+def alone(lock: threading.Lock) -> Iterator[None]:
+    """Refuse a second block at the same time: a run changes settings of the whole process."""
+    if not lock.acquire(blocking=False):
+        raise LaunchError(
+            "another run is in progress in this process; wait for its end, or start this one in "
+            "a process of its own"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def ensure_kind(name: str, value: object, kinds: Any, cure: str) -> None:
+    """Refuse an argument of another kind; True is no number."""
+    if not isinstance(value, kinds) or (kinds is int and isinstance(value, bool)):
+        raise PlugsftError(f"{name}={value!r}: give {cure}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from pydantic_core import PydanticSerializationError
+import tomli_w
 
 from ..base.checksums import digest
 from ..base.errors import PluginError
@@ -99,8 +99,10 @@ def _name(cls: type[Any], known: Mapping[str, FoundPlugin]) -> tuple[str, str]:
 def _options(plugin: object, name: str) -> dict[str, Any]:
     """Return a plugin's options; refuse one that a recipe cannot hold."""
     try:
-        return options_of(plugin)
-    except PydanticSerializationError as error:
+        options = options_of(plugin)
+        tomli_w.dumps(options).encode()
+        return options
+    except (TypeError, ValueError) as error:  # of pydantic, of TOML
         raise PluginError(
             f"plugins.{name}: an option is no plain value ({error}); an option is a number, a "
             "text, true or false, or a list or table of these. Declare other values with state()"

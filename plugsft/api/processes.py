@@ -37,6 +37,8 @@ JOB, ERROR = "job.json", "error-{}.pickle"
 OUTPUT, MESSAGES = "output.txt", "launcher.txt"
 PAUSE = 0.1
 """Seconds between two looks at the ranks' output."""
+MOST_ON_CPU = 8
+"""Ranks that any CPU takes; each is a process with its own model."""
 SHOWN = 20
 """Lines of the launcher's own messages in an error."""
 
@@ -82,6 +84,8 @@ def train_on_ranks(
 def _on_cpu(recipe: Recipe, ranks: int) -> bool:
     """Tell whether ranks run on the CPU; refuse more ranks than GPUs."""
     if recipe.device == "cpu" or not torch.cuda.is_available():
+        if ranks > (most := max(MOST_ON_CPU, os.cpu_count() or 1)):
+            raise LaunchError(f"ranks={ranks}: on the CPU of this machine, give at most {most}")
         return True
     if ranks > (gpus := torch.cuda.device_count()):
         raise LaunchError(f"ranks={ranks}: there are {gpus} GPUs; one rank needs one")

@@ -1,6 +1,7 @@
 """Recipes from Python: a file or tables, with overrides and plugin objects."""
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from typing import Any
 
 from ..base.errors import RecipeError
 from ..base.limits import TABLES, check_depth
+from ..hooks import PLUGIN
 from ..recipe.read import read
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.load import resolve
-from .messages import errors
+from .messages import alone, ensure_kind, errors
 from .own_plugins import OwnPlugin, announced, describe_plugins
+
+_one_call = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def opened(
     overrides: Mapping[str, Any],
 ) -> Iterator[tuple[Source, Recipe, Active]]:
     """Open a recipe and its plugins; errors are those of the command line."""
-    with errors():
+    with alone(_one_call), errors():
         source = read_source(recipe, plugins, without, overrides)
         with announced(source.own):
             yield source, *resolve(source.tables, source.without, source.path)
@@ -50,18 +54,19 @@ def read_source(
     overrides: Mapping[str, Any],
 ) -> Source:
     """Read a recipe; merge overrides and plugins into its tables."""
-    if isinstance(recipe, Mapping):
-        tables, path = _plain(recipe), Path("recipe")
-    else:
-        path = Path(recipe)
-        tables = read(path)
+    ensure_kind("recipe", recipe, str | os.PathLike | Mapping, "a TOML file, or a dict of tables")
+    ensure_kind("plugins", plugins, Sequence | Mapping, "a list of objects, or a dict of tables")
+    ensure_kind("without", without, Sequence, "a list of names of plugins")
+    path = Path("recipe" if isinstance(recipe, Mapping) else recipe)
     if isinstance(plugins, Mapping):
         overrides, plugins = {**overrides, "plugins": plugins}, ()
-    tables = merged(tables, _plain(overrides))
     try:
-        check_depth(tables, TABLES)
+        for tables in (recipe, overrides):
+            check_depth(tables, TABLES)
     except ValueError as error:
         raise RecipeError(f"{path}: {error}") from error
+    tables = _plain(recipe) if isinstance(recipe, Mapping) else read(path)
+    tables = merged(tables, _plain(overrides))
     own = describe_plugins(plugins)
     add_objects(tables, own, path)
     return Source(tables, path, own, [without] if isinstance(without, str) else without)
@@ -86,6 +91,9 @@ def add_objects(tables: dict[str, Any], own: Mapping[str, OwnPlugin], path: Path
     plugins = tables.setdefault("plugins", {})
     if not isinstance(plugins, dict):
         return  # reported with the recipe's other mistakes
+    for name, table in plugins.items():
+        if hasattr(table, PLUGIN):
+            raise RecipeError(f"{path}: plugins.{name}: pass an object as plugins=[...]")
     for name, plugin in own.items():
         table = plugins.get(name)
         differing = [

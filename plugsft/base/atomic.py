@@ -126,7 +126,7 @@ def writing(path: Path) -> Iterator[None]:
             reason += f" ({format_size(free_disk(path))} are free)"
             cure = f"free some, or {cure}"
         if number in (errno.ENOTDIR, errno.EEXIST):
-            existing = next(place for place in (path, *path.parents) if place.exists())
+            existing = next(it for it in (path, *path.parents) if os.path.lexists(it))
             reason = f"{existing} is not a folder"
         raise DiskError(f"{path}: cannot be written: {reason}", cure) from error
 

@@ -1,7 +1,7 @@
 """Options of a model's answers, checked before torch is imported."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from ...base.errors import PlugsftError
 
@@ -29,6 +29,11 @@ class Answers:
     """The seed of the random numbers; None: a new one each time."""
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(Answers).items():
+            value, number = getattr(self, name), kind in (float, float | None)
+            if not isinstance(value, kind | int if number else kind):
+                wanted = "a text" if kind is str else "a number" if number else "a whole number"
+                raise PlugsftError(f"{name} = {value!r}: must be {wanted}")
         for name, right, wanted in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
