@@ -191,10 +191,10 @@ class Handler(BaseHTTPRequestHandler):
     def batch(self, name: str) -> None:
         if self.repo(name, write=True):
             objects = json.loads(self.body)["objects"]
-            for one in objects:
-                if one["oid"] not in self.hub.stored:
-                    href = f"{self.hub.url}/store/{one['oid']}?signature=hush"
-                    one["actions"] = {"upload": {"href": href}}
+            for item in objects:
+                if item["oid"] not in self.hub.stored:
+                    href = f"{self.hub.url}/store/{item['oid']}?signature=hush"
+                    item["actions"] = {"upload": {"href": href}}
             self.answer(200, {"transfer": "basic", "objects": objects})
 
     def store(self, oid: str) -> None:

@@ -102,7 +102,7 @@ def test_runs_in_one_process_equal_fresh_ones_and_leave_nothing(tables, tmp_path
         fresh[name] = learned(tmp_path / name)
 
     environment = dict(os.environ)
-    plugsft.train(tables, output=tmp_path / "first", train={"steps": 1})  # imports what is needed
+    plugsft.train(tables, output=tmp_path / "first", train={"steps": 1})  # imports the libraries
     assert dict(os.environ) == environment
     Accelerator(cpu=True, mixed_precision="no")  # the user's own
     before, lives = surroundings(), []
@@ -144,7 +144,7 @@ def changes_of(tables, changes):
     }
 
 
-def test_what_a_run_holds(tables, tmp_path):
+def test_a_run_returns_its_figures_and_its_model(tables, tmp_path):
     changes = {"eval": {"every": 2, "split": "train[:50%]"}}
     run = plugsft.train(tables, **changes)
     assert (run.status, run.recipe["train"]["batch_size"]) == ("completed", 8)
@@ -262,7 +262,7 @@ def test_a_message_that_names_an_option_has_a_note_with_the_argument(tables):
         assert refused.value.__notes__ == [f"from Python: {note}"]
 
 
-def test_an_object_of_a_plugin_class(tables, tmp_path):
+def test_a_plugin_object_trains_with_fresh_state(tables, tmp_path):
     watching = Watching(fail=9)
     run = plugsft.train(tables, plugins=[watching])
     assert watching.seen == 3
@@ -288,7 +288,7 @@ def test_an_object_of_a_plugin_class(tables, tmp_path):
         ([Watching(fail=3)], "plugins.watching.fail: the object in plugins=.* has another value"),
     ],
 )
-def test_objects_that_are_refused(tables, objects, message):
+def test_objects_that_are_no_plugin_or_contradict_the_recipe_are_refused(tables, objects, message):
     with pytest.raises(PlugsftError, match=message):
         plugsft.train({**tables, "plugins": {"watching": {"fail": 2}}}, plugins=objects)
 
@@ -340,7 +340,7 @@ def module(tmp_path, monkeypatch):
     del sys.modules["my_plugins"]
 
 
-def test_a_class_that_other_processes_need(tables, tmp_path, module, monkeypatch):
+def test_a_class_that_other_processes_need_is_in_a_module(tables, tmp_path, module, monkeypatch):
     monkeypatch.setattr(sources, "SLICE_ROWS", 1)
     plugsft.prepare(tables)
     [tables["model"]["tokenizer"]] = tmp_path.glob("run/scratch/tokenizer-*")
@@ -376,7 +376,7 @@ def test_ctrl_c_ends_a_run_in_order(tables, tmp_path):
 
 def test_ranks_start_and_end_by_themselves(tables, tmp_path, module, capsys):
     tables["train"]["epochs"] = 10
-    one = plugsft.train(tables, output=tmp_path / "one")
+    alone = plugsft.train(tables, output=tmp_path / "alone")
     capsys.readouterr()
     interrupt = module.Interrupt(pid=os.getpid(), step=2)
     with pytest.raises(plugsft.Stopped, match=r"stopped by SIGINT after step [2-9]: saved"):
@@ -385,10 +385,10 @@ def test_ranks_start_and_end_by_themselves(tables, tmp_path, module, capsys):
     said = capsys.readouterr().out
     assert "DDP of 2" in said and said.count("step 1/30") == 1
     stopped = plugsft.load_run(tmp_path / "run").metrics
-    wanted = one.metrics[: len(stopped)]
+    wanted = alone.metrics[: len(stopped)]
     assert np.allclose(stopped[["loss", "grad_norm"]], wanted[["loss", "grad_norm"]], rtol=1e-5)
     resumed = plugsft.train(tables, resume=True)
-    assert np.allclose(resumed.metrics["loss"], one.metrics["loss"], rtol=1e-4)
+    assert np.allclose(resumed.metrics["loss"], alone.metrics["loss"], rtol=1e-4)
 
 
 def ranks_of(pid):

@@ -348,8 +348,8 @@ def test_one_round_cannot_tell(tmp_path):
     write_page(tmp_path / "page.html", bench)
     text = (tmp_path / "page.html").read_text()
     assert text.count(f">{UNKNOWN}<") == 2 and NOISE not in text
-    line, one = bench.line("a"), Ratio((2.0,))
-    prepared = replace(line, prepared=one, again=one)
+    line, ratio = bench.line("a"), Ratio((2.0,))
+    prepared = replace(line, prepared=ratio, again=ratio)
     assert summary(prepared) == summary(replace(prepared, steps=False, alone=None, company=None))
     several = replace(prepared, alone=Ratio((2.0,) * 5), company=None)
     assert summary(several) == f"faster; preparing {UNKNOWN}"

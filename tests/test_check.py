@@ -208,8 +208,8 @@ def test_one_example_at_a_time_is_warned_of_unless_it_is_meant(tiny, check):
     assert "Add [plugins.bfd_packing], or set train.micro_batch = 8" in line
     assert "train.micro_batch = 4 (1 if you mean it)" in check(path, ranks=2).warn[0]
     for words in (["train.micro_batch=1"], ["plugins.bfd_packing.capacity=256"]):
-        assert not any("at a time" in one for one in check(path, *words).warn), words
-    assert not any("at a time" in one for one in check(path, ranks=8).warn)
+        assert not any("at a time" in line for line in check(path, *words).warn), words
+    assert not any("at a time" in line for line in check(path, ranks=8).warn)
     [said] = re.findall("warning: .*", run_plugsft(path, "train.steps=1").stdout)
     assert said.endswith(line.removeprefix("ranks").strip())
 

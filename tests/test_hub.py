@@ -18,11 +18,12 @@ LOAD = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 hub, here = (AutoModelForCausalLM.from_pretrained(name) for name in sys.argv[1:3])
-one, other = hub.state_dict(), here.state_dict()
-assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+theirs, ours = hub.state_dict(), here.state_dict()
+assert theirs.keys() == ours.keys()
+assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 template = AutoTokenizer.from_pretrained(sys.argv[1]).chat_template
 assert template == AutoTokenizer.from_pretrained(sys.argv[2]).chat_template
-print(len(one), "weights are equal")
+print(len(ours), "weights are equal")
 """
 
 
@@ -229,7 +230,7 @@ def test_a_copy_has_a_card_unless_somebody_wrote_one(run, tmp_path):
     check_card(text, "copy")
     assert damage(tmp_path / "copy") is None
     (tmp_path / "copy/README.md").write_text("My own words.")
-    mine = shutil.copytree(run, tmp_path / "mine")
-    (mine / "model/README.md").write_text("My own words.")
-    assert run_plugsft("export", mine, "--to", tmp_path / "other").returncode == 0
+    edited = shutil.copytree(run, tmp_path / "edited")
+    (edited / "model/README.md").write_text("My own words.")
+    assert run_plugsft("export", edited, "--to", tmp_path / "other").returncode == 0
     assert (tmp_path / "other/README.md").read_text() == "My own words."

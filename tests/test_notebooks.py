@@ -1,13 +1,39 @@
-"""The notebooks of docs/: their outputs are those of their code, and they run in a real kernel."""
+"""Notebooks run in a real kernel: those of docs/, and one whose stop button is pressed."""
 
 import importlib
 import json
 import re
+import sys
+import time
 
 import pytest
-from conftest import ROOT, only_full, read_metrics
+from conftest import ROOT, only_full, read_metrics, tiny_tables
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+TRAIN = """
+import plugsft
+from plugsft import hookimpl, plugin, state
+
+@plugin()
+class Slow:
+    after: int
+    seen: list = state([])
+
+    @hookimpl
+    def stepped(self, run):
+        self.seen.append(run.step)
+        if run.step > self.after:
+            import time
+            time.sleep(0.5)
+
+slow = Slow(after=2)
+plugsft.train(TABLES, plugins=[slow])
+"""
+RESUME = """
+run = plugsft.train(TABLES, resume=True, train={"epochs": 4})
+print(slow.seen[:3], len(run.metrics))
+run
+"""
 
 
 @pytest.fixture
@@ -61,7 +87,7 @@ def test_links_lead_somewhere_and_pages_lead_here(path):
 
 
 @pytest.mark.slow
-def test_own_chats_with_lora(execute, tmp_path):
+def test_the_model_of_own_chats_answers_them(execute, tmp_path):
     texts = execute("own_chats")
     losses = [line["loss"] for line in read_metrics(tmp_path / "runs/bakery")]
     assert losses[-1] < 0.3 < 3 < losses[0]
@@ -74,7 +100,7 @@ def test_own_chats_with_lora(execute, tmp_path):
 
 
 @only_full
-def test_preferences(execute, tmp_path):
+def test_preferences_make_a_model_brief(execute, tmp_path):
     texts = execute("preferences")
     lines = (tmp_path / "runs/brief/metrics.jsonl").read_text().splitlines()
     evaluations = [line for line in map(json.loads, lines) if "eval_loss" in line]
@@ -87,7 +113,7 @@ def test_preferences(execute, tmp_path):
 
 
 @only_full
-def test_a_plugin_of_ones_own(execute, tmp_path):
+def test_a_plugin_of_the_notebook_changes_the_loss(execute, tmp_path):
     texts = execute("own_plugin")
     plain, usual, focal = (
         read_metrics(tmp_path / f"runs/{name}") for name in ("plain", "usual", "focal")
@@ -99,3 +125,67 @@ def test_a_plugin_of_ones_own(execute, tmp_path):
     assert any("gamma = -1.0 trains most on known tokens" in text for text in texts.values())
     talk = next(text for code, text in texts.items() if "talk =" in code)
     assert talk.count("I am a tiny language model, trained from scratch by the plugsft") == 2
+
+
+class Kernel:
+    """A kernel of this Python, as notebooks start it."""
+
+    def __init__(self, folder):
+        from jupyter_client.kernelspec import KernelSpec
+        from jupyter_client.manager import KernelManager
+
+        self.manager = KernelManager()
+        words = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self.manager._kernel_spec = KernelSpec(argv=words, language="python")
+        self.manager.start_kernel(cwd=str(folder))
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def messages(self, code):
+        """Run a cell; yield its messages until it ends."""
+        asked = self.client.execute(code)
+        while True:
+            message = self.client.get_iopub_msg(timeout=120)
+            if message["parent_header"].get("msg_id") == asked:
+                yield message["msg_type"], message["content"]
+                if message["content"].get("execution_state") == "idle":
+                    return
+
+    def end(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    kernel = Kernel(tmp_path)
+    yield kernel
+    kernel.end()
+
+
+@only_full
+def test_a_notebook_trains_and_is_interrupted_in_order(kernel, tmp_path):
+    tables = tiny_tables(tmp_path)
+    tables["train"]["epochs"] = 4
+    setup = f"TABLES = {tables!r}\n"
+    text, error, interrupted = "", {}, 0.0
+    for kind, content in kernel.messages(setup + TRAIN):
+        if kind == "stream" and content["name"] == "stdout":
+            text += content["text"]
+            # The line of a step is here while the run goes on.
+            if "step 3/12" in text and not interrupted:
+                interrupted = time.monotonic()
+                kernel.manager.interrupt_kernel()
+        if kind == "error":
+            error = content
+    assert interrupted and error["ename"] == "Stopped", text
+    assert "stopped by SIGINT after step" in error["evalue"] and "step 12/12" not in text
+    shown, text = {}, ""
+    for kind, content in kernel.messages(RESUME):
+        assert kind != "error", content
+        text += content["text"] if kind == "stream" else ""
+        shown |= content["data"] if kind == "execute_result" else {}
+    assert "[1, 2, 3] 12" in text and "step 12/12" in text
+    assert "completed" in shown["text/plain"] and "<table" in shown["text/html"]

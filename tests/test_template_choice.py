@@ -114,11 +114,11 @@ def test_one_row_decides_for_all_and_rows_that_the_own_template_can_mask_stay(
     monkeypatch.setattr(template_choice, "RANGES", 20)
     own, variant = lighten(QWEN), variant_of(lighten(QWEN))
     assert variant.chat_template == (FOLDER / "qwen3_training.jinja").read_text("utf8")
-    one = {"messages": [ASK, TELL]}
+    short = {"messages": [ASK, TELL]}
     for rows, chosen in (
-        ([one] * 2000, own),
-        ([one] * 1999 + [TWO], own),  # beyond the sample: refused below, with the cure
-        ([one] * 990 + [TWO] * 20 + [one] * 990, variant),
+        ([short] * 2000, own),
+        ([short] * 1999 + [TWO], own),  # beyond the sample: refused below, with the cure
+        ([short] * 990 + [TWO] * 20 + [short] * 990, variant),
         ([TWO], variant),
         ([PROMPTED] * 3, own),
         ([{"text": "owls"}], own),

@@ -161,7 +161,7 @@ def test_scatter_of_a_busy_machine_is_no_gain():
 
 def test_a_repeat_that_runs_out_of_memory_counts():
     speeds = iter([(1.0,), ()])
-    search = Search([1], Setting(1), lambda one: Probe(one, next(speeds, ())))
+    search = Search([1], Setting(1), lambda setting: Probe(setting, next(speeds, ())))
     search.run()
     assert search.best() is None and not search.probes[0].speed
 
@@ -171,7 +171,7 @@ def search(own, fits, **options):
     made = Search(
         [1, 2, 4, 8, 16],
         own,
-        lambda one: Probe(one, (1.0,) if fits(one) else (), one.size),
+        lambda setting: Probe(setting, (1.0,) if fits(setting) else (), setting.size),
         **options,
     )
     made.run()

@@ -109,7 +109,7 @@ class Inspection:
 
     @property
     def errors(self) -> list[str]:
-        """Problems of all sources that would stop the run or make training wrong."""
+        """Problems of all sources: they would stop or spoil a run."""
         return [f"{source.name}: {error}" for source in self.sources for error in source.errors]
 
     @property

@@ -53,7 +53,7 @@ class FinishedRun:
 
     @property
     def metrics(self) -> "DataFrame":
-        """The metrics of each step, a row a step.
+        """The metrics, with a row for each step.
 
         run.metrics[["step", "loss", "learning_rate"]]
         """
@@ -61,11 +61,11 @@ class FinishedRun:
 
     @property
     def evaluations(self) -> "DataFrame":
-        """The metrics of each evaluation, a row an evaluation; no rows without [eval]."""
+        """The metrics of each evaluation; no rows without [eval]."""
         return self._table("eval_loss")
 
     def model(self) -> "PreTrainedModel":
-        """Return the model, loaded with transformers, with its adapters if it has any.
+        """Return the model as transformers loads it, with its adapters.
 
         It is loaded once, onto a GPU if available, and shared with `generate`.
         """

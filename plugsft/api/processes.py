@@ -88,7 +88,7 @@ def _on_cpu(recipe: Recipe, ranks: int) -> bool:
             raise LaunchError(f"ranks={ranks}: on the CPU of this machine, give at most {most}")
         return True
     if ranks > (gpus := torch.cuda.device_count()):
-        raise LaunchError(f"ranks={ranks}: there are {gpus} GPUs; one rank needs one")
+        raise LaunchError(f"ranks={ranks}: each rank needs a GPU; give at most {gpus}")
     return False
 
 

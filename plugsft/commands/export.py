@@ -43,7 +43,7 @@ def export(
     without: Without = None,
     trust_remote_code: Trusted = False,
 ) -> None:
-    """Copy or upload a trained model, make one from a checkpoint, or merge adapters."""
+    """Copy, upload or merge a model, or make one of a checkpoint."""
     from .runs.model_folder import ensure_exportable, ensure_model, has_model
 
     if str(to).startswith(HUB):

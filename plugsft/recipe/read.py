@@ -66,7 +66,7 @@ def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
 
 
 def _suggest_value(text: str, error: str) -> str:
-    """Return a hint if the line of an error sets a key to text without quotes."""
+    """Return a hint if an error's line has a text without quotes."""
     place = re.search(r"at line (\d+)", error)
     line = text.splitlines()[int(place[1]) - 1 :][:1] if place else []
     match = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z~./$][^#\"']*)", "".join(line))

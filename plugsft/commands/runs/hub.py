@@ -17,7 +17,7 @@ from ...base.console import format_count, format_size, is_terminal, say
 from ...base.errors import PlugsftError
 from ..hub_names import HUB
 from .card import CARD, is_edited
-from .hub_errors import explain, momentary
+from .hub_errors import LOGIN, explain, momentary
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds until a failed request is tried again; each failure doubles them."""
@@ -42,10 +42,7 @@ class Repository:
         ensure_name(name)
         self._token = get_token()
         if not self._token:
-            raise PlugsftError(
-                f"{HUB}{name}: there is no token for the hub: run `hf auth login`, or set "
-                "HF_TOKEN to a token with the right to write"
-            )
+            raise PlugsftError(f"{HUB}{name}: there is no token for the hub: run {LOGIN}")
         # Its warnings show addresses that are signed; failures have lines of our own.
         hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
         if not is_terminal():
@@ -65,7 +62,7 @@ class Repository:
         wrong = [name for name in digests.files if not digests.same(name, remote.get(name))]
         if wrong:
             raise PlugsftError(
-                f"{self.url}: {wrong[0]} is not there as it is here; somebody else changed it, or "
+                f"{self.url}: {wrong[0]} differs from the file here; somebody else changed it, or "
                 "the folder was changed during the upload: run the same command again"
             )
         seconds = time.monotonic() - started

@@ -8,7 +8,8 @@ from ..hub_names import HUB
 
 MOMENTARY = (408, 409, 412, 425, 429)
 """Answers that may differ in a moment: too slow, another commit came first, too many requests."""
-TOKEN = "log in again with `hf auth login`, or set HF_TOKEN to a token with the right to write"
+LOGIN = "`hf auth login`, or set HF_TOKEN to a token with the right to write"
+AGAIN = f"log in again with {LOGIN}"
 
 
 def momentary(error: BaseException) -> str | None:
@@ -32,11 +33,11 @@ def explain(error: BaseException, name: str) -> str:
     why = _first_line(error)
     match statuses:
         case [401, *_]:
-            return f"{HUB}{name}: the hub refuses the token (401); {TOKEN}"
+            return f"{HUB}{name}: the hub refuses the token (401); {AGAIN}"
         case [403, *_]:
-            return f"{HUB}{name}: this token may not write there (403: {why}); {TOKEN}"
+            return f"{HUB}{name}: this token may not write there (403: {why}); {AGAIN}"
         case [404, *_]:
-            return f"{HUB}{name}: the hub has none, or hides it from this token (404); {TOKEN}"
+            return f"{HUB}{name}: the hub has none, or hides it from this token (404); {AGAIN}"
     if isinstance(error, OfflineModeIsEnabled):
         return f"{HUB}{name}: HF_HUB_OFFLINE forbids the network; unset it"
     return f"{HUB}{name}: {type(error).__name__}: {why}"
