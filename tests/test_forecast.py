@@ -262,7 +262,7 @@ def test_where_nothing_fits_a_line_that_fits_is_named_and_true(recipe):
     change, _, came = lower.partition(": ")
     assert "fits" in came, little.stdout
     again = run_plugsft(*words, "1750MB", change.replace(" ", ""))
-    assert "choose: one process" in again.stdout
+    assert f"choose: one process, plugsft {recipe} train.micro_batch=4\n" in again.stdout
     assert came.split(" with ")[0] in again.stdout, "the line is true"
     assert any("[plugins.gradient_checkpointing]" in line and "fits" in line for line in lines)
     assert any("--gpus 1x2" in line for line in lines)

@@ -1,12 +1,11 @@
 """`plugsft check`: find mistakes before training."""
 
-import shlex
 from typing import Annotated
 
 import typer
 
 from ..base.console import say
-from .options import Overrides, RecipeFile, Without
+from .options import Overrides, RecipeFile, Without, same_words
 
 
 def check(
@@ -29,6 +28,6 @@ def check(
     from .runs.start import option_to_start
 
     check_recipe(loaded, active, recipe, ranks)
-    words = [str(recipe), *(overrides or []), *(f"--without={name}" for name in without or [])]
+    words = same_words(recipe, overrides, without)
     option, why = option_to_start(loaded, active)
-    say(f"ready{why and ' '}{why}: plugsft {shlex.join([*words, *option.split()])}")
+    say(f"ready{why and ' '}{why}: plugsft {words}{option and ' '}{option}")

@@ -1,5 +1,7 @@
 """Arguments and options that several commands share."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -50,3 +52,9 @@ Launch = Annotated[
         show_default=False,
     ),
 ]
+
+
+def same_words(recipe: Path, overrides: Sequence[str] | None, without: Sequence[str] | None) -> str:
+    """Return the words of a command that name the same recipe with the same changes."""
+    changes = [*(overrides or []), *(f"--without={name}" for name in without or [])]
+    return shlex.join([str(recipe), *changes])

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from ..base.sizes import SIZES
-from .options import Overrides, RecipeFile, Without
+from .options import Overrides, RecipeFile, Without, same_words
 
 
 def plan(
@@ -46,4 +46,5 @@ def plan(
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab.forecast import run as forecast
 
-    forecast.plan(loaded, active, recipe, forecast.Options(gpus, memory, gpu, probe))
+    words = same_words(recipe, overrides, without)
+    forecast.plan(loaded, active, words, forecast.Options(gpus, memory, gpu, probe))

@@ -42,8 +42,11 @@ class Options:
     probe: bool
 
 
-def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
-    """Forecast the memory of each strategy; where nothing fits, find changes that would."""
+def plan(recipe: Recipe, active: Active, words: str, options: Options) -> None:
+    """Forecast the memory of each strategy; where nothing fits, find changes that would.
+
+    `words`: the recipe and its changes, as in the command line.
+    """
     machines, per_machine = parse_gpus(options.gpus)
     cluster = cluster_of(options, machines, per_machine, recipe.device == "cpu")
     active.attach(DataDefaults(recipe.folder), BatchDefaults())
@@ -64,7 +67,7 @@ def plan(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
             for change, forecast in suggest(forecaster, recipe, cluster):
                 say(f"  {change}: {describe(forecast, cluster)}")
         else:
-            command = launch(chosen.strategy, cluster, path)
+            command = launch(chosen.strategy, cluster, words)
             say(f"choose: {chosen.strategy.name}, {command}")
             for line in explain_missing(command):
                 say(line)
@@ -201,13 +204,13 @@ def describe(forecast: Forecast, cluster: Cluster) -> str:
     return f"{format_size(total_of(forecast, cluster))} with {forecast.strategy.name}, {fits}"
 
 
-def launch(strategy: Strategy, cluster: Cluster, path: Path) -> str:
+def launch(strategy: Strategy, cluster: Cluster, words: str) -> str:
     """Return the command that starts the run."""
     if strategy is SINGLE:
-        return f"plugsft {path}"
-    words = f"accelerate launch --config_file recipes/accelerate/{strategy.file}"
-    words += f" --num_machines {cluster.machines}" if cluster.machines > 1 else ""
-    return f"{words} --num_processes {cluster.ranks} -m plugsft {path}"
+        return f"plugsft {words}"
+    launcher = f"accelerate launch --config_file recipes/accelerate/{strategy.file}"
+    launcher += f" --num_machines {cluster.machines}" if cluster.machines > 1 else ""
+    return f"{launcher} --num_processes {cluster.ranks} -m plugsft {words}"
 
 
 def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> list[str]:
