@@ -156,7 +156,7 @@ class FinishedRun:
 
 
 def _ensure_prompts(prompts: object) -> None:
-    """Refuse what is no list of questions and chats."""
+    """Refuse anything but a list of questions and chats."""
     for prompt in prompts if isinstance(prompts, list | tuple) else [None]:
         turns = prompt if isinstance(prompt, list) else [] if isinstance(prompt, str) else [None]
         for turn in turns:

@@ -199,7 +199,7 @@ def tokenizer_of(folder: Path, trusted: bool) -> Any:
 
 
 def num_tokens(folder: Path, trusted: bool) -> int:
-    """Count the tokens of the tokenizer beside adapters; 0 if there is none."""
+    """Count the tokens of the adapters' tokenizer; 0 without a tokenizer."""
     own = (folder / "tokenizer_config.json").is_file()
     return len(tokenizer_of(folder, trusted)) if own else 0
 

@@ -21,7 +21,7 @@ class MyPlugin:
 
     @hookimpl
     def render(self, rows: list[dict[str, Any]], tokenizer: Tokenizer) -> Rendered | None:
-        """Turn rows into texts, of which the answers are trained."""
+        """Turn rows into texts whose answers are trained."""
         if not any(row.keys() >= COLUMNS for row in rows):
             return None  # another format: the core, or another plugin, renders these rows
         rendered = Rendered(read=COLUMNS, mask="the letter of the answer")
@@ -39,7 +39,7 @@ class MyPlugin:
         return rendered
 
     def _problem(self, row: dict[str, Any]) -> str | None:
-        """Return what is wrong with a row."""
+        """Return the mistake in a row."""
         question, choices, answer = (row.get(name) for name in ("question", "choices", "answer"))
         if not isinstance(question, str) or not isinstance(choices, list):
             return "no 'question' as text, or no list of 'choices'"
