@@ -1,5 +1,6 @@
 """export --to hub: one commit, whole or not at all, through cuts, to those who may; the card."""
 
+import json
 import os
 import re
 import shutil
@@ -11,8 +12,10 @@ from conftest import ROOT, chats, only_full, run_plugsft, tiny_tables, write_rec
 from hub_server import READER, TOKEN, Repo, environment, serve
 from huggingface_hub import ModelCard
 
+from plugsft import PlugsftError
 from plugsft.base.atomic import damage
-from plugsft.commands.runs.card import is_edited
+from plugsft.commands.runs.card import is_edited, model_card
+from plugsft.commands.runs.model_folder import ensure_model
 
 LOAD = """
 import sys, torch
@@ -222,6 +225,25 @@ def test_merged_models_checkpoints_and_copies_have_their_cards(run, hub, tmp_pat
     assert merged.returncode == 0, merged.stderr
     assert call(hub, tmp_path / "home", "-c", LOAD, "me/adapters", adapters / "merged").stdout
     assert not [*adapters.parent.glob(".export-*")]
+
+
+def test_weights_that_were_not_copied_are_not_uploaded(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(PlugsftError, match=r"model.safetensors: is empty; copy the model again"):
+        ensure_model(tmp_path)
+
+
+def test_a_card_has_no_secret_of_the_recipe_and_stays_valid(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "läuf: #1")
+    prompts = [f"my token: {TOKEN}", "```\n---\nlicense: mine", "https://me:hush@hub.org/x"]
+    with (copy / "recipe.toml").open("a", encoding="utf8") as recipe:
+        recipe.write(f"\n[plugins.samples]\nprompts = {json.dumps(prompts)}\n")
+    card = model_card(copy, copy / "model", "me/x")
+    assert TOKEN not in card and "hush" not in card and card.count("***") == 2
+    assert ModelCard(card).data.to_dict().keys() == {"library_name", "pipeline_tag", "tags"}
+    fence = re.search(r"^(`+)toml\n", card, re.M)[1]
+    assert len(fence) == 4 and card.count(fence) == 2
 
 
 def test_a_copy_has_a_card_unless_somebody_wrote_one(run, tmp_path):

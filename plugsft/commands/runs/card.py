@@ -35,6 +35,10 @@ TAGGED = (
 """Capabilities whose plugins are tags of the card."""
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:[^\s/,;:\"']+/)+([^\s/,;:\"']+)")
 """A path of this machine in a text."""
+SECRET = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{16,}|(?<=://)[^\s/@\"'`|]+(?=@)"
+)
+"""A token of a service, or the user and password in an address; a card may be public."""
 
 
 def model_card(output: Path, model: Path, place: str) -> str | None:
@@ -53,7 +57,7 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
         body = "\n\n".join(filter(None, sections(run, folder, model, place)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # another version's record, or a damaged one
-    text = f"---\n{metadata(run, model).to_yaml()}\n---\n\n{body}\n"
+    text = SECRET.sub("***", f"---\n{metadata(run, model).to_yaml()}\n---\n\n{body}\n")
     return f"{text}\n<!-- written by plugsft: {checksum(text)} -->\n"
 
 
@@ -158,9 +162,10 @@ def sections(run: dict[str, Any], folder: Path, model: Path, place: str) -> Iter
     yield "## Plugins\n\n" + "\n".join(plugins) if plugins else ""
     with suppress(OSError, ValueError):
         recipe = tomli_w.dumps(without_paths(parse_toml(read_text(folder / "recipe.toml"))))
+        fence = max(["``", *re.findall("`+", recipe)], key=len) + "`"
         yield (
             "## Recipe\n\n<details><summary>The whole recipe; folders are left out</summary>\n\n"
-            f"```toml\n{recipe}```\n\n</details>"
+            f"{fence}toml\n{recipe}{fence}\n\n</details>"
         )
     yield "## Versions\n\n" + table(table_of(run, "versions"))
 

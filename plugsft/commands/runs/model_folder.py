@@ -70,7 +70,10 @@ def ensure_exportable(output: Path, merge: bool, to: Path | None) -> Path:
 
 
 def ensure_model(output: Path) -> None:
-    """Refuse an output without a model or a checkpoint."""
+    """Refuse an output without a model or a checkpoint, and weights that were not copied."""
+    for path in output.glob("*.safetensors"):
+        if not path.stat().st_size:
+            raise PlugsftError(f"{path}: is empty; copy the model again")
     if not has_model(output) and checkpoint_of(output) is None:
         model_folder(output)  # raises the error
 
