@@ -1,5 +1,6 @@
 """The command line: `plugsft RECIPE` trains; every other command is named."""
 
+import io
 import os
 import shlex
 import sys
@@ -107,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; print the user's mistakes without a traceback, and exit with their code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     quiet_libraries()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows codes
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(with_auto(with_command(words)), prog_name="plugsft")
     except PlugsftError as error:

@@ -1,9 +1,14 @@
 """plugsft init: recipes whose commands work where they are written, and completion in the shell."""
 
 import json
+import os
 import re
+import resource
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import tomllib
 
 import jsonschema
@@ -11,6 +16,7 @@ import pytest
 from conftest import FULL, ROOT, chats, only_full, run_plugsft, tiny_tables, write_recipe
 from test_docs import parse
 
+from plugsft import PlugsftError
 from plugsft.commands.bundled_recipes import SCHEMA, commands_of, files_of, print_kinds, write
 from plugsft.commands.json_schema import schema_text
 from plugsft.registry.load import load
@@ -81,6 +87,31 @@ def test_no_file_is_overwritten(tmp_path):
         assert done.returncode == 2 and says in done.stderr
         assert done.stderr.count("\n") == 1
     assert written(tmp_path) == before
+
+
+def test_a_terminal_without_utf8_shows_codes(tmp_path):
+    words = [sys.executable, "-m", "plugsft", "init", "launch", "--to", str(tmp_path / "Größe")]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and r"Gr\xf6\xdfe" in done.stdout, done.stderr
+
+
+def test_a_disk_that_fills_up_leaves_no_recipe_and_no_empty_file(tmp_path):
+    files = files_of("sft")
+    largest = max(files, key=lambda path: len(files[path]))
+    place = tmp_path / "place"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    action = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(files[largest]) // 2, before[1]))
+    try:
+        with pytest.raises(PlugsftError, match="set --to"):
+            write("sft", place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, action)
+    assert all(written(place).values()) and "recipes/sft.toml" not in written(place)
+    write("sft", place)
+    assert {*files} <= {*written(place)} and largest in written(place)
 
 
 @pytest.fixture(scope="module")

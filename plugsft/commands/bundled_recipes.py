@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+from ..base.atomic import replace_file
 from ..base.console import say
 from ..base.errors import PlugsftError, did_you_mean, reason_of
 from .json_schema import schema_text
@@ -73,9 +74,10 @@ def write_missing(kind: str, folder: Path) -> list[str]:
     if recipes and not (folder / SCHEMA).exists():
         files[SCHEMA] = schema_text() + "\n"
     try:
-        for path, text in files.items():
+        for path, text in reversed(files.items()):  # the recipe last: it says that all is there
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text((POINTER if path in recipes else "") + text, "utf8")
+            with replace_file(folder / path) as temporary:
+                temporary.write_text((POINTER if path in recipes else "") + text, "utf8")
     except OSError as error:
         raise PlugsftError(f"{error.filename or folder}: {reason_of(error)}; set --to") from error
     return [*files]
