@@ -46,6 +46,8 @@ TOO_SLOW = {
     "tools/install dev,deepspeed,fast,fp8,liger,quantize,trackers": "tools/test runs it",
     "tools/install --oldest dev,deepspeed,fast,fp8,liger,quantize,trackers": "tools/test "
     "--full runs it",
+    "PLUGSFT_OLDEST=1 .venv-oldest/bin/pytest -W ignore::DeprecationWarning "
+    "-W ignore::FutureWarning tests/test_loop.py": "tools/test --full runs it",
     "tools/check": "its parts are in tools/test",
     "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it, with its own model",
     "tools/test --full": "takes longer than CI has",

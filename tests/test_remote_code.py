@@ -93,6 +93,8 @@ def commands(runs: Path, recipe: Path, to: Path) -> dict[str, list[list[object]]
             for number, point in enumerate(points)
             for merge in ((), ("--merge",))
         ],
+        "init": [["--list"]],
+        "quickstart": [["--help"]],  # it trains a new model, on its own data
         "new-plugin": [["mine", "--folder", to]],
         "bench": [[recipe, "--rounds", "1", "--steps", "1", "--out", to / "bench"]],
         "tune": [[recipe, "--steps", "1"]],

@@ -577,7 +577,7 @@ def test_the_recipe_trains(tmp_path):
     tables["train"] |= {"batch_size": 8}
     tables["plugins"]["arrow_cache"] = {"folder": str(tmp_path / "cache")}
     recipe = write_recipe(tmp_path / "recipe.toml", tables)
-    result = run_plugsft(recipe, "--without", "fast_tokenizer")
+    result = run_plugsft(recipe)
     assert result.returncode == 0, result.stderr
     assert "kto loss, beta 0.1; reference: a frozen copy; " in result.stdout
     assert len(read_metrics(tmp_path / "run")) == 2

@@ -34,7 +34,8 @@ def model_folder(output: Path) -> Path:
 
 def _state(output: Path, total: int) -> str:
     """Describe an unfinished run, and what to do."""
-    done = max((line["step"] for line in read_metrics(output / "metrics.jsonl")), default=0)
+    steps = (line.get("step") for line in read_metrics(output / "metrics.jsonl"))
+    done = max((step for step in steps if isinstance(step, int)), default=0)
     newest = newest_checkpoint(output / "checkpoints")
     if is_locked(output):
         text = f"its run is at step {done} of {total}; wait for its end"
