@@ -108,7 +108,7 @@ def test_linked_files_outlive_their_originals(tmp_path):
 @only_full
 def test_a_killed_run_uploads_what_is_missing_after_a_resume(hub, tmp_path):
     hub.faults.append(("PUT /store", "hang"))
-    recipe = recipe_of(tmp_path, steps=600, saves=50, every="checkpoint")
+    recipe = recipe_of(tmp_path, steps=3000, saves=100, every="checkpoint")
     process = start(hub, tmp_path, recipe)
     assert hub.hangs.wait(120)
     process.send_signal(signal.SIGKILL)
