@@ -3,13 +3,13 @@
 import os
 import re
 import time
-from pathlib import Path
 
 import pytest
 import trl
 from conftest import chats, tiny_tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from template_families import ASK, CALL, FOLDER, RESULT, SYSTEM, TELL
 
 from plugsft import DataError
 from plugsft.commands.audit.chats import AuditedChat
@@ -28,21 +28,11 @@ from plugsft.tokens.tokenizer import encode, lighten
 
 # PLUGSFT_FULL=1 (tools/test --full) makes this many chats, otherwise a tenth.
 COUNT = 2_000 if os.environ.get("PLUGSFT_FULL") == "1" else 200
-FOLDER = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = {path.stem: path.read_text("utf8") for path in sorted(FOLDER.glob("*.jinja"))}
 MARKED = [name for name, source in TEMPLATES.items() if compile_template(source).marked]
 PAIRS = [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]
 
-ASK, TELL = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
-SYSTEM = {"role": "system", "content": "be brief"}
 THINK = {**TELL, "reasoning_content": "birds at night"}
-FUNCTION = {"name": "look_up", "arguments": {"word": "owl"}}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "abcdef123", "type": "function", "function": FUNCTION}],
-}
-RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "abcdef123", "content": "a bird"}
 WORD = {"type": "string", "description": "What to look up."}
 TOOL = {
     "name": "look_up",

@@ -12,6 +12,7 @@ import trl
 from conftest import TEXT, only_full, tiny_tables
 from datasets import Dataset
 from peft import LoraConfig
+from template_families import CALL, RESULT
 from test_dpo import Run, assert_trl_s, of_trl, say, shaken
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -178,13 +179,6 @@ def test_ids_and_masks_are_trl_s(tmp_path, form, kind, template):
             assert tokenizer.decode(ids[end:]).strip(" ") == newline, row
 
 
-LOOK = {"name": "look_up", "arguments": {"word": "owl"}}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "abcdef123", "type": "function", "function": LOOK}],
-}
-RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "abcdef123", "content": "a bird"}
 WORD = {"word": {"type": "string", "description": "w"}}
 TOOL = {
     "name": "look_up",
