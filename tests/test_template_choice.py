@@ -19,11 +19,11 @@ from plugsft.data import template_choice
 from plugsft.data.cache_key import template_key
 from plugsft.data.chat import Chat
 from plugsft.data.defaults import DataDefaults
-from plugsft.data.jsonl import RowList
 from plugsft.data.messages import call_variants
 from plugsft.data.slices import target_mask
+from plugsft.data.sources import open_source
 from plugsft.data.template_choice import choose_template, disprove, variant_of
-from plugsft.recipe.tables import Data, Recipe
+from plugsft.recipe.tables import Data, Recipe, Source
 from plugsft.registry.active import rebuild
 from plugsft.tokens.tokenizer import encode, lighten
 
@@ -36,9 +36,10 @@ def choose(tokenizer, rows, folder, model=None, plugins=None, **data):
     tables = bare_tables(folder, {}) | {"model": {"path": "x", **(model or {})}}
     tables["data"] |= data
     recipe = Recipe.model_validate(tables)
-    hooks = rebuild(plugins or {}).attach(DataDefaults(folder)).hooks
-    light = choose_template(lighten(tokenizer), recipe, [RowList(rows)], hooks)
-    return light, hooks.render(rows=rows, tokenizer=light, data=recipe.data)
+    source = open_source(Source(source=str(write_jsonl(folder / "rows.jsonl", rows))), "data")
+    active = rebuild(plugins or {}).attach(DataDefaults(folder))
+    light = choose_template(lighten(tokenizer), recipe, [source], active)
+    return light, active.hooks.render(rows=rows, tokenizer=light, data=recipe.data)
 
 
 def trained_parts(tokenizer, light, rendered):
@@ -160,6 +161,16 @@ def test_answers_to_compare_are_written_by_one_template(plugin, tmp_path):
         pairs = zip(rendered.texts, rendered.spans, strict=True)
         first, second = (text[: spans[0][0]] for text, spans in pairs)
         assert first == second and first.endswith("<|im_start|>assistant\n")
+
+
+def test_a_later_start_reads_no_row(tmp_path, monkeypatch):
+    """Rows are read once, not by each rank of each start: files may have billions of bytes."""
+    chosen = choose(QWEN, [TWO] * 3, tmp_path)[0]
+    monkeypatch.setattr(template_choice, "_sample", None)
+    assert choose(QWEN, [TWO] * 3, tmp_path)[0] == chosen == variant_of(lighten(QWEN))
+    for rows, settings in ([TWO] * 4, {}), ([TWO] * 3, {"ignore": ["label"]}):
+        with pytest.raises(TypeError):
+            choose(QWEN, rows, tmp_path, **settings)
 
 
 def broken(template, old, new):

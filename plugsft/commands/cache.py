@@ -28,9 +28,9 @@ def explain(
     folder: CacheFolder = None,
 ) -> None:
     """Say whether a recipe's data is cached; if not, what differs from the entries."""
-    from ..registry.load import load
+    from .load_recipe import load_recipe
 
-    loaded, active = load(recipe, overrides or [], without or [])
+    loaded, active = load_recipe(recipe, overrides, without)
     # A mistake in the recipe is reported before anything heavy is imported.
     from .cache_explain import explain_key
 

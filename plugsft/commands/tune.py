@@ -37,9 +37,9 @@ def tune(
 ) -> None:
     """Find the fastest micro-batch that fits; write a recipe with it."""
     from ..output.folder import ensure_inputs
-    from ..registry.load import load
+    from .load_recipe import load_recipe
 
-    loaded, active = load(recipe, overrides or [], without or [])
+    loaded, active = load_recipe(recipe, overrides, without)
     ensure_inputs(loaded, recipe)
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab.tune import run as lab

@@ -102,7 +102,7 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
     folder = _tokenizer_folder(recipe, sources, active)
     tokenizer = load_tokenizer(recipe.model, folder)
     plugins = token_plugins(active)
-    light = choose_template(lighten(tokenizer), recipe, sources, active.hooks)
+    light = choose_template(lighten(tokenizer), recipe, sources, active)
     work = ShardWriter(recipe.data, names, light, Path(), plugins, _hooks=active.hooks)
     return OpenData(work, sources, tokenizer, folder)
 

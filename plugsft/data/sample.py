@@ -52,7 +52,7 @@ def make_work(
         tokenizer = train_tokenizer(rows, make_renderer(recipe, active), model.scratch.vocab)
         tokenizer.save_pretrained(folder)
     light = lighten(load_tokenizer(model, folder))
-    light, plugins = choose_template(light, recipe, sources, active.hooks), token_plugins(active)
+    light, plugins = choose_template(light, recipe, sources, active), token_plugins(active)
     return ShardWriter(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
 
 

@@ -1,14 +1,18 @@
 """Choose a data set's chat template: the model's, or trl's training variant."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from ..base.checksums import cache_folder, digest
 from ..base.errors import DataError, RecipeError
 from ..base.types import Row
-from ..hooks import Hooks
 from ..recipe.tables import Data, Recipe
+from ..registry.active import Active
 from ..tokens.tokenizer import Tokenizer
+from .cache_key import plugin_versions, template_key
 from .chat import ANSWER, ASK, REWRITES, Chat, training_template
 from .messages import BadRow, read_turns
 from .slices import render
@@ -41,7 +45,7 @@ WORD, SPOKEN = re.compile(r"!\w+!"), ("!answer!", "!thought!", "!call!")
 
 
 def choose_template(
-    tokenizer: Tokenizer, recipe: Recipe, sources: Sequence[OpenSource], hooks: Hooks
+    tokenizer: Tokenizer, recipe: Recipe, sources: Sequence[OpenSource], active: Active
 ) -> Tokenizer:
     """Return the tokenizer with the template that writes all chats.
 
@@ -62,15 +66,41 @@ def choose_template(
         return replace(variant, variant_chosen=False)
     try:
         own, other = Chat(tokenizer, data), Chat(variant, data)
-        if any(_rewrites(own, turns) and not _rewrites(other, turns) for turns in PROBES):
-            for source, name in zip(sources, data.all_sources(), strict=False):
-                rendered = render(hooks, data, name.source, [*_sample(source)], tokenizer)
-                if any(REWRITES in reason for reason in rendered.bad.values()):
-                    why = disprove(tokenizer, variant, data)
-                    return replace(tokenizer, unproved=why) if why else variant
+        helps = any(_rewrites(own, turns) and not _rewrites(other, turns) for turns in PROBES)
+        if helps and rewrites_rows(tokenizer, data, sources, active):
+            why = disprove(tokenizer, variant, data)
+            return replace(tokenizer, unproved=why) if why else variant
     except (BadRow, DataError):
         pass  # preparing the rows raises it again, and names them
     return tokenizer
+
+
+def rewrites_rows(
+    tokenizer: Tokenizer, data: Data, sources: Sequence[OpenSource], active: Active
+) -> bool:
+    """Tell whether a template rewrites earlier turns of sampled rows.
+
+    The cache remembers the answer: a start with prepared tokens reads no row.
+    """
+    key = {
+        "data": [source.identity for source in sources],
+        "options": data.model_dump(include={"columns", "ignore", "train_on", "template_kwargs"}),
+        "template": template_key(tokenizer),
+        "plugins": plugin_versions(active, ("render",)),
+        "sample": [ROWS, RANGES],
+    }
+    file = cache_folder() / "templates" / f"{digest(key)}.json"
+    with suppress(OSError, ValueError):
+        return bool(json.loads(file.read_text()))
+    samples = (
+        render(active.hooks, data, name.source, [*_sample(source)], tokenizer)
+        for source, name in zip(sources, data.all_sources(), strict=False)
+    )
+    rewrites = any(REWRITES in why for sample in samples for why in sample.bad.values())
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(rewrites))
+    return rewrites
 
 
 def variant_of(tokenizer: Tokenizer) -> Tokenizer | None:
