@@ -9,7 +9,7 @@ from conftest import ROOT, run_plugsft
 
 from plugsft import __version__, cli
 from plugsft.base.errors import RecipeError
-from plugsft.registry import load
+from plugsft.commands import load_recipe
 
 COMMANDS = [
     *[
@@ -155,7 +155,7 @@ def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
     def refuse(*recipe):
         raise PermissionError(13, "Permission denied", "/secret")
 
-    monkeypatch.setattr(load, "load", refuse)
+    monkeypatch.setattr(load_recipe, "load", refuse)
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", str(tiny())])
     assert ended.value.code == 2
