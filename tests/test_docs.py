@@ -49,10 +49,11 @@ TOO_SLOW = {
     "PLUGSFT_OLDEST=1 .venv-oldest/bin/pytest -W ignore::DeprecationWarning "
     "-W ignore::FutureWarning tests/test_loop.py": "tools/test --full runs it",
     "tools/check": "its parts are in tools/test",
-    "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it, with its own model",
+    "plugsft recipes/quickstart_dpo.toml": "test_quickstart.py runs it with --full",
     "tools/test --full": "takes longer than CI has",
     "plugsft bench my.toml --only bfd_packing --rounds 1 --steps 3 --prepare-rounds 0": "a minute; "
     "test_bench.py runs benches",
+    "plugsft tune my.toml": "half a minute; test_tune.py tunes",
     "plugsft export runs/my-model --to hub:me/my-model": "test_hub.py has a hub to upload to",
     "accelerate launch --config_file recipes/accelerate/zero3.yaml --num_processes 2 "
     "-m plugsft my.toml": "DeepSpeed's start; test_launch.py trains with this file",

@@ -103,7 +103,7 @@ def compared(folder, monkeypatch, kind, plugins, more):
     "kind, plugins",
     [
         pytest.param("one", {}, marks=only_full),
-        ("one", CHECKPOINTING),
+        pytest.param("one", CHECKPOINTING, marks=only_full),
         pytest.param("fsdp2", {}, marks=only_full),
         pytest.param("zero3", {}, marks=only_full),
     ],

@@ -262,6 +262,7 @@ def kill_and_go_on(out, work, phases, enough):
     return after, output
 
 
+@only_full
 def test_the_probe_goes_on_after_a_kill(tmp_path):
     after, _ = kill_and_go_on(tmp_path / "out", tmp_path / "work", "probe", 4)
     probe = after["probe"]

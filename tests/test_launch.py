@@ -323,7 +323,10 @@ WATCH = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("cpu2", marks=only_full), "fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("cpu2", marks=only_full), "fsdp2", pytest.param("zero3", marks=only_full)],
+)
 def test_no_rank_holds_a_whole_model_that_is_sharded(tiny, tmp_path, monkeypatch, name):
     activate(install(tmp_path / "site", watch=WATCH), monkeypatch)
     scratch = {"hidden": 512, "layers": 8, "heads": 8, "vocab": 400, "context": 256}

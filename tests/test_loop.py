@@ -13,6 +13,7 @@ import pytest
 from conftest import (
     ROOT,
     chats,
+    only_full,
     read_metrics,
     run_plugsft,
     run_ranks,
@@ -53,6 +54,7 @@ def test_every_layout_of_a_global_batch_learns_the_same(tiny, tmp_path):
         assert found == pytest.approx(reference, rel=1e-5), (ranks, micro)
 
 
+@only_full
 def test_without_the_scaling_by_ranks_the_law_above_fails(tiny, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(ROOT / "plugsft", broken / "plugsft")

@@ -705,7 +705,7 @@ WEIGH = """
     ("kind", "launcher", "layout"),
     [
         ("full", "fsdp2", "shared fused again"),
-        ("lora", "zero3", "shared fused again"),
+        pytest.param("lora", "zero3", "shared fused again", marks=only_full),
         pytest.param("full", "zero3", "packed", marks=only_full),
         pytest.param("full", "zero3", "shared fused again", marks=only_full),
         pytest.param("full", "fsdp2", "again", marks=only_full),

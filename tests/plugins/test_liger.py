@@ -226,7 +226,8 @@ def test_loss_and_gradients_are_those_of_the_model_without_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("fsdp2", marks=only_full), "zero3"])
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+@only_full
 def test_ranks_that_share_the_weights_learn_what_one_plain_process_learns(tiny, tmp_path, name):
     train = {"batch_size": 2, "micro_batch": 1, "steps": 2, "max_grad_norm": 0.5}
     recipe = tiny(rows=chats(4), train=train)

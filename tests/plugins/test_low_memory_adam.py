@@ -188,6 +188,7 @@ dist.destroy_process_group()
 """
 
 
+@only_full
 def test_weights_that_fsdp2_divides_are_rounded_to_the_same_bits(tmp_path):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
