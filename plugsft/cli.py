@@ -36,6 +36,7 @@ from .commands import (
     train,
     tune,
 )
+from .commands.options import RECIPES
 from .commands.refusals import quiet_libraries, refusal_of
 
 
@@ -47,7 +48,7 @@ class _Commands(TyperGroup):
         return [*super().shell_complete(ctx, incomplete), *recipes]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if ctx.resilient_parsing and args[0].endswith(".toml"):
+        if ctx.resilient_parsing and args[0].endswith(RECIPES):
             args = ["train", *args]
         return super().resolve_command(ctx, args)
 
@@ -131,10 +132,10 @@ def with_command(words: list[str]) -> list[str]:
     if not words or words[0] in commands:
         return words
     first = words[0]
-    if first.endswith(".toml") or Path(first).is_file():
+    if first.endswith(RECIPES) or Path(first).is_file():
         return ["train", *words]
     if first.startswith("-") or "=" in first:
-        return ["train", *words] if any(word.endswith(".toml") for word in words) else words
+        return ["train", *words] if any(word.endswith(RECIPES) for word in words) else words
     hint = did_you_mean(first, commands) or f"; commands: {', '.join(commands)}"
     if Path(first).is_dir():
         hint = f", but a folder; try: plugsft show {shlex.quote(first)}"

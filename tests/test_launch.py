@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from conftest import (
     ROOT,
     chats,
@@ -26,6 +27,7 @@ from plugin_packages import activate, install
 
 from plugsft.base.atomic import HOST_ID, damage, is_alive
 from plugsft.output.folder import is_locked
+from plugsft.recipe.read import read
 
 NUMBERS = ("loss", "grad_norm", "eval_loss")
 EVAL = {"every": 2, "split": "train[:5]"}
@@ -83,7 +85,9 @@ def test_ranks_learn_what_one_process_learns(tiny, tmp_path, name):
     norms = [line["grad_norm"] for line in read_metrics(tmp_path / "alone") if "loss" in line]
     assert min(norms) > 2 * TRAIN["max_grad_norm"], "all of them are clipped"
     run = tmp_path / name
-    words = (*config(name), "-m", "plugsft", recipe, f"output={run}")
+    in_yaml = tmp_path / "recipe.yaml"  # the same recipe in another format
+    in_yaml.write_text(yaml.safe_dump(read(recipe)))
+    words = (*config(name), "-m", "plugsft", in_yaml, f"output={run}")
     # One kind is launched as a user does it; forks do for the others.
     code, out, err = finish(launch(*words)) if name == "fsdp2" else run_launch(*words)
     assert code == 0, err

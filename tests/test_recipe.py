@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -134,7 +136,9 @@ def test_a_missing_table_is_named_with_its_first_keys(tmp_path):
 def test_a_data_file_is_no_recipe(tmp_path):
     (tmp_path / "chats.jsonl").write_text("{}")
     (line,) = problems(tmp_path / "chats.jsonl")
-    assert line.startswith(f"{tmp_path / 'chats.jsonl'}: is data, not a recipe; write a recipe (a ")
+    assert line.startswith(
+        f"{tmp_path / 'chats.jsonl'}: is data, not a recipe; write a recipe (`pl"
+    )
     assert f'set data.source = "{tmp_path / "chats.jsonl"}" in it' in line
 
 
@@ -184,6 +188,12 @@ NEEDS_QUOTES = (
 )
 
 
+LAUGHS = "".join(
+    f"{a}: &{a} [{','.join([b] * 9)}]\n"
+    for a, b in zip("abcdef", ["1", *(f"*{c}" for c in "abcde")], strict=True)
+)
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -203,6 +213,127 @@ def test_broken_toml(tmp_path, content, expected):
     path = tmp_path / "recipe.toml"
     path.write_bytes(content)
     assert problems(path)[0].startswith(f"{path}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "r.yaml",
+            "train:\n\tseed: 1\n",
+            "is not YAML: found character '\\t' that cannot start any ",
+        ),
+        (
+            "r.yaml",
+            "a: [1\nb: 2",
+            "is not YAML: expected ',' or ']', but got ':' (at line 2, column 2)",
+        ),
+        ("r.yaml", "a: {b: 1,\n b: 2}", "a.b: is written twice (at line 2, column 2); remove one"),
+        ("r.yaml", "a: &a {x: 1}\nb:\n  <<: *a\n", "b: has a merge key, << (at line 3, column 3)"),
+        (
+            "r.yaml",
+            "plugins:\n  lora:\n",
+            "plugins.lora: has no value (at line 2, column 8); remove ",
+        ),
+        (
+            "r.yaml",
+            "a: [~]",
+            "a.0: has no value (at line 1, column 5); remove the key, or write {} ",
+        ),
+        (
+            "r.yaml",
+            "1: a",
+            "the recipe: has a key that is no text (at line 1, column 1); put it in ",
+        ),
+        (
+            "r.yaml",
+            "a: !!python/name:x y",
+            "a: has the tag tag:yaml.org,2002:python/name:x (at line",
+        ),
+        ("r.yaml", "- 1", "is not YAML: it should have tables, such as model:, data: and train:"),
+        ("r.yaml", "a: 1\n---\nb: 1", "is not YAML: found another document (at line 2, column 1)"),
+        ("r.yaml", "a: \x01", "is not YAML: unacceptable character #x0001"),
+        ("r.yaml", "a: &a [*a]", "is not YAML: nested deeper than 64 levels"),
+        ("r.yaml", "[" * 2000, "is not YAML: nested deeper than 64 levels"),
+        ("r.yaml", LAUGHS, "is not YAML: it has more than 100,000 values, as its aliases repeat"),
+        ("r.yml", "train:\n  keep_whole_gradients: no\n", ""),
+        ("r.yaml", "", "output: missing; set it, for"),
+        (
+            "r.json",
+            '{"a": 1,\n\t"b": {"c": 1,\n\t"c": 2}}',
+            "b.c: is written twice (at line 3, colu",
+        ),
+        ("r.json", '{"a": null}', "a: has no value (at line 1, column 7); remove the key"),
+        ("r.json", '{"a": 1,\n}', "is not JSON: "),
+        ("r.json", '{"a":' + "[" * 5000, "is not JSON: nested deeper than"),
+        ("r.json", "3", "is not JSON: it should have tables"),
+        ("r.json", '[{"text": "a"}]', "is data, not a recipe; write a recipe"),
+        ("r.json", '{"text": "a"}\n{"text": "b"}\n', "is data, not a recipe; write a recipe"),
+    ],
+)
+def test_broken_yaml_and_json(tmp_path, name, content, expected):
+    path = tmp_path / name
+    path.write_text(content)
+    lines = problems(path)
+    assert lines[0].startswith(f"{path}: {expected}")
+    if not expected:  # YAML 1.1 would read false
+        what = "train.keep_whole_gradients: given 'no'; it should be true or false"
+        assert f"{path}: {what}" in lines
+
+
+def test_yaml_and_json_say_what_toml_says(tmp_path):
+    """Numbers, dates, and words that YAML 1.1 reads as truth values."""
+    texts = ["no", "off", "yes", "y", "2024-01-01", "12:30", "1_000", "0b1", "nan", "=", "é 😀"]
+    tables = {
+        **tiny_tables(tmp_path),
+        "checkpoint": {"every": 0, "keep_best": "eval_loss"},
+        "eval": {"every": 8},
+        "plugins": {"bfd_packing": {"capacity": 512}, "async_collate": {}},
+    }
+    tables["data"] |= {"ignore": texts, "columns": {"label": "on"}, "template_kwargs": {"a": True}}
+    tables["train"] |= {"learning_rate": 1e-5, "eps": 0.5e-7, "weight_decay": 1, "warmup": 0.25}
+    toml = write_recipe(tmp_path / "recipe.toml", tables)
+    in_json = tmp_path / "recipe.json"
+    in_json.write_text(json.dumps({"$schema": "recipe.schema.json", **tables}, indent="\t"))
+    in_yaml = tmp_path / "recipe.yaml"
+    listed = "".join(f"    - {text}\n" for text in texts)
+    rest = {**tables, "data": None, "train": None}
+    in_yaml.write_text(
+        "# yaml-language-server: $schema=recipe.schema.json\n"
+        + "".join(f"{key}: {json.dumps(value)}\n" for key, value in rest.items() if value)
+        + f"""
+data:
+  source: {tables["data"]["source"]}
+  max_length: 0x100
+  ignore:
+{listed}  columns: {{label: on}}
+  template_kwargs: {{a: True}}
+train:
+  batch_size: &eight 8
+  micro_batch: +4
+  learning_rate: 1e-5
+  eps: .5E-7
+  weight_decay: 1
+  warmup: 0.25
+  log_every: 01
+""".replace("every: 8", "every: *eight")
+    )
+    wanted = read(toml)
+    for path in (in_json, in_yaml):
+        assert read(path) == wanted and flatten(read(path)).keys() == flatten(wanted).keys()
+        kinds = [list(map(type, flatten(tables).values())) for tables in (read(path), wanted)]
+        assert sorted(map(str, kinds[0])) == sorted(map(str, kinds[1]))
+        assert resolved(load(path)[0]) == resolved(load(toml)[0])
+    assert read(in_yaml, ["train.seed=3"])["train"]["seed"] == 3
+
+
+def test_only_a_recipe_in_yaml_imports_its_parser(tiny):
+    script = (
+        "import sys; from plugsft.recipe.read import read; "
+        f"read({str(tiny())!r}); print('yaml' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
 
 
 def test_a_recipe_that_cannot_be_read(tmp_path):

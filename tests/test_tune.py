@@ -371,6 +371,9 @@ def test_only_a_file_that_it_wrote_itself_is_replaced(tmp_path):
         "[train]",
         "micro_batch = 8",
     ]
+    (tmp_path / "my.yaml").write_text("train: {micro_batch: 1}  # why\n")
+    assert not write_edited(tmp_path / "my.yaml", new, {"train.micro_batch": 4}, ["why"])
+    assert read_body(new) == "[train]\nmicro_batch = 4\n"
     new.write_text(new.read_text().replace("4", "5"))
     with pytest.raises(RecipeError, match="was changed since"):
         ensure_free(old, None)

@@ -30,7 +30,7 @@ def train(
 ) -> FinishedRun:
     """Train a model; return the finished run.
 
-    `recipe`: a TOML file, or its tables. `overrides`: tables that are merged into it; None removes
+    `recipe`: a file, or its tables. `overrides`: tables that are merged into it; None removes
     a key. `plugins`: objects of plugin classes, or tables as in the recipe. `ranks`: processes
     that train together on this machine. The others are the options of `plugsft train`.
 

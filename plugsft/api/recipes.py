@@ -54,7 +54,7 @@ def read_source(
     overrides: Mapping[str, Any],
 ) -> Source:
     """Read a recipe; merge overrides and plugins into its tables."""
-    ensure_kind("recipe", recipe, str | os.PathLike | Mapping, "a TOML file, or a dict of tables")
+    ensure_kind("recipe", recipe, str | os.PathLike | Mapping, "a recipe file, or a dict of tables")
     ensure_kind("plugins", plugins, Sequence | Mapping, "a list of objects, or a dict of tables")
     ensure_kind("without", without, Sequence, "a list of names of plugins")
     path = Path("recipe" if isinstance(recipe, Mapping) else recipe)

@@ -67,6 +67,8 @@ def make_schema(found: dict[str, FoundPlugin]) -> dict[str, Any]:
         "properties": {name: missing.get(name) or references[name, "validation"] for name in found},
         "additionalProperties": False,
     }
+    # JSON files have no comments: editors find the schema of a recipe by this key of the file.
+    recipe["properties"]["$schema"] = {"type": "string", "description": "The schema, for editors."}
     return {"$schema": GenerateJsonSchema.schema_dialect, **recipe, "$defs": definitions}
 
 

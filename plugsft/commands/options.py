@@ -7,11 +7,15 @@ from typing import Annotated
 
 import typer
 
+RECIPES = (".toml", ".yaml", ".yml", ".json")
+"""Endings of recipe files."""
+
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Complete a recipe's name: TOML files of this folder and its subfolders."""
+    """Complete a recipe's name: recipes of this folder and its subfolders."""
     folder = incomplete.rpartition("/")[0]
-    paths = [path for pattern in ("*.toml", "*/*.toml") for path in Path(folder).glob(pattern)]
+    patterns = [f"{place}*{ending}" for place in ("", "*/") for ending in RECIPES]
+    paths = [path for pattern in patterns for path in Path(folder).glob(pattern)]
     return sorted(str(path) for path in paths if str(path).startswith(incomplete))
 
 
@@ -19,7 +23,7 @@ RecipeFile = Annotated[
     Path,
     typer.Argument(
         metavar="RECIPE",
-        help="A recipe in TOML.",
+        help="A recipe in TOML, YAML or JSON.",
         show_default=False,
         autocompletion=complete_recipe,
     ),

@@ -11,7 +11,9 @@ from .options import Overrides, Without
 def plugins(
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE", help="A recipe in TOML.", show_default=False),
+        typer.Argument(
+            metavar="RECIPE", help="A recipe in TOML, YAML or JSON.", show_default=False
+        ),
     ] = None,
     overrides: Overrides = None,
     without: Without = None,

@@ -1,4 +1,4 @@
-"""Read a recipe file, and apply overrides."""
+"""Read a recipe file: TOML, YAML or JSON; apply overrides."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,25 +12,25 @@ from ..base.limits import TABLES, check_depth, parse_toml, read_text
 from .parse import EXAMPLE, explain, value_of
 from .tables import Recipe
 
-DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+DATA_FILES = (".jsonl", ".parquet", ".arrow", ".csv")
+FORMATS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
+"""Ending of a recipe file -> its format; all others are TOML."""
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file and apply `key.path=value` overrides."""
-    if Path(path).suffix in DATA_FILES:
-        raise RecipeError(
-            f"{path}: is data, not a recipe; write a recipe (a .toml file; {EXAMPLE}), set "
-            f'data.source = "{path}" in it, and name the recipe here'
-        )
-    text = ""
+    file, text = Path(path), ""
+    form = FORMATS.get(file.suffix, "TOML")
+    if file.suffix in DATA_FILES:
+        raise _is_data(path)
     try:
-        text = read_text(Path(path))
-        raw = parse_toml(text)
+        text = read_text(file)
+        raw = parse_toml(text) if form == "TOML" else _parse(text, form, str(path))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
-    except ValueError as error:  # from TOML, UTF-8, our limits, and int's limit of digits
-        hint = _suggest_value(text, str(error))
-        raise RecipeError(f"{path}: is not TOML: {error}{hint}") from error
+    except ValueError as error:  # from the parser, UTF-8, our limits, and int's limit of digits
+        hint = _suggest_value(text, str(error)) if form == "TOML" else ""
+        raise RecipeError(f"{path}: is not {form}: {error}{hint}") from error
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign or not key.strip():
@@ -41,6 +41,24 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except ValueError as error:
         raise RecipeError(f"an override: {error}") from error
     return raw
+
+
+def _parse(text: str, form: str, path: str) -> dict[str, Any]:
+    """Parse YAML or JSON, whose parser is imported only here."""
+    from .read_yaml import parse_json, parse_yaml
+
+    if form == "JSON" and re.match(r"\s*\[|\s*\{[^\n]*\}\s*\n\s*\{", text):  # a list, or JSON lines
+        raise _is_data(path)
+    tables = parse_yaml(text, path) if form == "YAML" else parse_json(text, path)
+    tables.pop("$schema", None)  # editors read it
+    return tables
+
+
+def _is_data(path: str | Path) -> RecipeError:
+    return RecipeError(
+        f"{path}: is data, not a recipe; write a recipe ({EXAMPLE}), set "
+        f'data.source = "{path}" in it, and name the recipe here'
+    )
 
 
 def validate(raw: Mapping[str, Any], path: str | Path) -> tuple[Recipe | None, list[str]]:

@@ -11,6 +11,7 @@ import tomlkit
 from ...base.atomic import write_text
 from ...base.checksums import digest
 from ...base.errors import RecipeError
+from ...recipe.read import FORMATS, read
 from ..trials.runner import with_changes
 
 MARK = "# Written by plugsft tune, which replaces it as long as nobody changes it: "
@@ -45,7 +46,10 @@ def write_edited(
 ) -> bool:
     """Write a recipe with {"table.key": value} set; return whether its comments stayed."""
     own = read_body(recipe)
-    text, complete = edit(recipe.read_text(encoding="utf8") if own is None else own, changes)
+    if recipe.suffix in FORMATS:  # YAML or JSON: the new recipe is TOML
+        text, complete = tomli_w.dumps(with_changes(read(recipe), changes)), False
+    else:
+        text, complete = edit(recipe.read_text(encoding="utf8") if own is None else own, changes)
     body = "".join(f"# {line}\n" for line in comments) + f"\n{text}"
     write_text(target, f"{MARK}{digest({'text': body})}\n{body}")
     return complete
