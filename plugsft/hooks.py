@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PreTrainedTokenizerBase
 
+    from .base.build_once import Fill, Share
     from .base.machine import Machine
     from .base.types import (
         Batch,
@@ -319,11 +320,12 @@ class Hooks(Protocol):
 
     @stage
     def cache(
-        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., CacheEntry]
+        self, key: dict[str, Any], build: Fill, read: Callable[..., CacheEntry], share: Share
     ) -> CacheEntry:
         """Return `read(folder, in_memory)` of a key's cache entry; its result is usually tokens.
 
-        If the entry is missing, `build(folder)` fills a new one first.
+        If the entry is missing, `build(folder)` fills a new one first. With `share`, several
+        processes do parts of that work before: hand both to `once`.
         """
 
     @stage

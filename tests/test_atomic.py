@@ -112,14 +112,14 @@ def test_everything_is_on_disk_before_the_name_is(place, monkeypatch):
 
 
 def test_who_comes_as_the_folder_appears_does_not_build_again(place, monkeypatch):
-    really = claims._create_claim
+    really = claims.create_claim
 
     def slow(claim):
         with publish(place) as building:
             (building / "data-1").write_text("done")
         return really(claim)
 
-    monkeypatch.setattr(claims, "_create_claim", slow)
+    monkeypatch.setattr(claims, "create_claim", slow)
     once(place, build=None)
     assert left_over(place) == []
 
@@ -332,14 +332,14 @@ def test_who_looked_long_ago_does_not_outbid_the_living(place, monkeypatch):
     place.parent.mkdir()
     old = place.parent / f".{place.name}.claim-000001"
     old.write_text(json.dumps({"host": HOST_ID, "pid": 2**22 - 1}))
-    really, new = claims._create_claim, json.dumps({"host": HOST_ID, "pid": os.getpid()})
+    really, new = claims.create_claim, json.dumps({"host": HOST_ID, "pid": os.getpid()})
 
     def slow(path):
         # Between its look and its own claim, another took over, ended, and a third began.
         old.write_text(new)
         return really(path)
 
-    monkeypatch.setattr(claims, "_create_claim", slow)
+    monkeypatch.setattr(claims, "create_claim", slow)
     with claim(place, {}) as mine:
         assert mine is None
     assert old.read_text() == new and left_over(place) == [old.name]

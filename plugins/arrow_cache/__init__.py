@@ -58,7 +58,11 @@ class ArrowCache:
 
     @hookimpl
     def cache(
-        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., Any]
+        self,
+        key: dict[str, Any],
+        build: Callable[[Path], None],
+        read: Callable[..., Any],
+        share: Callable[..., None] | None,
     ) -> Any:
         """Open an entry, or build it; if the disk refuses, let the core store the tokens."""
         from .entry import Entry
@@ -67,7 +71,7 @@ class ArrowCache:
         home = Path(self.folder) if self.folder else cache_folder()
         entry = Entry(home / "tokens" / digest(key), key, read, self.refresh, self.read_only)
         try:
-            built = entry.ensure(build)
+            built = entry.ensure(build, share)
         except DiskError as error:
             say(f"cache: not used, the run continues without it: {error.reason}")
             self.results.append(f"not used: {error.reason}")

@@ -33,7 +33,7 @@ class Entry:
     """Rebuild it, unless this launch has built it."""
     read_only: bool
 
-    def ensure(self, build: Callable[[Path], None]) -> str:
+    def ensure(self, build: Callable[[Path], None], share: Callable[..., None] | None) -> str:
         """Build the entry if it cannot be used; describe the build, or return "" for a hit."""
         exists = os.path.exists(self.folder)
         fault = self.find_fault(self.folder) if exists else ABSENT
@@ -43,16 +43,15 @@ class Entry:
             raise DiskError(f"{self.folder}: {fault}", "")
         if exists:
             say(f"cache: rebuilding {self.folder}: {fault}")
-        seconds: list[float] = []
+        started, seconds = time.perf_counter(), list[float]()
 
         def build_and_record(folder: Path) -> None:
-            started = time.perf_counter()
             build(folder)
             seconds.append(round(time.perf_counter() - started, 1))
             (folder / BUILT).write_text(json.dumps({"launch": launch_id(), "seconds": seconds[0]}))
 
         say_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        once(self.folder, build_and_record, say_once, lambda at: self.find_fault(at) is None)
+        once(self.folder, build_and_record, say_once, self.is_usable, share)
         return f"miss: built in {seconds[0]} s" if seconds else "miss: built by another process"
 
     def open(self, in_memory: bool) -> Any:
@@ -67,6 +66,10 @@ class Entry:
             weakref.finalize(artefact, os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return artefact
+
+    def is_usable(self, folder: Path) -> bool:
+        """Tell whether a folder needs no (new) build."""
+        return self.find_fault(folder) is None
 
     def find_fault(self, folder: Path) -> str | None:
         """Return why an entry cannot be used, or None; checks only the sizes of its files."""

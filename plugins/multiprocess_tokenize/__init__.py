@@ -40,8 +40,10 @@ class MultiprocessTokenize:
         """Tokenize slices in this process and in workers; None for small data."""
         from .pool import tokenize_together
 
-        self.used = self.count_processes(len(slices))
-        return None if self.used == 1 else tokenize_together(slices, work, self.used - 1)
+        count = self.count_processes(len(slices))
+        # More calls follow if another process leaves its slices.
+        self.used = max(self.used, count)
+        return None if count == 1 else tokenize_together(slices, work, count - 1)
 
     def count_processes(self, num_slices: int) -> int:
         """Return the number of processes to use."""

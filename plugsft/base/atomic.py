@@ -292,7 +292,8 @@ def write_json(path: Path, facts: Mapping[str, Any]) -> Stamp:
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; then give the file its real name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes of two hosts may have the same number.
+    temporary = path.with_name(f".{path.name}.{HOST_ID}-{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.replace(path)

@@ -28,16 +28,22 @@ PATIENCE = 30.0
 """Seconds without a heartbeat after which a builder on another machine counts as dead."""
 Watch = dict[Path, tuple[Any, float]]
 """Claim -> its last heartbeat, and when we first saw it."""
+Fill = Callable[[Path], None]
+"""Builds a folder."""
+Share = Callable[[Path, IsComplete], None] | None
+"""Builds parts of a folder together with other processes, until all are there."""
 
 
 def once(
     folder: Path,
-    build: Callable[[Path], None],
+    build: Fill,
     waiting: Callable[[], None] = lambda: None,
     is_complete: IsComplete = is_whole,
+    share: Share = None,
 ) -> Path:
     """Return a folder; if it is not complete, one of the calling processes builds it.
 
+    Before, each process calls `share`, if there is one, to build parts together with the others.
     The right to build is a file with a heartbeat: it works between machines, where locks of the
     operating system may not, and needs no process group.
     """
@@ -45,6 +51,8 @@ def once(
         folder.parent.mkdir(parents=True, exist_ok=True)
     watch: Watch = {}
     while not is_complete(folder):
+        if share:
+            share(folder, is_complete)
         with claim(folder, watch) as own:
             if own is None:
                 waiting()
@@ -74,15 +82,15 @@ def claim(folder: Path, watch: Watch) -> Iterator[Claim | None]:
     The claim with the highest number wins. So a dead builder's claim is superseded by the next
     number: creating a new name is atomic on every file system, replacing a file is not.
     """
-    earlier = _claims(folder)
+    earlier = claims_of(folder)
     if is_claimed(folder, watch):
         yield None
         return
     numbers = [int(path.name[-6:]) for path in [*earlier, *build_folders(folder)]]
     path = folder.with_name(f".{folder.name}.claim-{max(numbers, default=0) + 1:06d}")
-    with _create_claim(path) as own:
+    with create_claim(path) as own:
         # Another process may have created a lower number since we listed the claims.
-        if own and _claims(folder).items() <= (earlier | {own.path: own.text}).items():
+        if own and claims_of(folder).items() <= (earlier | {own.path: own.text}).items():
             for dead in earlier:
                 dead.unlink(missing_ok=True)
             yield own
@@ -93,7 +101,7 @@ def claim(folder: Path, watch: Watch) -> Iterator[Claim | None]:
 def is_claimed(folder: Path, watch: Watch) -> bool:
     """Tell whether a process that seems alive builds a folder."""
     # A list, not a generator: every claim is watched from the first call on.
-    alive = [_seems_alive(path, text, watch) for path, text in _claims(folder).items()]
+    alive = [seems_alive(path, text, watch) for path, text in claims_of(folder).items()]
     return any(alive)
 
 
@@ -102,9 +110,7 @@ def build_folders(folder: Path) -> list[Path]:
     return sorted(folder.parent.glob(f".{folder.name}.parts-*"))
 
 
-def _build(
-    folder: Path, build: Callable[[Path], None], own: Claim, is_complete: IsComplete
-) -> bool:
+def _build(folder: Path, build: Fill, own: Claim, is_complete: IsComplete) -> bool:
     """Build a folder; return False if another process has taken over meanwhile."""
     building = own.path.with_name(own.path.name.replace(".claim-", ".parts-"))
     try:
@@ -142,7 +148,7 @@ def _take_over(folders: list[Path], building: Path) -> None:
 
 
 @contextmanager
-def _create_claim(path: Path) -> Iterator[Claim | None]:
+def create_claim(path: Path) -> Iterator[Claim | None]:
     """Create a claim, and beat until the block ends; yield None if another was first."""
     own = Claim(path, json.dumps({"host": HOST_ID, "pid": os.getpid(), "at": time.time_ns()}))
     file = None
@@ -172,7 +178,7 @@ def _create_claim(path: Path) -> Iterator[Claim | None]:
             path.unlink(missing_ok=True)
 
 
-def _claims(folder: Path) -> dict[Path, str]:
+def claims_of(folder: Path) -> dict[Path, str]:
     """Return the claims to a folder with their texts."""
     paths = sorted(folder.parent.glob(f".{folder.name}.claim-*"))
     return {path: text for path in paths if (text := _text(path)) is not None}
@@ -184,7 +190,7 @@ def _text(path: Path) -> str | None:
     return None
 
 
-def _seems_alive(path: Path, text: str, watch: Watch) -> bool:
+def seems_alive(path: Path, text: str, watch: Watch) -> bool:
     """Tell whether the owner of a claim seems to be alive."""
     with suppress(ValueError, TypeError, LookupError):
         owner = json.loads(text)

@@ -23,7 +23,7 @@ from ..tokens.store import Tokens
 
 NAME = re.compile("[0-9a-f]{16}")
 """The name of an entry: the digest of its key."""
-UNFINISHED = re.compile(r"\.(.+)\.(?:claim|parts)-\d+")
+UNFINISHED = re.compile(r"\.(.+?)\.(?:claim|parts)-.+")
 """Files that the builder of an entry leaves if it dies."""
 
 

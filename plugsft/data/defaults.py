@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.build_once import once
+from ..base.build_once import Fill, Share, once
 from ..base.checksums import digest
 from ..base.console import say
 from ..base.types import CacheEntry, Encoded, Rendered, Row, Shard, Slice, Work
@@ -45,8 +45,8 @@ class DataDefaults:
 
     @hookimpl
     def cache(
-        self, key: dict[str, Any], build: Callable[[Path], None], read: Callable[..., CacheEntry]
+        self, key: dict[str, Any], build: Fill, read: Callable[..., CacheEntry], share: Share
     ) -> CacheEntry:
         """Store tokens in the run's output folder."""
         say_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
-        return read(once(self.output / "tokens" / digest(key), build, say_once), False)
+        return read(once(self.output / "tokens" / digest(key), build, say_once, share=share), False)

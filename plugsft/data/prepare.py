@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.atomic import IsComplete
 from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import format_count, say
@@ -41,6 +43,10 @@ class OpenData:
     """Folder of a tokenizer that was trained on the data."""
 
 
+ShareSlices = Callable[[ShardWriter, Sequence[OpenSource], Path, IsComplete], None] | None
+"""Prepares slices together with other processes."""
+
+
 @dataclass
 class Prepared:
     """The prepared data of a run."""
@@ -69,7 +75,7 @@ def _describe_tokens(tokens: Tokens) -> str:
     return f"{len(tokens):,} examples of {count:,} tokens ({digest(key)[:8]})"
 
 
-def prepare(recipe: Recipe, active: Active) -> Prepared:
+def prepare(recipe: Recipe, active: Active, share: ShareSlices = None) -> Prepared:
     """Return the training tokens, the evaluation tokens and the tokenizer."""
     data = open_data(recipe, active)
     if data.work.tokenizer.variant_chosen:
@@ -78,12 +84,12 @@ def prepare(recipe: Recipe, active: Active) -> Prepared:
         tokens = open_named_tokens(recipe, data, active)
         say(f"data: {summarize(tokens.facts, 'already prepared')}")
     else:
-        tokens = _prepare_tokens(data.work, data.sources, active)
+        tokens = _prepare_tokens(data.work, data.sources, active, share)
     evaluation = None
     if recipe.eval is not None:
         data.work.sources = [recipe.eval_source()]
         evaluation = _prepare_tokens(
-            data.work, [open_source(data.work.sources[0], "eval.source")], active
+            data.work, [open_source(data.work.sources[0], "eval.source")], active, share
         )
         if missing := sorted(tokens.columns.keys() - evaluation.columns.keys()):
             raise DataError(
@@ -174,12 +180,14 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
     return _name_sources(tokens, data.work)
 
 
-def _prepare_tokens(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> Tokens:
+def _prepare_tokens(
+    work: ShardWriter, sources: Sequence[OpenSource], active: Active, share_slices: ShareSlices
+) -> Tokens:
     key = key_of(work, sources, active)
-    build_started = []
+    started, built = time.perf_counter(), []
 
     def build(folder: Path) -> None:
-        build_started.append(time.perf_counter())
+        built.append(folder)
         if work.sources == work.data.all_sources():
             ensure_columns(work.data, sources)  # evaluation data may lack columns
         work.folder = folder
@@ -187,7 +195,7 @@ def _prepare_tokens(work: ShardWriter, sources: Sequence[OpenSource], active: Ac
         # Finished shards of a killed build.
         finished = {part: shard for part in slices if (shard := work.finished(part))}
         missing = [part for part in slices if part not in finished]
-        if finished:
+        if finished and missing:
             say(f"data: continuing after {len(finished):,} of {len(slices):,} slices")
         new_shards = active.hooks.tokenize(slices=missing, work=work)
         finished |= dict(zip(missing, new_shards, strict=True))
@@ -203,9 +211,10 @@ def _prepare_tokens(work: ShardWriter, sources: Sequence[OpenSource], active: Ac
         for shard in shards:
             (folder / shard.file).with_suffix(".json").unlink()
 
-    entry: Any = active.hooks.cache(key=key, build=build, read=Tokens)
+    share = share_slices and partial(share_slices, work, sources)
+    entry: Any = active.hooks.cache(key=key, build=build, read=Tokens, share=share)
     tokens = _name_sources(entry, work)
-    origin = f"in {time.perf_counter() - build_started[0]:.1f} s" if build_started else "from cache"
+    origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
     if is_slow_to_map(tokens.folder, look()):
         say(f"data: read into memory: {tokens.folder} is on a Windows disk, which WSL maps slowly")

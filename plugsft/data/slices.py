@@ -58,11 +58,8 @@ class ShardWriter:
 
     def __call__(self, part: Slice) -> Shard:
         """Render, encode and mask a slice, and write it as one shard."""
-        shard = Shard(
-            f"data-{part.source:02d}-{part.start:012d}.arrow",
-            source=part.source,
-            rows=part.stop - part.start,
-        )
+        path = self.path(part)
+        shard = Shard(path.name, source=part.source, rows=part.stop - part.start)
         examples = self._examples(part, shard)
         if shard.bad and self.data.on_bad_row == "error":
             bad = describe_bad_rows(shard.bad, part.rows, part.start)
@@ -73,12 +70,15 @@ class ShardWriter:
             raise DataError(f"{self.name(part)}: {bad}{CURE_LONG}")
         shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
         shard.largest = int(examples.ids.max(initial=0))
-        path = self.folder / shard.file
         shard.trained, shard.columns = write_shard(path, examples), examples.types
         shard.stamp = [path.stat().st_size, file_digest(path)]
         # Written last: after a kill, a shard with this file is complete and need not be rebuilt.
         write_text(path.with_suffix(".json"), json.dumps(add_checksum(asdict(shard))))
         return shard
+
+    def path(self, part: Slice) -> Path:
+        """Return the file of a slice's shard; its facts are in a .json file of the same name."""
+        return self.folder / f"data-{part.source:02d}-{part.start:012d}.arrow"
 
     def where(self, part: Slice) -> str:
         """Name the source and rows of a slice."""
@@ -93,12 +93,17 @@ class ShardWriter:
 
             def add(shard: Shard) -> None:
                 nonlocal rows, tokens
-                rows, tokens = rows + shard.rows, tokens + shard.tokens
+                if shard.file:  # else another process tokenizes it
+                    rows, tokens = rows + shard.rows, tokens + shard.tokens
                 seconds = max(time.monotonic() - started, 1e-3)
                 speed = f"{rows / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s"
-                advance(shard.rows, speed)
+                advance(shard.rows, f"{self.team()}{speed}")
 
             yield add
+
+    def team(self) -> str:
+        """Say what other processes do, for progress."""
+        return ""
 
     def name(self, part: Slice) -> str:
         """Name the source of a slice."""
@@ -107,7 +112,7 @@ class ShardWriter:
 
     def finished(self, part: Slice) -> Shard | None:
         """Return the shard of a slice if a killed build has left it complete."""
-        path = self.folder / f"data-{part.source:02d}-{part.start:012d}.arrow"
+        path = self.path(part)
         try:
             shard = Shard(**parse_checksummed(path.with_suffix(".json").read_text()))
             complete = shard.stamp == [path.stat().st_size, file_digest(path)]

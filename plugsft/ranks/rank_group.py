@@ -70,7 +70,7 @@ class RankGroup:
                 raise
 
         try:
-            value = self._hooks.cache(key=key, build=begin, read=read)
+            value = self._hooks.cache(key=key, build=begin, read=read, share=None)
         except Exception as error:
             if not failures:
                 from_main((FAILED, reason_of(error)))

@@ -7,6 +7,7 @@ from ...base.errors import RecipeError
 from ...base.machine import look
 from ...data.defaults import DataDefaults
 from ...data.prepare import Prepared, prepare
+from ...data.shared_slices import share_slices
 from ...hooks import DATA
 from ...model.checks import check_recipe
 from ...model.config import check_ids
@@ -27,7 +28,7 @@ def prepare_data(recipe: Recipe, active: Active, path: Path) -> Prepared:
     with active.name_failing_plugin():
         # Only the data hooks: the data may be for another machine.
         check_recipe(recipe, active, look(), DATA)
-        data = prepare(recipe, active)
+        data = prepare(recipe, active, share_slices)
         check_ids(recipe, data.largest_id)
     for name, summary in active.summaries(DATA).items():
         if summary != "active":

@@ -1,0 +1,215 @@
+"""Several `plugsft prepare` make one data set; any of them may be killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from conftest import (
+    ROOT,
+    chats,
+    only_full,
+    run_plugsft,
+    start_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
+from plugin_packages import activate, install
+
+from plugsft.base import build_once
+from plugsft.base.atomic import damage
+from plugsft.commands.audit.prepare import prepare_data
+from plugsft.registry.load import load
+from plugsft.tokens.store import Tokens
+
+# Notes which process prepares which slice, and takes its time.
+SLOW = """
+    import os, time
+
+    @plugin()
+    class Slow:
+        seconds: float = 0.0
+
+        @hookimpl(wrapper=True)
+        def render(self, rows):
+            with open(os.environ["NOTE"], "a") as note:
+                note.write(f"{os.getpid()} {len(rows)}\\n")
+            time.sleep(self.seconds)
+            return (yield)
+"""
+SLICES = 12
+
+
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """A recipe of many slices: source number n has n + 3 rows."""
+    activate(install(tmp_path / "site", slow=SLOW), monkeypatch)
+    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+    tables = tiny_tables(tmp_path / "small", chats(40))
+    recipe = write_recipe(tmp_path / "small.toml", tables)
+    tokenizer = prepare_data(*load(recipe), recipe).tokenizer_folder
+
+    def make(seconds=0.0, **plugins):
+        files = [write_jsonl(tmp_path / f"{n}.jsonl", chats(n + 3, n)) for n in range(SLICES)]
+        tables["data"] = {"sources": [{"source": str(file)} for file in files], "max_length": 64}
+        tables["model"]["tokenizer"] = str(tokenizer)
+        tables["output"] = str(tmp_path / "run")
+        tables["plugins"] = {"slow": {"seconds": seconds}, **plugins}
+        return write_recipe(tmp_path / "many.toml", tables)
+
+    return make
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def noted(tmp_path):
+    """Which process prepared which slice, by the number of its rows."""
+    text = (tmp_path / "note").read_text() if (tmp_path / "note").exists() else ""
+    return [tuple(map(int, line.split())) for line in text.splitlines()]
+
+
+def prepares(pid, tmp_path):
+    """Tell whether a process has begun a slice."""
+    return pid in {number for number, _ in noted(tmp_path)}
+
+
+def claims(run):
+    """The processes that have claimed slices, by the names of their claims."""
+    return {path.read_text() for path in run.glob("tokens/.*.parts-*/.data-*.claim")}
+
+
+def test_four_processes_prepare_and_two_are_killed(many, tmp_path):
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    recipe = many(seconds=0.2)
+    assert run_plugsft("prepare", recipe, f"output={alone}").returncode == 0
+    (tmp_path / "note").unlink()
+    words = {"PLUGSFT_PROGRESS_SECONDS": "0"}
+    started = [start_plugsft("prepare", recipe, f"output={run}", env=words) for _ in range(4)]
+    victims = started[:2]
+    for victim in victims:
+        wait_for(partial(prepares, victim.pid, tmp_path))
+        os.kill(victim.pid, signal.SIGKILL)
+    results = [process.wait() for process in started]
+    assert [result.returncode for result in results] == [-signal.SIGKILL] * 2 + [0] * 2, results
+    (folder,) = (run / "tokens").iterdir()
+    (reference,) = (alone / "tokens").iterdir()
+    assert content(folder) == content(reference) and damage(folder) is None
+    # Each slice was prepared once, but for the two that the killed processes had begun.
+    killed = {process.pid for process in victims}
+    assert len([pid for pid, _ in noted(tmp_path) if pid not in killed]) <= SLICES
+    assert SLICES < len(noted(tmp_path)) <= SLICES + 2
+    assert len({pid for pid, _ in noted(tmp_path)}) == 4, "all four took part"
+    told = "".join(result.stdout for result in results[2:])
+    assert re.search(rf"\d+ of {SLICES} slices by 1 host, \d+ rows/s", told), told
+    counts = re.findall(rf"data: this process prepared (\d+) of {SLICES} slices", told)
+    assert len(counts) == 2 and sum(map(int, counts)) <= SLICES
+    assert len(re.findall(r"^data: .* s$", told, re.M)) == 1, "one of them published"
+
+
+def test_a_bad_row_ends_all_processes_and_leaves_nothing(many, tmp_path):
+    recipe = many(seconds=0.2)
+    (tmp_path / "7.jsonl").write_text('{"text": 3}\n' * 10)
+    started = [start_plugsft("prepare", recipe) for _ in range(2)]
+    results = [process.wait() for process in started]
+    assert [result.returncode for result in results] == [2, 2], results
+    for result in results:
+        assert "7.jsonl: lines 1, 2, " in result.stderr + result.stdout
+    assert len(noted(tmp_path)) < SLICES, "the others did not go on for long"
+    assert [*(tmp_path / "run/tokens").iterdir()] == []
+
+
+def test_a_host_without_heartbeat_is_taken_over(many, tmp_path, monkeypatch):
+    monkeypatch.setattr(build_once, "PATIENCE", 1.0)
+    recipe = many()
+    loaded, active = load(recipe)
+    first = prepare_data(loaded, active, recipe).tokens.folder
+    expected, home = content(first), tmp_path / "elsewhere/tokens"
+    # What two hosts left: one has died, and the other died as it wrote its claim.
+    member = f".{first.name}.claim-elsewhere-7-000000"
+    shared = home / f".{first.name}.parts-000000"
+    shared.mkdir(parents=True)
+    (home / member).write_text(json.dumps({"host": "elsewhere", "pid": 7, "at": 0}))
+    (shared / ".data-03-000000000000.claim").write_text(member)
+    (shared / ".data-05-000000000000.claim").touch()
+    (shared / ".failed").write_text("rows of an earlier attempt")
+    loaded, active = load(recipe, [f"output={tmp_path / 'elsewhere'}"])
+    started = time.monotonic()
+    second = prepare_data(loaded, active, recipe).tokens.folder
+    assert time.monotonic() - started > 1.0, "it might have lived"
+    assert content(second) == expected and [*home.iterdir()] == [second]
+
+
+def test_a_training_waits_for_the_processes_that_prepare(many, tmp_path):
+    recipe = many(seconds=0.3)
+    preparing = start_plugsft("prepare", recipe)
+    wait_for(lambda: claims(tmp_path / "run"))
+    result = run_plugsft(recipe, "train.steps=1")
+    assert result.returncode == 0 and "waiting for another process" in result.stdout, result
+    assert preparing.wait().returncode == 0
+    assert len(noted(tmp_path)) == SLICES
+
+
+HOST = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+def start_host(*words, env):
+    """Start a process in its own space of process numbers: it is another host for the others."""
+    command = [*HOST, sys.executable, "-m", "plugsft", *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, text=True
+    )
+
+
+@only_full
+def test_four_hosts_prepare_and_two_are_killed(tmp_path):
+    """Prints the times: one process alone, four hosts, and four hosts of which two are killed."""
+    if subprocess.run([*HOST, "true"], capture_output=True).returncode:
+        pytest.skip("other spaces of process numbers need root")
+    rows = [{"text": f"owls hoot {number} " + "fox " * 120} for number in range(200_000)]
+    tables = tiny_tables(tmp_path / "small", rows[:200])
+    recipe = write_recipe(tmp_path / "small.toml", tables)
+    tokenizer = prepare_data(*load(recipe), recipe).tokenizer_folder
+    tables["model"]["tokenizer"] = str(tokenizer)
+    tables["data"]["source"] = str(write_jsonl(tmp_path / "long.jsonl", rows))
+    recipe = write_recipe(tmp_path / "long.toml", tables)
+    folders, seconds = {}, {}
+    for name, count, kills in (("one", 1, 0), ("four", 4, 0), ("killed", 4, 2)):
+        run, begun = tmp_path / name, time.monotonic()
+        env = {"PLUGSFT_PROGRESS_SECONDS": "1", "PLUGSFT_CACHE": str(tmp_path / f"cache-{name}")}
+        hosts = [start_host("prepare", recipe, f"output={run}", env=env) for _ in range(count)]
+        for number, host in enumerate(hosts[:kills]):
+            wait_for(partial(has_shards, run, 6 * (number + 1)))
+            host.kill()
+        told = [host.communicate(timeout=400)[0] for host in hosts]
+        seconds[name] = time.monotonic() - begun
+        assert [host.returncode for host in hosts] == [-9] * kills + [0] * (count - kills), told
+        (folders[name],) = [path for path in (run / "tokens").iterdir() if path.name[0] != "."]
+        assert f" by {format_hosts(count)}, " in told[-1]
+    for folder in folders.values():
+        assert content(folder) == content(folders["one"]) and Tokens(folder)
+    print(
+        {name: f"{value:.1f} s" for name, value in seconds.items()}, "on", os.cpu_count(), "cores"
+    )
+
+
+def has_shards(run, count):
+    return len([*run.glob("tokens/.*.parts-*/data-*.json")]) >= count
+
+
+def format_hosts(count):
+    return "1 host" if count == 1 else f"{count} hosts"
