@@ -26,6 +26,7 @@ from .commands import (
     export,
     init,
     inspect,
+    launch,
     new_plugin,
     plan,
     plugins,
@@ -36,7 +37,7 @@ from .commands import (
     train,
     tune,
 )
-from .commands.options import RECIPES
+from .commands.options import AUTO, RECIPES
 from .commands.refusals import quiet_libraries, refusal_of
 
 
@@ -57,7 +58,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    epilog="`plugsft RECIPE` trains. On several processes: accelerate launch -m plugsft RECIPE",
+    epilog="`plugsft RECIPE` trains. On several GPUs: plugsft launch RECIPE",
 )
 
 cache_app = typer.Typer(no_args_is_help=True, help="List, explain and clean up cached data.")
@@ -85,6 +86,7 @@ for _command in (
     quickstart.quickstart,
     init.init,
     train.train,
+    launch.launch,
     prepare.prepare,
     check.check,
     inspect.inspect,
@@ -144,12 +146,12 @@ def with_command(words: list[str]) -> list[str]:
 
 def with_auto(words: list[str]) -> list[str]:
     """Replace `--resume auto` by a flag of its own: typer's flags take no value."""
-    if words[:1] != ["train"]:
+    if words[:1] not in (["train"], ["launch"]):
         return words
     joined: list[str] = []
     for word in words:
         if word == "--resume=auto" or (word == "auto" and joined[-1] == "--resume"):
-            joined = [*joined[: -1 if word == "auto" else None], train.AUTO]
+            joined = [*joined[: -1 if word == "auto" else None], AUTO]
         else:
             joined.append(word)
     return joined

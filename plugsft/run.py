@@ -29,12 +29,13 @@ from .model.load import make_load, make_scratch_model
 from .model.packed_model import packed_model
 from .model.schedule import Schedule
 from .model.tensor_shards import num_weights
-from .output.checkpoint import Checkpoints
+from .output.checkpoint import Checkpoints, ensure_one_output
 from .output.final_model import ensure_saveable, save_model
 from .output.record import Record, data_facts
 from .ranks.agree import agreed, ending_together, ensure_alike, is_known_to_all
 from .ranks.launch import connect, gradient_sync, prepare_gpu, silence_libraries, strategy_name
 from .ranks.load_batches import BatchLoader, GlobalBatch
+from .ranks.node_beats import keep_beating
 from .ranks.optimizer_settings import ensure_uses_settings
 from .ranks.out_of_memory import explain_out_of_memory_in_loading
 from .ranks.precision import describe_dtypes, dtypes_of
@@ -55,6 +56,7 @@ def open(
     silence_libraries()
     # Plugins that check the recipe ask the GPU, which starts CUDA.
     prepare_gpu(recipe)
+    keep_beating()
     run = OpenRun(recipe, active, machine)
     run.checkpoints.restore(checkpoints)
     run.step = run.checkpoints.saved
@@ -94,6 +96,7 @@ class OpenRun:
         self.accelerator = connect(recipe, machine)
         facts = recipe_facts(recipe) | active.facts() | data.facts()
         ensure_alike(self.accelerator, facts, SAME_INPUTS)
+        ensure_one_output(self.accelerator, recipe)
         sharded, device = is_sharded(self.accelerator), self.accelerator.device
         self.load = make_load(recipe.model, scratch, sharded, device)
         self.load.new_tokens = new_ids(recipe.model, self.tokenizer)

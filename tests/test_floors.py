@@ -55,8 +55,8 @@ EXPORTED = {
     """,
 }
 COMMANDS = _words("""
-    bench cache chat check diff export init inspect new_plugin plan plugins prepare quickstart
-    schema show train tune
+    bench cache chat check diff export init inspect launch new_plugin plan plugins prepare
+    quickstart schema show train tune
 """)
 FILE, FUNCTION = 300, 60
 FACE, MEDIAN_FACE = 100, 70

@@ -19,7 +19,7 @@ from conftest import (
 
 from plugsft import cli
 from plugsft.base.atomic import is_published
-from plugsft.commands.train import AUTO
+from plugsft.commands.options import AUTO
 
 
 @pytest.mark.parametrize(

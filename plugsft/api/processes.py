@@ -12,9 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import TextIO
 
 import psutil
-import torch
 
 from ..base.errors import LaunchError
+from ..base.launch_files import Layout
+from ..commands.launch_ranks import on_cpu
 from ..commands.runs.inputs import check_inputs
 from ..commands.runs.resume import Resume
 from ..recipe.tables import Recipe
@@ -22,23 +23,10 @@ from ..registry.active import Active
 from ..registry.discover import ensure_importable
 from .recipes import Source
 
-SETTINGS = {
-    "compute_environment": "LOCAL_MACHINE",
-    # With MULTI_CPU, accelerate would start one process.
-    "distributed_type": "MULTI_GPU",
-    "num_machines": 1,
-    "machine_rank": 0,
-    "main_process_port": 0,
-    "mixed_precision": "no",
-    "main_training_function": "main",
-}
-"""The launcher's settings; port 0 is any free one."""
 JOB, ERROR = "job.json", "error-{}.pickle"
 OUTPUT, MESSAGES = "output.txt", "launcher.txt"
 PAUSE = 0.1
 """Seconds between two looks at the ranks' output."""
-MOST_ON_CPU = 8
-"""Ranks that any CPU takes; each is a process with its own model."""
 SHOWN = 20
 """Lines of the launcher's own messages in an error."""
 
@@ -68,9 +56,8 @@ def train_on_ranks(
             "start": asdict(start) | {"path": start.path and str(start.path)},
         }
         (folder / JOB).write_text(json.dumps(job))
-        settings = SETTINGS | {"num_processes": ranks, "use_cpu": _on_cpu(recipe, ranks)}
-        (folder / "launch.yaml").write_text(json.dumps(settings))  # JSON is YAML
-        code = _launch(folder)
+        layout = Layout(ranks, cpu=on_cpu(recipe, ranks, "ranks"))
+        code = _launch(folder, layout)
         if error := _read_error(folder, ranks):
             raise error
         if code:
@@ -81,20 +68,9 @@ def train_on_ranks(
             )
 
 
-def _on_cpu(recipe: Recipe, ranks: int) -> bool:
-    """Tell whether ranks run on the CPU; refuse more ranks than GPUs."""
-    if recipe.device == "cpu" or not torch.cuda.is_available():
-        if ranks > (most := max(MOST_ON_CPU, os.cpu_count() or 1)):
-            raise LaunchError(f"ranks={ranks}: on the CPU of this machine, give at most {most}")
-        return True
-    if ranks > (gpus := torch.cuda.device_count()):
-        raise LaunchError(f"ranks={ranks}: each rank needs a GPU; give at most {gpus}")
-    return False
-
-
-def _launch(folder: Path) -> int:
+def _launch(folder: Path, layout: Layout) -> int:
     """Run the launcher; print the output of the ranks; return the exit code."""
-    words = ["accelerate.commands.launch", "--config_file", str(folder / "launch.yaml")]
+    words = ["accelerate.commands.launch", *layout.options()]
     # With '' on its path, a notebook imports from its own folder.
     path = os.pathsep.join(place or os.getcwd() for place in sys.path)
     # Into files: a pipe would break if this process were killed, and fail the ranks.

@@ -7,6 +7,7 @@ from pathlib import Path
 from ..base.atomic import replace_file
 from ..base.console import say
 from ..base.errors import PlugsftError, did_you_mean, reason_of
+from ..base.launch_files import bundled_folder
 from .json_schema import schema_text
 
 LAUNCH = "launch"
@@ -16,25 +17,20 @@ SCHEMA = "recipes/recipe.schema.json"
 POINTER = "#:schema ./recipe.schema.json\n"
 
 
-def _folder() -> Path:
-    """Return the folder of `recipes/`: in a wheel the package, else the clone."""
-    package = Path(__file__).parents[1]
-    return package if (package / "recipes").is_dir() else package.parent
-
-
 def kinds() -> dict[str, str]:
     """Return every kind with its line: the first of its recipe."""
-    recipes = sorted((_folder() / "recipes").glob("*.toml"))
+    recipes = sorted((bundled_folder() / "recipes").glob("*.toml"))
     return {
         **{path.stem: path.read_text("utf8").partition("\n")[0][2:] for path in recipes},
-        LAUNCH: "Files for accelerate alone: DDP, FSDP2, ZeRO-3, and ranks on a CPU.",
+        LAUNCH: "Launch files alone: for accelerate, Slurm and torchrun.",
     }
 
 
 def files_of(kind: str) -> dict[str, str]:
     """Return path -> text: a recipe and all files that it needs."""
-    source = _folder()
-    launch = [f"recipes/accelerate/{path.name}" for path in source.glob("recipes/accelerate/*")]
+    source = bundled_folder()
+    paths = [*source.glob("recipes/accelerate/*"), *source.glob("recipes/launch/*")]
+    launch = [path.relative_to(source).as_posix() for path in paths if path.suffix != ".pyc"]
     left = sorted(launch) if kind == LAUNCH else [f"recipes/{kind}.toml"]
     files: dict[str, str] = {}
     while left:
@@ -94,7 +90,7 @@ def _print_next(kind: str, folder: Path) -> None:
     text = files_of(kind).get(f"recipes/{kind}.toml", "")
     needs = re.findall("^# Needs: (.*)", text, re.M)
     go = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
-    launch = ["accelerate launch --config_file recipes/accelerate/gpu8.yaml -m plugsft RECIPE"]
+    launch = ["plugsft launch RECIPE"]
     say("Next:")
     for command in (*go, *needs, *(commands_of(text)[:3] or launch)):
         say(f"  {command}")

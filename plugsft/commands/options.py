@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .runs.resume import Resume
+
 RECIPES = (".toml", ".yaml", ".yml", ".json")
 """Endings of recipe files."""
 
@@ -57,8 +59,42 @@ Launch = Annotated[
     ),
 ]
 
+AUTO = "--AUTO"
+"""The internal flag for `--resume auto`. In capitals, so that no typing error suggests it."""
+ResumeLatest = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Resume from the latest checkpoint; --resume auto starts if there is none.",
+    ),
+]
+ResumeAuto = Annotated[bool, typer.Option(AUTO, hidden=True)]
+ResumeFrom = Annotated[
+    Path | None, typer.Option(help="Resume from this checkpoint.", show_default=False)
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")
+]
+
 
 def same_words(recipe: Path, overrides: Sequence[str] | None, without: Sequence[str] | None) -> str:
     """Return the words of a command that name the same recipe with the same changes."""
     changes = [*(overrides or []), *(f"--without={name}" for name in without or [])]
     return shlex.join([str(recipe), *changes])
+
+
+def train_words(
+    recipe: Path,
+    overrides: Sequence[str] | None,
+    without: Sequence[str] | None,
+    start: Resume,
+) -> list[str]:
+    """Return the words of the command that trains this recipe from this start."""
+    options = {
+        "--resume": start.latest,
+        "--resume=auto": start.auto,
+        f"--resume-from={start.path}": start.path,
+        "--overwrite": start.overwrite,
+    }
+    chosen = [option for option, is_set in options.items() if is_set]
+    return [*shlex.split(same_words(recipe, overrides, without)), *chosen]

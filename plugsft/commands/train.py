@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from ..base.console import say
-from .options import Overrides, RecipeFile, Without
+from .options import (
+    Overrides,
+    Overwrite,
+    RecipeFile,
+    ResumeAuto,
+    ResumeFrom,
+    ResumeLatest,
+    Without,
+)
 from .runs.resume import Resume
 
 if TYPE_CHECKING:
     from ..recipe.tables import Recipe
     from ..registry.active import Active
 
-AUTO = "--AUTO"
-"""The internal flag for `--resume auto`. In capitals, so that no typing error suggests it."""
-
 
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
     without: Without = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Resume from the latest checkpoint; --resume auto starts if there is none.",
-        ),
-    ] = False,
-    resume_auto: Annotated[bool, typer.Option(AUTO, hidden=True)] = False,
-    resume_from: Annotated[
-        Path | None, typer.Option(help="Resume from this checkpoint.", show_default=False)
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the results of an earlier run.")
-    ] = False,
+    resume: ResumeLatest = False,
+    resume_auto: ResumeAuto = False,
+    resume_from: ResumeFrom = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Train a model; `plugsft RECIPE` does the same."""
     from .load_recipe import load_recipe

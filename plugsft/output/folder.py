@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shlex
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import tomli_w
 
-from ..base.atomic import foreign_files, is_published, writing
+from ..base.atomic import HOST_ID, foreign_files, is_published, writing
 from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, did_you_mean
 from ..base.limits import parse_toml, read_json_object, read_text
@@ -18,6 +19,7 @@ from ..base.step_folders import list_checkpoints, parse_step
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .report import read_metrics, read_record
+from .same_run import LOCK
 from .samples import SAMPLES
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json", SAMPLES)
@@ -26,7 +28,6 @@ ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
 """Endings of files; no name on the hub has them."""
 PAGES = ('name="generator" content="plugsft"', "The page asks nothing of any network")
 """Signs of a page that plugsft wrote; earlier versions wrote the second."""
-LOCK = ".lock"
 ADAPTER = "adapter_config.json"
 """The file that marks a folder of adapters, for peft and transformers."""
 
@@ -174,6 +175,10 @@ def lock_output(recipe: Recipe) -> Iterator[None]:
             ) from None
         except OSError:
             say(f"warning: {recipe.output} is on a file system without locks; start no second run")
+        with writing(recipe.folder):
+            lock.truncate(0)
+            lock.write(f"{HOST_ID} {os.getpid()} {time.time_ns()}")
+            lock.flush()
         try:
             yield
         finally:

@@ -12,7 +12,8 @@ from ..registry.active import Active
 
 FORMAT = 3
 """Version of a checkpoint's files."""
-STATE = "state.json"
+STATE, LOCK = "state.json", ".lock"
+"""Files of a checkpoint, and of the output folder while a run writes into it."""
 # Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
 # their options that affect results themselves.
 MAY_DIFFER = (

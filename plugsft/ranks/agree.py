@@ -7,6 +7,7 @@ Where a rank fails elsewhere, as in a forward, `ending_together` ends the others
 """
 
 import functools
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -196,7 +197,9 @@ def ending_together(output: str) -> Iterator[None]:
         if not is_lost(error):
             failure.publish(error)
             raise
-        reason = failure.reason() or "another rank has ended; see its message above"
+        address = re.search(r"peer \[(.+?)\]", str(error))
+        where = f" on {address[1]}" if address else ""
+        reason = failure.reason() or f"another rank has ended{where}; see its message"
         raise PeerError(f"{reason}. Resume with --resume ({output})") from error
     finally:
         failure.stop_listening()

@@ -24,6 +24,7 @@ from ..recipe.tables import Recipe
 from .agree import host_group
 from .failures import failure, store, store_key
 from .launcher import started_too_few
+from .node_beats import Nodes
 from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_float32
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
@@ -31,10 +32,7 @@ ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Each of these sets torch's allocator; the first one works on every GPU."""
 CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
-CHECK_LAUNCHER = (
-    "On CPUs, use --config_file recipes/accelerate/cpu2.yaml; on GPUs, check num_processes and "
-    "the visible devices"
-)
+CHECK_LAUNCHER = "`plugsft launch` starts what it is asked for; or check the launcher's file"
 
 
 def silence_libraries() -> None:
@@ -190,8 +188,11 @@ def wait_for_ranks(machine: Machine) -> None:
     if machine.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     launcher, here = store(), store_key("prepared")
+    nodes = Nodes(launcher)
     launcher.add(here, 1)
     while launcher.add(here, 0) < machine.world_size:
+        if machine.is_main:  # where it ends, the launcher's store ends, and so do the others
+            nodes.ensure_alive()
         time.sleep(0.2)
 
 

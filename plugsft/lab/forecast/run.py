@@ -10,7 +10,6 @@ from rich.text import Text
 
 from ...base.console import format_size, out, progress, say
 from ...base.errors import PlugsftError, did_you_mean
-from ...base.launch_files import explain_missing
 from ...base.sizes import parse_size
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
@@ -67,10 +66,13 @@ def plan(recipe: Recipe, active: Active, words: str, options: Options) -> None:
             for change, forecast in suggest(forecaster, recipe, cluster):
                 say(f"  {change}: {describe(forecast, cluster)}")
         else:
-            command = launch(chosen.strategy, cluster, words)
-            say(f"choose: {chosen.strategy.name}, {command}")
-            for line in explain_missing(command):
-                say(line)
+            say(f"choose: {chosen.strategy.name}, {launch(chosen.strategy, cluster, words)}")
+            if cluster.machines > 1:
+                say(
+                    f"run it on each machine: N is its number, 0 to {cluster.machines - 1}; HOST "
+                    "is the name or address of machine 0. Slurm and torchrun fill them in: see "
+                    "recipes/launch/ (plugsft init launch)"
+                )
     for line in [*notes(recipe, cluster, forecasts), host_note(traced.weights, cluster)]:
         say(line)
 
@@ -208,9 +210,9 @@ def launch(strategy: Strategy, cluster: Cluster, words: str) -> str:
     """Return the command that starts the run."""
     if strategy is SINGLE:
         return f"plugsft {words}"
-    launcher = f"accelerate launch --config_file recipes/accelerate/{strategy.file}"
-    launcher += f" --num_machines {cluster.machines}" if cluster.machines > 1 else ""
-    return f"{launcher} --num_processes {cluster.ranks} -m plugsft {words}"
+    nodes = f" --nodes {cluster.machines} --node N --host HOST" if cluster.machines > 1 else ""
+    ranks = f"--strategy {strategy.option} --ranks {cluster.per_machine}"
+    return f"plugsft launch {words} {ranks}{nodes}"
 
 
 def notes(recipe: Recipe, cluster: Cluster, forecasts: Sequence[Forecast]) -> list[str]:

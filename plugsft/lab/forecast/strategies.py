@@ -80,8 +80,8 @@ class Strategy:
     """A way to divide training over ranks."""
 
     name: str
-    file: str
-    """Name in recipes/accelerate/, if any."""
+    option: str
+    """Its name for `plugsft launch`, if any."""
     fixed: Callable[[Weights, Setting], _Fixed]
     casts_weights: bool = False
     """Whether the strategy casts weights to bfloat16, instead of autocast."""
@@ -181,7 +181,7 @@ def _zero3(weights: Weights, setting: Setting) -> _Fixed:
 
 
 SINGLE = Strategy("one process", "", _ddp)
-DDP = Strategy("DDP", "gpu8.yaml", _ddp)
-CPU_DDP = Strategy("DDP", "cpu2.yaml", _ddp)
-FSDP2 = Strategy("FSDP2", "fsdp2.yaml", _fsdp2, casts_weights=True)
-ZERO3 = Strategy("ZeRO-3", "zero3.yaml", _zero3, casts_weights=True)
+DDP = Strategy("DDP", "ddp", _ddp)
+CPU_DDP = Strategy("DDP", "ddp", _ddp)
+FSDP2 = Strategy("FSDP2", "fsdp2", _fsdp2, casts_weights=True)
+ZERO3 = Strategy("ZeRO-3", "zero3", _zero3, casts_weights=True)

@@ -1,0 +1,222 @@
+"""Chooses the ranks of `plugsft launch`, from its options and from Slurm, and starts them."""
+
+import importlib.util
+import os
+import shlex
+import socket
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+from ..base.console import format_count, say
+from ..base.errors import LaunchError, did_you_mean
+from ..base.launch_files import STRATEGIES, Layout, launch_file
+from ..base.machine import look
+from ..batches.defaults import BatchDefaults
+from ..data.defaults import DataDefaults
+from ..model.schedule import ScheduleDefaults
+from ..recipe.tables import Recipe
+from ..registry.active import Active, check
+from .slurm import Slurm, slurm_step
+
+PORT = 29500
+"""Default port of node 0, as torchrun's."""
+MOST_ON_CPU = 8
+"""Ranks that any CPU takes; each is a process with its own model."""
+SWITCH = {"fsdp2": "ACCELERATE_USE_FSDP", "zero3": "ACCELERATE_USE_DEEPSPEED"}
+"""Variables by which accelerate, and checks of plugins, know the strategy of a rank."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command; None where the user has not set one."""
+
+    ranks: int | None = None
+    strategy: str | None = None
+    nodes: int | None = None
+    node: int | None = None
+    host: str | None = None
+    port: int | None = None
+
+
+def is_rank() -> bool:
+    """Tell whether torchrun, or another launcher, has started this process as a rank."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def join(options: Options) -> None:
+    """Take part as the rank that torchrun has made of this process."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    for name, value in asdict(options).items():
+        if value is not None and name != "strategy":
+            raise LaunchError(
+                f"--{name} {value}: torchrun has started this process as rank {rank} of {size}; "
+                f"leave --{name} out"
+            )
+    if rank == "0":
+        say(f"launch: torchrun has started {size} ranks; this one joins as rank 0")
+    if options.strategy:
+        ensure_strategy(options.strategy)
+        os.environ |= settings_of(options.strategy)
+
+
+def launch_ranks(recipe: Recipe, active: Active, words: list[str], options: Options) -> NoReturn:
+    """Print the line that trains a recipe, and run it in place of this process."""
+    slurm = slurm_step(os.environ)
+    several = slurm is not None and slurm.nodes > 1
+    if not several and options == Options() and Path(default_config_file).is_file():
+        say(f"launch: {default_config_file} decides; --ranks or --strategy replaces it")
+        _execute(["accelerate", "launch", "-m", "plugsft", *words])
+    layout = layout_of(recipe, options, slurm)
+    ensure_possible(recipe, active, layout)
+    if layout.nodes > 1:
+        say(
+            f"launch: machine {layout.node} of {layout.nodes}, numbered from 0; machine 0 is "
+            f"{layout.host}, port {layout.port}"
+        )
+    if layout.ranks * layout.nodes == 1 and layout.strategy == "ddp":
+        _execute(["plugsft", *words])
+    _execute(["accelerate", "launch", *layout.options(), "-m", "plugsft", *words])
+
+
+def layout_of(recipe: Recipe, options: Options, slurm: Slurm | None) -> Layout:
+    """Return the ranks that the options ask for; Slurm and the GPUs fill in the rest."""
+    strategy = options.strategy or "ddp"
+    ensure_strategy(strategy)
+    gpus = 0 if recipe.device == "cpu" else torch.cuda.device_count()
+    if slurm and recipe.device != "cpu":
+        gpus = slurm.gpus or gpus
+    ranks = options.ranks or gpus or 1
+    if not options.ranks:
+        where = f"one for each of {format_count(gpus, 'GPU')}" if gpus else "no GPU is used"
+        say(f"launch: {format_count(ranks, 'rank')}, {where}; --ranks changes that")
+    layout = Layout(ranks, strategy, on_cpu(recipe, ranks, "--ranks"))
+    if slurm and (options.nodes, options.node, options.host) == (None, None, None):
+        say(f"launch: {slurm}")
+        # Two jobs may run on one machine.
+        port = options.port or 20_000 + slurm.job % 10_000
+        return replace(layout, nodes=slurm.nodes, node=slurm.node, host=slurm.host, port=port)
+    for name in ("node", "host", "port"):
+        if options.nodes is None and (value := getattr(options, name)) is not None:
+            raise LaunchError(f"--{name} {value}: give the number of machines too: --nodes 2")
+    if options.nodes is None or options.nodes == 1:
+        return layout
+    return replace(layout, **_nodes(options, options.nodes))
+
+
+def _nodes(options: Options, nodes: int) -> dict[str, Any]:
+    """Return the nodes of the options; refuse those that would wait for ever."""
+    last = nodes - 1
+    if not options.host:
+        raise LaunchError(
+            f"--nodes {nodes}: give the name or address of machine 0, on every machine: --host HOST"
+        )
+    if options.node is None:
+        raise LaunchError(
+            f"--nodes {nodes}: give each machine its number, from --node 0 ({options.host}) to "
+            f"--node {last}"
+        )
+    if options.node > last:
+        raise LaunchError(f"--node {options.node}: with --nodes {nodes}, the last is --node {last}")
+    port = options.port or PORT
+    return {"nodes": nodes, "node": options.node, "host": options.host, "port": port}
+
+
+def ensure_strategy(strategy: str) -> None:
+    """Refuse a strategy that does not exist, or is not installed."""
+    if strategy not in STRATEGIES:
+        hint = did_you_mean(strategy, STRATEGIES) or f"; choose one of {', '.join(STRATEGIES)}"
+        raise LaunchError(f"--strategy: '{strategy}'{hint}")
+    if strategy == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        raise LaunchError("--strategy zero3: needs DeepSpeed: pip install 'plugsft[deepspeed]'")
+
+
+def on_cpu(recipe: Recipe, ranks: int, option: str) -> bool:
+    """Tell whether ranks run on the CPU; refuse more ranks than GPUs."""
+    if recipe.device == "cpu" or not torch.cuda.is_available():
+        if ranks > (most := max(MOST_ON_CPU, os.cpu_count() or 1)):
+            raise LaunchError(f"{option}={ranks}: on the CPU of this machine, give at most {most}")
+        return True
+    if ranks > (gpus := torch.cuda.device_count()):
+        raise LaunchError(f"{option}={ranks}: each rank needs a GPU; give at most {gpus}")
+    return False
+
+
+def ensure_possible(recipe: Recipe, active: Active, layout: Layout) -> None:
+    """Refuse a strategy that the recipe contradicts, and an address that no node reaches."""
+    if recipe.train.keep_whole_gradients and layout.strategy != "fsdp2":
+        raise LaunchError(
+            f"--strategy {layout.strategy}: train.keep_whole_gradients is for fsdp2; remove it"
+        )
+    if switch := SWITCH.get(layout.strategy):
+        if layout.cpu and torch.cuda.is_available():
+            raise LaunchError(
+                f'--strategy {layout.strategy}: device = "cpu" on a machine with GPUs is for ddp; '
+                'hide them: CUDA_VISIBLE_DEVICES=""'
+            )
+        if quantized := recipe.provides("quantized_base"):
+            raise LaunchError(
+                f"--strategy {layout.strategy}: {quantized.table} stores weights that cannot be "
+                "sharded; use --strategy ddp"
+            )
+        os.environ[switch] = "true"
+        active.attach(DataDefaults(recipe.folder), BatchDefaults(), ScheduleDefaults())
+        check(active, recipe, replace(look(), world_size=layout.ranks * layout.nodes))
+        del os.environ[switch]
+    if layout.nodes > 1:
+        _ensure_address(layout)
+
+
+def _ensure_address(layout: Layout) -> None:
+    """Refuse a host that this machine cannot find, and a port that is taken."""
+    try:
+        socket.getaddrinfo(layout.host, layout.port)
+    except OSError as error:
+        raise LaunchError(
+            f"--host {layout.host}: this machine does not know that name ({error.strerror}); give "
+            "the IP address of machine 0"
+        ) from error
+    if layout.node:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", layout.port))
+        except OSError as error:
+            raise LaunchError(
+                f"--port {layout.port}: it is in use on this machine ({error.strerror}); give "
+                f"another on every machine: --port {layout.port + 1}"
+            ) from error
+
+
+def settings_of(strategy: str) -> dict[str, str]:
+    """Return the variables by which `accelerate launch` sets a strategy for its ranks."""
+    if strategy not in SWITCH:
+        return {}
+    file: Any = load_config_from_file(str(launch_file(STRATEGIES[strategy])))
+    variables = {SWITCH[strategy]: "true"}
+    for key, value in file.fsdp_config.items():
+        variables[key.upper()] = _text(value)
+    for key, value in file.deepspeed_config.items():
+        name = "" if key == "gradient_accumulation_steps" else "DEEPSPEED_"
+        name += key.removeprefix("deepspeed_").removesuffix("_flag")
+        variables[f"ACCELERATE_{name.upper()}"] = _text(value)
+    return variables
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _execute(command: list[str]) -> NoReturn:
+    """Print a command and run it in place of this process: its exit code is the command's."""
+    say(shlex.join(command))
+    program, *words = command
+    module = "accelerate.commands.launch" if program == "accelerate" else program
+    arguments = words[1:] if program == "accelerate" else words
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])

@@ -1,0 +1,52 @@
+"""Nodes beat in the launcher's store: one that dies while data is prepared is noticed."""
+
+import os
+import threading
+import time
+from contextlib import suppress
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
+
+from ..base.errors import TrainError
+from .failures import store, store_key
+
+PAUSE, PATIENCE, FIRST = 1.0, 30.0, 600.0
+"""Seconds between beats, and without one after which a node counts as dead.
+
+Before the first it may take longer: Python starts slowly from some disks.
+"""
+
+
+def keep_beating() -> None:
+    """Beat for this node until the process ends; for a launch on several nodes."""
+    if number_of_nodes() > 1 and os.environ["LOCAL_RANK"] == "0":
+        threading.Thread(target=_beat, daemon=True).start()
+
+
+def _beat() -> None:
+    with suppress(RuntimeError):  # the store ends with its launcher
+        shared, key = store(), store_key(f"beat-{os.environ['GROUP_RANK']}")
+        while shared.add(key, 1):
+            time.sleep(PAUSE)
+
+
+def number_of_nodes() -> int:
+    """Return the number of nodes; 1 outside of torchrun and accelerate."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+class Nodes:
+    """The nodes of a launch, as their beats show them."""
+
+    def __init__(self, shared: TCPStore) -> None:
+        self._shared = shared
+        self._seen = dict.fromkeys(range(number_of_nodes()), (0, time.monotonic()))
+
+    def ensure_alive(self) -> None:
+        """Raise if a node has stopped beating; a node alone does not beat."""
+        now = time.monotonic()
+        for node, (beats, since) in self._seen.items() if len(self._seen) > 1 else ():
+            if (newest := self._shared.add(store_key(f"beat-{node}"), 0)) != beats:
+                self._seen[node] = newest, now
+            elif now - since > (PATIENCE if beats else FIRST):
+                raise TrainError(f"machine {node} has ended, before step 1; see its own messages")
