@@ -243,10 +243,8 @@ def test_every_strategy_has_its_line_and_the_choice_its_launch(recipe, tmp_path)
     assert max(map(len, table)) <= 80 and table[-1].split() == ["fits"] * 3
     assert any(line.startswith("loss head") and "logits" in line for line in table)
     assert "14 of 16 ranks never get an example; raise train.batch_size" in result.stdout
-    [best] = re.findall(
-        r"choose: DDP, .*config_file (\S+) --num_machines 2 --num_processes 16", result.stdout
-    )
-    assert (ROOT / best).exists()
+    line = f"plugsft launch {recipe} --strategy ddp --ranks 8 --nodes 2 --node N --host HOST"
+    assert f"choose: DDP, {line}\nrun it on each machine: N is its number, 0 to 1" in result.stdout
     more = run_plugsft("plan", recipe, "--gpus=64x8", "--gpu=H100", "train.batch_size=512")
     assert re.search(r"ranks never get an example; the data has \d\d examples", more.stdout)
     assert not (tmp_path / "run").exists()

@@ -21,7 +21,11 @@ from plugsft.commands.bundled_recipes import SCHEMA, commands_of, files_of, prin
 from plugsft.commands.json_schema import schema_text
 from plugsft.registry.load import load
 
-LAUNCH = {f"recipes/accelerate/{path.name}" for path in (ROOT / "recipes/accelerate").iterdir()}
+LAUNCH = {
+    path.relative_to(ROOT).as_posix()
+    for folder in ("accelerate", "launch")
+    for path in (ROOT / "recipes" / folder).iterdir()
+}
 GENERAL = ["sft", "lora", "qlora", "dpo", "kto", "reward"]
 
 
@@ -153,12 +157,12 @@ def test_the_commands_of_a_recipe_run_as_written(kind, place):
 
 
 def test_a_message_that_names_a_launch_file_says_how_to_write_it(tiny, tmp_path):
-    env = {"ACCELERATE_DYNAMO_BACKEND": "no", "MASTER_ADDR": "127.0.0.1"}
-    recipe = tiny()
+    env = {"ACCELERATE_USE_DEEPSPEED": "true"}
+    recipe = tiny(plugins={"compile": {}})
     lines = run_plugsft(recipe, cwd=tmp_path, env=env).stderr.splitlines()
-    assert "use --config_file recipes/accelerate/cpu2.yaml" in lines[0]
+    assert "launch with recipes/accelerate/fsdp2.yaml" in lines[0]
     assert lines[1] == (
-        "recipes/accelerate/cpu2.yaml is not here yet: `plugsft init launch` writes it"
+        "recipes/accelerate/fsdp2.yaml is not here yet: `plugsft init launch` writes it"
     )
     assert len(run_plugsft(recipe, env=env).stderr.splitlines()) == 1  # in the clone it is there
 

@@ -150,7 +150,7 @@ def test_a_launch_that_quietly_starts_one_process_is_caught(tiny):
     words = ("--cpu", "--num_processes", 2, *QUIET)
     code, out, err = finish(launch(*words, "-m", "plugsft", tiny()))
     assert code != 0
-    assert "asked for several processes and started one" in err and "cpu2.yaml" in err
+    assert "asked for several processes and started one" in err and "`plugsft launch`" in err
     assert "step 1" not in out
 
 

@@ -28,9 +28,6 @@ from ..registry.active import Active
 from ..tokens.store import Tokens
 from .same_run import FORMAT, LOCK, STATE, ensure_same_run, keys_affecting_results, read_json
 
-UNSEEN = 35.0
-"""Seconds after which a new file on a network's file system is seen on all machines."""
-
 
 class Best(NamedTuple):
     """The best evaluation so far."""
@@ -272,19 +269,13 @@ class Checkpoints:
 
 def ensure_one_output(accelerator: Accelerator, recipe: Recipe) -> None:
     """Refuse ranks that see another output folder than the main process, which has locked it."""
-    lock, end = recipe.folder / LOCK, time.monotonic() + UNSEEN
-    owners = gathered(accelerator, read_owner(lock))
-    while read_owner(lock) != owners[0] and time.monotonic() < end:
-        time.sleep(1)
-    facts = {f"the output folder {recipe.output}, locked by": read_owner(lock)}
-    ensure_alike(accelerator, facts, "Give a folder on a file system that all machines share")
-
-
-def read_owner(lock: Path) -> str:
-    """Return the process that has locked an output folder, or "none"."""
-    with suppress(OSError):
-        return lock.read_text(errors="replace")
-    return "none"
+    with agreed(accelerator, "opening the output folder"), writing(recipe.folder):
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        # Opened for writing, a file comes from the network's server, not from a cache.
+        with (recipe.folder / LOCK).open("a+") as file:
+            file.seek(0)
+            facts = {"the lock of the output folder": file.read() or "none"}
+    ensure_alike(accelerator, facts, "Give an output on a file system that all machines share")
 
 
 def rank_file(rank: int) -> str:

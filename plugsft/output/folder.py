@@ -176,9 +176,9 @@ def lock_output(recipe: Recipe) -> Iterator[None]:
         except OSError:
             say(f"warning: {recipe.output} is on a file system without locks; start no second run")
         with writing(recipe.folder):
+            # Other machines compare it: all must see this folder.
             lock.truncate(0)
-            lock.write(f"{HOST_ID} {os.getpid()} {time.time_ns()}")
-            lock.flush()
+            print(HOST_ID, os.getpid(), time.time_ns(), end="", file=lock, flush=True)
         try:
             yield
         finally:

@@ -197,9 +197,8 @@ def ending_together(output: str) -> Iterator[None]:
         if not is_lost(error):
             failure.publish(error)
             raise
-        address = re.search(r"peer \[(.+?)\]", str(error))
-        where = f" on {address[1]}" if address else ""
-        reason = failure.reason() or f"another rank has ended{where}; see its message"
+        address = "".join(re.findall(r"peer( \[.+?\])", str(error)))
+        reason = failure.reason() or f"another rank has ended{address}; see its message"
         raise PeerError(f"{reason}. Resume with --resume ({output})") from error
     finally:
         failure.stop_listening()

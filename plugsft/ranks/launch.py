@@ -132,10 +132,8 @@ def _ensure_no_accumulation() -> None:
 
 def user_set_threads() -> bool:
     """Tell whether the user has set OMP_NUM_THREADS; accelerate's launcher sets it to 1."""
-    threads = os.environ.get("OMP_NUM_THREADS")
-    return threads is not None and not (
-        "ACCELERATE_MIXED_PRECISION" in os.environ and threads == "1"
-    )
+    defaults = (None, "1") if "ACCELERATE_MIXED_PRECISION" in os.environ else (None,)
+    return os.environ.get("OMP_NUM_THREADS") not in defaults
 
 
 def disconnect(accelerator: Accelerator, model: Module) -> None:
@@ -187,8 +185,7 @@ def wait_for_ranks(machine: Machine) -> None:
     """
     if machine.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    launcher, here = store(), store_key("prepared")
-    nodes = Nodes(launcher)
+    launcher, here, nodes = store(), store_key("prepared"), Nodes()
     launcher.add(here, 1)
     while launcher.add(here, 0) < machine.world_size:
         if machine.is_main:  # where it ends, the launcher's store ends, and so do the others

@@ -5,8 +5,6 @@ import threading
 import time
 from contextlib import suppress
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
-
 from ..base.errors import TrainError
 from .failures import store, store_key
 
@@ -25,8 +23,8 @@ def keep_beating() -> None:
 
 def _beat() -> None:
     with suppress(RuntimeError):  # the store ends with its launcher
-        shared, key = store(), store_key(f"beat-{os.environ['GROUP_RANK']}")
-        while shared.add(key, 1):
+        shared = store()
+        while shared.add(store_key(f"beat-{os.environ['GROUP_RANK']}"), 1):
             time.sleep(PAUSE)
 
 
@@ -38,15 +36,15 @@ def number_of_nodes() -> int:
 class Nodes:
     """The nodes of a launch, as their beats show them."""
 
-    def __init__(self, shared: TCPStore) -> None:
-        self._shared = shared
+    def __init__(self) -> None:
+        self._store = store()
         self._seen = dict.fromkeys(range(number_of_nodes()), (0, time.monotonic()))
 
     def ensure_alive(self) -> None:
         """Raise if a node has stopped beating; a node alone does not beat."""
         now = time.monotonic()
         for node, (beats, since) in self._seen.items() if len(self._seen) > 1 else ():
-            if (newest := self._shared.add(store_key(f"beat-{node}"), 0)) != beats:
+            if (newest := self._store.add(store_key(f"beat-{node}"), 0)) != beats:
                 self._seen[node] = newest, now
             elif now - since > (PATIENCE if beats else FIRST):
                 raise TrainError(f"machine {node} has ended, before step 1; see its own messages")
