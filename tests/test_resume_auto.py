@@ -143,7 +143,5 @@ def test_ranks_go_on_from_one_checkpoint_or_not_at_all(finished, tmp_path):
     ended = [one.wait(120) for one in start_ranks(2, words=words)]
     said = "".join(one.stderr for one in ended)
     assert all(one.returncode == 2 for one in ended), said
-    assert re.search(
-        r"differ in the lock of the output folder: rank 0 has .+, rank 1 has none", said
-    )
+    assert "the ranks differ in the lock of the output folder: rank 0 has " in said
     assert "Give an output on a file system that all machines share" in said
