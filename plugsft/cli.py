@@ -22,6 +22,7 @@ from .commands import (
     cache,
     chat,
     check,
+    convert,
     diff,
     export,
     init,
@@ -85,6 +86,7 @@ def options(
 for _command in (
     quickstart.quickstart,
     init.init,
+    convert.convert,
     train.train,
     launch.launch,
     prepare.prepare,

@@ -15,6 +15,7 @@ COMMANDS = [
     *[
         "quickstart",
         "init",
+        "convert",
         "train",
         "prepare",
         "check",
@@ -103,7 +104,7 @@ def test_a_recipe_in_the_place_of_a_command_trains(words, expected):
     [
         (["chekc"], "did you mean 'check'"),
         (["tain", "recipes/quickstart.toml"], "'tain' .* did you mean 'train'"),
-        (["qqq"], "commands: quickstart, init, train, prepare"),
+        (["qqq"], "commands: quickstart, init, convert, train"),
         (["recipes"], "a folder; try: plugsft show recipes"),
     ],
 )

@@ -55,8 +55,8 @@ EXPORTED = {
     """,
 }
 COMMANDS = _words("""
-    bench cache chat check diff export init inspect launch new_plugin plan plugins prepare
-    quickstart schema show train tune
+    bench cache chat check convert diff export init inspect launch new_plugin plan plugins
+    prepare quickstart schema show train tune
 """)
 FILE, FUNCTION = 300, 60
 FACE, MEDIAN_FACE = 100, 70
@@ -201,6 +201,8 @@ NAMED = {
     "plugsft/data/unread_columns.py": {"reward"},  # a column
     "plugins/dpo/objective.py": {"reward"},  # a metric
     "plugins/kto/objective.py": {"reward"},
+    # It writes recipes, which name plugins.
+    **{path.relative_to(ROOT).as_posix(): BUNDLED for path in HOUSE.glob("commands/converting/*")},
 }
 ORDERED = {"after", "before", "requires", "conflicts"}
 

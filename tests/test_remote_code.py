@@ -94,6 +94,7 @@ def commands(runs: Path, recipe: Path, to: Path) -> dict[str, list[list[object]]
             for merge in ((), ("--merge",))
         ],
         "init": [["--list"]],
+        "convert": [["--help"]],  # it opens no model
         "quickstart": [["--help"]],  # it trains a new model, on its own data
         "launch": [["--help"]],  # it becomes `plugsft train`, or `accelerate launch`
         "new-plugin": [["mine", "--folder", to]],

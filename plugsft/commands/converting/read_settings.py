@@ -1,0 +1,104 @@
+"""Read a configuration file: YAML, JSON, or the words of a shell line."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...base.errors import RecipeError, did_you_mean, reason_of
+from ...base.limits import TABLES, check_depth, read_text
+from .conversion import flat
+
+TOOLS = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL"}
+"""Value of --from -> the tool's name."""
+MARKS = {
+    "axolotl": {
+        *("base_model", "sequence_len", "micro_batch_size", "num_epochs", "adapter", "datasets"),
+        *("sample_packing", "optimizer", "lr_scheduler", "val_set_size"),
+    },
+    "llamafactory": {
+        *("finetuning_type", "stage", "template", "cutoff_len", "dataset", "dataset_dir"),
+        *("lora_rank", "lora_target", "preprocessing_num_workers", "overwrite_cache", "plot_loss"),
+    },
+    "trl": {
+        *("dataset_name", "dataset_train_split", "max_length", "max_seq_length", "dataset_mixture"),
+        *("dataset_mixer", "use_peft", "lora_r", "torch_dtype", "dtype", "completion_only_loss"),
+        *("assistant_only_loss", "dataset_num_proc", "datasets", "loss_type"),
+    },
+}
+"""Tool -> keys that tell it from the others."""
+
+
+def read_settings(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the settings of a file, and the trainer that a shell line names."""
+    try:
+        text = read_text(path)
+        words = shell_words(text)
+        if words:
+            return read_words(words, path)
+        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        check_depth(settings, TABLES)
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise RecipeError(f"{path}: is neither YAML nor JSON: {reason_of(error)}") from error
+    if not isinstance(settings, dict) or not settings:
+        raise RecipeError(f"{path}: has no settings; name a configuration file of {_names()}")
+    return {str(key): value for key, value in settings.items()}, ""
+
+
+def shell_words(text: str) -> list[str]:
+    """Return the words of a file that holds one command with options, else nothing."""
+    joined = text.replace("\\\n", " ")
+    lines = [line.strip() for line in joined.splitlines()]
+    commands = [line for line in lines if line and not line.startswith("#") and " --" in line]
+    return shlex.split(commands[0]) if len(commands) == 1 and "\n-" not in text else []
+
+
+def read_words(words: list[str], path: Path) -> tuple[dict[str, Any], str]:
+    """Read options of a shell line, and the file that --config names."""
+    settings: dict[str, Any] = {}
+    options = [(index, word) for index, word in enumerate(words) if word.startswith("--")]
+    for (index, word), (stop, _) in zip(options, [*options[1:], (len(words), "")], strict=True):
+        key, sign, value = word[2:].partition("=")
+        values = [value] if sign else words[index + 1 : stop]
+        read = [yaml.safe_load(each) for each in values]
+        settings[key] = read[0] if len(read) == 1 else read or True
+    before = words[: options[0][0]] if options else words
+    trainer = next((word for word in before if word in TRAINERS), "")
+    config = settings.pop("config", None)
+    if isinstance(config, str):
+        file = Path(config) if Path(config).exists() else path.parent / config
+        settings = read_settings(file)[0] | settings
+    return settings, trainer
+
+
+TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation")
+"""Commands of `trl`."""
+
+
+def tool_of(settings: Mapping[str, Any], path: Path, named: str) -> str:
+    """Return the tool that a configuration is for: the one named, or that of its keys."""
+    if named:
+        if named not in TOOLS:
+            hint = did_you_mean(named, TOOLS) or f"; choose one of {', '.join(TOOLS)}"
+            raise RecipeError(f"--from {named}: is not known{hint}")
+        return named
+    if {"model", "train"} <= settings.keys() and isinstance(settings["train"], dict):
+        raise RecipeError(f"{path}: is a recipe of plugsft already; run `plugsft check {path}`")
+    keys = {key.split(".")[0].split("[")[0] for key, _ in flat(settings)}
+    counts = {tool: len(keys & marks) for tool, marks in MARKS.items()}
+    best = max(counts, key=counts.__getitem__)
+    if not counts[best] or list(counts.values()).count(counts[best]) > 1:
+        raise RecipeError(
+            f"{path}: its keys are not those of {_names()}; name its tool with --from "
+            f"{'|'.join(TOOLS)}"
+        )
+    return best
+
+
+def _names() -> str:
+    return "axolotl, LLaMA-Factory or TRL"

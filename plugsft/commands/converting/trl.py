@@ -1,0 +1,366 @@
+"""TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`, and alignment-handbook's."""
+
+from typing import Any
+
+from ...base.errors import RecipeError
+from . import lora_settings, sources, steps
+from .conversion import By, Conversion, Copy, Named, Rules, Same, whole
+from .training_keys import SPEED, evaluates, training_rules, workers
+
+RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
+"""Trainer -> TRL's default learning rate."""
+LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "sigmoid_norm": "length_normalized"}
+OF_KTO = ("kto", "apo_zero_unpaired")
+MARKS = {
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "dpo": ("beta", "loss_type", "precompute_ref_log_probs", "max_prompt_length", "ld_alpha"),
+}
+"""Trainer -> the keys that only it has, or `trl dpo` at last."""
+ONLINE = ("num_generations", "reward_funcs", "max_completion_length", "use_vllm")
+"""Keys of trainers that generate while they train."""
+
+
+def choose_trainer(c: Conversion, named: str) -> None:
+    """Choose the trainer: the one named, or that of its keys."""
+    online = next((key for key in ONLINE if c.get(key) is not None), "")
+    if online or named in ("grpo", "rloo", "distillation"):
+        key = online or "the command"
+        raise RecipeError(
+            f"{c.path}: {key}: plugsft trains on rows, and generates none while it trains (PPO, "
+            "GRPO, RLOO, distillation); use TRL for this run"
+        )
+    marked = (name for name, keys in MARKS.items() if any(c.get(key) is not None for key in keys))
+    c.trainer = named or next(marked, "sft")
+    if c.get("loss_type") in OF_KTO and not named:
+        c.trainer = "kto"
+    if not named:
+        c.remarks.append(f"read as a configuration of `trl {c.trainer}`; --trainer names another")
+
+
+def data(c: Conversion) -> None:
+    """Write the sources, and the rows that are held out."""
+    mixture = c.get("dataset_mixture", {})
+    if c.get("datasets") or mixture:
+        _mixture(c, "dataset_mixture.datasets" if mixture else "datasets")
+    elif c.get("dataset_mixer"):
+        parts = [
+            {"source": str(name), "weight": float(share)}
+            for name, share in c.get("dataset_mixer").items()
+        ]
+        split = next((name for name in c.get("dataset_splits", []) if "train" in name), "train")
+        sources.set_sources(c, [_clean(part | {"split": split}) for part in parts], "dataset_mixer")
+    elif c.get("dataset_name"):
+        part = {"source": str(c.get("dataset_name"))}
+        split = str(c.get("dataset_train_split", "train"))
+        sources.set_sources(c, [_clean(part | {"split": split})], "dataset_name")
+    else:
+        raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
+    for key in ("dataset_config", "name"):
+        if c.get(key) not in (None, "default"):
+            c.leave(key, CONFIG)
+    if evaluates(c) != "no":
+        _held_out(c)
+
+
+CONFIG = (
+    "a source has no configurations; download the files of this one, and use data.source = FILE"
+)
+
+
+def _mixture(c: Conversion, key: str) -> None:
+    parts: list[dict[str, Any]] = []
+    for index, item in enumerate(c.get(key)):
+        place = f"{key}[{index}]"
+        if item.get("config", item.get("name", "default")) not in (None, "default"):
+            c.leave(f"{place}.config" if "config" in item else f"{place}.name", CONFIG)
+        if item.get("fraction") is not None:
+            c.leave(
+                f"{place}.fraction",
+                "a share of the mixture; use the weight of the source, a share of its rows",
+            )
+        files = item.get("data_files") or item.get("path") or item.get("id")
+        for name in files if isinstance(files, list) else [files]:
+            weight = float(item.get("weight") or 1.0)
+            split = item.get("split") or "train"
+            parts.append(_clean({"source": str(name), "split": split, "weight": weight}))
+    sources.set_sources(c, parts, key)
+
+
+def _clean(part: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is the default of a source."""
+    defaults = {"split": "train", "weight": 1.0}
+    return {key: value for key, value in part.items() if defaults.get(key) != value}
+
+
+def _held_out(c: Conversion) -> None:
+    size = c.first("dataset_mixture.test_split_size", "test_split_size")
+    test = next((name for name in c.get("dataset_splits", []) if "train" not in name), None)
+    if c.get(size) is not None:
+        sources.hold_out(c, size, c.number(size, 0))
+    elif "data.source" in c.lines:
+        split = str(test or c.get("dataset_test_split", "test"))
+        c.set("eval.split", split, "dataset_splits" if test else "dataset_test_split")
+    else:
+        c.leave(
+            c.first("eval_strategy", "evaluation_strategy"),
+            "a mixture has no split for evaluations; use eval.source and eval.split",
+        )
+
+
+def texts(c: Conversion) -> None:
+    """Write the longest example, packing, and the tokens that are trained."""
+    key = c.first("max_length", "max_seq_length")
+    limit = c.get(key, 1024)
+    unlimited = limit in ("None", "none", "null") or (key in c.settings and c.get(key) is None)
+    longest = 1024 if unlimited else whole(limit)
+    if unlimited:
+        c.set("data.too_long", "error", key, comment="no example is cut; raise data.max_length")
+    else:
+        c.set("data.max_length", longest, key)
+    if c.trainer == "reward":
+        c.set("data.too_long", "drop", comment="TRL drops longer pairs of `trl reward`")
+    if c.trainer == "sft":
+        _packing(c, longest)
+        _trained_tokens(c)
+    column = c.get("dataset_text_field", "text")
+    if column != "text":
+        c.set("data.columns", {"text": str(column)}, "dataset_text_field")
+
+
+def _packing(c: Conversion, longest: int) -> None:
+    if not c.on("packing"):
+        return
+    strategy = str(c.get("packing_strategy", "bfd"))
+    if strategy not in ("bfd", "bfd_split", "bfd-requeue", "ffd"):
+        c.leave(
+            "packing_strategy",
+            'it cuts examples anywhere; use "bfd", as written here, which keeps them whole',
+        )
+    steps.set_packing(c, longest, "packing", "packing_strategy")
+    if strategy in ("bfd_split", "bfd-requeue"):
+        c.leave(
+            "packing_strategy",
+            'examples are cut at data.max_length; use overlong = "split" with a larger one',
+        )
+
+
+def _trained_tokens(c: Conversion) -> None:
+    row = sources.first_row(c)
+    completion, pairs = c.get("completion_only_loss"), {"prompt", "completion"} <= row.keys()
+    if c.on("assistant_only_loss"):
+        c.set("data.train_on", "assistant", "assistant_only_loss")
+        if not c.get("chat_template_path") and not c.get("chat_template"):
+            c.set("model.chat_template", "trl", comment="TRL's template marks the answers")
+    elif c.on("completion_only_loss") or (completion is None and pairs):
+        c.set("data.train_on", "assistant", "completion_only_loss", comment="the completion alone")
+    else:
+        c.set("data.train_on", "all", "assistant_only_loss", comment="every token of a chat")
+        if completion is None and not row:
+            c.remarks.append(
+                "TRL trains every token of a chat or text, but only the completion of rows with "
+                'prompt and completion; if yours have these, set data.train_on = "assistant"'
+            )
+
+
+def template(c: Conversion) -> None:
+    """Write the chat template: a text becomes a file."""
+    path, text = c.get("chat_template_path"), c.get("chat_template")
+    if path is not None and str(path).endswith((".jinja", ".j2")):
+        c.set("model.chat_template", str(path), "chat_template_path")
+    elif path is not None:
+        c.leave("chat_template_path", "use model.chat_template with that tokenizer's Jinja file")
+    elif text is not None and ("{{" in str(text) or "{%" in str(text)):
+        c.files["jinja"] = str(text)
+        c.set("model.chat_template", "FILE.jinja", comment="chat_template")
+    elif text is not None:
+        c.leave("chat_template", "use model.chat_template with a Jinja file")
+
+
+def precision(c: Conversion) -> None:
+    """Remark on weights that TRL stores in bfloat16."""
+    key = c.first("dtype", "torch_dtype")
+    kind = str(c.get(key, "float32"))
+    if kind == "float16":
+        c.leave(key, 'use model.dtype = "bfloat16"')
+    elif kind in ("bfloat16", "auto") and not c.on("use_peft"):
+        c.remarks.append(
+            f"{key}: {kind}: plugsft stores trained weights in float32, which loses no small steps "
+            'and takes 16 bytes a weight; model.weights = "bfloat16" stores them as TRL does'
+        )
+
+
+def lora(c: Conversion) -> None:
+    """Write adapters and quantization."""
+    adapters = c.on("use_peft")
+    if adapters:
+        dropout = float(c.number("lora_dropout", 0.05))
+        options = {
+            "r": whole(c.get("lora_r", 16)),
+            "alpha": whole(c.get("lora_alpha", 32)),
+            "dropout": dropout,
+        }
+        lora_settings.set_lora(c, options, {name: f"lora_{name}" for name in options})
+        if c.trainer != "sft" and c.get("disable_dropout", True):
+            c.set(
+                "plugins.lora.dropout",
+                0.0,
+                "lora_dropout",
+                comment=f"disable_dropout: true of `trl {c.trainer}`",
+            )
+        _targets(c)
+        for key, option in (("use_rslora", "rslora"), ("use_dora", "dora")):
+            if c.on(key):
+                c.set(f"plugins.lora.{option}", True, key)
+        if c.get("lora_modules_to_save"):
+            names = [str(name) for name in c.get("lora_modules_to_save")]
+            c.set("plugins.lora.modules_to_save", names, "lora_modules_to_save")
+    for bits in (4, 8):
+        if c.on(f"load_in_{bits}bit"):
+            lora_settings.set_quantization(c, bits, adapters, f"load_in_{bits}bit")
+
+
+def _targets(c: Conversion) -> None:
+    value = c.get("lora_target_modules")
+    if value is not None:
+        targets = lora_settings.read_targets(c, value, "lora_target_modules")
+        if targets is not None:
+            c.set("plugins.lora.targets", targets, "lora_target_modules")
+        return
+    names = lora_settings.peft_default(c, str(c.get("model_name_or_path", "")))
+    comment = "peft's default for Llama, Mistral, Qwen and Gemma"
+    c.set("plugins.lora.targets", names or ["q_proj", "v_proj"], comment=comment)
+
+
+def objective(c: Conversion) -> None:
+    """Write the plugin of a preference run."""
+    if c.trainer == "dpo":
+        _dpo(c)
+    elif c.trainer == "kto":
+        loss = str(c.get("loss_type", "kto"))
+        if loss not in OF_KTO:
+            raise c.refuse("loss_type", "plugsft has no such loss; use kto or apo_zero_unpaired")
+        c.plugin("kto", "loss_type", loss=loss)
+        for key, default in (("beta", 0.1), ("desirable_weight", 1.0), ("undesirable_weight", 1.0)):
+            c.set(f"plugins.kto.{key}", float(c.number(key, default)), key)
+    elif c.trainer == "reward":
+        center = float(c.number("center_rewards_coefficient", 0.0))
+        c.plugin("reward", "center_rewards_coefficient", center=center)
+    elif c.get("loss_type", "nll") not in ("nll", "chunked_nll"):
+        c.leave("loss_type", "trained with the usual loss; write a plugin that implements `step`")
+
+
+def _dpo(c: Conversion) -> None:
+    losses = c.get("loss_type", "sigmoid")
+    names = [losses] if isinstance(losses, str) else list(losses)
+    if len(names) == 2 and "sft" in names and not c.get("loss_weights"):
+        names.remove("sft")
+        c.set("plugins.dpo.nll", 1.0, "loss_type")
+    if len(names) != 1 or names[0] not in LOSSES:
+        raise c.refuse(
+            "loss_type",
+            f"plugsft has no such loss; use {', '.join(LOSSES)}, or those of docs/preferences.md",
+        )
+    c.plugin("dpo", "loss_type", loss=LOSSES[names[0]])
+    c.set("plugins.dpo.beta", float(c.number("beta", 0.1)), "beta")
+    if c.number("label_smoothing", 0) and names[0] in ("sigmoid_norm", "sigmoid"):
+        c.leave("label_smoothing", "TRL uses it with other losses; set plugins.dpo.label_smoothing")
+    if c.on("precompute_ref_log_probs"):
+        c.plugin("dpo_reference", "precompute_ref_log_probs")
+
+
+def offload(c: Conversion) -> None:
+    """Write the offloading of activations."""
+    if c.on("activation_offloading"):
+        c.plugin("activation_offload", "activation_offloading")
+
+
+SYNC = "the reference is the model before training; use plugins.dpo.reference for another"
+NOT_DPO = Named("plugsft's DPO has no such term; use the losses of docs/preferences.md")
+
+
+def _revision(name: str) -> str | None:
+    return None if name == "main" else str(name)
+
+
+def rules(c: Conversion) -> Rules:
+    """Return TRL's table. Functions run in its order: packing before batches, rows before steps."""
+    return {
+        "model_name_or_path": Copy("model.path"),
+        "model_revision": Copy("model.revision", read=_revision),
+        "trust_remote_code": Copy("model.trust_remote_code", read=bool),
+        "torch_dtype": By(precision),
+        "dtype": By(precision),
+        "dataset_name": By(data),
+        "dataset_config": By(data),
+        "dataset_train_split": By(data),
+        "dataset_test_split": By(data),
+        "dataset_splits": By(data),
+        "dataset_mixer": By(data),
+        "dataset_mixture": By(data),
+        "dataset_mixture.seed": SPEED,  # the order of rows is train.seed's
+        "datasets": By(data),
+        "datasets[].data_dir": Named("use data.source = FOLDER"),
+        "test_split_size": By(data),
+        "dataset_streaming": Same(
+            (False,), "rows are read once and kept as tokens; use `plugsft prepare`"
+        ),
+        "streaming": Same((False,), "rows are read once and kept as tokens; use `plugsft prepare`"),
+        "max_length": By(texts),
+        "max_seq_length": By(texts),
+        "packing": By(texts),
+        "packing_strategy": By(texts),
+        "eval_packing": SPEED,
+        "padding_free": SPEED,
+        "pad_to_multiple_of": SPEED,
+        "dataset_text_field": By(texts),
+        "completion_only_loss": By(texts),
+        "assistant_only_loss": By(texts),
+        "truncation_mode": Same(("keep_start",), "the end is cut; use data.too_long"),
+        "max_prompt_length": Named(
+            "prompts have no limit of their own; longer examples are cut "
+            "at data.max_length, as in TRL 1; use data.too_long"
+        ),
+        "shuffle_dataset": SPEED,
+        "dataset_kwargs": SPEED,
+        "chat_template": By(template),
+        "chat_template_path": By(template),
+        "eos_token": Named(
+            "the tokenizer's end-of-text token is used; use model.tokenizer with a "
+            "copy that has another"
+        ),
+        "pad_token": SPEED,
+        "dataset_num_proc": By(workers("dataset_num_proc")),
+        "preprocessing_num_workers": By(workers("preprocessing_num_workers")),
+        "loss_type": By(objective),
+        "beta": By(objective),
+        "label_smoothing": By(objective),
+        "desirable_weight": By(objective),
+        "undesirable_weight": By(objective),
+        "center_rewards_coefficient": By(objective),
+        "precompute_ref_log_probs": By(objective),
+        "precompute_ref_batch_size": SPEED,
+        "disable_dropout": By(lora),
+        "loss_weights": NOT_DPO,
+        "ld_alpha": NOT_DPO,
+        "f_divergence_type": Same(("reverse_kl",), NOT_DPO.reason),
+        "use_weighting": Same((False,), NOT_DPO.reason),
+        "sync_ref_model": Same((False,), SYNC),
+        "use_peft": By(lora),
+        **{f"lora_{name}": By(lora) for name in ("r", "alpha", "dropout", "target_modules")},
+        "lora_modules_to_save": By(lora),
+        "lora_target_parameters": Named("use plugins.lora.experts = true for experts"),
+        "lora_task_type": SPEED,
+        "use_rslora": By(lora),
+        "use_dora": By(lora),
+        "load_in_4bit": By(lora),
+        "load_in_8bit": By(lora),
+        "bnb_4bit_quant_type": Same(("nf4",), 'use kind = "nf4"'),
+        "use_bnb_nested_quant": SPEED,
+        "bnb_4bit_quant_storage": SPEED,
+        "router_aux_loss_coef": Named("use [plugins.router_loss] weight; it counts per example"),
+        "activation_offloading": By(offload),
+        "hub_model_revision": Named("[plugins.push] uploads to the main branch; use `hf upload`"),
+        "ignore_bias_buffers": SPEED,
+        **training_rules(RATES[c.trainer]),
+    }
