@@ -12,6 +12,7 @@ from . import trl
 from .conversion import Conversion, apply
 from .read_settings import TOOLS, read_settings, tool_of
 from .recipe_text import launch_line, left_lines, recipe_text
+from .trl_trainers import RATES, choose_trainer
 
 
 def convert_file(path: Path, to: Path, named: str, trainer: str, gpus: int) -> Conversion:
@@ -46,11 +47,11 @@ def convert_settings(path: Path, named: str, trainer: str, gpus: int) -> Convers
     settings, command = read_settings(path)
     tool = tool_of(settings, path, named or ("trl" if command else ""))
     conversion = Conversion(TOOLS[tool], path, settings, gpus)
-    if trainer and (tool != "trl" or trainer not in trl.RATES):
-        names = ", ".join(trl.RATES)
-        hint = did_you_mean(trainer, trl.RATES) or f"; choose one of {names}, for trl"
+    if trainer and (tool != "trl" or trainer not in RATES):
+        names = ", ".join(RATES)
+        hint = did_you_mean(trainer, RATES) or f"; choose one of {names}, for trl"
         raise RecipeError(f"--trainer {trainer}: is not known{hint}")
-    trl.choose_trainer(conversion, trainer or command)
+    choose_trainer(conversion, trainer or command)
     apply(trl.rules(conversion), conversion)
     return conversion
 

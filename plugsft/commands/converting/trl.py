@@ -4,38 +4,9 @@ from typing import Any
 
 from ...base.errors import RecipeError
 from . import lora_settings, sources, steps
-from .conversion import By, Conversion, Copy, Named, Rules, Same, whole
-from .training_keys import SPEED, evaluates, training_rules, workers
-
-RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
-"""Trainer -> TRL's default learning rate."""
-LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "sigmoid_norm": "length_normalized"}
-OF_KTO = ("kto", "apo_zero_unpaired")
-MARKS = {
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "reward": ("center_rewards_coefficient",),
-    "dpo": ("beta", "loss_type", "precompute_ref_log_probs", "max_prompt_length", "ld_alpha"),
-}
-"""Trainer -> the keys that only it has, or `trl dpo` at last."""
-ONLINE = ("num_generations", "reward_funcs", "max_completion_length", "use_vllm")
-"""Keys of trainers that generate while they train."""
-
-
-def choose_trainer(c: Conversion, named: str) -> None:
-    """Choose the trainer: the one named, or that of its keys."""
-    online = next((key for key in ONLINE if c.get(key) is not None), "")
-    if online or named in ("grpo", "rloo", "distillation"):
-        key = online or "the command"
-        raise RecipeError(
-            f"{c.path}: {key}: plugsft trains on rows, and generates none while it trains (PPO, "
-            "GRPO, RLOO, distillation); use TRL for this run"
-        )
-    marked = (name for name, keys in MARKS.items() if any(c.get(key) is not None for key in keys))
-    c.trainer = named or next(marked, "sft")
-    if c.get("loss_type") in OF_KTO and not named:
-        c.trainer = "kto"
-    if not named:
-        c.remarks.append(f"read as a configuration of `trl {c.trainer}`; --trainer names another")
+from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, real, whole
+from .training_keys import SPEED, TRAINING, evaluates, workers
+from .trl_trainers import RATES, objective
 
 
 def data(c: Conversion) -> None:
@@ -232,43 +203,6 @@ def _targets(c: Conversion) -> None:
     c.set("plugins.lora.targets", names or ["q_proj", "v_proj"], comment=comment)
 
 
-def objective(c: Conversion) -> None:
-    """Write the plugin of a preference run."""
-    if c.trainer == "dpo":
-        _dpo(c)
-    elif c.trainer == "kto":
-        loss = str(c.get("loss_type", "kto"))
-        if loss not in OF_KTO:
-            raise c.refuse("loss_type", "plugsft has no such loss; use kto or apo_zero_unpaired")
-        c.plugin("kto", "loss_type", loss=loss)
-        for key, default in (("beta", 0.1), ("desirable_weight", 1.0), ("undesirable_weight", 1.0)):
-            c.set(f"plugins.kto.{key}", float(c.number(key, default)), key)
-    elif c.trainer == "reward":
-        center = float(c.number("center_rewards_coefficient", 0.0))
-        c.plugin("reward", "center_rewards_coefficient", center=center)
-    elif c.get("loss_type", "nll") not in ("nll", "chunked_nll"):
-        c.leave("loss_type", "trained with the usual loss; write a plugin that implements `step`")
-
-
-def _dpo(c: Conversion) -> None:
-    losses = c.get("loss_type", "sigmoid")
-    names = [losses] if isinstance(losses, str) else list(losses)
-    if len(names) == 2 and "sft" in names and not c.get("loss_weights"):
-        names.remove("sft")
-        c.set("plugins.dpo.nll", 1.0, "loss_type")
-    if len(names) != 1 or names[0] not in LOSSES:
-        raise c.refuse(
-            "loss_type",
-            f"plugsft has no such loss; use {', '.join(LOSSES)}, or those of docs/preferences.md",
-        )
-    c.plugin("dpo", "loss_type", loss=LOSSES[names[0]])
-    c.set("plugins.dpo.beta", float(c.number("beta", 0.1)), "beta")
-    if c.number("label_smoothing", 0) and names[0] in ("sigmoid_norm", "sigmoid"):
-        c.leave("label_smoothing", "TRL uses it with other losses; set plugins.dpo.label_smoothing")
-    if c.on("precompute_ref_log_probs"):
-        c.plugin("dpo_reference", "precompute_ref_log_probs")
-
-
 def offload(c: Conversion) -> None:
     """Write the offloading of activations."""
     if c.on("activation_offloading"):
@@ -283,84 +217,89 @@ def _revision(name: str) -> str | None:
     return None if name == "main" else str(name)
 
 
+RULES: dict[str, Rule] = {
+    "model_name_or_path": Copy("model.path"),
+    "model_revision": Copy("model.revision", read=_revision),
+    "trust_remote_code": Copy("model.trust_remote_code", read=bool),
+    "torch_dtype": By(precision),
+    "dtype": By(precision),
+    "dataset_name": By(data),
+    "dataset_config": By(data),
+    "dataset_train_split": By(data),
+    "dataset_test_split": By(data),
+    "dataset_splits": By(data),
+    "dataset_mixer": By(data),
+    "dataset_mixture": By(data),
+    "dataset_mixture.seed": SPEED,  # the order of rows is train.seed's
+    "datasets": By(data),
+    "datasets[].data_dir": Named("use data.source = FOLDER"),
+    "test_split_size": By(data),
+    "dataset_streaming": Same(
+        (False,), "rows are read once and kept as tokens; use `plugsft prepare`"
+    ),
+    "streaming": Same((False,), "rows are read once and kept as tokens; use `plugsft prepare`"),
+    "max_length": By(texts),
+    "max_seq_length": By(texts),
+    "packing": By(texts),
+    "packing_strategy": By(texts),
+    "eval_packing": SPEED,
+    "padding_free": SPEED,
+    "pad_to_multiple_of": SPEED,
+    "dataset_text_field": By(texts),
+    "completion_only_loss": By(texts),
+    "assistant_only_loss": By(texts),
+    "truncation_mode": Same(("keep_start",), "the end is cut; use data.too_long"),
+    "max_prompt_length": Named(
+        "prompts have no limit of their own; longer examples are cut "
+        "at data.max_length, as in TRL 1; use data.too_long"
+    ),
+    "shuffle_dataset": SPEED,
+    "dataset_kwargs": SPEED,
+    "chat_template": By(template),
+    "chat_template_path": By(template),
+    "eos_token": Named(
+        "the tokenizer's end-of-text token is used; use model.tokenizer with a "
+        "copy that has another"
+    ),
+    "pad_token": SPEED,
+    "dataset_num_proc": By(workers("dataset_num_proc")),
+    "preprocessing_num_workers": By(workers("preprocessing_num_workers")),
+    "loss_type": By(objective),
+    "beta": By(objective),
+    "label_smoothing": By(objective),
+    "desirable_weight": By(objective),
+    "undesirable_weight": By(objective),
+    "center_rewards_coefficient": By(objective),
+    "precompute_ref_log_probs": By(objective),
+    "precompute_ref_batch_size": SPEED,
+    "disable_dropout": By(lora),
+    "loss_weights": NOT_DPO,
+    "ld_alpha": NOT_DPO,
+    "f_divergence_type": Same(("reverse_kl",), NOT_DPO.reason),
+    "use_weighting": Same((False,), NOT_DPO.reason),
+    "sync_ref_model": Same((False,), SYNC),
+    "use_peft": By(lora),
+    **{f"lora_{name}": By(lora) for name in ("r", "alpha", "dropout", "target_modules")},
+    "lora_modules_to_save": By(lora),
+    "lora_target_parameters": Named("use plugins.lora.experts = true for experts"),
+    "lora_task_type": SPEED,
+    "use_rslora": By(lora),
+    "use_dora": By(lora),
+    "load_in_4bit": By(lora),
+    "load_in_8bit": By(lora),
+    "bnb_4bit_quant_type": Same(("nf4",), 'use kind = "nf4"'),
+    "use_bnb_nested_quant": SPEED,
+    "bnb_4bit_quant_storage": SPEED,
+    "router_aux_loss_coef": Named("use [plugins.router_loss] weight; it counts per example"),
+    "activation_offloading": By(offload),
+    "hub_model_revision": Named("[plugins.push] uploads to the main branch; use `hf upload`"),
+    "ignore_bias_buffers": SPEED,
+    **TRAINING,
+}
+"""TRL's table. Functions run in its order: packing before batches, rows before steps."""
+
+
 def rules(c: Conversion) -> Rules:
-    """Return TRL's table. Functions run in its order: packing before batches, rows before steps."""
-    return {
-        "model_name_or_path": Copy("model.path"),
-        "model_revision": Copy("model.revision", read=_revision),
-        "trust_remote_code": Copy("model.trust_remote_code", read=bool),
-        "torch_dtype": By(precision),
-        "dtype": By(precision),
-        "dataset_name": By(data),
-        "dataset_config": By(data),
-        "dataset_train_split": By(data),
-        "dataset_test_split": By(data),
-        "dataset_splits": By(data),
-        "dataset_mixer": By(data),
-        "dataset_mixture": By(data),
-        "dataset_mixture.seed": SPEED,  # the order of rows is train.seed's
-        "datasets": By(data),
-        "datasets[].data_dir": Named("use data.source = FOLDER"),
-        "test_split_size": By(data),
-        "dataset_streaming": Same(
-            (False,), "rows are read once and kept as tokens; use `plugsft prepare`"
-        ),
-        "streaming": Same((False,), "rows are read once and kept as tokens; use `plugsft prepare`"),
-        "max_length": By(texts),
-        "max_seq_length": By(texts),
-        "packing": By(texts),
-        "packing_strategy": By(texts),
-        "eval_packing": SPEED,
-        "padding_free": SPEED,
-        "pad_to_multiple_of": SPEED,
-        "dataset_text_field": By(texts),
-        "completion_only_loss": By(texts),
-        "assistant_only_loss": By(texts),
-        "truncation_mode": Same(("keep_start",), "the end is cut; use data.too_long"),
-        "max_prompt_length": Named(
-            "prompts have no limit of their own; longer examples are cut "
-            "at data.max_length, as in TRL 1; use data.too_long"
-        ),
-        "shuffle_dataset": SPEED,
-        "dataset_kwargs": SPEED,
-        "chat_template": By(template),
-        "chat_template_path": By(template),
-        "eos_token": Named(
-            "the tokenizer's end-of-text token is used; use model.tokenizer with a "
-            "copy that has another"
-        ),
-        "pad_token": SPEED,
-        "dataset_num_proc": By(workers("dataset_num_proc")),
-        "preprocessing_num_workers": By(workers("preprocessing_num_workers")),
-        "loss_type": By(objective),
-        "beta": By(objective),
-        "label_smoothing": By(objective),
-        "desirable_weight": By(objective),
-        "undesirable_weight": By(objective),
-        "center_rewards_coefficient": By(objective),
-        "precompute_ref_log_probs": By(objective),
-        "precompute_ref_batch_size": SPEED,
-        "disable_dropout": By(lora),
-        "loss_weights": NOT_DPO,
-        "ld_alpha": NOT_DPO,
-        "f_divergence_type": Same(("reverse_kl",), NOT_DPO.reason),
-        "use_weighting": Same((False,), NOT_DPO.reason),
-        "sync_ref_model": Same((False,), SYNC),
-        "use_peft": By(lora),
-        **{f"lora_{name}": By(lora) for name in ("r", "alpha", "dropout", "target_modules")},
-        "lora_modules_to_save": By(lora),
-        "lora_target_parameters": Named("use plugins.lora.experts = true for experts"),
-        "lora_task_type": SPEED,
-        "use_rslora": By(lora),
-        "use_dora": By(lora),
-        "load_in_4bit": By(lora),
-        "load_in_8bit": By(lora),
-        "bnb_4bit_quant_type": Same(("nf4",), 'use kind = "nf4"'),
-        "use_bnb_nested_quant": SPEED,
-        "bnb_4bit_quant_storage": SPEED,
-        "router_aux_loss_coef": Named("use [plugins.router_loss] weight; it counts per example"),
-        "activation_offloading": By(offload),
-        "hub_model_revision": Named("[plugins.push] uploads to the main branch; use `hf upload`"),
-        "ignore_bias_buffers": SPEED,
-        **training_rules(RATES[c.trainer]),
-    }
+    """Return the table of a trainer: each has its own default learning rate."""
+    rate = Copy("train.learning_rate", RATES[c.trainer], real)
+    return RULES | {"learning_rate": rate}
