@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ...base.errors import RecipeError
+from ...base.errors import RecipeError, reason_of
 from ...recipe.tables import short
 
+T = TypeVar("T")
 UNKNOWN = "not known to plugsft convert; look for it in docs/other_tools.md"
 SECRET = re.compile(r"(token|api_key|password|secret)$")
 """Keys whose values are never printed."""
@@ -78,7 +79,7 @@ class Conversion:
     files: dict[str, str] = field(default_factory=dict)
     """Ending of a file's name -> its text: files that the recipe names."""
     launcher: str = ""
-    """Name of the launch file in recipes/accelerate."""
+    """The strategy of `plugsft launch`, where it is not ddp."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a setting by its key, such as "lr_scheduler_kwargs.min_lr_rate"."""
@@ -93,7 +94,19 @@ class Conversion:
 
     def number(self, key: str, default: float) -> float:
         """Return a number, which may be written in quotes."""
-        return number(self.get(key, default))
+        return self.read(key, default, number)
+
+    def whole(self, key: str, default: int) -> int:
+        """Return a whole number."""
+        return self.read(key, default, whole)
+
+    def read(self, key: str, default: Any, read: Callable[[Any], T]) -> T:
+        """Return a setting as `read` reads it; name the key if it cannot."""
+        value = self.get(key, default)
+        try:
+            return read(value)
+        except (ValueError, TypeError) as error:
+            raise RecipeError(f"{self.path}: {key} = {short(value)}: {error}") from error
 
     def on(self, key: str, default: bool = False) -> bool:
         """Tell whether a switch is on."""
@@ -175,7 +188,15 @@ def rule_of(key: str, rules: Rules) -> Rule | None:
 def apply(rules: Rules, conversion: Conversion) -> None:
     """Convert all settings; name those that have no meaning in a recipe."""
     for function in dict.fromkeys(rule.function for rule in rules.values() if isinstance(rule, By)):
-        function(conversion)
+        try:
+            function(conversion)
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            keys = [key for key, rule in rules.items() if rule == By(function)]
+            names = ", ".join(key for key in keys if conversion.get(key) is not None)
+            raise RecipeError(
+                f"{conversion.path}: {names}: not values that {conversion.tool} takes "
+                f"({reason_of(error)}); correct them"
+            ) from error
     for key, rule in rules.items():
         if isinstance(rule, Copy):
             _copy(key, rule, conversion)
@@ -190,13 +211,9 @@ def apply(rules: Rules, conversion: Conversion) -> None:
 
 
 def _copy(key: str, rule: Copy, conversion: Conversion) -> None:
-    value = conversion.get(key, rule.default)
-    if value is None:
+    if conversion.get(key, rule.default) is None:
         return
-    try:
-        read = rule.read(value) if rule.read else value
-    except ValueError as error:
-        raise RecipeError(f"{conversion.path}: {key} = {short(value)}: {error}") from error
+    read = conversion.read(key, rule.default, rule.read or (lambda value: value))
     if read is not None:
         conversion.set(rule.to, read, key)
 

@@ -8,11 +8,14 @@ from ...base.errors import PlugsftError, RecipeError, did_you_mean, reason_of
 from ...registry.load import load
 from ..bundled_recipes import SCHEMA
 from ..json_schema import schema_text
-from . import trl
+from . import axolotl, llamafactory, trl
 from .conversion import Conversion, apply
 from .read_settings import TOOLS, read_settings, tool_of
 from .recipe_text import launch_line, left_lines, recipe_text
 from .trl_trainers import RATES, choose_trainer
+
+RULES = {"axolotl": axolotl.rules, "llamafactory": llamafactory.rules, "trl": trl.rules}
+"""Value of --from -> the tool's table."""
 
 
 def convert_file(path: Path, to: Path, named: str, trainer: str, gpus: int) -> Conversion:
@@ -51,8 +54,9 @@ def convert_settings(path: Path, named: str, trainer: str, gpus: int) -> Convers
         names = ", ".join(RATES)
         hint = did_you_mean(trainer, RATES) or f"; choose one of {names}, for trl"
         raise RecipeError(f"--trainer {trainer}: is not known{hint}")
-    choose_trainer(conversion, trainer or command)
-    apply(trl.rules(conversion), conversion)
+    if tool == "trl":
+        choose_trainer(conversion, trainer or command)
+    apply(RULES[tool](conversion), conversion)
     return conversion
 
 

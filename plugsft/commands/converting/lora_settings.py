@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .conversion import Conversion, whole
+from .conversion import Conversion
 
 OF_PEFT = {
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
@@ -56,4 +56,4 @@ def set_quantization(c: Conversion, bits: int, adapters: bool, key: str) -> None
 
 def rank(c: Conversion, key: str, default: int) -> int:
     """Return a whole number of a setting."""
-    return whole(c.get(key, default))
+    return c.whole(key, default)

@@ -43,11 +43,8 @@ def launch_line(conversion: Conversion, name: Path) -> str:
     """Return the command that trains."""
     if conversion.gpus == 1 and not conversion.launcher:
         return f"plugsft {name}"
-    file = f"recipes/accelerate/{conversion.launcher or 'gpu8'}.yaml"
-    return (
-        f"accelerate launch --config_file {file} --num_processes {conversion.gpus} "
-        f"-m plugsft {name}"
-    )
+    strategy = f" --strategy {conversion.launcher}" if conversion.launcher else ""
+    return f"plugsft launch {name} --ranks {conversion.gpus}{strategy}"
 
 
 def _direct(lines: dict[str, Line], prefix: str) -> dict[str, Line] | None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from . import steps
 from .conversion import By, Conversion, Copy, Named, Rule, Same, real, whole
 
-LAUNCH = "the launcher sets it: see docs/many_gpus.md; use recipes/accelerate/"
 SPEED = Same(())
 """For keys that change speed or memory alone."""
 
@@ -63,7 +62,7 @@ def saving(c: Conversion) -> None:
     else:
         c.leave("save_strategy", 'use checkpoint.keep_best = "eval_loss" for the best checkpoint')
     if strategy != "no" and c.get("save_total_limit"):
-        c.set("checkpoint.keep", whole(c.get("save_total_limit")), "save_total_limit")
+        c.set("checkpoint.keep", c.whole("save_total_limit", 0), "save_total_limit")
     if c.on("load_best_model_at_end"):
         metric = str(c.get("metric_for_best_model", "loss"))
         name = metric if metric.startswith("eval_") else f"eval_{metric}"
@@ -171,10 +170,10 @@ def compiled(c: Conversion) -> None:
 
 
 def launcher(c: Conversion) -> None:
-    """Choose the launch file."""
+    """Choose the strategy of `plugsft launch`."""
     if c.get("deepspeed"):
         shards = not any(mark in str(c.get("deepspeed")) for mark in ("z1", "z2", "zero1", "zero2"))
-        c.launcher = "zero3" if shards else "gpu8"
+        c.launcher = "zero3" if shards else ""
         if "offload" in str(c.get("deepspeed")):
             c.leave("deepspeed", "optimizer states stay on the GPU; use more GPUs")
     elif c.get("fsdp") or c.get("fsdp_config"):
@@ -190,7 +189,7 @@ def workers(key: str) -> Callable[[Conversion], None]:
 
     def write(c: Conversion) -> None:
         if c.get(key):
-            c.plugin("multiprocess_tokenize", key, workers=whole(c.get(key)))
+            c.plugin("multiprocess_tokenize", key, workers=c.whole(key, 0))
 
     return write
 

@@ -167,8 +167,8 @@ def lora(c: Conversion) -> None:
     if adapters:
         dropout = float(c.number("lora_dropout", 0.05))
         options = {
-            "r": whole(c.get("lora_r", 16)),
-            "alpha": whole(c.get("lora_alpha", 32)),
+            "r": c.whole("lora_r", 16),
+            "alpha": c.whole("lora_alpha", 32),
             "dropout": dropout,
         }
         lora_settings.set_lora(c, options, {name: f"lora_{name}" for name in options})
