@@ -1,16 +1,13 @@
 """plugsft convert: every key that configurations use is converted, or named with its reason."""
 
 import json
-import tomllib
 
 import pytest
-import yaml
-from conftest import ROOT, write_jsonl
+from conftest import ROOT
 
-from plugsft import cli
 from plugsft.base.errors import RecipeError
 from plugsft.commands.converting.conversion import UNKNOWN, Conversion, apply
-from plugsft.commands.converting.convert_file import RULES, convert_file, convert_settings
+from plugsft.commands.converting.convert_file import RULES
 from plugsft.commands.converting.read_settings import TOOLS
 
 USES = json.loads((ROOT / "tests/data/key_uses.json").read_text("utf8"))

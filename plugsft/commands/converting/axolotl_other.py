@@ -103,9 +103,7 @@ OTHERS: dict[str, Rule] = {
     ),
     "loss_watchdog_patience": Named("see loss_watchdog_threshold; use a plugin with `logged`"),
     "min_sample_len": Named("use data without shorter rows"),
-    "dataset_exact_deduplication": Named(
-        "`plugsft inspect` counts duplicates; use data without them"
-    ),
+    "dataset_exact_deduplication": Named("`plugsft inspect` counts duplicates; use other data"),
     "streaming": Named("rows are read once and kept as tokens; use `plugsft prepare`"),
     "pretrain_multipack_attn": SPEED,
     "sample_packing_sequentially": Named('rows are packed by length; use scope = "step"'),
