@@ -273,11 +273,14 @@ def test_ctrl_c_says_what_was_best_so_far(place):
 
 
 @only_full
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_ranks_are_launched_and_share_the_memory(place):
     file = ROOT / "recipes/accelerate/cpu2.yaml"
     launch = f"{sys.executable} -m accelerate.commands.launch --config_file {file}"
     words = ("train.batch_size=4", "--steps=1", f"--launch={launch}", "--to=ranks.toml")
-    result = run_plugsft("tune", place / "my.toml", *words, cwd=place)
+    # Up to 16 launches.
+    result = run_plugsft("tune", place / "my.toml", *words, cwd=place, timeout=1200)
     assert result.returncode == 0, result.stderr
     sizes = re.search(r"sizes: (\d+), from 1 to (\d+); memory: ([\d.]+) GiB a rank", result.stdout)
     assert sizes[1] == sizes[2] == "2"  # examples of a step for each rank
