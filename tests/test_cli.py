@@ -17,6 +17,7 @@ COMMANDS = [
         "init",
         "convert",
         "train",
+        "launch",
         "prepare",
         "check",
         "inspect",
