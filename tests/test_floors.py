@@ -69,8 +69,6 @@ TOTAL = 10_037
 # A plugin's face imports its heavy siblings, and the kit, in its hooks: reading a recipe imports
 # neither.
 FACES = [path for path in PLUGINS if path.name == "__init__.py" or path.parent.name == "plugins"]
-# The face of the data's sources, likewise: most recipes need no sibling that imports `datasets`.
-FACES.append(HOUSE / "data/sources.py")
 # The recipe's reader: most recipes are TOML, and need no parser of YAML.
 FACES.append(HOUSE / "recipe/read.py")
 # A name of the kit imports torch or Arrow when it is first used.

@@ -138,7 +138,7 @@ def arrays(examples):
     return {
         "pieces" if name == "num_sequences" else name: array
         for name, array in vars(examples).items()
-        if name != "columns"
+        if name not in ("columns", "starts")
     }
 
 

@@ -127,6 +127,8 @@ class Shard:
     """The columns of `render`: name -> type."""
     stamp: list[int | str] = field(default_factory=list)
     """The file's size and checksum."""
+    ids: dict[str, Any] = field(default_factory=dict)
+    """If the ids stay in the file of the rows: its file, size and dtype."""
 
 
 class Work(Protocol):

@@ -102,6 +102,15 @@ def _parse(line: bytes) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
+def without_none(value: Any) -> Any:
+    """Return a value without fields that Arrow filled in with None."""
+    if isinstance(value, dict):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_none(inner) for inner in value]
+    return value
+
+
 def why_unreadable(rows: Rows, number: int) -> str:
     """Explain why a row was read as None."""
     if isinstance(rows, JsonLines):

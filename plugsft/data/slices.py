@@ -20,6 +20,7 @@ from ..base.types import Counted, Encoded, Ints, Rendered, Row, Rows, Shard, Sli
 from ..hooks import Hooks, with_plugins
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
+from ..registry.discover import load_reader
 from ..tokens.schema import column_of
 from ..tokens.shards import Examples, count_true, offsets_of, shared_prefix, write_shard
 from ..tokens.tokenizer import Tokenizer, num_bytes
@@ -68,8 +69,9 @@ class ShardWriter:
             too_long = {f"longer than {self.data.max_length} tokens": shard.too_long}
             bad = describe_bad_rows(too_long, part.rows, part.start)
             raise DataError(f"{self.name(part)}: {bad}{CURE_LONG}")
-        shard.examples, shard.tokens = len(examples.rows), len(examples.ids)
-        shard.largest = int(examples.ids.max(initial=0))
+        shard.examples, shard.tokens = len(examples.rows), len(examples.mask)
+        if not shard.ids:
+            shard.largest = int(examples.ids.max(initial=0))
         shard.trained, shard.columns = write_shard(path, examples), examples.types
         shard.stamp = [path.stat().st_size, file_digest(path)]
         # Written last: after a kill, a shard with this file is complete and need not be rebuilt.
@@ -121,6 +123,10 @@ class ShardWriter:
         return shard if complete and shard.rows == part.stop - part.start else None
 
     def _examples(self, part: Slice, shard: Shard) -> Examples:
+        ready = load_reader("ready")
+        if ready.is_ready(part.rows, self.data):
+            examples: Examples = ready.make_examples(self, part, shard)
+            return examples
         numbers, rows = list[int](), list[Row]()
         for number, row in enumerate(part.rows.read(0, part.stop - part.start)):
             if row is None:
@@ -180,8 +186,11 @@ def describe_unknown_columns(rows: list[Row], data: Data, source: str) -> str:
     if data.columns:
         renamed = ", ".join(f'{ours} = "{yours}"' for ours, yours in data.columns.items())
         columns += f" (with [data.columns] {renamed})"
-    if any("input_ids" in row for row in rows):
-        columns += ". Rows of tokens (input_ids) cannot be trained on yet"
+    if any({"input_ids", "prompt_ids"} & row.keys() for row in rows):
+        columns += (
+            ". Rows of tokens need input_ids with labels or a mask; with [model.scratch], set "
+            "model.tokenizer too"
+        )
     return (
         f"{source}: no format has these columns: {columns}. Known are messages; "
         "prompt and completion; instruction and output; conversations; text. Name yours in "

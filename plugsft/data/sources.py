@@ -1,7 +1,7 @@
 """Open sources of rows: jsonl line by line, everything else through `datasets`.
 
-Importing `datasets` takes a second. Most recipes name jsonl files, so dataset_source.py, which
-imports it, is imported only by the functions that need it.
+Importing `datasets` takes a second. Most recipes name jsonl files, so the readers of other sources,
+in readers/, are imported when a recipe names one.
 """
 
 from collections.abc import Sequence, Sized
@@ -17,6 +17,7 @@ from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Ints, Row, Rows, Slice
 from ..recipe.tables import Data, Source
+from ..registry.discover import load_reader
 from .jsonl import JsonLines, RowList, find_lines
 
 T = TypeVar("T", bound=Sized)
@@ -67,10 +68,13 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
     elif path.suffix in FILES or source.source.startswith((".", "/")):
         names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
         raise DataError(f"{where}: no such file{did_you_mean(path.name, names)}")
-    from .dataset_source import DatasetSource
-
+    if path.suffix == ".arrow" or path.is_dir():
+        saved: OpenSource | None = load_reader("saved").open_source(source, where)
+        if saved is not None:
+            return saved
     reader = FILES[path.suffix] if path.is_file() else None
-    return _ensure_rows(DatasetSource(source, reader, where), where, source.split)
+    rows: OpenSource = load_reader("dataset").DatasetSource(source, reader, where)
+    return _ensure_rows(rows, where, source.split)
 
 
 def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
@@ -169,10 +173,8 @@ def _row_numbers(split: str, count: int, where: str) -> Ints:
     """Return the row numbers of "train[10:20%]" in a file, which is one split named train."""
     if split == "train":
         return np.arange(count)
-    from .dataset_source import parse_split
-
     try:
-        ranges = parse_split(split, {"train": count})
+        ranges = load_reader("dataset").parse_split(split, {"train": count})
     except (ValueError, AssertionError) as error:
         raise DataError(
             f"{where}: split '{split}' is not understood; a file is one split, 'train'; "

@@ -97,6 +97,8 @@ FORMATS = {
 COLUMNS = [
     *chain(*FORMATS.values()),
     *("input", "system", "history", "tools", "chat_template_kwargs", "label", "weight"),
+    *("input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks"),
+    *("seq_lengths", "position_ids", "attention_mask"),
 ]
 """All columns that are read from rows."""
 Count = Annotated[int, Field(ge=1, lt=2**31)]

@@ -25,8 +25,9 @@ from ..base.types import Ints
 from .schema import WEIGHT, index_schema, shard_schema
 from .shards import checksum_of, count_true, numpy_of, offsets_of, read_facts
 
-RecordBatch = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
-"""Columns of a record batch: ids, offsets, and the mask as bits."""
+RecordBatch = tuple[NDArray[Any], NDArray[Any], NDArray[np.int32], NDArray[np.uint8]]
+"""Columns of a record batch: ids, where each example's begin, offsets in the mask, the mask as
+bits."""
 
 NO_IDS, NO_BITS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 READ_ERRORS = (
@@ -109,6 +110,8 @@ class Tokens:
         shards = np.searchsorted(self._shard_offsets, numbers, "right") - 1
         for shard in set(shards.tolist()):
             self._ensure_size(self._files[shard], self._sizes[shard])
+            if elsewhere := self.facts["shards"][shard].get("ids"):
+                self._ensure_size(Path(elsewhere["file"]), elsewhere["size"])
         inside = numbers - self._shard_offsets[shards]
         columns = (shards, inside, skips, lengths, self._checksums[numbers])
         # Arrow stores eight booleans in a byte: gather all bytes, then unpack them at once.
@@ -117,24 +120,24 @@ class Tokens:
             *(column.tolist() for column in columns), strict=True
         ):
             batches = self._shards[shard] or self._open_shard(shard)
-            (ids, offsets, bits), place = batches[0], number
+            (ids, starts, offsets, bits), place = batches[0], number
             if len(batches) > 1:
-                (ids, offsets, bits), place = _find_batch(batches, number)
-            start, stop = offsets.item(place), offsets.item(place + 1)
-            if checksum_of(ids, bits, start, stop) != checksum:
+                (ids, starts, offsets, bits), place = _find_batch(batches, number)
+            begin, start, stop = starts.item(place), offsets.item(place), offsets.item(place + 1)
+            if checksum_of(ids[begin : begin + stop - start], bits, start, stop) != checksum:
                 raise self._damaged(
                     self._files[shard], f"the checksum of example {number} is wrong"
                 )
-            start += skip
+            begin, start = begin + skip, start + skip
             first_byte, last_byte = start >> 3, (start + length + 7) >> 3
-            ids_parts.append(ids[start : start + length])
+            ids_parts.append(ids[begin : begin + length])
             bits_parts.append(bits[first_byte:last_byte])
             first_bit = 8 * num_bytes + (start & 7)
             spans.append(slice(first_bit, first_bit + length))
             num_bytes += last_byte - first_byte
         unpacked = np.unpackbits(np.concatenate(bits_parts), bitorder="little").view(np.bool_)
         masks = [NO_BITS.view(np.bool_), *map(unpacked.__getitem__, spans)]
-        return np.concatenate(ids_parts), np.concatenate(masks)
+        return np.concatenate(ids_parts, dtype=np.int32, casting="unsafe"), np.concatenate(masks)
 
     def weights(self, examples: Ints) -> NDArray[np.float32]:
         """Return what the losses of examples are multiplied with: the column `weight`, or 1."""
@@ -270,14 +273,21 @@ class Tokens:
             buffer = self._buffer(self._files[shard])
             if buffer.size != self._sizes[shard]:
                 raise ValueError("its size differs from facts.json")
-            schema = shard_schema(self.facts["columns"])
-            batches = [_views(batch, schema) for batch in pa.ipc.open_stream(buffer)]
-            lengths = [np.diff(offsets) for _, offsets, _ in batches]
+            types, ids = self.facts["columns"], self._ids_elsewhere(shard)
+            batches = [_views(batch, types, ids) for batch in pa.ipc.open_stream(buffer)]
+            lengths = [np.diff(offsets) for _, _, offsets, _ in batches]
             indexed = self._stored_lengths[slice(*self._shard_offsets[shard : shard + 2])]
             if not np.array_equal(np.concatenate([indexed[:0], *lengths]), indexed):
                 raise ValueError("the lengths of its examples differ from the index")
         self._shards[shard] = batches
         return batches
+
+    def _ids_elsewhere(self, shard: int) -> NDArray[Any] | None:
+        """Map the file of the rows if the shard's ids stay there."""
+        if (ids := self.facts["shards"][shard].get("ids")) is None:
+            return None
+        dtype = np.dtype(ids["dtype"])
+        return np.asarray(np.memmap(ids["file"], dtype, "r", shape=ids["size"] // dtype.itemsize))
 
     def _buffer(self, path: Path) -> pa.Buffer:
         """Map a file, or read all of it where mapping is slow."""
@@ -306,22 +316,28 @@ class Tokens:
 def _find_batch(batches: list[RecordBatch], number: int) -> tuple[RecordBatch, int]:
     """Find an example in a shard with several record batches (more than 2^30 tokens)."""
     for batch in batches:
-        count = len(batch[1]) - 1
+        count = len(batch[2]) - 1
         if number < count:
             return batch, number
         number -= count
     raise IndexError(number)
 
 
-def _views(batch: pa.RecordBatch, schema: pa.Schema) -> RecordBatch:
-    """Return numpy views of a record batch."""
-    _ensure_schema(batch, schema)
-    ids, mask = batch.column("input_ids"), batch.column("loss_mask")
+def _views(batch: pa.RecordBatch, types: Any, elsewhere: NDArray[Any] | None) -> RecordBatch:
+    """Return numpy views of a record batch; `elsewhere` are ids in a file of the rows."""
+    _ensure_schema(batch, shard_schema(types, elsewhere is not None))
+    mask = batch.column("loss_mask")
     bits = np.frombuffer(mask.values.buffers()[1] or b"", np.uint8)
-    flat, offsets = numpy_of(ids.values), numpy_of(ids.offsets)
-    if not 0 <= offsets[0] <= offsets[-1] <= min(len(flat), 8 * len(bits)):
+    if elsewhere is None:
+        own = batch.column("input_ids")
+        ids, offsets = numpy_of(own.values), numpy_of(own.offsets)
+        starts = offsets[:-1]
+    else:
+        ids, offsets, starts = elsewhere, numpy_of(mask.offsets), numpy_of(batch.column("start"))
+    last = (starts + np.diff(offsets)).max(initial=0)
+    if not (0 <= offsets[0] <= offsets[-1] <= 8 * len(bits) and last <= len(ids)):
         raise ValueError("its offsets point outside of its tokens")
-    return flat, offsets, bits
+    return ids, starts, offsets, bits
 
 
 def _ensure_schema(batch: pa.RecordBatch, schema: pa.Schema) -> None:

@@ -1,16 +1,19 @@
 """Rows through `datasets`: parquet, Arrow, saved datasets, and names on the hub."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 
-from ..base.checksums import cached_file_digest, digest
-from ..base.errors import DataError
-from ..base.types import Ints, Row, Rows
-from ..recipe.tables import Source
+from ...base.checksums import cached_file_digest, digest
+from ...base.errors import DataError
+from ...base.types import Ints, Row, Rows
+from ...recipe.tables import Source
+from ..jsonl import without_none
 
 
 class DatasetRows:
@@ -29,7 +32,12 @@ class DatasetRows:
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows; a field that Arrow filled in with None counts as missing."""
         table = self._data.with_format("arrow")[start:stop]
-        return [_without_none(row) for row in table.to_pylist()]
+        return [without_none(row) for row in table.to_pylist()]
+
+    def blocks(self) -> Iterator[tuple[pa.RecordBatch, str, None]]:
+        """Yield record batches; they have no file in which their tokens can stay."""
+        for batch in self._data.with_format("arrow")[:].to_batches():
+            yield batch, "", None
 
 
 class DatasetSource(DatasetRows):
@@ -83,11 +91,3 @@ def parse_split(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:
     """Return the splits and row numbers of a split in the notation of `datasets`."""
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     return [(part.splitname, range(sizes[part.splitname])[part.from_ : part.to]) for part in parts]
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_none(inner) for inner in value]
-    return value

@@ -1,0 +1,331 @@
+"""Rows that hold their tokens already: checked and masked, never tokenized.
+
+`input_ids` has a row's tokens. `labels` has the same tokens where they are trained and -100
+elsewhere, unshifted; `loss_mask`, `completion_mask` and `assistant_masks` have 1 where a token is
+trained. `seq_lengths`, `position_ids` or the numbers in `attention_mask` tell the documents of a
+row that another tool has packed: each becomes an example. `attention_mask` is 0 on padding.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from ...base.errors import DataError
+from ...base.types import Ints, Row, Rows, Shard, Slice
+from ...hooks import with_plugins
+from ...recipe.tables import FORMATS, Data
+from ...tokens.schema import WEIGHT, WEIGHT_RANGE
+from ...tokens.shards import Examples, count_true, offsets_of
+from ..jsonl import why_unreadable
+from ..messages import BadRow
+from ..slices import ShardWriter
+from ..unread_columns import ensure_read
+from .token_rows import (
+    IDS,
+    LABELS,
+    LISTS,
+    MASKS,
+    PLACES,
+    UNTRAINED,
+    Block,
+    Lists,
+    cut_out,
+    documents_of,
+    wrong_rows,
+)
+
+READ = {*LISTS, WEIGHT, "length", "token_type_ids", "num_truncated_tokens"}
+"""Columns that are read, or say nothing new."""
+
+
+class BadColumn(Exception):
+    """A column of Arrow that no row can be read from."""
+
+
+@dataclass
+class Reader:
+    """Reads the rows of one slice, and records what is wrong with them."""
+
+    data: Data
+    vocabulary: int
+    shard: Shard
+    first: int
+    """Number of the slice's first row in the source."""
+    file: tuple[str, pa.Buffer] | None = None
+    """The file in which the ids can stay, and its map."""
+    dtype: Any = None
+    ids: list[NDArray[Any]] = field(default_factory=list)
+    masks: list[NDArray[np.bool_]] = field(default_factory=list)
+    columns: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
+    """Of each example: its length, its row, its start in the file, its weight."""
+
+    def examples(self, rows: Rows) -> Examples:
+        """Return the examples of a slice."""
+        for block in self._blocks(rows):
+            self._add(self._check(block))
+        columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
+        counts = columns.get("count", np.zeros(0, np.int64))
+        starts, ids = columns.get("start"), np.concatenate([np.zeros(0, np.int32), *self.ids])
+        if self.file is not None and starts is not None:
+            file, buffer = self.file
+            ids = np.frombuffer(buffer, self.dtype, buffer.size // self.dtype.itemsize)
+            self.shard.ids = {"file": file, "size": buffer.size, "dtype": str(self.dtype)}
+        else:
+            starts = None
+        return Examples(
+            ids,
+            np.concatenate([np.zeros(0, np.bool_), *self.masks]),
+            counts,
+            np.ones_like(counts),
+            columns.get("row", counts) + self.first,
+            {WEIGHT: columns[WEIGHT]} if WEIGHT in columns else {},
+            starts,
+        )
+
+    def _bad(self, numbers: Ints, why: str) -> None:
+        if len(numbers):
+            self.shard.bad.setdefault(why, []).extend((numbers + self.first).tolist())
+
+    def _blocks(self, rows: Rows) -> Iterator[Block]:
+        blocks = getattr(rows, "blocks", None)
+        if blocks is None:
+            yield self._listed(rows)
+            return
+        number, pending, files = 0, list[Block](), dict[str, pa.Buffer]()
+        for batch, file, buffer in blocks():
+            pending.append(self._mapped(batch, number, buffer))
+            number += len(batch)
+            files[file] = buffer
+        if len(files) == 1 and all(block.starts is not None for block in pending):
+            [self.file] = files.items()
+        yield from pending
+
+    def _mapped(self, batch: pa.RecordBatch, number: int, buffer: pa.Buffer | None) -> Block:
+        """Return a record batch as arrays, without a copy."""
+        numbers = np.arange(number, number + len(batch))
+        batch = batch.select([n for n in batch.schema.names if n not in self.data.ignore])
+        batch = batch.rename_columns([_ours(name, self.data) for name in batch.schema.names])
+        wanted = batch.schema.names
+        self._judge([name for name in wanted if batch[name].null_count < len(batch)], numbers)
+        present = [name for name in LISTS if name in wanted]
+        null = np.zeros(len(batch), np.bool_)
+        for name in present:
+            kind = batch.schema.field(name).type
+            value = getattr(kind, "value_type", pa.null())
+            if not (pa.types.is_integer(value) or pa.types.is_boolean(value)):
+                raise BadColumn(f"column '{name}' holds {kind}, and should hold lists of integers")
+            if batch[name].null_count:
+                null |= np.asarray(batch[name].is_null())
+            if batch[name].flatten().null_count:
+                raise BadColumn(f"column '{name}': a list holds null; write numbers only")
+        if null.any():
+            self._bad(numbers[null], "a list is null")
+            batch, numbers = batch.filter(pa.array(~null)), numbers[~null]
+        lists = {name: _flat(batch[name]) for name in present}
+        weights = np.asarray(batch[WEIGHT].cast("float64")) if WEIGHT in wanted else None
+        starts, ids = None, lists[IDS][0]
+        if buffer is not None and len(ids):
+            offset = ids.ctypes.data - buffer.address
+            if 0 <= offset < buffer.size and offset % ids.itemsize == 0 and ids.dtype.kind in "iu":
+                starts = offset // ids.itemsize + offsets_of(lists[IDS][1])[:-1]
+                self.dtype = ids.dtype
+        return Block(numbers, lists, weights, starts)
+
+    def _listed(self, rows: Rows) -> Block:
+        """Return rows of JSON as arrays; record those that are no lists of numbers."""
+        numbers, good = list[int](), list[dict[str, Any]]()
+        for number, row in enumerate(rows.read(0, len(rows))):
+            if row is None:
+                self._bad(np.array([number]), why_unreadable(rows, number))
+                continue
+            row = {name: row[name] for name in row if row[name] is not None}
+            row = {_ours(name, self.data): row[name] for name in row.keys() - {*self.data.ignore}}
+            try:
+                self.shard.unread = sorted({*self.shard.unread, *row}.difference(READ))
+                self._warn(ensure_read(row, READ), np.array([number]))
+                good.append(_numbers_of(row))
+                numbers.append(number)
+            except BadRow as error:
+                self._bad(np.array([number]), str(error))
+        names = {name for row in good for name in row}
+        for name in names - {WEIGHT}:
+            for at in [at for at, row in enumerate(good) if name not in row][::-1]:
+                self._bad(np.array([numbers[at]]), f"no '{name}', which other rows have")
+                del numbers[at], good[at]
+        lists = {
+            name: (
+                np.concatenate([np.zeros(0, np.int64), *(row[name] for row in good)]),
+                np.array([len(row[name]) for row in good], np.int64),
+            )
+            for name in LISTS
+            if name in names or name == IDS
+        }
+        weights = np.array([row.get(WEIGHT, 1.0) for row in good]) if WEIGHT in names else None
+        return Block(np.array(numbers, np.int64), lists, weights)
+
+    def _judge(self, columns: Collection[str], numbers: Ints) -> None:
+        """Refuse columns that change the meaning of rows and that nothing reads."""
+        self.shard.unread = sorted({*self.shard.unread, *columns}.difference(READ))
+        try:
+            self._warn(ensure_read(dict.fromkeys(columns, True), READ), numbers)
+        except BadRow as error:
+            raise BadColumn(str(error)) from error
+
+    def _warn(self, warnings: list[str], numbers: Ints) -> None:
+        for warning in warnings:
+            counted = self.shard.warnings.setdefault(warning, {"count": 0, "rows": []})
+            counted["count"] += len(numbers)
+            counted["rows"] = (counted["rows"] + (numbers[:10] + self.first).tolist())[:10]
+
+    def _check(self, block: Block) -> Block:
+        """Return the block without bad rows."""
+        counts = block.lists[IDS][1]
+        good = counts > 0
+        self._bad(block.numbers[~good], "no token")
+        for name, (_, lengths) in block.lists.items():
+            if name != "seq_lengths" and not np.array_equal(lengths, counts):
+                wrong = good & (lengths != counts)
+                self._bad(block.numbers[wrong], f"'{name}' is not as long as '{IDS}'")
+                good &= ~wrong
+        if not good.all():
+            block = block.keep(good)
+        for why, wrong in wrong_rows(block, self.vocabulary):
+            if wrong.any():
+                self._bad(block.numbers[wrong], why)
+                return self._check(block.keep(~wrong))
+        return block
+
+    def _add(self, block: Block) -> None:
+        """Add the examples of checked rows: one a document."""
+        ids, counts = block.lists[IDS]
+        starts, lengths, rows = documents_of(block)
+        mask = self._mask(block)
+        mask[starts] = False
+        fits = np.minimum(lengths, self.data.max_length)
+        cut = fits < lengths
+        trained = count_true(*cut_out(mask, starts, fits)) > 0
+        self._record(block, rows, cut, trained)
+        good = trained if self.data.too_long == "truncate" else trained & ~cut
+        starts, fits, rows = starts[good], fits[good], rows[good]
+        self.masks.append(cut_out(mask, starts, fits)[0])
+        if self.file is None:
+            self.ids.append(cut_out(ids, starts, fits)[0].astype(np.int32))
+        elif block.starts is not None:
+            inside = starts - offsets_of(counts)[:-1][rows]
+            self.columns.setdefault("start", []).append(block.starts[rows] + inside)
+        if len(fits):
+            self.shard.largest = max(self.shard.largest, int(ids.max()))
+        self.columns.setdefault("count", []).append(fits)
+        self.columns.setdefault("row", []).append(block.numbers[rows])
+        if block.weights is not None:
+            self.columns.setdefault(WEIGHT, []).append(block.weights[rows])
+
+    def _record(self, block: Block, rows: Ints, cut: Any, trained: Any) -> None:
+        """Record rows that were cut, left out, or have no trained token."""
+        truncate, size = self.data.too_long == "truncate", len(block.numbers)
+        useful = np.bincount(rows[trained], minlength=size) > 0
+        long = np.bincount(rows[cut], minlength=size) > 0
+        numbers = block.numbers + self.first
+        if truncate:
+            self.shard.truncated += numbers[long & useful].tolist()
+            self._bad(block.numbers[~useful & long], "no trained token within data.max_length")
+        else:
+            self.shard.too_long += numbers[long].tolist()
+        self._bad(block.numbers[~useful & ~long], "no trained token")
+        untrained = ~trained & useful[rows]
+        if untrained.any():
+            warning = "a packed document has no trained token, and is left out"
+            self._warn([warning], block.numbers[np.unique(rows[untrained])])
+
+    def _mask(self, block: Block) -> NDArray[np.bool_]:
+        ids = block.lists[IDS][0]
+        names = [name for name in (LABELS, *MASKS) if name in block.lists]
+        mask = np.ones(len(ids), np.bool_)
+        for name in names:
+            values = block.lists[name][0]
+            mask &= values != UNTRAINED if name == LABELS else values.astype(np.bool_, copy=False)
+        documents = next((n for n in ("seq_lengths", *PLACES) if n in block.lists), None)
+        self.shard.mask = (
+            f"the rows' own tokens, trained by {' and '.join(names) or 'train_on = all'}; "
+            + (f"documents by {documents}" if documents else "a row is one example")
+        )
+        return mask
+
+
+def is_ready(rows: Rows, data: Data) -> bool:
+    """Tell whether rows hold their tokens already."""
+    names = _columns(rows, data)
+    formatted = any(names.issuperset(needed) for needed in FORMATS.values())
+    return IDS in names and (not formatted or not names.isdisjoint((LABELS, *MASKS)))
+
+
+def make_examples(work: ShardWriter, part: Slice, shard: Shard) -> Examples:
+    """Return the examples of a slice whose rows hold their tokens already."""
+    data, where = work.data, f"{work.name(part)}: rows of tokens ({IDS})"
+    own = sorted(_columns(part.rows, data).intersection((LABELS, *MASKS)))
+    if " of plugin" in (caller := with_plugins(work.hooks.render)):
+        raise DataError(
+            f"{where} cannot be used with {caller}, which reads rows before they are tokens: name "
+            "the rows that these were made of, or remove the plugin"
+        )
+    if not own and data.train_on != "all":
+        raise DataError(
+            f"{where} without {LABELS} or a mask ({', '.join(MASKS)}): set data.train_on = "
+            '"all" to train on every token'
+        )
+    if own and data.train_on != "assistant":
+        raise DataError(
+            f'{where} have their own {own[0]}, so data.train_on = "{data.train_on}" has no '
+            f'effect: remove it, or set data.ignore = {own} with data.train_on = "all"'
+        )
+    added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    vocabulary = max(len(work.tokenizer), *(number + 1 for number in added), 0)
+    try:
+        return Reader(data, vocabulary, shard, part.start).examples(part.rows)
+    except BadColumn as error:
+        raise DataError(f"{work.where(part)}: {error}") from error
+
+
+def _columns(rows: Rows, data: Data) -> set[str]:
+    """Return the columns of the first rows, under our names."""
+    names = {name for row in rows.read(0, min(3, len(rows))) for name in row or ()}
+    return {_ours(name, data) for name in names.difference(data.ignore)}
+
+
+def _ours(name: str, data: Data) -> str:
+    return next((ours for ours, yours in data.columns.items() if yours == name), name)
+
+
+def _flat(array: pa.Array) -> Lists:
+    """Return the values of all lists and their lengths."""
+    flat = array.flatten()
+    if pa.types.is_boolean(flat.type):
+        flat = flat.cast("uint8")
+    values = flat.to_numpy()
+    return values, pc.list_value_length(array).to_numpy().astype(np.int64)
+
+
+def _numbers_of(row: Row) -> dict[str, Any]:
+    """Return the lists of a row as arrays; raise BadRow if they hold no integers."""
+    if IDS not in row:
+        raise BadRow(f"no '{IDS}', which other rows have")
+    arrays: dict[str, Any] = {}
+    for name in LISTS:
+        if name in row:
+            try:
+                values = np.array(row[name] or [0][:0], None if row[name] else np.int64)
+            except (ValueError, TypeError, OverflowError):
+                values = np.zeros((1, 1))
+            if values.ndim != 1 or values.dtype.kind not in "iub":
+                raise BadRow(f"'{name}' is not a list of integers")
+            arrays[name] = values.astype(np.int64)
+    if WEIGHT in row:
+        if type(row[WEIGHT]) not in (int, float):
+            raise BadRow(f"'weight' should be {WEIGHT_RANGE}")
+        arrays[WEIGHT] = float(row[WEIGHT])
+    return arrays

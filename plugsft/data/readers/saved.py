@@ -1,0 +1,146 @@
+"""Rows of tokens in folders of `save_to_disk` and in Arrow files, mapped where they lie."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from ...base.checksums import cached_file_digest, digest
+from ...base.errors import DataError, reason_of
+from ...base.types import Ints, Row
+from ...recipe.tables import Source
+from ...registry.discover import load_reader
+from ..jsonl import without_none
+
+SLICE_TOKENS = 1 << 25
+"""Tokens of a slice, about: its masks are in memory."""
+FIRST_OF_FILE = 1 << 32
+"""A size that ends a slice before the first row of each file."""
+
+
+@dataclass(frozen=True)
+class MappedRows:
+    """Rows of Arrow files: file, first row, one past the last row."""
+
+    parts: tuple[tuple[str, int, int], ...]
+
+    def __len__(self) -> int:
+        return sum(stop - start for _, start, stop in self.parts)
+
+    def part(self, start: int, stop: int) -> "MappedRows":
+        """Return a range of the rows; another process maps the same files."""
+        parts, offset = [], 0
+        for file, first, last in self.parts:
+            begin, end = max(first, first + start - offset), min(last, first + stop - offset)
+            if begin < end:
+                parts.append((file, begin, end))
+            offset += last - first
+        return MappedRows(tuple(parts))
+
+    def blocks(self) -> Iterator[tuple[pa.RecordBatch, str, pa.Buffer]]:
+        """Yield record batches, with the file that each is in and its map."""
+        for file, first, last in self.parts:
+            buffer, batches = map_file(file)
+            offset = 0
+            for batch in batches:
+                begin, end = max(first - offset, 0), min(last - offset, len(batch))
+                if begin < end:
+                    yield batch.slice(begin, end - begin), file, buffer
+                offset += len(batch)
+
+    def read(self, start: int, stop: int) -> list[Row | None]:
+        """Return rows; a field that is null counts as missing."""
+        rows = (row for batch, *_ in self.part(start, stop).blocks() for row in batch.to_pylist())
+        return [without_none(row) for row in rows]
+
+
+@dataclass(frozen=True)
+class SavedSource(MappedRows):
+    """A source of rows of tokens, which are trained on without a copy."""
+
+    files: tuple[str, ...]
+    split: str
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """The checksums and the place of the files: prepared tokens refer to it."""
+        checksums = {file: cached_file_digest(Path(file)) for file in self.files}
+        return {"ready": digest(checksums), "split": self.split}
+
+    def sizes(self) -> Ints:
+        """Return the size of each row, so that a slice has tokens of one file."""
+        sizes = []
+        for file, start, stop in self.parts:
+            rows = sum(map(len, map_file(file)[1]))
+            size = Path(file).stat().st_size // (4 * SLICE_TOKENS // 4_000_000 * max(1, rows))
+            sizes.append(np.full(stop - start, size))
+            sizes[-1][:1] = FIRST_OF_FILE
+        return np.concatenate([np.zeros(0, np.int64), *sizes])
+
+
+def open_source(source: Source, where: str) -> SavedSource | None:
+    """Open a folder or an Arrow file if its rows hold tokens; None for other rows."""
+    path = Path(source.source).absolute()
+    try:
+        splits = _files_of(path)
+        files = [file for names in splits.values() for file in names]
+        if not files or not all("input_ids" in map_file(file)[1][0].schema.names for file in files):
+            return None
+    except (OSError, LookupError, ValueError, TypeError, pa.ArrowException):
+        return None  # `datasets` opens it, or says why not
+    counts = {
+        name: [sum(map(len, map_file(file)[1])) for file in names] for name, names in splits.items()
+    }
+    every = {
+        name: MappedRows(tuple((f, 0, n) for f, n in zip(names, counts[name], strict=True)))
+        for name, names in splits.items()
+    }
+    parts = [*_select(every, source.split, where)]
+    if not any(stop > start for _, start, stop in parts):
+        raise DataError(f"{where} (split '{source.split}'): has no rows; set another split")
+    return SavedSource(tuple(parts), tuple(files), source.split)
+
+
+def _select(
+    splits: dict[str, MappedRows], split: str, where: str
+) -> Iterator[tuple[str, int, int]]:
+    if split in splits:
+        yield from splits[split].parts
+        return
+    try:
+        ranges = load_reader("dataset").parse_split(
+            split, {name: len(rows) for name, rows in splits.items()}
+        )
+    except Exception as error:  # datasets raises nearly every type
+        raise DataError(
+            f"{where}: split '{split}' is not understood ({reason_of(error)}); splits: "
+            f"{', '.join(splits)}, with slices as train[:100] or train[-5%:]"
+        ) from error
+    for name, rows in ranges:
+        yield from splits[name].part(rows.start, rows.stop).parts
+
+
+def _files_of(path: Path) -> dict[str, list[str]]:
+    """Return the Arrow files of each split of a saved data set."""
+    if path.is_file():
+        return {"train": [str(path)]}
+    if (path / "dataset_dict.json").is_file():
+        names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        return {name: _files_of(path / name)["train"] for name in names}
+    state = json.loads((path / "state.json").read_text())
+    return {"train": [str(path / file["filename"]) for file in state["_data_files"]]}
+
+
+@lru_cache(maxsize=64)
+def map_file(file: str) -> tuple[pa.Buffer, list[pa.RecordBatch]]:
+    """Map an Arrow file, a stream or with an index; return its bytes and its record batches."""
+    with pa.memory_map(file) as mapped:
+        buffer = mapped.read_buffer()
+    if buffer[:6].to_pybytes() == b"ARROW1":
+        opened = pa.ipc.open_file(buffer)
+        return buffer, [opened.get_batch(number) for number in range(opened.num_record_batches)]
+    return buffer, [*pa.ipc.open_stream(buffer)]

@@ -1,0 +1,264 @@
+"""Rows that hold their tokens already: trained on where they lie, checked, never tokenized."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from trl import pack_dataset
+
+from plugsft import DataError
+from plugsft.commands.audit.inspect import opened_rows
+from plugsft.data.defaults import DataDefaults
+from plugsft.data.prepare import prepare
+from plugsft.data.sample import sample_rows
+from plugsft.registry.load import resolve
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Rows that plugsft has tokenized: the tables of a recipe, and the tokens."""
+    folder = tmp_path_factory.mktemp("base")
+    tables = tiny_tables(folder, chats(24))
+    prepared = prepare_tokens(tables)
+    tables["model"]["tokenizer"] = str(prepared.tokenizer_folder)
+    return tables, prepared.tokens
+
+
+def prepare_tokens(tables):
+    recipe, active = resolve(tables)
+    active.attach(DataDefaults(recipe.folder))
+    return prepare(recipe, active)
+
+
+def rows_of(tokens, **more):
+    """Return tokens as rows with labels."""
+    rows = []
+    for number in range(len(tokens)):
+        ids, mask = tokens.example(number)
+        labels = np.where(mask, ids, -100)
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()} | more)
+    return rows
+
+
+def save(rows, folder: Path, **features) -> Path:
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder), **features)
+    return folder
+
+
+def opened(base, source, plugins=None, **data):
+    tables = base[0] | {"data": {"source": str(source), "max_length": 256} | data}
+    tables |= {"output": f"{source}-run", "plugins": plugins or {}}
+    return prepare_tokens(tables).tokens
+
+
+def assert_same(tokens, other):
+    assert len(tokens) == len(other)
+    for number in range(len(other)):
+        for values, expected in zip(tokens.example(number), other.example(number), strict=True):
+            assert values.dtype == expected.dtype and values.tolist() == expected.tolist()
+    assert tokens.targets.tolist() == other.targets.tolist()
+    assert tokens.lengths.tolist() == other.lengths.tolist()
+
+
+def as_masks(rows, name):
+    """Return rows with a mask in place of labels."""
+    return [
+        {"input_ids": row["input_ids"], name: [int(label >= 0) for label in row["labels"]]}
+        for row in rows
+    ]
+
+
+def written(path, rows):
+    """Write rows in the way that a name asks for; return the source."""
+    if path.suffix == ".jsonl":
+        return write_jsonl(path, rows)
+    data = datasets.Dataset.from_list(rows)
+    if path.suffix == ".parquet":
+        data.to_parquet(str(path))
+    elif path.name == "int32":
+        features = dict.fromkeys(data.column_names, datasets.List(datasets.Value("int32")))
+        data.cast(datasets.Features(features)).save_to_disk(str(path), num_shards=3)
+    else:
+        data.save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "int32", "int64"])
+def test_ready_rows_are_the_tokens_that_we_make(tmp_path, base, name):
+    source = written(tmp_path / name, rows_of(base[1]))
+    tokens = opened(base, source)
+    assert_same(tokens, base[1])
+    in_place = [bool(shard.get("ids")) for shard in tokens.facts["shards"]]
+    assert all(in_place) == (not source.suffix) and in_place
+    assert len(in_place) == (3 if name == "int32" else 1)
+    if not source.suffix:
+        # The ids stay in the folder: ours holds masks and the index.
+        assert "start" in str(next(tokens.folder.glob("data-*.arrow")).read_bytes()[:1500])
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "completion_mask", "assistant_masks"])
+def test_masks_of_other_tools_are_read(tmp_path, base, name):
+    rows = as_masks(rows_of(base[1]), name)
+    assert_same(opened(base, save(rows, tmp_path / "masks")), base[1])
+
+
+def test_the_loss_is_that_of_the_same_rows(tmp_path, base):
+    """Packed, with an evaluation on a part of the rows."""
+    tables, tokens = base
+    save(rows_of(tokens), tmp_path / "ready")
+    more = {
+        "plugins": {"bfd_packing": {"capacity": 512}},
+        "eval": {"every": 2, "split": "train[:8]"},
+        "train": {"batch_size": 8, "learning_rate": 3e-3},
+    }
+    losses = {}
+    for name, source in (("ours", tables["data"]["source"]), ("ready", tmp_path / "ready")):
+        data = {"source": str(source), "max_length": 256}
+        recipe = tables | more | {"output": str(tmp_path / name), "data": data}
+        result = run_plugsft(write_recipe(tmp_path / f"{name}.toml", recipe))
+        assert result.returncode == 0, result.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [
+            [line.get(key) for key in ("loss", "eval_loss", "grad_norm")]
+            for line in map(json.loads, lines)
+        ]
+    assert losses["ready"] == losses["ours"] and read_metrics(tmp_path / "ready")
+
+
+def test_documents_that_trl_packed_stay_apart(tmp_path, base):
+    packed = pack_dataset(datasets.Dataset.from_list(rows_of(base[1])), 256, "bfd")
+    packed.save_to_disk(str(tmp_path / "packed"))
+    tokens = opened(base, tmp_path / "packed")
+    assert "seq_lengths" in packed.column_names and len(packed) < len(tokens)
+    ours = {(*ids,): (*mask,) for ids, mask in map(base[1].example, range(len(base[1])))}
+    theirs = {(*ids,): (*mask,) for ids, mask in map(tokens.example, range(len(tokens)))}
+    assert theirs == ours and len(tokens) == len(base[1])
+    assert tokens.rows.max() == len(packed) - 1
+    assert "documents by seq_lengths" in tokens.facts["mask"]
+
+
+def test_a_folder_that_axolotl_prepared_is_read(tmp_path, base):
+    """position_ids that begin again mark a document; attention_mask is 0 on padding."""
+    rows, joined = rows_of(base[1]), []
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        sizes = [len(first["input_ids"]), len(second["input_ids"])]
+        joined.append({
+            "input_ids": first["input_ids"] + second["input_ids"] + [0] * 3,
+            "labels": first["labels"] + second["labels"] + [-100] * 3,
+            "attention_mask": [1] * sum(sizes) + [0] * 3,
+            "position_ids": [*range(sizes[0]), *range(sizes[1]), 0, 0, 0],
+        })  # fmt: skip
+    tokens = opened(base, save(joined, tmp_path / "prepared"))
+    assert_same(tokens, base[1])
+    assert tokens.facts["shards"][0]["ids"] and tokens.rows.tolist() == [*np.arange(24) // 2]
+
+
+def test_long_rows_are_cut_or_dropped(tmp_path, base):
+    source = save(rows_of(base[1]), tmp_path / "long")
+    length = int(np.median(base[1].lengths))
+    cut = opened(base, source, max_length=length)
+    assert cut.lengths.max() == length and cut.facts["truncated"]["count"]
+    dropped = opened(base, source, max_length=length, too_long="drop")
+    kept = base[1].lengths <= length
+    assert dropped.lengths.tolist() == base[1].lengths[kept].tolist()
+    assert dropped.rows.tolist() == np.flatnonzero(kept).tolist()
+    for number, row in enumerate(dropped.rows.tolist()):
+        assert dropped.example(number)[0].tolist() == base[1].example(row)[0].tolist()
+
+
+def broken(row, **changes):
+    return row | {name: change(row) for name, change in changes.items()}
+
+
+BROKEN = {
+    "outside of the tokenizer's": {"input_ids": lambda row: [9999, *row["input_ids"][1:]]},
+    "neither -100 nor its own token": {"labels": lambda row: [*row["labels"][1:], -100]},
+    "'labels' is not as long as": {"labels": lambda row: row["labels"][:-1]},
+    "no trained token": {"labels": lambda row: [-100] * len(row["labels"])},
+    "no token": {"input_ids": lambda row: [], "labels": lambda row: []},
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+@pytest.mark.parametrize("kind", ["folder", "rows.jsonl"])
+def test_a_bad_row_is_named(tmp_path, base, reason, kind):
+    rows = rows_of(base[1])
+    rows[5] = broken(rows[5], **BROKEN[reason])
+    source = written(tmp_path / kind, rows)
+    with pytest.raises(DataError) as refused:
+        opened(base, source)
+    message = str(refused.value)
+    assert reason in message and str(source) in message and 'on_bad_row = "drop"' in message
+    assert ("line 6" if source.suffix else "row 5 (counting from 0)") in message
+    dropped = opened(base, source, on_bad_row="drop")
+    assert dropped.rows.tolist() == [row for row in range(24) if row != 5]
+    for number, row in enumerate(dropped.rows.tolist()):
+        assert dropped.example(number)[0].tolist() == base[1].example(row)[0].tolist()
+
+
+def refuse(base, source, *words, plugins=None, **data):
+    with pytest.raises(DataError) as refused:
+        opened(base, source, plugins, **data)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_what_cannot_be_honoured_is_refused(tmp_path, base):
+    rows = rows_of(base[1])
+    source = save(rows, tmp_path / "ready")
+    refuse(base, source, "plugin 'kto'", "before they are tokens", plugins={"kto": {}})
+    refuse(base, source, 'train_on = "last"', "their own labels", train_on="last")
+    bare = save([{"input_ids": row["input_ids"]} for row in rows], tmp_path / "bare")
+    refuse(base, bare, "without labels or a mask", 'data.train_on = "all"')
+    every = opened(base, bare, train_on="all")
+    assert every.targets.tolist() == (base[1].lengths - 1).tolist()
+    pictures = save([row | {"images": "x"} for row in rows], tmp_path / "pictures")
+    refuse(base, pictures, "'images' holds images", "data.ignore")
+    assert_same(opened(base, pictures, ignore=["images"]), base[1])
+    for name in ("seq_lengths", "position_ids"):
+        wrong = [row | {name: [5] * len(row["labels"])} for row in rows]
+        refuse(base, save(wrong, tmp_path / name), name, "rows 0, 1")
+    left = [row | {"attention_mask": [0] + [1] * (len(row["labels"]) - 1)} for row in rows]
+    refuse(base, save(left, tmp_path / "left"), "'attention_mask' is 0 before its last token")
+
+
+def test_columns_are_renamed_and_rows_weighed(tmp_path, base):
+    rows = [
+        {"tokens": row["input_ids"], "targets": row["labels"], "weight": float(number + 1)}
+        for number, row in enumerate(rows_of(base[1]))
+    ]
+    source, names = tmp_path / "named", {"input_ids": "tokens", "labels": "targets"}
+    tokens = opened(base, save(rows, source), columns=names)
+    assert_same(tokens, base[1])
+    assert tokens.columns["weight"].tolist() == [*range(1, 25)]
+
+
+def test_a_changed_folder_is_noticed(tmp_path, base):
+    source = save(rows_of(base[1]), tmp_path / "ready")
+    tokens = opened(base, source)
+    [file] = source.glob("*.arrow")
+    content = bytearray(file.read_bytes())
+    place = tokens.facts["shards"][0]["ids"]
+    ids = np.frombuffer(content, place["dtype"], len(content) // 8)
+    ids[tokens._open_shard(0)[0][1][3]] += 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="checksum of example 3"):
+        tokens.example(3)
+    file.write_bytes(content[:-64])
+    with pytest.raises(DataError, match="truncated or rewritten"):
+        tokens.example(3)
+
+
+def test_check_and_inspect_show_ready_rows(tmp_path, base, capsys):
+    source = save(rows_of(base[1]), tmp_path / "ready")
+    tables = base[0] | {"data": {"source": str(source), "max_length": 256}}
+    recipe = write_recipe(tmp_path / "recipe.toml", tables | {"output": str(tmp_path / "run")})
+    for command in ("check", "inspect"):
+        result = run_plugsft(command, recipe)
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert "the rows' own tokens, trained by labels; a row is one example" in result.stdout
+    assert "user" in result.stdout  # decoded
+    with opened_rows(*resolve(tables)) as (work, sources):
+        assert sample_rows(work, sources, 0, 3, 5).tokens.rows.tolist() == [3, 4]
