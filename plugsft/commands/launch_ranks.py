@@ -163,10 +163,12 @@ def ensure_possible(recipe: Recipe, active: Active, layout: Layout) -> None:
                 f"--strategy {layout.strategy}: {quantized.table} stores weights that cannot be "
                 "sharded; use --strategy ddp"
             )
-        os.environ[switch] = "true"
         active.attach(DataDefaults(recipe.folder), BatchDefaults(), ScheduleDefaults())
-        check(active, recipe, replace(look(), world_size=layout.ranks * layout.nodes))
-        del os.environ[switch]
+        os.environ[switch] = "true"
+        try:
+            check(active, recipe, replace(look(), world_size=layout.ranks * layout.nodes))
+        finally:
+            del os.environ[switch]
     if layout.nodes > 1:
         _ensure_address(layout)
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..base.errors import PluginError
@@ -54,9 +55,24 @@ def shard_model(
     if accelerator.is_fsdp2:
         _shard_by_rows(model, accelerator, names, load)
         return model, _ensure_updates_trained_weights(model, make(model))
-    model = accelerator.prepare_model(model)
-    plain = accelerator.unwrap_model(model)
+    plain, model = model, accelerator.prepare_model(model)
+    if isinstance(model, DistributedDataParallel):
+        _choose_buckets(model)
     return model, _ensure_updates_trained_weights(plain, make(plain))
+
+
+def _choose_buckets(model: DistributedDataParallel) -> None:
+    """Let DDP choose its buckets before the first step.
+
+    It does so after one backward pass. Buckets decide the order in which gradients are added, so a
+    resumed run must use the same ones from its first step on.
+    """
+    zero = torch.zeros((), device=model.device)
+    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
+        zero = zero + weight.sum() * 0
+    model.reducer.prepare_for_backward([])  # as its forward would
+    zero.backward()  # type: ignore[no-untyped-call]  # untyped upstream
+    model.zero_grad()
 
 
 def train_state_of(accelerator: Accelerator, model: Module, optimizer: Any) -> TrainState:
