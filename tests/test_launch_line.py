@@ -1,4 +1,4 @@
-"""plugsft launch: the line that it runs, from its options, Slurm, torchrun and accelerate's file."""
+"""The line that plugsft launch runs: from its options, Slurm, torchrun and accelerate's file."""
 
 import os
 import shlex
@@ -64,14 +64,14 @@ def test_the_printed_line_is_the_one_that_runs(launch, recipe):
 
 
 def test_one_rank_needs_no_launcher(launch, recipe):
-    code, lines, command = launch("--overwrite")
+    _, lines, command = launch("--overwrite")
     assert lines[1:] == [f"plugsft {recipe} --overwrite"] and "1 rank" in lines[0]
     assert command[3:] == ["plugsft", str(recipe), "--overwrite"]
 
 
 def test_a_machine_of_several_says_where_it_waits(launch):
     words = ("--nodes", "4", "--node", "3", "--host", "127.0.0.1", "--ranks", "2")
-    code, lines, command = launch(*words, "--strategy", "zero3", "--port", "29900")
+    _, lines, _ = launch(*words, "--strategy", "zero3", "--port", "29900")
     assert lines[0] == (
         "launch: machine 3 of 4, numbered from 0; machine 0 is 127.0.0.1, port 29900"
     )
@@ -85,9 +85,10 @@ def test_a_machine_of_several_says_where_it_waits(launch):
 
 def test_outside_of_a_clone_the_files_of_the_wheel_are_used(launch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert f"--config_file {ROOT}/recipes/accelerate/fsdp2.yaml" in launch(
-        *("--ranks", "2", "--strategy", "fsdp2")
-    )[1][-1]
+    assert (
+        f"--config_file {ROOT}/recipes/accelerate/fsdp2.yaml"
+        in launch(*("--ranks", "2", "--strategy", "fsdp2"))[1][-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_the_first_host_of_slurms_list(names, first):
 def test_accelerates_default_file_decides_where_nothing_is_asked(launch, tmp_path, recipe):
     file = tmp_path / "default.yaml"
     file.write_text((ROOT / "recipes/accelerate/cpu2.yaml").read_text())
-    code, lines, _ = launch()
+    _, lines, _ = launch()
     assert lines == [
         f"launch: {file} decides; --ranks or --strategy replaces it",
         f"accelerate launch -m plugsft {recipe}",

@@ -197,7 +197,7 @@ def ending_together(output: str) -> Iterator[None]:
         if not is_lost(error):
             failure.publish(error)
             raise
-        address = "".join(re.findall(r"peer( \[.+?\])", str(error)))
+        address = "".join(re.findall(r"( \[[\w.:]+\]):\d", str(error)))
         reason = failure.reason() or f"another rank has ended{address}; see its message"
         raise PeerError(f"{reason}. Resume with --resume ({output})") from error
     finally:

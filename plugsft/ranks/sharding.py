@@ -67,11 +67,9 @@ def _choose_buckets(model: DistributedDataParallel) -> None:
     It does so after one backward pass. Buckets decide the order in which gradients are added, so a
     resumed run must use the same ones from its first step on.
     """
-    zero = torch.zeros((), device=model.device)
-    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
-        zero = zero + weight.sum() * 0
+    total: Any = sum(weight.sum() for weight in model.parameters() if weight.requires_grad)
     model.reducer.prepare_for_backward([])  # as its forward would
-    zero.backward()  # type: ignore[no-untyped-call]  # untyped upstream
+    (total * 0).backward()
     model.zero_grad()
 
 
