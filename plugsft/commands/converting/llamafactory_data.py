@@ -35,6 +35,10 @@ SPEAKERS = {
 """Tag -> the names that plugsft reads."""
 MEDIA = ("images", "videos", "audios")
 VISION = "plugsft trains on texts, not on images or sounds; use LLaMA-Factory for this run"
+TEXT_PAIRS = (
+    "LLaMA-Factory writes texts to compare as chats, and plugsft as they are; use messages in "
+    "the columns prompt, chosen and rejected"
+)
 
 
 def data(c: Conversion) -> None:
@@ -123,6 +127,8 @@ def _columns(c: Conversion, entries: list[dict[str, Any]]) -> dict[str, str]:
         if entry.get("ranking"):
             names["prompt"] = columns["messages"] if chats else columns.get("prompt", "instruction")
             names.pop("instruction", None)
+            if not chats:
+                c.leave("dataset", TEXT_PAIRS)
         for ours, theirs in names.items():
             if found.setdefault(ours, theirs) != theirs:
                 c.leave("dataset", f"the sources name '{ours}' differently; rename it in the data")
