@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .batches.pack import pack
     from .batches.packed_rows import attend_per_document, documents_of, single_document
     from .data.pairs import render_pairs
+    from .data.slice_tasks import ONE_THREAD, SliceResult, tokenize_slice, try_slice
     from .model import fused_head
     from .model.for_plugins import decay_groups, decoder_layers
     from .model.meta_model import meta_model
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from .tokens.tokenizer import Tokenizer, encode
 
 __all__ = [
+    "ONE_THREAD",
     "Reference",
+    "SliceResult",
     "Tokenizer",
     "Tokens",
     "attend_per_document",
@@ -34,9 +37,13 @@ __all__ = [
     "remove_dropout",
     "render_pairs",
     "single_document",
+    "tokenize_slice",
     "trained_rows",
+    "try_slice",
 ]
 
+TASKS = ("ONE_THREAD", "SliceResult", "tokenize_slice", "try_slice")
+"""Names that need no other library."""
 DATA = ("Tokenizer", "Tokens", "encode", "render_pairs")
 """Names that need numpy, Arrow and tokenizers, but not torch."""
 
@@ -44,7 +51,11 @@ DATA = ("Tokenizer", "Tokens", "encode", "render_pairs")
 def _import_name(name: str) -> Any:
     """Import the modules of a name's group; return its value."""
     modules: tuple[Any, ...]
-    if name in DATA:
+    if name in TASKS:
+        from .data import slice_tasks
+
+        modules = (slice_tasks,)
+    elif name in DATA:
         from .data import pairs
         from .tokens import store, tokenizer
 

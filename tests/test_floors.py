@@ -49,9 +49,9 @@ EXPORTED = {
         prepare progress reason_of say state train
     """,
     "plugsft.kit": """
-        Reference Tokenizer Tokens attend_per_document decay_groups decoder_layers documents_of
-        encode fused_head meta_copy meta_model model_inputs num_weights pack remove_dropout
-        render_pairs single_document trained_rows
+        ONE_THREAD Reference SliceResult Tokenizer Tokens attend_per_document decay_groups
+        decoder_layers documents_of encode fused_head meta_copy meta_model model_inputs num_weights
+        pack remove_dropout render_pairs single_document tokenize_slice trained_rows try_slice
     """,
 }
 COMMANDS = _words("""

@@ -12,17 +12,10 @@ from functools import partial
 from multiprocessing.connection import Pipe
 from threading import Lock
 
-from plugsft import PluginError, PlugsftError, Shard, Slice, Work
-
-from .worker import collector_off, tokenize_slice
+from plugsft import PluginError, Shard, Slice, Work
+from plugsft.kit import ONE_THREAD, SliceResult, tokenize_slice
 
 START = "from plugsft.plugins.multiprocess_tokenize.worker import serve; serve({})"
-# One process per core: more threads would only compete for it.
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 def tokenize_together(slices: list[Slice], work: Work, num_workers: int) -> list[Shard]:
@@ -54,7 +47,7 @@ def tokenize_together(slices: list[Slice], work: Work, num_workers: int) -> list
             threads.submit(tokenize_waiting, partial(worker.tokenize, work=work))
             for worker in workers
         ]
-        with one_thread(), collector_off():
+        with one_thread():
             tokenize_waiting(partial(tokenize_slice, work=work))
         for future in futures:
             future.result()
@@ -89,19 +82,14 @@ class Worker:
         where = work.where(part)
         try:
             self._pipe.send(part)
-            shard, error, trace = self._pipe.recv()
+            result: SliceResult = self._pipe.recv()
         except (EOFError, OSError) as error:
             code = self._process.wait()
             raise PluginError(
                 f"{where}: the worker process ended ({_describe_exit(code)}). "
                 "Try fewer with plugins.multiprocess_tokenize.workers"
             ) from error
-        if error is not None:
-            if not isinstance(error, PlugsftError):
-                error.add_note(f"in a worker process:\n{trace}")
-            raise error
-        assert isinstance(shard, Shard)
-        return shard
+        return result.get()
 
     def end(self, kill: bool) -> None:
         """End the process: at once, or after its slice."""

@@ -1,0 +1,59 @@
+"""Render and tokenize on a Ray cluster, a slice per task."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from plugsft import Machine, RecipeError, Shard, Slice, Work, hookimpl, plugin, state
+
+MIN_SLICES = 3
+"""Fewer are done before a cluster has started."""
+
+
+@plugin()
+class RayTokenize:
+    """Render and tokenize on a Ray cluster, a slice per task.
+
+    Workers write their shards themselves, to a file system that all nodes share, and send only
+    names and counts. This process tokenizes until the first worker has started. Ray runs a slice
+    again if its worker or its node is lost.
+    """
+
+    address: str | None = None
+    """Address of a cluster, as for ray.init: "auto" for the one that runs on this machine, or
+    HOST:PORT. Default: $RAY_ADDRESS; if that is not set, a cluster of this machine alone is
+    started, and ended with the data."""
+    in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Most slices that Ray has at a time. auto: two per CPU of the cluster, also as nodes join."""
+    retries: Annotated[int, Field(ge=0)] = 3
+    """How often a slice is tried again after its worker or node was lost."""
+
+    machine: Machine = state()
+    result: str = state("nothing to tokenize")
+
+    @hookimpl
+    def check(self, machine: Machine) -> None:
+        """Refuse to run without Ray."""
+        if find_spec("ray") is None:
+            raise RecipeError("ray is not installed: pip install 'plugsft[ray]'")
+        self.machine = machine
+
+    @hookimpl
+    def tokenize(self, slices: list[Slice], work: Work) -> list[Shard] | None:
+        """Tokenize slices on the cluster; None for small data."""
+        if len(slices) < MIN_SLICES:
+            return None
+        from .cluster import Cluster, tokenize_on
+
+        in_flight = None if self.in_flight == "auto" else self.in_flight
+        cluster = Cluster(self.address, self.machine.cores, self.retries, in_flight)
+        shards, self.result = tokenize_on(cluster, slices, work)
+        return shards
+
+    @hookimpl
+    def summary(self) -> str:
+        """Report the workers and nodes."""
+        return self.result
