@@ -11,8 +11,6 @@ runs. The tokens of all contenders are compared.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
@@ -20,12 +18,12 @@ from pathlib import Path
 
 import prepare
 import shared
+from ray.cluster_utils import Cluster
 
-ADDRESS = "127.0.0.1:6399"
 PLUGINS = {
     "multiprocess": {"multiprocess_tokenize": {}},
     "ray started here": {"ray_tokenize": {}},
-    "ray running": {"ray_tokenize": {"address": ADDRESS}},
+    "ray running": {"ray_tokenize": {}},
 }
 
 
@@ -38,13 +36,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
         prepare.write_data(options)
-        ray("start", "--head", "--port=6399", f"--num-cpus={options.processes}")
+        # Its shutdown ends the processes of this cluster alone; `ray stop` would end all.
+        node = {"num_cpus": options.processes, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
+            options.address = cluster.address
             results = shared.collect_rounds(
                 options.rounds, {name: partial(measure, name, options) for name in PLUGINS}
             )
         finally:
-            ray("stop", "--force")
+            cluster.shutdown()
     assert len({result["tokens"] for times in results.values() for result in times}) == 1
     seconds = {name: [result["seconds"] for result in times] for name, times in results.items()}
     print(f"{options.rows:,} chats, {options.processes} processes; all tokens are equal")
@@ -65,19 +66,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="folder that keeps the data for the next call")
+    parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=[*PLUGINS], help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def ray(*words: str) -> None:
-    """Run Ray's command."""
-    command = Path(sys.executable).with_name("ray")
-    subprocess.run([command, *words, "--log-style=record"], check=True, capture_output=True)
 
 
 def measure(name: str, options: argparse.Namespace) -> dict:
     """Run one contender in a separate process."""
     words = [f"--rows={options.rows}", f"--processes={options.processes}"]
+    words.append(f"--address={options.address}")
     result = shared.run_python(
         __file__, f"--child={name}", f"--folder={options.folder}", *words, PYTHONWARNINGS="ignore"
     )
@@ -98,6 +95,8 @@ def run(options: argparse.Namespace) -> dict:
         plugins = PLUGINS[options.child]
         if "multiprocess_tokenize" in plugins:
             plugins["multiprocess_tokenize"]["workers"] = options.processes
+        if options.child == "ray running":
+            plugins["ray_tokenize"]["address"] = options.address
         tables = shared.tables(
             output,
             prepare.source_path(options),
