@@ -11,9 +11,13 @@ from trl import pack_dataset
 
 from plugsft import DataError
 from plugsft.commands.audit.inspect import opened_rows
+from plugsft.commands.check import check
+from plugsft.commands.inspect import inspect
+from plugsft.commands.runs.inputs import check_first_row
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.data.sample import sample_rows
+from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
 
 
@@ -255,10 +259,15 @@ def test_check_and_inspect_show_ready_rows(tmp_path, base, capsys):
     source = save(rows_of(base[1]), tmp_path / "ready")
     tables = base[0] | {"data": {"source": str(source), "max_length": 256}}
     recipe = write_recipe(tmp_path / "recipe.toml", tables | {"output": str(tmp_path / "run")})
-    for command in ("check", "inspect"):
-        result = run_plugsft(command, recipe)
-        assert result.returncode == 0, result.stdout + result.stderr
-    assert "the rows' own tokens, trained by labels; a row is one example" in result.stdout
-    assert "user" in result.stdout  # decoded
+    check(recipe)
+    inspect(recipe)
+    shown = capsys.readouterr().out
+    assert "the rows' own tokens, trained by labels; a row is one example" in shown
+    assert "user" in shown  # decoded
     with opened_rows(*resolve(tables)) as (work, sources):
         assert sample_rows(work, sources, 0, 3, 5).tokens.rows.tolist() == [3, 4]
+
+
+def test_a_jsonl_file_of_tokens_passes_the_first_look(tmp_path, base):
+    source = write_jsonl(tmp_path / "rows.jsonl", rows_of(base[1]))
+    check_first_row(Source(source=str(source)), Data(source=str(source)))

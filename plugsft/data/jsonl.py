@@ -114,8 +114,9 @@ def without_none(value: Any) -> Any:
 def why_unreadable(rows: Rows, number: int) -> str:
     """Explain why a row was read as None."""
     if isinstance(rows, JsonLines):
-        start, stop = rows.starts[number], rows.stops[number]
-        line = np.fromfile(rows.path, np.uint8, stop - start, offset=start).tobytes()
+        with rows.path.open("rb") as file:
+            file.seek(rows.starts[number])
+            line = file.read(rows.stops[number] - rows.starts[number])
         try:
             parse_json(line.decode())
         except UnicodeDecodeError:

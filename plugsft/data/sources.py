@@ -47,6 +47,9 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
     `key` is the recipe's key that names it, for messages.
     """
     path, where = Path(source.source), f"{key}: {source.source}"
+    if "://" in source.source:
+        remote: OpenSource = load_reader("remote").open_source(source, where)
+        return remote
     if path.is_file():
         if path.suffix not in FILES:
             raise DataError(

@@ -131,6 +131,8 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _is_path(key: str, name: str, recipe: Recipe) -> bool:
     """Tell whether a name is a path; a name on the hub has at most one slash."""
+    if "://" in name and key.endswith("source"):
+        return False
     if name.startswith((".", "/")) or name.count("/") > 1 or name.endswith(ENDINGS):
         return True
     if key == "model.path":

@@ -1,0 +1,246 @@
+"""Sources at s3:// and http://: read by ranges, refused with the cure, noticed when they change."""
+
+import functools
+import http.server
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+
+import datasets
+import pytest
+from conftest import chats, only_full, run_plugsft, tiny_tables, write_jsonl, write_recipe
+
+from plugsft import DataError
+from plugsft.data.defaults import DataDefaults
+from plugsft.data.prepare import prepare
+from plugsft.data.readers import remote
+from plugsft.data.sources import open_source, slices_of
+from plugsft.output.folder import ensure_inputs
+from plugsft.recipe.tables import Source
+from plugsft.registry.load import resolve
+
+moto = pytest.importorskip("moto.server", reason="pip install -e '.[dev]'")
+s3fs = pytest.importorskip("s3fs", reason="pip install -e '.[dev]'")
+ROWS = chats(20_000)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """20,000 chats as jsonl and as parquet with row groups of 1,000."""
+    folder = tmp_path_factory.mktemp("files")
+    write_jsonl(folder / "rows.jsonl", ROWS)
+    datasets.Dataset.from_list(ROWS).to_parquet(str(folder / "rows.parquet"), batch_size=1000)
+    for number in range(3):
+        write_jsonl(folder / f"part-{number}.jsonl", ROWS[number * 8 : number * 8 + 8])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bucket(files):
+    """A bucket of a real object store."""
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        store = s3fs.S3FileSystem()
+        store.mkdir("rows")
+        for file in files.iterdir():
+            store.put(str(file), f"rows/{'parts/' * file.name.startswith('part')}{file.name}")
+        yield store
+    server.stop()
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """A web server with ranges, which counts what it sends and can cut connections."""
+
+    protocol_version = "HTTP/1.1"
+    sent, cuts, ranges, requests = 0, 0, True, 0
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        cls = type(self)
+        cls.requests += 1
+        with open(self.translate_path(self.path), "rb") as file:
+            content = file.read()
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        self.send_response(206 if wanted and cls.ranges else 200)
+        if wanted and cls.ranges:
+            content = content[int(wanted[1]) : int(wanted[2]) + 1]
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if cls.cuts:
+            cls.cuts -= 1
+            content = content[: len(content) // 2]
+            self.close_connection = True
+        self.wfile.write(content)
+        cls.sent += len(content)
+
+
+@pytest.fixture(scope="module")
+def web(files):
+    """The address of a local web server."""
+    serve = functools.partial(Handler, directory=str(files))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Count the bytes that are asked for."""
+    sizes, fetch = [], remote.Address._fetch
+
+    def count(self, start, stop):
+        sizes.append(stop - start)
+        return fetch(self, start, stop)
+
+    monkeypatch.setattr(remote.Address, "_fetch", count)
+    return sizes
+
+
+def opened(url, split="train"):
+    return open_source(Source(source=url, split=split))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("where", ["s3", "http"])
+def test_rows_are_read_by_ranges(files, bucket, web, asked, name, where):
+    rows = opened(f"s3://rows/{name}" if where == "s3" else f"{web}/{name}")
+    size = (files / name).stat().st_size
+    assert len(rows) == len(ROWS) and rows.identity == rows.identity
+    if name == "rows.parquet":
+        assert sum(asked) <= 1 << 16 < size / 10  # the footer alone
+    # Another process reads a slice.
+    part = pickle.loads(pickle.dumps(slices_of([rows])[1]))
+    asked.clear()
+    remote._read_group.cache_clear()
+    assert part.rows.read(5, 8) == ROWS[part.start + 5 : part.start + 8]
+    assert 0 < sum(asked) < size / 5
+    asked.clear()
+    assert opened(f"s3://rows/{name}", "train[:10]").read(0, 10) == ROWS[:10]
+    assert sum(asked) < size / 2.5
+
+
+def test_folders_and_patterns_are_read(bucket):
+    for url in ("s3://rows/parts", "s3://rows/parts/", "s3://rows/parts/part-*.jsonl"):
+        rows = opened(url)
+        assert rows.read(0, 24) == ROWS[:24] and len(rows) == 24
+        assert rows.part(7, 9).read(0, 2) == ROWS[7:9]
+    assert opened("s3://rows/parts/part-[12].jsonl").read(0, 1) == ROWS[8:9]
+
+
+def test_a_changed_object_is_noticed(bucket, tmp_path):
+    before = opened("s3://rows/parts").identity
+    assert opened("s3://rows/parts").identity == before
+    bucket.pipe("rows/parts/part-2.jsonl", (json.dumps(ROWS[5]) + "\n").encode() * 8)
+    assert opened("s3://rows/parts").identity != before
+    bucket.pipe(
+        "rows/parts/part-2.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS[16:24]).encode()
+    )
+
+
+def test_cut_connections_are_tried_again(web, monkeypatch):
+    rows = opened(f"{web}/rows.jsonl")
+    assert len(rows) == len(ROWS)
+    monkeypatch.setattr(Handler, "cuts", 2)
+    assert rows.read(0, 3) == ROWS[:3] and Handler.cuts == 0
+    monkeypatch.setattr(Handler, "cuts", 99)
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    with pytest.raises(DataError, match="cannot be read after 5 tries"):
+        rows.read(0, 3)
+
+
+def test_a_server_without_ranges_is_refused(web, monkeypatch):
+    monkeypatch.setattr(Handler, "ranges", False)
+    with pytest.raises(DataError, match="gives whole files only"):
+        opened(f"{web}/rows.jsonl", "train[:3]").read(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("s3://missing/rows.jsonl", "no such bucket, folder or object"),
+        ("s3://rows/missing.jsonl", "no such bucket, folder or object"),
+        ("s3://rows/missing", "no such bucket, folder or object"),
+        ("WEB/missing.jsonl", "no such bucket, folder or object"),
+        ("s9://rows/rows.jsonl", "use s3, gs, hf or https"),
+    ],
+)
+def test_an_address_that_is_wrong_is_refused(bucket, web, url, reason):
+    with pytest.raises(DataError) as refused:
+        opened(url.replace("WEB", web))
+    assert reason in str(refused.value) and "data.source: " in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+REFUSE = """
+import sys
+for name in sys.argv[2:]:
+    sys.modules[name] = None
+from plugsft import DataError
+from plugsft.data.sources import open_source
+from plugsft.recipe.tables import Source
+try:
+    open_source(Source(source=sys.argv[1]))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_missing_credentials_and_packages_are_named(bucket, tmp_path):
+    """In processes of their own: a store's package is imported once."""
+    nobody = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+    env = {name: value for name, value in os.environ.items() if name not in nobody}
+    env |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
+
+    def refusal(url, *absent):
+        command = [sys.executable, "-P", "-c", REFUSE, url, *absent]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout
+
+    assert "credentials: AWS_ACCESS_KEY_ID" in refusal("s3://rows/rows.jsonl")
+    assert "pip install plugsft[s3]" in refusal("s3://rows/rows.jsonl", "s3fs")
+    assert "pip install plugsft[gs]" in refusal("gs://rows/rows.jsonl", "gcsfs")
+
+
+def tables_of(folder):
+    return tiny_tables(folder) | {"data": {"source": "s3://rows/parts", "max_length": 256}}
+
+
+def test_a_recipe_names_a_bucket(bucket, tmp_path):
+    recipe, active = resolve(tables_of(tmp_path))
+    active.attach(DataDefaults(recipe.folder))
+    ensure_inputs(recipe, tmp_path / "recipe.toml")
+    tokens = prepare(recipe, active).tokens
+    write_jsonl(tmp_path / "data.jsonl", ROWS[:24])
+    local, active = resolve(tiny_tables(tmp_path, ROWS[:24]))
+    active.attach(DataDefaults(local.folder))
+    expected = prepare(local, active).tokens
+    assert tokens.facts["rows"] == 24 and tokens.facts["index"] == expected.facts["index"]
+
+
+@only_full
+def test_a_run_reads_its_rows_from_a_bucket(bucket, tmp_path):
+    """A refusal is one line and exit code 2."""
+    recipe = write_recipe(tmp_path / "recipe.toml", tables_of(tmp_path))
+    result = run_plugsft(recipe, "train.steps=1")
+    assert result.returncode == 0, result.stderr
+    assert "24 examples of 24 rows" in result.stdout
+    result = run_plugsft(recipe, "data.source=s3://rows/none.jsonl", f"output={tmp_path}/none")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "no such bucket, folder or object" in result.stderr
