@@ -55,6 +55,18 @@ TOO_SLOW = {
     "test_bench.py runs benches",
     "plugsft tune my.toml": "half a minute; test_tune.py tunes",
     "plugsft export runs/my-model --to hub:me/my-model": "test_hub.py has a hub to upload to",
+    **dict.fromkeys(
+        (
+            "plugsft launch my.toml --nodes 2 --node 0 --host 10.0.0.1",
+            "plugsft launch my.toml --nodes 2 --node 1 --host 10.0.0.1",
+            "sbatch recipes/launch/slurm.sbatch my.toml",
+            "NODES=2 HOST=10.0.0.1 bash recipes/launch/torchrun.sh my.toml",
+        ),
+        "test_many_machines.py runs them on two nodes",
+    ),
+    "plugsft launch my.toml --ranks 2 --strategy fsdp2": "the next line of accelerate is the same",
+    "accelerate launch --config_file recipes/accelerate/gpu8.yaml --num_processes 2 "
+    "-m plugsft my.toml": "plugsft launch runs the same line, but for the file",
     "accelerate launch --config_file recipes/accelerate/zero3.yaml --num_processes 2 "
     "-m plugsft my.toml": "DeepSpeed's start; test_launch.py trains with this file",
 }
@@ -230,6 +242,7 @@ def test_options_and_keys_named_in_a_sentence_exist(page):
 OF_OTHERS = {
     *("--help", "--full", "--config_file", "--strict", "--index-url"),
     *("--max-lora-rank", "--chat-template", "--modelfile", "--enable-lora", "--generation-config"),
+    "--ntasks-per-node",
 }
 """Options of typer, tools/test, accelerate, mypy, pip, and of servers of models."""
 
