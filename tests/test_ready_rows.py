@@ -271,3 +271,15 @@ def test_check_and_inspect_show_ready_rows(tmp_path, base, capsys):
 def test_a_jsonl_file_of_tokens_passes_the_first_look(tmp_path, base):
     source = write_jsonl(tmp_path / "rows.jsonl", rows_of(base[1]))
     check_first_row(Source(source=str(source)), Data(source=str(source)))
+
+
+def test_plugins_of_the_data_work_on_ready_rows(tmp_path, base, monkeypatch):
+    """Slices in other processes, a shared cache, and a fast tokenizer that has nothing to do."""
+    monkeypatch.setenv("PLUGSFT_CACHE", str(tmp_path / "cache"))
+    source = save(rows_of(base[1]), tmp_path / "ready")
+    plugins = {"multiprocess_tokenize": {"workers": 2}, "arrow_cache": {}}
+    tokens = opened(base, source, plugins)
+    assert_same(tokens, base[1])
+    assert (
+        tokens.facts["shards"][0]["ids"] and opened(base, source, plugins).folder == tokens.folder
+    )
