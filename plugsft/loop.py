@@ -29,7 +29,9 @@ def train(run: OpenRun) -> None:
             seed_step(run.recipe.train.seed, batch.step, batch.rank)
             learning_rate = run.schedule.set(batch.step)
             losses = forward_backward(run, batch)
-            numbers = all_reduce(run, losses, batch).send(clip_gradients(run))
+            numbers = all_reduce(run, losses, batch).send(
+                clip_gradients(run), run.loss_scale.factor
+            )
             log_step(run, meanwhile=batch)  # the step before, while the device computes this one
             with (
                 explain_out_of_memory(run.recipe, batch, losses),
@@ -86,7 +88,8 @@ def forward_backward(run: OpenRun, batch: GlobalBatch) -> list[Tensor]:
             with run.gradient_sync(last=number == len(batch.micro_batches)):
                 loss = compute_loss(run, micro_batch, batch.denominator)
                 # The denominator counts targets of all ranks, but ranks average their gradients.
-                run.accelerator.backward(loss * run.accelerator.num_processes)
+                ranks, scale = run.accelerator.num_processes, run.loss_scale.factor
+                run.accelerator.backward(loss * (ranks * scale))
             losses.append(loss.detach())
     return losses
 
@@ -126,6 +129,7 @@ def plugin_metrics(run: OpenRun) -> dict[str, Tensor | float]:
 def clip_gradients(run: OpenRun) -> Tensor | float | None:
     """Clip gradients to the recipe's norm (0: no limit); return the norm before clipping."""
     limit = run.recipe.train.max_grad_norm or math.inf
+    run.loss_scale.unscale(run.module.parameters())
     norm: Tensor | float | None
     norm = run.accelerator.clip_grad_norm_(run.module.parameters(), limit)
     return norm
@@ -134,27 +138,31 @@ def clip_gradients(run: OpenRun) -> Tensor | float | None:
 def update_weights(run: OpenRun, batch: GlobalBatch, numbers: Numbers) -> None:
     """Step the optimizer, but not by a loss or norm that is not finite."""
     optimizer: Any = run.optimizer
+    broken = numbers.are_broken()
     if run.reads_late:
-        optimizer.found_inf = numbers.are_broken()  # with it, torch's fused optimizers skip a step
-    else:
-        ensure_finite(run, batch, numbers.read())
-    optimizer.step()
+        optimizer.found_inf = broken  # with it, torch's fused optimizers skip a step
+    if run.reads_late or is_finite(run, batch, numbers.read()):
+        optimizer.step()
     vars(optimizer).pop("found_inf", None)  # it is no state of the optimizer
+    run.loss_scale.update(broken)
 
 
-def ensure_finite(run: OpenRun, batch: GlobalBatch, numbers: dict[str, float]) -> None:
-    """Refuse a loss or norm that is not finite, before anything is saved.
+def is_finite(run: OpenRun, batch: GlobalBatch, numbers: dict[str, float]) -> bool:
+    """Tell whether the norm is finite; refuse one that is not, unless the loss is scaled.
 
-    The weights have not changed, except under DeepSpeed, which steps in the last backward.
+    Nothing is saved yet. The weights have not changed, except under DeepSpeed, which steps in the
+    last backward.
     """
     loss, grad_norm = numbers["loss"], numbers["grad_norm"]
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    finite = math.isfinite(grad_norm)
+    if not (math.isfinite(loss) and (finite or run.loss_scale.on)):
         run.step = batch.step - 1
         raise TrainError(
             f"step {batch.step}: loss {loss}, gradient norm {grad_norm}. Nothing of this step is "
             f"saved, and earlier checkpoints stand. Rows of this step: {batch.rows()}. A lower "
             "learning rate or a longer warm-up usually helps"
         )
+    return finite
 
 
 def log_step(run: OpenRun, meanwhile: GlobalBatch | None = None) -> None:
@@ -175,13 +183,14 @@ def read_numbers(run: OpenRun, meanwhile: GlobalBatch | None = None) -> dict[str
     """Wait for the numbers of the last step; return its metrics, or refuse broken numbers."""
     (batch, numbers, facts), run.unread = run.unread, None
     sums = numbers.read()
-    ensure_finite(run, batch, sums)
+    is_finite(run, batch, sums)
     # The time until the loop asked for the next batch, or has read these numbers.
     seconds = (meanwhile.started if meanwhile else time.perf_counter()) - batch.started
     computed, waited = sums.pop("computed_tokens"), sums.pop("data_wait_seconds")
     plan, core = batch.plan, {name: sums.pop(name) for name in ("loss", "grad_norm")}
     return {
         **core,
+        **run.loss_scale.count(plan.step, sums.pop("loss_scale"), core["grad_norm"]),
         **facts,
         **{name: value / plan.denominator for name, value in sums.items()},
         "epoch": round(plan.step / run.plan.per_epoch, 4),
@@ -227,7 +236,7 @@ def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
     tokens = run.evaluation_tokens
     assert tokens is not None
     sums = all_reduce(run, losses).send().read()
-    del sums["grad_norm"]
+    del sums["grad_norm"], sums["loss_scale"]
     denominator = tokens.divisor()
     return {
         **{f"eval_{name}": value / denominator for name, value in sums.items()},

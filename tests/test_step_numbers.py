@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import ROOT, chats, read_metrics, run_plugsft, write_jsonl
 from plugin_packages import activate, install
 
@@ -18,6 +19,7 @@ PACKED = {"bfd_packing": {"capacity": 300}}
 PLUGINS = {
     "padded": {},
     "packed": PACKED,
+    "float16": PACKED,
     "fused_loss": {**PACKED, "fused_loss": {}},
     "lora": {**PACKED, "fused_loss": {}, "lora": {"r": 4}},
     "dpo": {**PACKED, "dpo": {"loss": "simpo"}},
@@ -45,11 +47,14 @@ def test_the_host_waits_once_a_step_and_never_in_a_micro_step(tmp_path, monkeypa
             "data": {"source": str(write_jsonl(tmp_path / "data.jsonl", rows))},
             "train": {"steps": STEPS},
             "checkpoint": {"every": 0},
+            "model": tiny_runs.TINY["model"] | ({"dtype": name} if name == "float16" else {}),
             "plugins": PLUGINS[name],
         },
     )
+    AcceleratorState._reset_state(reset_partial_state=True)  # it knows one type
     with importlib.import_module("launches").counting() as steps:
         tiny_runs.train(tables)
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert steps.parts["step"] == STEPS - 1 and steps.launches["micro-step"] > 100
     waits = dict(steps.waits)
     if name == "padded":  # transformers reads the mask of padding, once or twice a forward

@@ -27,13 +27,8 @@ WHOLE = "every token of the chat"
 
 # A template is a program: these are the errors that it may raise for a row.
 TEMPLATE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AttributeError, LookupError, MemoryError),
+    *(RecursionError, TypeError, ValueError),
 )
 MAX_ANSWERS = 1000
 """Most answers of a chat to find by comparison; each needs a rendering of all turns before it."""

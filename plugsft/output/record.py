@@ -26,13 +26,8 @@ from .report import read_metrics
 from .samples import SAMPLES
 
 AVERAGED = (
-    "step_seconds",
-    "data_wait_seconds",
-    "tokens",
-    "trained_tokens",
-    "padding",
-    "examples_per_micro_batch",
-    "imbalance",
+    *("step_seconds", "data_wait_seconds", "tokens", "trained_tokens"),
+    *("padding", "examples_per_micro_batch", "imbalance"),
 )
 """Metrics of each step that the record averages."""
 SHOWN = ("accuracy", "margin")

@@ -1,8 +1,8 @@
 """The number types of a run, from the recipe and the launcher.
 
-With `model.dtype = "bfloat16"` weights are stored in float32 and computed with in bfloat16: by
-autocast in one process and under DDP, by FSDP2's and DeepSpeed's own copies of the weights.
-Gradients are summed over micro-batches and ranks in float32.
+With `model.dtype = "bfloat16"` or "float16", weights are stored in float32 and computed with in
+that type: by autocast in one process and under DDP, by FSDP2's and DeepSpeed's own copies of the
+weights. Gradients are summed over micro-batches and ranks in float32.
 """
 
 import os
@@ -23,6 +23,8 @@ from .shard_files import dtype_name
 from .train_state import TrainState
 
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""accelerate's name -> the type that a run computes in."""
 LIBRARIES: list[Any] = []
 
 
@@ -41,11 +43,16 @@ def on_cpu(recipe: Recipe) -> bool:
 def mixed_precision(model: Model, deepspeed: bool) -> str:
     """Return the mixed_precision setting that accelerate gets."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if asked not in ("no", "bf16"):
-        raise LaunchError(
-            f"the launcher asks for mixed_precision {asked}, and plugsft computes in float32 or "
-            "bfloat16; set mixed_precision: bf16 (or no) in its file"
-        )
+    if asked not in ("no", "bf16") and (asked, model.dtype) != ("fp16", "float16"):
+        cure = 'set mixed_precision: no in its file, and model.dtype = "float16" in the recipe'
+        raise LaunchError(f"the launcher asks for mixed_precision {asked}; {cure}")
+    if model.dtype == "float16":
+        if deepspeed:
+            raise LaunchError(
+                'model.dtype = "float16": ZeRO-3 scales the loss by rules of its own, which '
+                "checkpoints cannot resume; launch with recipes/accelerate/fsdp2.yaml"
+            )
+        return "fp16"
     if model.weights == "bfloat16":
         if deepspeed:
             raise LaunchError(
@@ -75,19 +82,27 @@ def autocast_experts() -> None:
 
 
 def reduce_in_float32(accelerator: Accelerator) -> None:
-    """Accumulate and reduce gradients in float32 where a run computes in bfloat16."""
-    if accelerator.mixed_precision != "bf16":
+    """Accumulate and reduce gradients in float32 where a run computes in half precision."""
+    half = half_dtype(accelerator)
+    if half is None:
         return
     autocast_experts()
+    if half == torch.float16:
+        accelerator.native_amp, accelerator.scaler = True, None  # the loop scales, on CPUs too
     state: Any = accelerator.state
     if accelerator.distributed_type == DistributedType.FSDP:
         state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            param_dtype=half, reduce_dtype=torch.float32
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = state.deepspeed_plugin.deepspeed_config
         config["data_types"] = {**config.get("data_types", {}), "grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
+
+
+def half_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the type that a run computes in, if it is narrower than its weights."""
+    return HALF.get(accelerator.mixed_precision)
 
 
 def ensure_same_dtypes(config: dict[str, Any], mixed_precision: str) -> None:
@@ -133,7 +148,7 @@ def dtypes_of(accelerator: Accelerator, state: TrainState) -> dict[str, str]:
     return {
         **({"frozen": frozen} if frozen else {}),
         "weights": weights,
-        "compute": "bfloat16" if accelerator.mixed_precision == "bf16" else weights,
+        "compute": dtype_name(half) if (half := half_dtype(accelerator)) else weights,
         "gradients": gradients,
         # A plugin's optimizer may store other types.
         **({"optimizer": weights} if type(innermost(state.optimizer)) is AdamW else {}),

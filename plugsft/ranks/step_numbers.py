@@ -52,10 +52,11 @@ class Numbers:
         self._names = ["loss", *others]
         self._copied: torch.cuda.Event | None = None
 
-    def send(self, grad_norm: Tensor | float | None = None) -> Self:
-        """Begin the copy to the host, with the gradient norm, which is the same on all ranks."""
+    def send(self, grad_norm: Tensor | float | None = None, scale: Tensor | float = 1) -> Self:
+        """Begin the copy to the host, with norm and scale, which are the same on all ranks."""
         whole = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         self._sums[-1:] = math.nan if whole is None else whole
+        self._sums[-2].fill_(scale)
         self._host.copy_(self._sums, non_blocking=self._sums.is_cuda)
         if self._sums.is_cuda:
             self._copied = torch.cuda.current_stream().record_event()
@@ -67,11 +68,12 @@ class Numbers:
         return zero.isnan().float()
 
     def read(self) -> dict[str, float]:
-        """Wait for the copy; return the numbers by name, with "grad_norm"."""
+        """Wait for the copy; return the numbers by name, with "grad_norm" and "loss_scale"."""
         if self._copied:
             self._copied.synchronize()
-        *values, grad_norm = self._host.tolist()
-        numbers = dict(zip(self._names, values, strict=False)) | {"grad_norm": grad_norm}
+        *values, scale, grad_norm = self._host.tolist()
+        numbers = dict(zip(self._names, values, strict=False))
+        numbers |= {"grad_norm": grad_norm, "loss_scale": scale}
         if numbers.pop("checksum") != self._checksum * self._accelerator.num_processes:
             ensure_alike(self._accelerator, self._facts, SAME_CALLS)
         return numbers

@@ -16,6 +16,7 @@ from ..base.console import say
 from ..base.errors import PluginError
 from ..model.tensor_shards import TensorShard, local_values, shard_of
 from ..recipe.tables import short
+from .loss_scale import LossScale
 from .optimizer_parts import describe_optimizer, describe_states, optimizers_in, restore_states
 from .optimizer_state import STATES, Describer, Restorer
 from .param_groups import describe_values, restore_values
@@ -36,6 +37,7 @@ class TrainState:
         self.ranks, self._device = accelerator.num_processes, accelerator.device
         self._wrapped, self.plain = model, accelerator.unwrap_model(model)
         self._warned = False
+        self.loss_scale = LossScale(accelerator)
         # Compared on resuming, to tell the user's changes from those of training.
         self._initial = [
             describe_values(Describer(self.rank, self._device), optimizer)
@@ -126,6 +128,7 @@ class TrainState:
             for name, state in (plugin_states or {}).items()
         }
         description = {"weights": [*named], "optimizer": optimizer, "plugin_states": described}
+        description["loss_scale"] = self.loss_scale.state()
         return description, describer.shards | plugins.shards
 
     def _warn_of_objects(self, describer: Describer) -> None:
@@ -157,6 +160,7 @@ class TrainState:
             self._restore_weights(reader, named)
             self._update_copies()
             self._restore_optimizers(restorer, description["optimizer"])
+        self.loss_scale.restore(description.get("loss_scale", {}))
         weights, described = self.parameters(trained=False), description["plugin_states"]
         plugins = PluginRestorer(
             reader, self.rank, self._device, None, True, per_rank, weights=weights

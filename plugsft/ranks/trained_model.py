@@ -21,6 +21,7 @@ from ..model.load import Load
 from ..tokens.store import Tokens
 from .agree import together
 from .load_batches import BatchLoader
+from .precision import half_dtype
 from .sharding import is_sharded, shard_frozen_model
 from .train_state import TrainState
 
@@ -86,8 +87,8 @@ class TrainedModel:
     def load_frozen(self, path: str = "", revision: str | None = None) -> Module:
         """Load a frozen model with the run's settings: the run's model again, or another."""
         kwargs = dict(self.load.kwargs)
-        if self._accelerator.mixed_precision == "bf16":
-            kwargs["dtype"] = torch.bfloat16  # it is not trained
+        if half := half_dtype(self._accelerator):
+            kwargs["dtype"] = half  # it is not trained
         if path:
             kwargs = {name: value for name, value in kwargs.items() if name != "revision"}
             kwargs |= {"revision": revision} if revision else {}

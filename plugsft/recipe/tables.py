@@ -163,8 +163,9 @@ class Model(Table):
     add_tokens: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Tokens to add to the tokenizer: ["<think>", "</think>"]. If the model's embeddings have too
     few rows, they get more, each the mean of the others."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of computation, of frozen weights, and of the saved model."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of computation, of frozen weights, and of the saved model. float16, for GPUs without
+    bfloat16, scales the loss."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Type of trained weights, their gradients and AdamW's moments: 16 bytes a weight in float32,
     8 in bfloat16, which rounds away most of a step at a learning rate of 1e-5."""

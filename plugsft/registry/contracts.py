@@ -17,21 +17,9 @@ STATE_HOOKS = ("state_dict", "load_state_dict")
 
 METRICS = frozenset(
     [
-        "step",
-        "epoch",
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "trained_tokens",
-        "tokens",
-        "tokens_per_second",
-        "step_seconds",
-        "data_wait_seconds",
-        "padding",
-        "examples_per_micro_batch",
-        "imbalance",
-        "memory_gib",
-        "stop",
+        *("step", "epoch", "loss", "grad_norm", "loss_scale", "skipped_steps", "learning_rate"),
+        *("trained_tokens", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
+        *("padding", "examples_per_micro_batch", "imbalance", "memory_gib", "stop"),
         "computed_tokens",
     ]
 )

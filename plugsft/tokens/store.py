@@ -31,13 +31,8 @@ bits."""
 
 NO_IDS, NO_BITS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 READ_ERRORS = (
-    OSError,
-    ArithmeticError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    pa.ArrowException,
+    *(OSError, ArithmeticError, LookupError),
+    *(RecursionError, TypeError, ValueError, pa.ArrowException),
 )
 """Errors that reading a damaged file may raise."""
 

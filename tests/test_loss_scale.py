@@ -1,0 +1,193 @@
+"""float16: the loss is scaled, and steps whose gradients overflow are skipped exactly."""
+
+import json
+import math
+import shutil
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import chats, read_metrics, run_launch, run_plugsft
+from plugin_packages import activate, install
+from test_bfloat16_learning import weights_of
+from test_launch import config
+from test_precision import SEES
+
+from plugsft.base.errors import LaunchError, TrainError
+from plugsft.ranks.loss_scale import LossScale
+from plugsft.ranks.precision import mixed_precision
+from plugsft.recipe.tables import Model
+
+PLANT = """
+    import torch
+    from plugsft.ranks import loss_scale
+
+    class Overflow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * torch.inf
+
+    @plugin()
+    class Plant:
+        overflows: str = ""
+        initial: float = 65536.0
+        patience: int = 2000
+        small: float = 1.0
+        run: object = state()
+
+        @hookimpl
+        def check(self):
+            loss_scale.INITIAL, loss_scale.PATIENCE = self.initial, self.patience
+
+        @hookimpl
+        def ready(self, run):
+            self.run = run
+
+        @hookimpl(wrapper=True)
+        def step(self, model):
+            loss = yield
+            planned = str(self.run.step + 1) in self.overflows.split()
+            # One rank's gradients overflow; all ranks skip the step.
+            overflow = model.training and planned and self.run.ranks.rank == 0
+            return (Overflow.apply(loss) if overflow else loss) * self.small
+"""
+PROMPT = PLANT.replace("@plugin()", '@plugin(provides={"early_stop": None})')
+PROMPT = PROMPT.replace("class Plant", "class Prompt")
+
+
+@pytest.fixture
+def plants(tiny, tmp_path, monkeypatch):
+    """Return a function that writes a recipe in float16 with planted overflows."""
+    activate(install(tmp_path / "site", plant=PLANT, prompt=PROMPT, sees=SEES), monkeypatch)
+
+    def make(name="plant", dtype="float16", plugins=None, steps=6, train=None, **options):
+        return tiny(
+            rows=chats(43),
+            model={"scratch": {"hidden": 32, "layers": 1, "heads": 2, "vocab": 400}}
+            | {"dtype": dtype},
+            train={"steps": steps, "max_grad_norm": 0.5, **(train or {})},
+            checkpoint={"every": 1, "keep": 99},
+            plugins={name: options, **(plugins or {})},
+        )
+
+    return make
+
+
+def saved(run, step):
+    """Return a checkpoint's description, and the bytes of its tensors."""
+    folder = run / f"checkpoints/step-{step:06d}"
+    description = json.loads((folder / "state.json").read_text())
+    return description, [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+
+
+def scaling(run):
+    return [(line["loss_scale"], line["skipped_steps"]) for line in read_metrics(run)]
+
+
+@pytest.mark.parametrize("name", ["plant", "prompt"])
+def test_an_overflow_skips_its_step_and_a_resumed_run_scales_alike(plants, tmp_path, name):
+    """On the device, or on the host, where a plugin must hear of each step at once."""
+    recipe, run = plants(name, overflows="3 6", patience=2, plugins={"sees": {}}), tmp_path / "run"
+    done = run_plugsft(recipe)
+    assert done.returncode == 0, done.stderr
+    assert "weights float32, computed in float16, gradients summed in float32" in done.stdout
+    summary = json.loads((run / "run.json").read_text())["plugins"]
+    assert [each["summary"] for each in summary if each["name"] == "sees"] == [
+        "head: torch.float16, torch.float32; torch.float32"
+    ]
+    scale = 65536.0
+    wanted = [scale, scale, 2 * scale, scale, scale, 2 * scale]
+    assert scaling(run) == [*zip(wanted, [0, 0, 1, 1, 1, 2], strict=True)]
+    norms = [line["grad_norm"] for line in read_metrics(run)]
+    assert [norm is None or not math.isfinite(norm) for norm in norms] == [
+        step in (3, 6) for step in range(1, 7)
+    ]
+    before, skipped, after = (saved(run, step) for step in (2, 3, 4))
+    assert skipped[1] == before[1] != after[1], "weights and moments"
+    assert skipped[0]["optimizer"]["states"] == before[0]["optimizer"]["states"], "AdamW's count"
+    assert skipped[0]["loss_scale"] == {"scale": scale, "steps": 0, "skipped": 1}
+    # The schedule counts skipped steps.
+    rates = [line["learning_rate"] for line in read_metrics(run)]
+    assert rates == sorted(rates, reverse=True) and len({*rates}) == 6
+
+    end, curve = saved(run, 6), [(line["loss"], line["grad_norm"]) for line in read_metrics(run)]
+    for step in (5, 6):
+        shutil.rmtree(run / f"checkpoints/step-{step:06d}")
+    done = run_plugsft(recipe, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert saved(run, 6)[1] == end[1] and saved(run, 6)[0]["loss_scale"] == end[0]["loss_scale"]
+    assert [(line["loss"], line["grad_norm"]) for line in read_metrics(run)] == curve
+    assert scaling(run) == [*zip(wanted, [0, 0, 1, 1, 1, 2], strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu2", "fsdp2"])
+def test_all_ranks_skip_the_step_of_one(plants, tmp_path, kind):
+    recipe = plants(overflows="3", train={"micro_batch": 2})
+    assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0
+    code, out, err = run_launch(*config(kind), "-m", "plugsft", recipe)
+    assert code == 0, err
+    assert "computed in float16, gradients summed in float32" in out
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    assert scaling(run) == scaling(alone) == [(65536, 0), (65536, 0), (65536, 1), *[(32768, 1)] * 3]
+    for name in ("loss", "grad_norm"):
+        curves = [[line[name] for line in read_metrics(folder)] for folder in (run, alone)]
+        assert curves[0][2] is curves[1][2] is None or name == "loss"
+        assert [*filter(None, curves[0])] == pytest.approx([*filter(None, curves[1])], rel=1e-2)
+    assert saved(run, 3)[1] == saved(run, 2)[1] != saved(run, 4)[1]
+
+
+def test_small_gradients_are_learned_from_only_with_scaling(plants, tmp_path):
+    """The gradients are a millionth of what they were; AdamW divides by their size."""
+    curves, norms = {}, {}
+    train = {"eps": 1e-18, "max_grad_norm": 0.0, "schedule": "constant", "micro_batch": 8}
+    for name, dtype, initial in [
+        ("float32", "float32", 1.0),
+        ("scaled", "float16", 65536.0),
+        ("unscaled", "float16", 1.0),
+    ]:
+        recipe = plants(dtype=dtype, small=1e-6, initial=initial, steps=110, train=train)
+        done = run_plugsft(recipe, "checkpoint.every=0", f"output={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        norms[name] = [line["grad_norm"] for line in read_metrics(tmp_path / name)]
+        curves[name] = [1e6 * line["loss"] for line in read_metrics(tmp_path / name)]
+    learned = {name: curve[0] - sum(curve[-10:]) / 10 for name, curve in curves.items()}
+    print(learned)
+    assert curves["scaled"] == pytest.approx(curves["float32"], rel=3e-2)
+    assert learned["scaled"] == pytest.approx(learned["float32"], rel=2e-2)
+    assert norms["scaled"][:20] == pytest.approx(norms["float32"][:20], rel=0.05)
+    assert learned["unscaled"] < 0.5 * learned["float32"]
+    assert weights_of(tmp_path / "scaled").keys() == weights_of(tmp_path / "float32").keys()
+
+
+def test_a_run_whose_every_step_overflows_ends_with_the_cure(plants, tmp_path):
+    done = run_plugsft(plants(overflows="1 2 3 4 5 6", initial=4.0))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "step 3: gradients overflow float16 even without loss scaling" in done.stderr
+    assert 'Set model.dtype = "bfloat16" or "float32"' in done.stderr
+
+
+def test_many_skipped_steps_in_a_row_are_told_once(capsys):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    scale = LossScale(Accelerator(cpu=True, mixed_precision="fp16"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for step in range(1, 13):
+        metrics = scale.count(step, 2.0 ** (16 - step), math.nan)
+    assert metrics == {"loss_scale": 16.0, "skipped_steps": 12}
+    assert capsys.readouterr().out.count("8 steps in a row are skipped, as gradients") == 1
+    with pytest.raises(TrainError, match="13 steps in a row were skipped"):
+        scale.count(13, 1.0, math.inf)
+    assert scale.count(14, 1.0, 3.0)["skipped_steps"] == 13
+
+
+def test_float16_is_refused_under_zero3_and_where_the_recipe_has_another_type(monkeypatch):
+    with pytest.raises(LaunchError, match="ZeRO-3 scales the loss by rules"):
+        mixed_precision(Model(path="x", dtype="float16"), deepspeed=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert mixed_precision(Model(path="x", dtype="float16"), deepspeed=False) == "fp16"
+    with pytest.raises(LaunchError, match='= "float16" in the recipe'):
+        mixed_precision(Model(path="x", dtype="bfloat16"), deepspeed=False)
