@@ -200,7 +200,7 @@ def test_numbers_that_nobody_computes_in_are_refused(tiny, asked):
 
 def test_weights_of_float16_are_refused(tiny):
     result = run_plugsft(tiny(), "model.weights=float16")
-    assert result.returncode == 2 and "model.weights" in result.stderr and "bfloat16" in result.stderr
+    assert result.returncode == 2 and "model.weights: given 'float16'" in result.stderr
 
 
 def test_a_deepspeed_file_that_wants_other_numbers_is_refused():
