@@ -5,6 +5,7 @@ import math
 import shutil
 
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import chats, read_metrics, run_launch, run_plugsft
@@ -14,9 +15,11 @@ from test_launch import config
 from test_precision import SEES
 
 from plugsft.base.errors import LaunchError, TrainError
+from plugsft.commands.audit.recipe import gpu_without_bfloat16
 from plugsft.ranks.loss_scale import LossScale
 from plugsft.ranks.precision import mixed_precision
 from plugsft.recipe.tables import Model
+from plugsft.registry.load import load
 
 PLANT = """
     import torch
@@ -182,6 +185,18 @@ def test_many_skipped_steps_in_a_row_are_told_once(capsys):
     with pytest.raises(TrainError, match="13 steps in a row were skipped"):
         scale.count(13, 1.0, math.inf)
     assert scale.count(14, 1.0, 3.0)["skipped_steps"] == 13
+
+
+def test_check_warns_of_bfloat16_on_a_gpu_without_it(plants, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda n: [(8, 6), (7, 5)][n])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda n: ["A10", "Tesla T4"][n])
+    recipe, _ = load(plants(dtype="bfloat16"))
+    assert gpu_without_bfloat16(recipe) == "Tesla T4"
+    assert gpu_without_bfloat16(recipe.model_copy(update={"device": "cpu"})) is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert gpu_without_bfloat16(recipe) is None
 
 
 def test_float16_is_refused_under_zero3_and_where_the_recipe_has_another_type(monkeypatch):

@@ -1,7 +1,11 @@
 """Every key of our recipes is understood."""
 
+import re
+from pathlib import Path
+
 import pytest
-from conftest import ROOT
+from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
+from transformers import Qwen3Config
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from plugsft.registry.load import load
@@ -29,3 +33,29 @@ def test_the_chat_format_of_tulu():
         [chat[1:2]], chat_template=template, add_generation_prompt=True, eos_token="</s>"
     )
     assert asked == ["<|user|>\nHi\n<|assistant|>\n"]
+
+
+def test_the_recipe_for_a_t4_fits_in_15_gb(tmp_path):
+    """The forecast is of Qwen3 8B's shape; the rows are packed to the capacity."""
+    shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(**shape, **heads, vocab_size=151936, tie_word_embeddings=False)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path / "qwen")
+    tables = tiny_tables(tmp_path, chats(300))
+    recipe, _ = load(write_recipe(tmp_path / "tiny.toml", tables))
+    prepared = run_plugsft("prepare", tmp_path / "tiny.toml")
+    assert prepared.returncode == 0, prepared.stderr
+    [tokenizer] = Path(recipe.output).glob("scratch/tokenizer-*")
+    words = [f"model.path={tmp_path / 'qwen'}", f"model.tokenizer={tokenizer}"]
+    words += [
+        f"data.source={recipe.data.source}",
+        f"output={tmp_path / 'run'}",
+        "train.batch_size=200",
+    ]
+    done = run_plugsft("plan", "recipes/t4_qlora.toml", "--gpu=T4", "--memory=15GB", *words)
+    assert done.returncode == 0, done.stderr
+    [total] = re.findall(r"^total +([\d.]+) GiB", done.stdout, re.M)
+    assert "8,234,382,336 parameters" in done.stdout and "in float16" in done.stdout
+    assert float(total) * 2**30 < 15e9 and " fits\n" in done.stdout
+    assert float(re.search(r"the largest 1 x ([\d,]+)", done.stdout)[1].replace(",", "")) > 2000

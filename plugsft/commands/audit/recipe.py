@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors import safe_open
 
 from ...base.console import format_size
@@ -64,6 +65,8 @@ def _check(recipe: Recipe, active: Active, path: Path, ranks: int | None) -> Non
             findings.ok("model", _describe(recipe))
     if recipe.loses_small_steps:
         findings.warn("model", LOSSY)
+    if recipe.model.dtype == "bfloat16" and (name := gpu_without_bfloat16(recipe)):
+        findings.warn("model", f'{name} has no bfloat16; set model.dtype = "float16"')
     with findings.about("schedule"):
         check_schedule(recipe.train)
         schedule = " and ".join(active.having("schedule")) or recipe.train.schedule
@@ -106,6 +109,15 @@ def _ensure_whole_weights(model: Model) -> None:
                 pass
         except Exception as error:  # safetensors raises its own errors and the system's
             raise RecipeError(f"model.path: {file}: cannot be read ({reason_of(error)})") from error
+
+
+def gpu_without_bfloat16(recipe: Recipe) -> str | None:
+    """Return the name of a GPU here that is too old for bfloat16."""
+    if recipe.device == "cpu" or torch.version.hip or not torch.cuda.is_available():
+        return None
+    numbers = range(torch.cuda.device_count())
+    old = (n for n in numbers if torch.cuda.get_device_capability(n) < (8, 0))
+    return next((torch.cuda.get_device_name(n) for n in old), None)
 
 
 def _ranks(findings: Findings, train: Train, ranks: int, active: Active) -> None:

@@ -20,6 +20,9 @@ GPU_MEMORY = {
     "MI300X": 192,
     "L40S": 48,
     "4090": 24,
+    "T4": 16,
+    "V100": 16,
+    "V100-32GB": 32,
 }
 """GB (10^9 bytes) of each GPU, from its data sheet."""
 ANY = "GPU"
