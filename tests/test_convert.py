@@ -1,14 +1,19 @@
 """plugsft convert: every key that configurations use is converted, or named with its reason."""
 
 import json
+import tomllib
 
 import pytest
-from conftest import ROOT
+import yaml
+from conftest import ROOT, write_jsonl
 
+from plugsft import cli
 from plugsft.base.errors import RecipeError
 from plugsft.commands.converting.conversion import UNKNOWN, Conversion, apply
 from plugsft.commands.converting.convert_file import RULES
 from plugsft.commands.converting.read_settings import TOOLS
+from plugsft.commands.converting.recipe_text import recipe_text
+from plugsft.registry.load import load
 
 USES = json.loads((ROOT / "tests/data/key_uses.json").read_text("utf8"))
 """Tool -> key -> [its uses in 340 published configurations, {value: uses}]."""
@@ -136,3 +141,95 @@ def test_most_key_uses_are_converted_and_all_others_named(tool, folder):
     assert share >= 0.8, share
     assert not [key for key, why in reasons.items() if UNKNOWN in why]
     assert all("use " in why or "use`" in why or "see " in why for why in reasons.values()), reasons
+
+
+VALUES = [True, "text", -1, 0.5, ["a"], {"a": 1}]
+
+
+@pytest.mark.parametrize("tool", USES)
+def test_any_value_of_any_key_converts_or_is_refused_by_name(tool, folder, capsys):
+    keys = {*RULES[tool](Conversion(tool, folder, {})), *BASES[tool]}
+    for key in sorted(keys):
+        for value in VALUES:
+            try:
+                settings = with_key(tool, key, value)
+            except (AttributeError, TypeError):
+                continue  # the key cannot stand below this value
+            conversion = Conversion(TOOLS[tool], folder / "c.yaml", settings)
+            try:
+                apply(RULES[tool](conversion), conversion)
+            except RecipeError as error:
+                assert str(error).startswith(str(folder / "c.yaml")), error
+            else:
+                tomllib.loads(recipe_text(conversion, folder / "c.toml"))
+
+
+SFT = {
+    "model_name_or_path": "Qwen/Qwen3-0.6B",
+    "dataset_name": "chats.jsonl",
+    "max_length": 512,
+    "learning_rate": "2e-5",
+    "hub_token": "hf_secret",
+}
+
+
+def run(*words):
+    """Run a command in this process; return its exit code."""
+    try:
+        cli.main([str(word) for word in words])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_a_command_line_of_trl_converts_and_its_recipe_is_read_by_all_commands(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": []}] * 50)
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(SFT))
+    line = "trl dpo --config trl.yaml --beta 0.3 --per_device_train_batch_size=4 --bf16 false \\\n"
+    (tmp_path / "train.sh").write_text(f"#!/bin/bash\n{line} --warmup_steps 0.1 --use_peft\n")
+    assert run("convert", "train.sh", "--gpus", 2, "--to", "to/dpo.toml") == 0
+    told = capsys.readouterr().out
+    assert "hf_secret" not in told + (tmp_path / "to/dpo.toml").read_text()
+    assert "not converted: hub_token = ...: a recipe holds no secrets" in told
+    assert "  plugsft launch to/dpo.toml --ranks 2\n" in told
+    made, _ = load(tmp_path / "to/dpo.toml")
+    assert (made.train.batch_size, made.train.epochs, made.train.learning_rate) == (8, 3, 2e-5)
+    assert made.train.warmup == 3  # 7 steps an epoch, 21 in all: 2.1 rounds up to 3
+    assert (made.plugins["dpo"]["beta"], made.plugins["lora"]["dropout"]) == (0.3, 0.0)
+    text = (tmp_path / "to/dpo.toml").read_text()
+    assert text.startswith("#:schema ./recipe.schema.json\n")
+    assert (tmp_path / "to/recipe.schema.json").exists()
+    assert run("convert", "train.sh", "--to", "to/dpo.toml") == 2
+    assert "exists already; move it away, or set --to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "says"),
+    [
+        ("rl: grpo\nbase_model: m\ndatasets: [{path: d}]\nlearning_rate: 1e-4", [], "use axolotl"),
+        ("processor_type: AutoProcessor\nbase_model: m\ndatasets: [{path: d}]", [], "on images"),
+        ("stage: ppo\nfinetuning_type: lora\ndataset: d", [], "stage = 'ppo': plugsft trains on"),
+        ("model_name_or_path: m\ndataset_name: d\nnum_generations: 4", [], "use TRL for this run"),
+        ("model_name_or_path: m\ndataset_name: d\nload_in_4bit: true", [], "use adapters"),
+        ("model_name_or_path: m\ndataset_name: d\nmax_length: a lot", [], "max_length = 'a lot'"),
+        ("model_name_or_path: m\nuse_peft: true", [], "set dataset_name"),
+        ("base_model: m\nadapter: lora", [], "set datasets"),
+        ("a: 1\nb: 2", [], "name its tool with --from axolotl|llamafactory|trl"),
+        ("a: 1", ["--from", "axolotle"], "did you mean 'axolotl'?"),
+        ("model_name_or_path: m\ndataset_name: d", ["--trainer", "ppo"], "is not known"),
+        ("[1, 2]", [], "has no settings"),
+        ("a: [", [], "is neither YAML nor JSON"),
+        ("model: {path: m}\ntrain: {batch_size: 1}", [], "is a recipe of plugsft already"),
+        ("", ["--to", "out.yaml"], "a recipe's name ends with .toml"),
+    ],
+)
+def test_mistakes_are_named_with_their_cure(tmp_path, monkeypatch, capsys, text, words, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(text)
+    assert run("convert", "c.yaml", *words) == 2
+    error = capsys.readouterr().err
+    assert says in " ".join(error.split()) and "Traceback" not in error
+    assert not (tmp_path / "c.toml").exists()

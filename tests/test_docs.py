@@ -4,6 +4,7 @@ Most commands run as written, once, whatever the number of pages that name them.
 the others and the reason: of these, only the words, the options and the files are checked.
 """
 
+import json
 import os
 import re
 import shlex
@@ -128,7 +129,17 @@ def place(tmp_path_factory):
     # Smaller steps than the README's, for speed.
     recipe = BLOCK.findall(README)[1][1].replace("batch_size = 64", "batch_size = 16")
     (folder / "my.toml").write_text(recipe, encoding="utf8")
+    for name, settings in OTHERS.items():
+        (folder / name).write_text(json.dumps(settings))
     return folder
+
+
+OTHERS = {
+    "qlora.yaml": {"base_model": "m", "datasets": [{"path": "d"}], "learning_rate": 1e-4},
+    "sft.yaml": {"model_name_or_path": "m", "stage": "sft", "dataset": "identity"},
+    "dpo.yaml": {"model_name_or_path": "m", "dataset_name": "d", "beta": 0.1},
+}
+"""Configurations of axolotl, LLaMA-Factory and TRL."""
 
 
 @pytest.mark.slow

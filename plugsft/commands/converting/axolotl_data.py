@@ -38,13 +38,15 @@ def data(c: Conversion) -> None:
         parts += _sources(c, place, item)
     sources.set_sources(c, parts, key)
     c.lines.update({f"data.{k}": line for k, line in _columns(c, items).items()})
-    on_inputs = c.on("train_on_inputs")
-    c.set(
-        "data.train_on",
-        "all" if on_inputs else "assistant",
-        "train_on_inputs",
-        comment="the prompt is trained, too" if on_inputs else "every answer of the assistant",
-    )
+    if c.on("train_on_inputs"):
+        c.set("data.train_on", "all", "train_on_inputs")
+        c.leave(
+            "train_on_inputs",
+            'data.train_on = "all" trains every token, and axolotl not the words of the template; '
+            'use "assistant" for the answers alone',
+        )
+    else:
+        c.set("data.train_on", "assistant", "train_on_inputs", comment="every answer")
 
 
 def _sources(c: Conversion, place: str, item: dict[str, Any]) -> list[dict[str, Any]]:

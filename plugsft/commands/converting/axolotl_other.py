@@ -123,6 +123,16 @@ OTHERS: dict[str, Rule] = {
     "eval_max_new_tokens": Named("use plugins.samples.max_new_tokens"),
     "eval_causal_lm_metrics": Named("evaluations measure the loss; use [plugins.samples]"),
     "do_causal_lm_eval": Named("evaluations measure the loss; use [plugins.samples]"),
+    **dict.fromkeys(
+        ("use_comet", "comet_project_name", "comet_workspace"),
+        Named("[plugins.tracker] does not send to Comet; use wandb or tensorboard"),
+    ),
+    "mlflow_tracking_uri": Named("use the environment variable MLFLOW_TRACKING_URI"),
+    "mlflow_experiment_name": Named("use plugins.tracker.project"),
+    **dict.fromkeys(
+        ("wandb_entity", "wandb_run_id", "wandb_log_model", "wandb_mode"),
+        Named("use the environment variables of wandb"),
+    ),
     "use_otel_metrics": Named("use [plugins.tracker]"),
     "otel_metrics_host": Named("use [plugins.tracker]"),
     "otel_metrics_port": Named("use [plugins.tracker]"),

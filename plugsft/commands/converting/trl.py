@@ -4,7 +4,7 @@ from typing import Any
 
 from ...base.errors import RecipeError
 from . import lora_settings, sources, steps
-from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, real, whole
+from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, real
 from .training_keys import SPEED, TRAINING, evaluates, workers
 from .trl_trainers import RATES, objective
 
@@ -84,7 +84,7 @@ def texts(c: Conversion) -> None:
     key = c.first("max_length", "max_seq_length")
     limit = c.get(key, 1024)
     unlimited = limit in ("None", "none", "null") or (key in c.settings and c.get(key) is None)
-    longest = 1024 if unlimited else whole(limit)
+    longest = 1024 if unlimited else c.whole(key, 1024)
     if unlimited:
         c.set("data.too_long", "error", key, comment="no example is cut; raise data.max_length")
     else:
