@@ -19,7 +19,19 @@ from plugsft import __version__
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 SOURCES = ("plugsft", "plugins", "recipes", "tests")
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
-EXTRAS = {"deepspeed", "dev", "fast", "flash", "fp8", "liger", "quantize", "ray", "trackers"}
+EXTRAS = {
+    "deepspeed",
+    "dev",
+    "fast",
+    "flash",
+    "fp8",
+    "gs",
+    "liger",
+    "quantize",
+    "ray",
+    "s3",
+    "trackers",
+}
 
 
 @pytest.fixture(scope="module")
