@@ -131,12 +131,10 @@ def evaluation(c: Conversion) -> None:
 def precision(c: Conversion) -> None:
     """Write the type of computation."""
     key = c.first("bf16", "bfloat16")
-    half = c.get(key, "auto") not in (False, "false")
-    if (c.on("fp16") or c.on("float16")) and not c.on(key):
-        c.leave(c.first("fp16", "float16"), 'use model.dtype = "bfloat16"')
-        half = True
-    steps.set_precision(c, half, key)
-    if half and not c.get("adapter"):
+    float16 = c.on("fp16") or c.on("float16")
+    bfloat16 = c.get(key, False if float16 else "auto") not in (False, "false")
+    steps.set_precision(c, bfloat16, key)
+    if bfloat16 and not c.get("adapter"):
         c.remarks.append(
             "axolotl loads the model in bfloat16, and trains it so; plugsft stores trained weights "
             'in float32 (16 bytes a weight), or with model.weights = "bfloat16" as axolotl does'

@@ -74,6 +74,8 @@ class Conversion:
     """Key of the recipe -> its line."""
     left: dict[str, str] = field(default_factory=dict)
     """Key that is not converted -> the reason."""
+    same: list[str] = field(default_factory=list)
+    """Keys that need no line of their own."""
     remarks: list[str] = field(default_factory=list)
     """What a user should know, though all keys are converted."""
     files: dict[str, str] = field(default_factory=dict)
@@ -133,6 +135,11 @@ class Conversion:
     def refuse(self, key: str, reason: str) -> RecipeError:
         """Return the error for a run that plugsft cannot do."""
         return RecipeError(f"{self.path}: {key} = {short(self.get(key))}: {reason}")
+
+    def names(self, key: str) -> bool:
+        """Tell whether a comment or a remark names a key."""
+        texts = [*(line.comment for line in self.lines.values()), *self.left, *self.remarks]
+        return key in self.left or any(re.search(rf"\b{key}\b", text) for text in texts)
 
     def found(self) -> Iterator[tuple[str, Any]]:
         """Yield all keys with a value: ("datasets[0].path", "chats.jsonl")."""
@@ -208,6 +215,10 @@ def apply(rules: Rules, conversion: Conversion) -> None:
                 conversion.leave(key, reason)
             case Same(values, reason) if values and value not in values:
                 conversion.leave(key, reason)
+            case Same():
+                conversion.same.append(key)
+            case By() if not ({"[", "."} & {*key} or conversion.names(key)):
+                conversion.same.append(key)
 
 
 def _copy(key: str, rule: Copy, conversion: Conversion) -> None:

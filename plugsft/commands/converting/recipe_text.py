@@ -1,6 +1,7 @@
 """The text of a converted recipe, with the other tool's settings as comments."""
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,11 @@ def _tail(conversion: Conversion) -> Iterator[str]:
         yield ""
         yield f"# Settings of {conversion.tool} that are not converted:"
         yield from (f"#   {line}" for line in left_lines(conversion))
+    if conversion.same:
+        yield ""
+        yield "# Settings that need no line of their own:"
+        names = ", ".join(conversion.same)
+        yield from textwrap.wrap(names, 100, initial_indent="#   ", subsequent_indent="#   ")
 
 
 def left_lines(conversion: Conversion) -> Iterator[str]:

@@ -161,9 +161,13 @@ def set_trackers(c: Conversion, names: Sequence[str], key: str, name: str, proje
                 c.set(f"plugins.tracker.{option}", str(c.get(setting)), setting)
 
 
-def set_precision(c: Conversion, half: bool, *keys: str) -> None:
-    """Write the type of computation."""
-    c.set("model.dtype", "bfloat16" if half else "float32", *keys)
+def set_precision(c: Conversion, bfloat16: bool, *keys: str) -> None:
+    """Write the type of computation; without bfloat16, float16 or float32."""
+    float16 = [key for key in ("fp16", "float16") if c.on(key)]
+    if float16 and not bfloat16:
+        c.set("model.dtype", "float16", *float16, comment="with loss scaling")
+    else:
+        c.set("model.dtype", "bfloat16" if bfloat16 else "float32", *keys)
 
 
 def number_or_none(value: Any) -> float | None:

@@ -101,10 +101,8 @@ def evaluation(c: Conversion) -> None:
 
 def precision(c: Conversion) -> None:
     """Write the type of computation."""
-    if c.on("fp16"):
-        c.leave("fp16", 'use model.dtype = "bfloat16", or a GPU that has it')
-    half = c.on("bf16", default=c.tool == "TRL" and not c.on("fp16")) or c.on("fp16")
-    steps.set_precision(c, half, "bf16")
+    bfloat16 = c.on("bf16", default=c.tool == "TRL" and not c.on("fp16"))
+    steps.set_precision(c, bfloat16, "bf16")
 
 
 def checkpointing(c: Conversion) -> None:
@@ -178,6 +176,12 @@ def launcher(c: Conversion) -> None:
             c.leave("deepspeed", "optimizer states stay on the GPU; use more GPUs")
     elif c.get("fsdp") or c.get("fsdp_config"):
         c.launcher = "fsdp2"
+    if c.launcher and any(line.startswith("plugins.quantize") for line in c.lines):
+        c.leave(
+            c.first("deepspeed", "fsdp", "fsdp_config"),
+            "quantized weights are not sharded; each GPU has them whole (ddp)",
+        )
+        c.launcher = ""
     if c.get("fsdp_config.activation_checkpointing") or c.get(
         "fsdp_config.fsdp_activation_checkpointing"
     ):
