@@ -63,7 +63,7 @@ TOO_SLOW = {
             "sbatch recipes/launch/slurm.sbatch my.toml",
             "NODES=2 HOST=10.0.0.1 bash recipes/launch/torchrun.sh my.toml",
         ),
-        "test_many_machines.py runs them on two nodes",
+        "they need two machines; test_many_machines.py has torchrun's agents of two nodes",
     ),
     "plugsft launch my.toml --ranks 2 --strategy fsdp2": "the next line of accelerate is the same",
     "accelerate launch --config_file recipes/accelerate/gpu8.yaml --num_processes 2 "

@@ -20,13 +20,13 @@ from ..base.types import Counted, Encoded, Ints, Rendered, Row, Rows, Shard, Sli
 from ..hooks import Hooks, with_plugins
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
-from ..registry.discover import load_reader
 from ..tokens.schema import column_of
 from ..tokens.shards import Examples, count_true, offsets_of, shared_prefix, write_shard
 from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .long_texts import shorten
+from .readers.ready import UnusableRows, is_ready, ready_examples
 from .render import check_columns, drop_bad_texts, judge_columns, without
 
 Mask = NDArray[np.bool_]
@@ -123,10 +123,12 @@ class ShardWriter:
         return shard if complete and shard.rows == part.stop - part.start else None
 
     def _examples(self, part: Slice, shard: Shard) -> Examples:
-        ready = load_reader("ready")
-        if ready.is_ready(part.rows, self.data):
-            examples: Examples = ready.make_examples(self, part, shard)
-            return examples
+        if is_ready(part.rows, self.data):
+            renderer = with_plugins(self.hooks.render)
+            try:
+                return ready_examples(part, shard, self.data, self.tokenizer, renderer)
+            except UnusableRows as error:
+                raise DataError(f"{self.where(part)}: {error}") from error
         numbers, rows = list[int](), list[Row]()
         for number, row in enumerate(part.rows.read(0, part.stop - part.start)):
             if row is None:

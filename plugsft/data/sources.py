@@ -17,7 +17,6 @@ from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Ints, Row, Rows, Slice
 from ..recipe.tables import Data, Source
-from ..registry.discover import load_reader
 from .jsonl import JsonLines, RowList, find_lines
 
 T = TypeVar("T", bound=Sized)
@@ -48,8 +47,9 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
     """
     path, where = Path(source.source), f"{key}: {source.source}"
     if "://" in source.source:
-        remote: OpenSource = load_reader("remote").open_source(source, where)
-        return remote
+        from .readers.remote import RemoteSource
+
+        return RemoteSource(source, where)
     if path.is_file():
         if path.suffix not in FILES:
             raise DataError(
@@ -72,12 +72,14 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
         names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
         raise DataError(f"{where}: no such file{did_you_mean(path.name, names)}")
     if path.suffix == ".arrow" or path.is_dir():
-        saved: OpenSource | None = load_reader("saved").open_source(source, where)
-        if saved is not None:
+        from .readers.saved import open_saved
+
+        if saved := open_saved(source, where):
             return saved
+    from .readers.dataset import DatasetSource
+
     reader = FILES[path.suffix] if path.is_file() else None
-    rows: OpenSource = load_reader("dataset").DatasetSource(source, reader, where)
-    return _ensure_rows(rows, where, source.split)
+    return _ensure_rows(DatasetSource(source, reader, where), where, source.split)
 
 
 def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
@@ -176,8 +178,10 @@ def _row_numbers(split: str, count: int, where: str) -> Ints:
     """Return the row numbers of "train[10:20%]" in a file, which is one split named train."""
     if split == "train":
         return np.arange(count)
+    from .readers.dataset import parse_split
+
     try:
-        ranges = load_reader("dataset").parse_split(split, {"train": count})
+        ranges = parse_split(split, {"train": count})
     except (ValueError, AssertionError) as error:
         raise DataError(
             f"{where}: split '{split}' is not understood; a file is one split, 'train'; "

@@ -11,11 +11,11 @@ from ..base.errors import DataError, RecipeError
 from ..base.types import Row
 from ..recipe.tables import Data, Recipe
 from ..registry.active import Active
-from ..registry.discover import load_reader
 from ..tokens.tokenizer import Tokenizer
 from .cache_key import plugin_versions, template_key
 from .chat import ANSWER, ASK, REWRITES, Chat, training_template
 from .messages import BadRow, read_turns
+from .readers.ready import is_ready
 from .slices import render
 from .sources import OpenSource
 
@@ -93,11 +93,10 @@ def rewrites_rows(
     file = cache_folder() / "templates" / f"{digest(key)}.json"
     with suppress(OSError, ValueError):
         return bool(json.loads(file.read_text()))
-    ready = load_reader("ready")
     samples = (
         render(active.hooks, data, name.source, [*_sample(source)], tokenizer)
         for source, name in zip(sources, data.all_sources(), strict=False)
-        if not ready.is_ready(source, data)
+        if not is_ready(source, data)
     )
     rewrites = any(REWRITES in why for sample in samples for why in sample.bad.values())
     with suppress(OSError):

@@ -14,7 +14,6 @@ from ..base.errors import PluginError
 from ..hooks import PLUGIN, is_core
 
 PLUGIN_PACKAGE = "plugsft.plugins"
-READER_PACKAGE = "plugsft.data.readers"
 GROUP = "plugsft"
 BUNDLED = "bundled"
 """Origin of bundled plugins; that of others is their distribution's name and version."""
@@ -58,11 +57,6 @@ def find() -> dict[str, FoundPlugin]:
     for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
         found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
     return found
-
-
-def load_reader(name: str) -> Any:
-    """Import the module that reads a kind of sources."""
-    return importlib.import_module(f"{READER_PACKAGE}.{name}")
 
 
 def ensure_importable(name: str, target: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from ...base.errors import DataError
 from ...base.limits import parse_json, read_json_object
 from ...data.jsonl import RowList
+from ...data.readers.ready import is_ready
 from ...data.render import readable_format, renamed, without
 from ...data.slices import describe_unknown_columns
 from ...data.sources import open_source
@@ -14,7 +15,6 @@ from ...output.folder import ensure_inputs
 from ...recipe.capabilities import Capability
 from ...recipe.tables import Data, Model, Recipe, Source
 from ...registry.active import Active
-from ...registry.discover import load_reader
 
 SLOW = (".json", ".parquet", ".arrow")
 """Files that are read whole, or by `datasets`, when they are opened."""
@@ -75,7 +75,7 @@ def check_first_row(source: Source, data: Data) -> None:
         return  # reported with all other bad rows
     if not isinstance(row, dict) or not row.keys() >= {*data.columns.values()}:
         return
-    ready = load_reader("ready").is_ready(RowList([row]), data)
+    ready = is_ready(RowList([row]), data)
     row = without(row, data.ignore)
     if not ready and readable_format([renamed(row, data.columns)]) is None:
         raise DataError(describe_unknown_columns([row], data, source.source))

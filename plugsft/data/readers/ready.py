@@ -15,15 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ...base.errors import DataError
 from ...base.types import Ints, Row, Rows, Shard, Slice
-from ...hooks import with_plugins
 from ...recipe.tables import FORMATS, Data
 from ...tokens.schema import WEIGHT, WEIGHT_RANGE
 from ...tokens.shards import Examples, count_true, offsets_of
+from ...tokens.tokenizer import Tokenizer
 from ..jsonl import why_unreadable
 from ..messages import BadRow
-from ..slices import ShardWriter
 from ..unread_columns import ensure_read
 from .token_rows import (
     IDS,
@@ -43,8 +41,8 @@ READ = {*LISTS, WEIGHT, "length", "token_type_ids", "num_truncated_tokens"}
 """Columns that are read, or say nothing new."""
 
 
-class BadColumn(Exception):
-    """A column of Arrow that no row can be read from."""
+class UnusableRows(Exception):
+    """Why no row of a slice can be used."""
 
 
 @dataclass
@@ -118,11 +116,13 @@ class Reader:
             kind = batch.schema.field(name).type
             value = getattr(kind, "value_type", pa.null())
             if not (pa.types.is_integer(value) or pa.types.is_boolean(value)):
-                raise BadColumn(f"column '{name}' holds {kind}, and should hold lists of integers")
+                raise UnusableRows(
+                    f"column '{name}' holds {kind}, and should hold lists of integers"
+                )
             if batch[name].null_count:
                 null |= np.asarray(batch[name].is_null())
             if batch[name].flatten().null_count:
-                raise BadColumn(f"column '{name}': a list holds null; write numbers only")
+                raise UnusableRows(f"column '{name}': a list holds null; write numbers only")
         if null.any():
             self._bad(numbers[null], "a list is null")
             batch, numbers = batch.filter(pa.array(~null)), numbers[~null]
@@ -174,7 +174,7 @@ class Reader:
         try:
             self._warn(ensure_read(dict.fromkeys(columns, True), READ), numbers)
         except BadRow as error:
-            raise BadColumn(str(error)) from error
+            raise UnusableRows(str(error)) from error
 
     def _warn(self, warnings: list[str], numbers: Ints) -> None:
         for warning in warnings:
@@ -264,31 +264,33 @@ def is_ready(rows: Rows, data: Data) -> bool:
     return IDS in names and (not formatted or not names.isdisjoint((LABELS, *MASKS)))
 
 
-def make_examples(work: ShardWriter, part: Slice, shard: Shard) -> Examples:
-    """Return the examples of a slice whose rows hold their tokens already."""
-    data, where = work.data, f"{work.name(part)}: rows of tokens ({IDS})"
+def ready_examples(
+    part: Slice, shard: Shard, data: Data, tokenizer: Tokenizer, renderer: str
+) -> Examples:
+    """Return the examples of a slice whose rows hold their tokens already.
+
+    `renderer` names who answers `render`.
+    """
     own = sorted(_columns(part.rows, data).intersection((LABELS, *MASKS)))
-    if " of plugin" in (caller := with_plugins(work.hooks.render)):
-        raise DataError(
-            f"{where} cannot be used with {caller}, which reads rows before they are tokens: name "
+    rows = f"rows of tokens ({IDS})"
+    if " of plugin" in renderer:
+        raise UnusableRows(
+            f"{rows} cannot be used with {renderer}, which reads rows before they are tokens: name "
             "the rows that these were made of, or remove the plugin"
         )
     if not own and data.train_on != "all":
-        raise DataError(
-            f"{where} without {LABELS} or a mask ({', '.join(MASKS)}): set data.train_on = "
+        raise UnusableRows(
+            f"{rows} without {LABELS} or a mask ({', '.join(MASKS)}): set data.train_on = "
             '"all" to train on every token'
         )
     if own and data.train_on != "assistant":
-        raise DataError(
-            f'{where} have their own {own[0]}, so data.train_on = "{data.train_on}" has no '
+        raise UnusableRows(
+            f'{rows} have their own {own[0]}, so data.train_on = "{data.train_on}" has no '
             f'effect: remove it, or set data.ignore = {own} with data.train_on = "all"'
         )
-    added = work.tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    vocabulary = max(len(work.tokenizer), *(number + 1 for number in added), 0)
-    try:
-        return Reader(data, vocabulary, shard, part.start).examples(part.rows)
-    except BadColumn as error:
-        raise DataError(f"{work.where(part)}: {error}") from error
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    vocabulary = max(len(tokenizer), *(number + 1 for number in added), 0)
+    return Reader(data, vocabulary, shard, part.start).examples(part.rows)
 
 
 def _columns(rows: Rows, data: Data) -> set[str]:

@@ -23,7 +23,6 @@ from ...base.checksums import digest
 from ...base.errors import DataError
 from ...base.types import Ints, Row, Rows
 from ...recipe.tables import Source
-from ...registry.discover import load_reader
 from ..jsonl import JsonLines, find_lines, without_none
 
 T = TypeVar("T")
@@ -199,8 +198,10 @@ class RemoteSource:
     def _rows(self) -> JoinedRows:
         rows = _explained(lambda: JoinedRows(tuple(map(self._open, self._objects))), self._where)
         if self._split != "train":
+            from .dataset import parse_split
+
             try:
-                ranges = load_reader("dataset").parse_split(self._split, {"train": len(rows)})
+                ranges = parse_split(self._split, {"train": len(rows)})
             except Exception as error:  # datasets raises nearly every type
                 raise DataError(
                     f"{self._where}: split '{self._split}' is not understood; an address is one "
@@ -241,11 +242,6 @@ class RemoteSource:
     def sizes(self) -> Ints:
         """Return the size of each row in bytes, approximately."""
         return self._rows.sizes()
-
-
-def open_source(source: Source, where: str) -> RemoteSource:
-    """Open the rows at an address."""
-    return RemoteSource(source, where)
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,6 @@ from ...base.checksums import cached_file_digest, digest
 from ...base.errors import DataError, reason_of
 from ...base.types import Ints, Row
 from ...recipe.tables import Source
-from ...registry.discover import load_reader
 from ..jsonl import without_none
 
 SLICE_TOKENS = 1 << 25
@@ -82,7 +81,7 @@ class SavedSource(MappedRows):
         return np.concatenate([np.zeros(0, np.int64), *sizes])
 
 
-def open_source(source: Source, where: str) -> SavedSource | None:
+def open_saved(source: Source, where: str) -> SavedSource | None:
     """Open a folder or an Arrow file if its rows hold tokens; None for other rows."""
     path = Path(source.source).absolute()
     try:
@@ -111,10 +110,10 @@ def _select(
     if split in splits:
         yield from splits[split].parts
         return
+    from .dataset import parse_split
+
     try:
-        ranges = load_reader("dataset").parse_split(
-            split, {name: len(rows) for name, rows in splits.items()}
-        )
+        ranges = parse_split(split, {name: len(rows) for name, rows in splits.items()})
     except Exception as error:  # datasets raises nearly every type
         raise DataError(
             f"{where}: split '{split}' is not understood ({reason_of(error)}); splits: "
