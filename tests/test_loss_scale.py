@@ -2,10 +2,10 @@
 
 import json
 import math
+import os
 import shutil
 
 import pytest
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import chats, read_metrics, run_launch, run_plugsft
@@ -187,15 +187,17 @@ def test_many_skipped_steps_in_a_row_are_told_once(capsys):
     assert scale.count(14, 1.0, 3.0)["skipped_steps"] == 13
 
 
-def test_check_warns_of_bfloat16_on_a_gpu_without_it(plants, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda n: [(8, 6), (7, 5)][n])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda n: ["A10", "Tesla T4"][n])
+def test_check_warns_of_bfloat16_on_a_gpu_without_it(plants, tmp_path, monkeypatch):
+    """The driver's program answers for GPUs that are not here."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "8.6, NVIDIA A10"\necho "7.5, Tesla T4"\n')
+    program.chmod(0o755)
     recipe, _ = load(plants(dtype="bfloat16"))
+    assert gpu_without_bfloat16(recipe) is None
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert gpu_without_bfloat16(recipe) == "Tesla T4"
     assert gpu_without_bfloat16(recipe.model_copy(update={"device": "cpu"})) is None
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    program.write_text('#!/bin/sh\necho "8.6, NVIDIA A10"\n')
     assert gpu_without_bfloat16(recipe) is None
 
 

@@ -16,11 +16,12 @@ LONG = {"steps": 4000, "log_every": 4000}
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return every file that a run leaves behind, apart from what it prepared."""
+    """Return every file that a run leaves behind, without its lock and what it prepared."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.relative_to(folder).parts[0] not in ("tokens", "scratch")
+        if path.is_file()
+        and path.relative_to(folder).parts[0] not in ("tokens", "scratch", ".lock")
     }
 
 

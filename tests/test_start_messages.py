@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import bare_tables, chats, run_plugsft, tiny_tables, write_jsonl, write_recipe
 
-from plugsft.commands.train import AUTO
+from plugsft.commands.options import AUTO
 
 
 @pytest.fixture(scope="module")

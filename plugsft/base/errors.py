@@ -108,5 +108,6 @@ class Stopped(PlugsftError):
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the most similar option, else ""."""
-    close = get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    names = {option.lower(): option for option in options}
+    close = get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return f"; did you mean '{names[close[0]]}'?" if close else ""

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from functools import partial
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -60,6 +61,7 @@ def test_it_refuses_to_run_without_ray(monkeypatch):
         RayTokenize().check(look())
 
 
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 def test_small_data_starts_no_cluster():
     plugin = RayTokenize()
     plugin.check(look())
