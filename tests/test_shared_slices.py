@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 from conftest import (
     ROOT,
-    chats,
     only_full,
     run_plugsft,
     start_plugsft,
@@ -20,6 +19,7 @@ from conftest import (
     write_jsonl,
     write_recipe,
 )
+from many_slices import many_slices, wait_for
 from plugin_packages import activate, install
 
 from plugsft.base import build_once
@@ -28,7 +28,7 @@ from plugsft.commands.audit.prepare import prepare_data
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 
-# Notes which process prepares which slice, and takes its time.
+# Notes which process prepares which slice, waits for a file, and takes its time.
 SLOW = """
     import os, time
 
@@ -40,6 +40,8 @@ SLOW = """
         def render(self, rows):
             with open(os.environ["NOTE"], "a") as note:
                 note.write(f"{os.getpid()} {len(rows)}\\n")
+            while not os.path.exists(os.environ.get("GO", "/")):
+                time.sleep(0.01)
             time.sleep(self.seconds)
             return (yield)
 """
@@ -48,29 +50,16 @@ SLICES = 12
 
 @pytest.fixture
 def many(tmp_path, monkeypatch):
-    """A recipe of many slices: source number n has n + 3 rows."""
+    """Give `many(seconds)`: a recipe of many slices, of which each takes some time."""
     activate(install(tmp_path / "site", slow=SLOW), monkeypatch)
     monkeypatch.setenv("NOTE", str(tmp_path / "note"))
-    tables = tiny_tables(tmp_path / "small", chats(40))
-    recipe = write_recipe(tmp_path / "small.toml", tables)
-    tokenizer = prepare_data(*load(recipe), recipe).tokenizer_folder
+    tables = many_slices(tmp_path, SLICES)
 
     def make(seconds=0.0, **plugins):
-        files = [write_jsonl(tmp_path / f"{n}.jsonl", chats(n + 3, n)) for n in range(SLICES)]
-        tables["data"] = {"sources": [{"source": str(file)} for file in files], "max_length": 64}
-        tables["model"]["tokenizer"] = str(tokenizer)
-        tables["output"] = str(tmp_path / "run")
-        tables["plugins"] = {"slow": {"seconds": seconds}, **plugins}
-        return write_recipe(tmp_path / "many.toml", tables)
+        plugins["slow"] = {"seconds": seconds}
+        return write_recipe(tmp_path / "many.toml", tables | {"plugins": plugins})
 
     return make
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def content(folder):
@@ -83,11 +72,6 @@ def noted(tmp_path):
     return [tuple(map(int, line.split())) for line in text.splitlines()]
 
 
-def prepares(pid, tmp_path):
-    """Tell whether a process has begun a slice."""
-    return pid in {number for number, _ in noted(tmp_path)}
-
-
 def claims(run):
     """The processes that have claimed slices, by the names of their claims."""
     return {path.read_text() for path in run.glob("tokens/.*.parts-*/.data-*.claim")}
@@ -95,15 +79,17 @@ def claims(run):
 
 def test_four_processes_prepare_and_two_are_killed(many, tmp_path):
     run, alone = tmp_path / "run", tmp_path / "alone"
-    recipe = many(seconds=0.2)
+    recipe = many()
     assert run_plugsft("prepare", recipe, f"output={alone}").returncode == 0
     (tmp_path / "note").unlink()
-    words = {"PLUGSFT_PROGRESS_SECONDS": "0"}
-    started = [start_plugsft("prepare", recipe, f"output={run}", env=words) for _ in range(4)]
+    go = tmp_path / "go"
+    env = {"PLUGSFT_PROGRESS_SECONDS": "0", "GO": str(go)}
+    started = [start_plugsft("prepare", recipe, f"output={run}", env=env) for _ in range(4)]
+    wait_for(lambda: len(noted(tmp_path)) == 4)  # each is in its first slice
     victims = started[:2]
     for victim in victims:
-        wait_for(partial(prepares, victim.pid, tmp_path))
         os.kill(victim.pid, signal.SIGKILL)
+    go.touch()
     results = [process.wait() for process in started]
     assert [result.returncode for result in results] == [-signal.SIGKILL] * 2 + [0] * 2, results
     (folder,) = (run / "tokens").iterdir()
@@ -112,7 +98,7 @@ def test_four_processes_prepare_and_two_are_killed(many, tmp_path):
     # Each slice was prepared once, but for the two that the killed processes had begun.
     killed = {process.pid for process in victims}
     assert len([pid for pid, _ in noted(tmp_path) if pid not in killed]) <= SLICES
-    assert SLICES < len(noted(tmp_path)) <= SLICES + 2
+    assert len(noted(tmp_path)) == SLICES + 2
     assert len({pid for pid, _ in noted(tmp_path)}) == 4, "all four took part"
     told = "".join(result.stdout for result in results[2:])
     assert re.search(rf"\d+ of {SLICES} slices by 1 host, \d+ rows/s", told), told
@@ -177,7 +163,7 @@ def start_host(*words, env):
 
 @only_full
 def test_four_hosts_prepare_and_two_are_killed(tmp_path):
-    """Prints the times: one process alone, four hosts, and four hosts of which two are killed."""
+    """Print the times of one process, of four hosts, and of four hosts when two are killed."""
     if subprocess.run([*HOST, "true"], capture_output=True).returncode:
         pytest.skip("other spaces of process numbers need root")
     rows = [{"text": f"owls hoot {number} " + "fox " * 120} for number in range(200_000)]

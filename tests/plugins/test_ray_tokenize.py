@@ -1,4 +1,4 @@
-"""ray_tokenize: the same bytes from a Ray cluster, of which a worker and a node are lost."""
+"""ray_tokenize: a Ray cluster makes the same bytes, though it loses a worker and a node."""
 
 import json
 import os
@@ -11,22 +11,19 @@ from importlib.util import find_spec
 import psutil
 import pytest
 from conftest import (
-    chats,
     only_full,
     run_plugsft,
     start_plugsft,
-    tiny_tables,
     write_jsonl,
     write_recipe,
 )
+from many_slices import many_slices, wait_for
 from plugin_packages import activate, install
 
 from plugsft import RecipeError
 from plugsft.base.machine import look
-from plugsft.commands.audit.prepare import prepare_data
 from plugsft.plugins import ray_tokenize
 from plugsft.plugins.ray_tokenize import RayTokenize
-from plugsft.registry.load import load
 
 SLICES = 16
 # Notes when a process begins and ends a slice; a row with "here" fails.
@@ -86,18 +83,12 @@ def cluster():
 def many(tmp_path, monkeypatch):
     """Give `many(seconds)`: a recipe of many slices, whose workers take their time."""
     activate(install(tmp_path / "site", noting=NOTING), monkeypatch)
-    tables = tiny_tables(tmp_path / "small", chats(40))
-    recipe = write_recipe(tmp_path / "small.toml", tables)
-    tokenizer = prepare_data(*load(recipe), recipe).tokenizer_folder
+    tables = many_slices(tmp_path, SLICES)
 
     def make(seconds=0.0, **ray_tokenize):
-        files = [write_jsonl(tmp_path / f"{n}.jsonl", chats(n + 3, n)) for n in range(SLICES)]
-        tables["data"] = {"sources": [{"source": str(file)} for file in files], "max_length": 64}
-        tables["model"]["tokenizer"] = str(tokenizer)
-        tables["output"] = str(tmp_path / "run")
         noting = {"seconds": seconds, "file": str(tmp_path / "notes")}
-        tables["plugins"] = {"noting": noting, "ray_tokenize": ray_tokenize}
-        return write_recipe(tmp_path / "many.toml", tables)
+        plugins = {"noting": noting, "ray_tokenize": ray_tokenize}
+        return write_recipe(tmp_path / "many.toml", tables | {"plugins": plugins})
 
     return make
 
@@ -110,14 +101,6 @@ def notes(tmp_path):
 def content(run):
     (folder,) = [path for path in (run / "tokens").iterdir() if path.name[0] != "."]
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return result
 
 
 def workers_but(pids, tmp_path):
