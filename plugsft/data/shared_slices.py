@@ -1,16 +1,16 @@
 """Several `plugsft prepare`, on one or on several hosts, prepare the slices of one data set.
 
 Each process is a member: it has a claim to the whole folder, with number 0 and a heartbeat. A
-member claims a slice by a file that holds the name of its own claim. The slices of a member that
-has died are free for the others. Shards are equal whoever writes them, so a slice that two members
-prepare by accident does no harm. When all shards are there, one process publishes them.
+member claims a slice by a file that holds the name of its own claim, and that only one process can
+create. The slices of a member that has died are free for the others: the claim with the next number
+supersedes its own. When all shards are there, one process publishes them.
 """
 
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..base.atomic import HOST_ID, IsComplete, remove, write_text, writing
@@ -37,6 +37,8 @@ class SharedShardWriter(ShardWriter):
     member: str = ""
     """Name of this member's claim."""
     num_slices: int = 0
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Slice -> number of its next claim, if dead members have claimed it."""
     _counted: tuple[float, str] = (0.0, "")
 
     def __call__(self, part: Slice) -> Shard:
@@ -50,7 +52,8 @@ class SharedShardWriter(ShardWriter):
 
     def claim_path(self, part: Slice) -> Path:
         """Return the file that claims a slice."""
-        return self.path(part).with_name(f".{self.path(part).stem}.claim")
+        name = self.path(part).stem
+        return self.path(part).with_name(f".{name}.claim-{self.numbers.get(name, 0)}")
 
     def team(self) -> str:
         """Say how many slices are finished, and by how many hosts."""
@@ -90,7 +93,7 @@ def share_slices(
         if member is None or is_complete(folder):
             return
         shared = _shared_folder(folder)
-        values = {field.name: getattr(work, field.name) for field in fields(work)}
+        values = {each.name: getattr(work, each.name) for each in fields(work)}
         values |= {"folder": shared, "member": member.path.name, "num_slices": len(slices)}
         try:
             # An earlier failure; if its cause is still there, we find it too.
@@ -159,7 +162,10 @@ def _unfinished(slices: list[Slice], work: SharedShardWriter) -> list[Slice]:
 def _free_slices(
     slices: list[Slice], work: SharedShardWriter, folder: Path, watch: Watch
 ) -> list[Slice]:
-    """Return the slices that no living member has claimed; remove claims of dead ones."""
+    """Return the slices that no living member has claimed."""
+    for path in work.folder.glob(".*.claim-*"):
+        name, _, number = path.name[1:].rpartition(".claim-")
+        work.numbers[name] = max(work.numbers.get(name, 0), int(number))
     paths = [work.claim_path(part) for part in slices]
     # Read before we look who is alive: a member joins before it claims.
     owners = [_text(path) for path in paths]
@@ -170,7 +176,7 @@ def _free_slices(
         if owner in living - {work.member} or (owner == "" and seems_alive(path, "", watch)):
             continue
         if owner is not None and owner != work.member:
-            path.unlink(missing_ok=True)
+            work.numbers[work.path(part).stem] = work.numbers.get(work.path(part).stem, 0) + 1
         free.append(part)
     return free
 

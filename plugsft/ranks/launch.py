@@ -32,7 +32,7 @@ ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Each of these sets torch's allocator; the first one works on every GPU."""
 CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
-CHECK_LAUNCHER = "`plugsft launch` starts what it is asked for; or check the launcher's file"
+CHECK_LAUNCHER = "start it with `plugsft launch`, or check the launcher's file"
 
 
 def silence_libraries() -> None:
