@@ -89,24 +89,34 @@ def share_slices(
     if work.sources == work.data.all_sources():
         ensure_columns(work.data, sources)  # evaluation data may lack columns
     slices, watch = slices_of(sources), Watch()
-    with writing(folder), _join(folder, watch) as member:
-        if member is None or is_complete(folder):
-            return
-        shared = _shared_folder(folder)
-        values = {each.name: getattr(work, each.name) for each in fields(work)}
-        values |= {"folder": shared, "member": member.path.name, "num_slices": len(slices)}
-        try:
-            # An earlier failure; if its cause is still there, we find it too.
-            (shared / FAILED).unlink(missing_ok=True)
-            _prepare_slices(slices, SharedShardWriter(**values), folder, watch)
-        except Exception as error:
-            if not shared.exists():
-                return  # another process took it over, and publishes it
-            if _living_members(folder, watch) == {member.path.name}:
-                remove(shared)
-            elif isinstance(error, DataError):
-                write_text(shared / FAILED, str(error))
-            raise
+    try:
+        with writing(folder), _join(folder, watch) as member:
+            if member is not None and not is_complete(folder):
+                _share_as(member, slices, work, folder, watch)
+    except Exception:
+        # The last member to leave sees no other.
+        if not _living_members(folder, watch):
+            remove(_name_of_shared(folder))
+        raise
+
+
+def _share_as(
+    member: Claim, slices: list[Slice], work: ShardWriter, folder: Path, watch: Watch
+) -> None:
+    """Prepare slices as a member; tell the others about bad rows."""
+    shared = _shared_folder(folder)
+    values = {each.name: getattr(work, each.name) for each in fields(work)}
+    values |= {"folder": shared, "member": member.path.name, "num_slices": len(slices)}
+    try:
+        # An earlier failure; if its cause is still there, we find it too.
+        (shared / FAILED).unlink(missing_ok=True)
+        _prepare_slices(slices, SharedShardWriter(**values), folder, watch)
+    except Exception as error:
+        if not shared.exists():
+            return  # another process took it over, and publishes it
+        if isinstance(error, DataError):
+            write_text(shared / FAILED, str(error))
+        raise
 
 
 @contextmanager
@@ -119,9 +129,13 @@ def _join(folder: Path, watch: Watch) -> Iterator[Claim | None]:
         yield None if any(seems_alive(path, text, watch) for path, text in others) else member
 
 
+def _name_of_shared(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.parts-000000")
+
+
 def _shared_folder(folder: Path) -> Path:
     """Return the folder that members fill; go on from that of a dead process."""
-    shared = folder.with_name(f".{folder.name}.parts-000000")
+    shared = _name_of_shared(folder)
     folders = build_folders(folder)
     if shared not in folders:
         for old in folders[:-1]:
