@@ -189,7 +189,8 @@ def test_a_command_line_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     write_jsonl(tmp_path / "chats.jsonl", [{"messages": []}] * 50)
     (tmp_path / "trl.yaml").write_text(yaml.safe_dump(SFT))
     line = "trl dpo --config trl.yaml --beta 0.3 --per_device_train_batch_size=4 --bf16 false \\\n"
-    (tmp_path / "train.sh").write_text(f"#!/bin/bash\n{line} --warmup_steps 0.1 --use_peft\n")
+    more = " --lora_modules_to_save lm_head"
+    (tmp_path / "train.sh").write_text(f"#!/bin/bash\n{line} --warmup_steps 0.1 --use_peft{more}\n")
     assert run("convert", "train.sh", "--gpus", 2, "--to", "to/dpo.toml") == 0
     told = capsys.readouterr().out
     assert "hf_secret" not in told + (tmp_path / "to/dpo.toml").read_text()
@@ -199,6 +200,7 @@ def test_a_command_line_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     assert (made.train.batch_size, made.train.epochs, made.train.learning_rate) == (8, 3, 2e-5)
     assert made.train.warmup == 3  # 7 steps an epoch, 21 in all: 2.1 rounds up to 3
     assert (made.plugins["dpo"]["beta"], made.plugins["lora"]["dropout"]) == (0.3, 0.0)
+    assert made.plugins["lora"]["modules_to_save"] == ["lm_head"]
     text = (tmp_path / "to/dpo.toml").read_text()
     assert text.startswith("#:schema ./recipe.schema.json\n")
     assert (tmp_path / "to/recipe.schema.json").exists()
@@ -233,3 +235,14 @@ def test_mistakes_are_named_with_their_cure(tmp_path, monkeypatch, capsys, text,
     error = capsys.readouterr().err
     assert says in " ".join(error.split()) and "Traceback" not in error
     assert not (tmp_path / "c.toml").exists()
+
+
+def test_llama_factorys_added_tokens_are_all_converted(folder):
+    settings = BASES["llamafactory"] | {"add_tokens": "<a>, <b>", "add_special_tokens": "<c>"}
+    conversion = Conversion("LLaMA-Factory", folder / "c.yaml", settings)
+    apply(RULES["llamafactory"](conversion), conversion)
+    assert conversion.lines["model.add_tokens"].value == ["<a>", "<b>", "<c>"]
+    options = [line.split()[0] for line in recipe_text(conversion, folder).splitlines() if line]
+    assert options[(start := options.index("[plugins.lora]")) : start + 5] == [
+        *("[plugins.lora]", "r", "alpha", "dropout", "targets")
+    ]

@@ -1,7 +1,5 @@
 """axolotl's methods: adapters, and runs on preferences."""
 
-from typing import Any
-
 from . import lora_settings
 from .conversion import Conversion
 
@@ -28,29 +26,14 @@ def lora(c: Conversion) -> None:
 
 
 def _adapters(c: Conversion) -> None:
-    options: dict[str, Any] = {
-        "r": c.whole("lora_r", 8),
-        "alpha": c.whole("lora_alpha", 8),
-        "dropout": float(c.number("lora_dropout", 0.0)),
-    }
-    lora_settings.set_lora(c, options, {name: f"lora_{name}" for name in options})
+    lora_settings.set_lora(c, r=8, alpha=8, dropout=0.0)
     if c.on("lora_target_linear"):
         c.set("plugins.lora.targets", "all-linear", "lora_target_linear")
     elif c.get("lora_target_modules"):
-        targets = lora_settings.read_targets(c, c.get("lora_target_modules"), "lora_target_modules")
-        if targets is not None:
-            c.set("plugins.lora.targets", targets, "lora_target_modules")
-    if c.get("lora_modules_to_save"):
-        names = [str(name) for name in c.get("lora_modules_to_save")]
-        c.set("plugins.lora.modules_to_save", names, "lora_modules_to_save")
-    for key, option in (("peft_use_rslora", "rslora"), ("peft_use_dora", "dora")):
-        if c.on(key):
-            c.set(f"plugins.lora.{option}", True, key)
-    if c.get("loraplus_lr_ratio"):
-        ratio = float(c.number("loraplus_lr_ratio", 1))
-        c.set("plugins.lora.lr_ratio", ratio, "loraplus_lr_ratio")
-    if c.get("lora_model_dir"):
-        c.set("plugins.lora.adapter", str(c.get("lora_model_dir")), "lora_model_dir")
+        lora_settings.set_targets(c, c.get("lora_target_modules"), "lora_target_modules")
+    lora_settings.set_variants(c, "peft_use_rslora", "peft_use_dora")
+    lora_settings.set_loraplus(c)
+    lora_settings.set_adapter(c, "lora_model_dir")
 
 
 def objective(c: Conversion) -> None:

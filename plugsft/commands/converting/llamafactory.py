@@ -1,11 +1,9 @@
 """LLaMA-Factory's keys."""
 
-from typing import Any
-
 from ...base.errors import RecipeError
 from . import lora_settings, steps
 from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same
-from .llamafactory_data import data
+from .llamafactory_data import data, names_of
 from .training_keys import SPEED, TRAINING, workers
 
 LOSSES = {name: name for name in ("sigmoid", "hinge", "ipo", "orpo", "simpo")}
@@ -89,26 +87,17 @@ def _adapters(c: Conversion) -> None:
     c.set("plugins.lora.alpha", alpha, "lora_alpha")
     dropout = 0.0 if c.get("stage") in ("dpo", "kto") else float(c.number("lora_dropout", 0.0))
     c.set("plugins.lora.dropout", dropout, "lora_dropout")
-    target: Any = c.get("lora_target", "all")
-    names = target.split(",") if isinstance(target, str) else target
-    targets = lora_settings.read_targets(c, [name.strip() for name in names], "lora_target")
-    if targets is not None:
-        all_layers = targets in (["all"], "all-linear")
-        c.set("plugins.lora.targets", "all-linear" if all_layers else targets, "lora_target")
+    targets = names_of(c, "lora_target", "all")
+    targets = ["all-linear"] if targets == ["all"] else targets
+    lora_settings.set_targets(c, targets, "lora_target")
     if c.get("additional_target"):
-        extra = c.get("additional_target")
-        names = extra.split(",") if isinstance(extra, str) else extra
-        c.set("plugins.lora.modules_to_save", [name.strip() for name in names], "additional_target")
-    for key, option in (("use_rslora", "rslora"), ("use_dora", "dora")):
-        if c.on(key):
-            c.set(f"plugins.lora.{option}", True, key)
+        extra = names_of(c, "additional_target")
+        c.set("plugins.lora.modules_to_save", extra, "additional_target")
+    lora_settings.set_variants(c, "use_rslora", "use_dora")
     if c.on("pissa_init"):
         c.set("plugins.lora.init", "pissa", "pissa_init")
-    if c.get("loraplus_lr_ratio"):
-        ratio = float(c.number("loraplus_lr_ratio", 1))
-        c.set("plugins.lora.lr_ratio", ratio, "loraplus_lr_ratio")
-    if c.get("adapter_name_or_path"):
-        c.set("plugins.lora.adapter", str(c.get("adapter_name_or_path")), "adapter_name_or_path")
+    lora_settings.set_loraplus(c)
+    lora_settings.set_adapter(c, "adapter_name_or_path")
 
 
 def memory(c: Conversion) -> None:
@@ -129,11 +118,9 @@ def weights(c: Conversion) -> None:
 
 def tokens(c: Conversion) -> None:
     """Write the tokens that are added."""
-    for key in ("add_tokens", "add_special_tokens"):
-        if c.get(key):
-            value = c.get(key)
-            names = value.split(",") if isinstance(value, str) else value
-            c.set("model.add_tokens", [name.strip() for name in names], key)
+    keys = ("add_tokens", "add_special_tokens")
+    if names := [name for key in keys for name in names_of(c, key)]:
+        c.set("model.add_tokens", names, *keys)
 
 
 def model(c: Conversion) -> None:

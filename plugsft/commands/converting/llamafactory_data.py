@@ -43,7 +43,7 @@ TEXT_PAIRS = (
 
 def data(c: Conversion) -> None:
     """Write the sources, their columns, and the rows of evaluations."""
-    names = _names(c, "dataset")
+    names = names_of(c, "dataset")
     if not names:
         raise RecipeError(f"{c.path}: names no data set to train on; set dataset")
     folder, info = read_info(c)
@@ -54,7 +54,7 @@ def data(c: Conversion) -> None:
         c.leave(
             "dataset",
             f"there is no {INFO} in {folder}, so file and columns are guesses; use data.source "
-            "and [data.columns], or convert again beside it",
+            "and [data.columns], or convert again where that file is",
         )
     sources.set_sources(c, parts, "dataset")
     columns = _columns(c, [info[name] for name in names if name in info])
@@ -63,8 +63,9 @@ def data(c: Conversion) -> None:
     _held_out(c, info, folder)
 
 
-def _names(c: Conversion, key: str) -> list[str]:
-    value = c.get(key, [])
+def names_of(c: Conversion, key: str, default: str = "") -> list[str]:
+    """Return the names of a setting: a list, or a text with commas."""
+    value = c.get(key) or default
     names = value.split(",") if isinstance(value, str) else value
     return [str(name).strip() for name in names if str(name).strip()]
 
@@ -79,7 +80,7 @@ def read_info(c: Conversion) -> tuple[Path, dict[str, Any]]:
     try:
         info = json.loads((folder / INFO).read_text("utf8"))
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{folder / INFO}: cannot be read ({error}); mend it") from error
+        raise RecipeError(f"{folder / INFO}: is not JSON ({error}); correct it") from error
     return folder, info if isinstance(info, dict) else {}
 
 
@@ -136,7 +137,7 @@ def _columns(c: Conversion, entries: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _held_out(c: Conversion, info: dict[str, Any], folder: Path) -> None:
-    names = _names(c, "eval_dataset")
+    names = names_of(c, "eval_dataset")
     if names:
         part = _source(c, names[0], info.get(names[0], {}), folder, "eval_dataset")
         c.set("eval.source", part["source"], "eval_dataset")

@@ -67,7 +67,8 @@ def _table(name: str, lines: dict[str, Line] | None) -> Iterator[str]:
         yield _with_comment(f"[{name}]", bare.comment if bare else "")
     tables = {key: line for key, line in lines.items() if _is_tables(line.value)}
     order = [*TABLES[name].model_fields] if name in TABLES else []
-    for key in sorted({*lines} - {*tables}, key=lambda key: _place(key, order)):
+    plain = (key for key in lines if key not in tables)
+    for key in sorted(plain, key=lambda key: _place(key, order)):
         yield _with_comment(f"{key} = {spell(lines[key].value)}", lines[key].comment)
     yield ""
     for key, line in tables.items():
@@ -82,7 +83,7 @@ def _place(key: str, order: list[str]) -> int:
 
 
 def _is_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def _with_comment(text: str, comment: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from ...base.errors import RecipeError
 from ...recipe.tables import Schedule, short
-from .conversion import Conversion, number
+from .conversion import Conversion
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused")
 IN_32_BITS = ("paged_adamw", "paged_adamw_32bit")
@@ -48,7 +48,7 @@ def packs(c: Conversion) -> bool:
 
 
 def set_packing(c: Conversion, capacity: int, *keys: str) -> None:
-    """Pack rows of the whole data set: a step has so many rows, as in the other tools."""
+    """Write packing over the whole data set: batch_size counts packed rows, as in other tools."""
     c.plugin("bfd_packing", *keys, scope="dataset")
     c.set("plugins.bfd_packing.capacity", capacity, comment="tokens of a packed row")
 
@@ -168,8 +168,3 @@ def set_precision(c: Conversion, bfloat16: bool, *keys: str) -> None:
         c.set("model.dtype", "float16", *float16, comment="with loss scaling")
     else:
         c.set("model.dtype", "bfloat16" if bfloat16 else "float32", *keys)
-
-
-def number_or_none(value: Any) -> float | None:
-    """Read a number, if there is one."""
-    return None if value is None else number(value)

@@ -165,13 +165,7 @@ def lora(c: Conversion) -> None:
     """Write adapters and quantization."""
     adapters = c.on("use_peft")
     if adapters:
-        dropout = float(c.number("lora_dropout", 0.05))
-        options = {
-            "r": c.whole("lora_r", 16),
-            "alpha": c.whole("lora_alpha", 32),
-            "dropout": dropout,
-        }
-        lora_settings.set_lora(c, options, {name: f"lora_{name}" for name in options})
+        lora_settings.set_lora(c, r=16, alpha=32, dropout=0.05)
         if c.trainer != "sft" and c.get("disable_dropout", True):
             c.set(
                 "plugins.lora.dropout",
@@ -180,12 +174,7 @@ def lora(c: Conversion) -> None:
                 comment=f"disable_dropout: true of `trl {c.trainer}`",
             )
         _targets(c)
-        for key, option in (("use_rslora", "rslora"), ("use_dora", "dora")):
-            if c.on(key):
-                c.set(f"plugins.lora.{option}", True, key)
-        if c.get("lora_modules_to_save"):
-            names = [str(name) for name in c.get("lora_modules_to_save")]
-            c.set("plugins.lora.modules_to_save", names, "lora_modules_to_save")
+        lora_settings.set_variants(c, "use_rslora", "use_dora")
     for bits in (4, 8):
         if c.on(f"load_in_{bits}bit"):
             lora_settings.set_quantization(c, bits, adapters, f"load_in_{bits}bit")
@@ -194,9 +183,7 @@ def lora(c: Conversion) -> None:
 def _targets(c: Conversion) -> None:
     value = c.get("lora_target_modules")
     if value is not None:
-        targets = lora_settings.read_targets(c, value, "lora_target_modules")
-        if targets is not None:
-            c.set("plugins.lora.targets", targets, "lora_target_modules")
+        lora_settings.set_targets(c, value, "lora_target_modules")
         return
     names = lora_settings.peft_default(c, str(c.get("model_name_or_path", "")))
     comment = "peft's default for Llama, Mistral, Qwen and Gemma"
