@@ -1,14 +1,12 @@
 """axolotl's keys."""
 
-from typing import Any
-
 from ...base.errors import RecipeError
 from . import steps, training_keys
-from .axolotl_data import DATASET_RULES, chat_template, data, held_out
+from .axolotl_data import DATASET_RULES, chat_template, data
+from .axolotl_intervals import evaluation, saving
 from .axolotl_method import lora, objective
 from .axolotl_other import OTHERS
 from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, real, whole
-from .training_keys import each_epoch
 
 
 def packing(c: Conversion) -> None:
@@ -69,65 +67,6 @@ def warmup(c: Conversion) -> None:
     line.value = 2.0 if line.value == 1 else line.value  # axolotl makes two of one
 
 
-def saving(c: Conversion) -> None:
-    """Write the steps between checkpoints."""
-    strategy = c.get("save_strategy", "steps" if c.get("save_steps") else "epoch")
-    if c.get("save_steps"):
-        steps.set_interval(c, "checkpoint.every", c.number("save_steps", 0), "save_steps")
-    elif c.get("saves_per_epoch") is not None:
-        per_epoch(c, "checkpoint.every", "saves_per_epoch", 0)
-    elif strategy == "no":
-        c.set("checkpoint.every", 0, "save_strategy")
-    elif strategy == "epoch" and c.lines.get("train.epochs") and epochs(c) == 1:
-        c.set("checkpoint.every", 0, "save_strategy", comment="at the end of the epoch")
-    elif strategy == "steps":
-        c.set("checkpoint.every", 500, "save_strategy")
-    elif strategy == "best":
-        c.set("checkpoint.keep_best", "eval_loss", "save_strategy")
-    elif c.get("save_strategy"):
-        each_epoch(c, "checkpoint.every", "save_strategy")
-    c.set("checkpoint.keep", c.whole("save_total_limit", 4), "save_total_limit")
-
-
-def epochs(c: Conversion) -> Any:
-    """Return the epochs of the run; None if its steps are given."""
-    line = c.lines.get("train.epochs")
-    return line.value if line else None
-
-
-def per_epoch(c: Conversion, to: str, key: str, never: int) -> None:
-    """Write so many times an epoch as steps; once a run is at its end."""
-    times = c.number(key, 0)
-    total = steps.total_steps(c)
-    count = times * (epochs(c) or c.number("num_epochs", 1))
-    if times == 0 or count == 1:
-        c.set(to, never, key, comment="at the end of the run")
-    elif total:
-        c.set(to, max(1, -(-total // int(count))), key)
-    else:
-        c.leave(key, steps.per_epoch(to))
-
-
-LAST = 2**31 - 1
-"""eval.every for an evaluation at the end alone."""
-
-
-def evaluation(c: Conversion) -> None:
-    """Write the rows that are held out, and the steps between evaluations."""
-    if c.get("evals_per_epoch") == 0 and not c.get("eval_steps"):
-        return
-    if not held_out(c):
-        return
-    if c.get("eval_steps"):
-        steps.set_interval(c, "eval.every", c.number("eval_steps", 0), "eval_steps")
-    elif c.get("evals_per_epoch") is not None:
-        per_epoch(c, "eval.every", "evals_per_epoch", LAST)
-    elif c.get("eval_strategy") == "epoch" and epochs(c) != 1:
-        each_epoch(c, "eval.every", "eval_strategy")
-    else:
-        c.set("eval.every", LAST, "eval_strategy", comment="at the end of the run")
-
-
 def precision(c: Conversion) -> None:
     """Write the type of computation."""
     key = c.first("bf16", "bfloat16")
@@ -177,10 +116,7 @@ def attention(c: Conversion) -> None:
 def memory(c: Conversion) -> None:
     """Write gradient checkpointing and offloading."""
     value = c.get("gradient_checkpointing", False)
-    inner = c.on("fsdp_config.activation_checkpointing") or c.on(
-        "fsdp_config.fsdp_activation_checkpointing"
-    )
-    if value not in (False, "false") or inner:
+    if value not in (False, "false"):
         c.plugin("gradient_checkpointing", "gradient_checkpointing")
     if str(value).startswith("offload") or c.get("activation_offloading") not in (None, False):
         key = c.first("activation_offloading", "gradient_checkpointing")
@@ -236,7 +172,6 @@ RULES: dict[str, Rule] = {
     "base_model": Copy("model.path"),
     "revision_of_model": Copy("model.revision", read=str),
     "tokenizer_config": By(model),
-    "trust_remote_code": Copy("model.trust_remote_code", read=bool),
     "output_dir": Copy("output", "./model-out", str),
     "rl": By(objective),
     "processor_type": By(objective),
@@ -269,12 +204,6 @@ RULES: dict[str, Rule] = {
     "warmup_steps": By(warmup),
     "warmup_ratio": By(warmup),
     "optimizer": By(optimizer),
-    "weight_decay": Copy("train.weight_decay", 0.0, real),
-    "adam_beta1": Copy("train.beta1", 0.9, real),
-    "adam_beta2": Copy("train.beta2", 0.999, real),
-    "adam_epsilon": Copy("train.eps", 1e-8, real),
-    "max_grad_norm": Copy("train.max_grad_norm", 1.0, real),
-    "seed": Copy("train.seed", 42, whole),
     "logging_steps": Copy("train.log_every", read=whole),
     **dict.fromkeys(("save_steps", "saves_per_epoch", "save_strategy"), By(saving)),
     "save_total_limit": By(saving),
@@ -313,4 +242,4 @@ RULES: dict[str, Rule] = {
 
 def rules(c: Conversion) -> Rules:
     """Return axolotl's table."""
-    return {**RULES, **OTHERS}
+    return {**RULES, **training_keys.SHARED, **OTHERS}

@@ -7,7 +7,6 @@ from ...recipe.tables import TEMPLATES
 from . import sources
 from .conversion import Conversion, Named, Rule, Same
 from .training_keys import SPEED
-from .trl import CONFIG
 
 CHATS = ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla")
 OWN_TEXT = (
@@ -55,11 +54,8 @@ def _sources(c: Conversion, place: str, item: dict[str, Any]) -> list[dict[str, 
     if any(name is None for name in names):
         raise RecipeError(f"{c.path}: {place} has no path; set it")
     if item.get("name") not in (None, "default", "main"):
-        c.leave(f"{place}.name", CONFIG)
-    split = item.get("split") or "train"
-    return [
-        {"source": str(name)} | ({"split": split} if split != "train" else {}) for name in names
-    ]
+        c.leave(f"{place}.name", sources.CONFIG)
+    return [sources.part(name, item.get("split")) for name in names]
 
 
 def _format(c: Conversion, place: str, item: dict[str, Any], key: str) -> None:

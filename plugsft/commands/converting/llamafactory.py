@@ -4,7 +4,7 @@ from ...base.errors import RecipeError
 from . import lora_settings, steps
 from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same
 from .llamafactory_data import data, names_of
-from .training_keys import SPEED, TRAINING, workers
+from .training_keys import LOSS, PARALLEL, SPEED, TRAINING, workers
 
 LOSSES = {name: name for name in ("sigmoid", "hinge", "ipo", "orpo", "simpo")}
 STAGES = ("sft", "pt", "rm", "dpo", "kto")
@@ -145,15 +145,12 @@ OPTIMIZER = Named(
     "plugsft has no such optimizer, and trains with AdamW; use "
     "[plugins.torch_optimizer], or a plugin of your own"
 )
-LOSS = Named("plugsft has no such loss; use a plugin that implements `step`")
 SERVING = Named("for serving; use `plugsft chat`, or docs/serving.md")
 EXPORT = Named("use `plugsft export MODEL --merge --to OUT`")
-MEGATRON = "plugsft shards data and weights only; use FSDP2 or ZeRO-3 on more GPUs"
 KT = Named("plugsft computes experts on the GPU alone; use plugins.lora.experts")
 RULES: dict[str, Rule] = {
     "model_name_or_path": Copy("model.path"),
     "model_revision": Copy("model.revision", read=lambda name: None if name == "main" else name),
-    "trust_remote_code": Copy("model.trust_remote_code", read=bool),
     "stage": By(stage),
     "finetuning_type": By(stage),
     **dict.fromkeys(
@@ -204,9 +201,9 @@ RULES: dict[str, Rule] = {
             *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
             *("expert_model_parallel_size", "context_parallel_size"),
         ),
-        Same((1,), MEGATRON),
+        Same((1,), PARALLEL),
     ),
-    "sequence_parallel": Same((False,), MEGATRON),
+    "sequence_parallel": Same((False,), PARALLEL),
     "tokenized_path": Named("use data.tokens = FOLDER of `plugsft prepare`"),
     "streaming": Same((False,), "rows are read once and kept as tokens; use `plugsft prepare`"),
     "mix_strategy": Same(("concat",), "use the weight of each of [[data.sources]]"),

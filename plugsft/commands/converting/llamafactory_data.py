@@ -8,7 +8,6 @@ from ...base.errors import RecipeError
 from . import sources
 from .conversion import Conversion
 from .steps import count_rows
-from .trl import CONFIG
 
 INFO = "dataset_info.json"
 MAPPED = {
@@ -92,7 +91,7 @@ def _source(
     if any(medium in columns for medium in MEDIA):
         raise c.refuse(key, VISION)
     if entry.get("subset"):
-        c.leave(key, CONFIG)
+        c.leave(key, sources.CONFIG)
     for tag, value in entry.get("tags", {}).items():
         if value not in SPEAKERS.get(tag, ()):
             c.leave(key, f"{tag} {value}: rename it in the data to {' or '.join(SPEAKERS[tag])}")
@@ -103,7 +102,7 @@ def _source(
     if limit:
         rows = None if hub else count(Path(place))
         split += f"[:{limit}]" if rows is None or rows > limit else ""
-    return {"source": place} | ({"split": split} if split != "train" else {})
+    return sources.part(place, split)
 
 
 def count(path: Path) -> int | None:

@@ -11,14 +11,26 @@ from .steps import count_rows
 PARTS = re.compile(r"(\w[\w.-]*)(?:\[(?:(\d+)%)?:(?:(\d+)%)?\])?")
 """A split, perhaps with a slice in percent."""
 
+CONFIG = (
+    "a source has no configurations; download the files of this one, and use data.source = FILE"
+)
+
+
+def part(source: object, split: object = None, weight: float = 1.0) -> dict[str, Any]:
+    """Return a table of data.sources, without its defaults."""
+    table: dict[str, Any] = {"source": str(source)}
+    if split not in (None, "", "train"):
+        table["split"] = str(split)
+    return table if weight == 1.0 else {**table, "weight": weight}
+
 
 def set_sources(c: Conversion, sources: list[dict[str, Any]], key: str) -> None:
-    """Write the sources; `split` and `weight` only where they differ from the default."""
-    if len(sources) != 1 or sources[0].get("weight", 1.0) != 1.0:
+    """Write the sources that `part` returned."""
+    if len(sources) != 1 or "weight" in sources[0]:
         c.lines["data.sources"] = _line(c, sources, key)
         return
     c.lines["data.source"] = _line(c, sources[0]["source"], key)
-    if sources[0].get("split", "train") != "train":
+    if "split" in sources[0]:
         c.lines["data.split"] = _line(c, sources[0]["split"], "")
 
 

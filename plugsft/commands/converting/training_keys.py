@@ -7,6 +7,8 @@ from .conversion import By, Conversion, Copy, Named, Rule, Same, real, whole
 
 SPEED = Same(())
 """For keys that change speed or memory alone."""
+PARALLEL = "plugsft shards data and weights only; use FSDP2 or ZeRO-3 on more GPUs"
+LOSS = Named("plugsft has no such loss; use a plugin that implements `step`")
 
 
 def batch(c: Conversion) -> None:
@@ -182,10 +184,11 @@ def launcher(c: Conversion) -> None:
             "quantized weights are not sharded; each GPU has them whole (ddp)",
         )
         c.launcher = ""
-    if c.get("fsdp_config.activation_checkpointing") or c.get(
-        "fsdp_config.fsdp_activation_checkpointing"
-    ):
-        c.plugin("gradient_checkpointing", "fsdp_config.activation_checkpointing")
+    key = c.first(
+        "fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"
+    )
+    if c.on(key):
+        c.plugin("gradient_checkpointing", key)
 
 
 def workers(key: str) -> Callable[[Conversion], None]:
@@ -198,7 +201,34 @@ def workers(key: str) -> Callable[[Conversion], None]:
     return write
 
 
+OFFLOAD = Same((False,), "shards stay on the GPU; use more GPUs")
+SHARED: dict[str, Rule] = {
+    "trust_remote_code": Copy("model.trust_remote_code", read=bool),
+    "weight_decay": Copy("train.weight_decay", 0.0, real),
+    "adam_beta1": Copy("train.beta1", 0.9, real),
+    "adam_beta2": Copy("train.beta2", 0.999, real),
+    "adam_epsilon": Copy("train.eps", 1e-8, real),
+    "max_grad_norm": Copy("train.max_grad_norm", 1.0, real),
+    "seed": Copy("train.seed", 42, whole),
+    "save_only_model": Same(
+        (False,),
+        "checkpoints hold what a resumed run needs; use checkpoint.every = 0 for none but the last",
+    ),
+    "fsdp_config.offload_params": OFFLOAD,
+    "fsdp_config.fsdp_offload_params": OFFLOAD,
+    "tf32": SPEED,
+    "torch_compile_mode": SPEED,
+    "gradient_checkpointing_kwargs": SPEED,
+    "remove_unused_columns": SPEED,
+    "dataloader_num_workers": SPEED,
+    "dataloader_pin_memory": SPEED,
+    "dataloader_prefetch_factor": SPEED,
+    "ddp_timeout": SPEED,
+    "ddp_find_unused_parameters": SPEED,
+}
+"""Rules of keys that have one meaning and one default in all tools."""
 TRAINING: dict[str, Rule] = {
+    **SHARED,
     "output_dir": Copy("output", "trainer_output", str),
     "per_device_train_batch_size": By(batch),
     "gradient_accumulation_steps": By(batch),
@@ -210,17 +240,10 @@ TRAINING: dict[str, Rule] = {
     "warmup_ratio": By(warmup),
     "warmup_steps": By(warmup),
     "optim": By(optimizer),
-    "weight_decay": Copy("train.weight_decay", 0.0, real),
-    "adam_beta1": Copy("train.beta1", 0.9, real),
-    "adam_beta2": Copy("train.beta2", 0.999, real),
-    "adam_epsilon": Copy("train.eps", 1e-8, real),
-    "max_grad_norm": Copy("train.max_grad_norm", 1.0, real),
-    "seed": Copy("train.seed", 42, whole),
     "data_seed": Named("one seed is for all; use train.seed"),
     "bf16": By(precision),
     "fp16": By(precision),
     "gradient_checkpointing": By(checkpointing),
-    "gradient_checkpointing_kwargs": SPEED,
     "logging_steps": By(logging),
     "logging_strategy": Same(("steps",), "plugsft counts steps; use train.log_every"),
     "logging_first_step": SPEED,
@@ -231,10 +254,6 @@ TRAINING: dict[str, Rule] = {
     "save_strategy": By(saving),
     "save_steps": By(saving),
     "save_total_limit": By(saving),
-    "save_only_model": Same(
-        (False,),
-        "checkpoints hold what a resumed run needs; use checkpoint.every = 0 for none but the last",
-    ),
     "load_best_model_at_end": By(saving),
     "metric_for_best_model": By(saving),
     "greater_is_better": By(saving),
@@ -262,32 +281,22 @@ TRAINING: dict[str, Rule] = {
     "attn_implementation": By(attention),
     "flash_attn": By(attention),
     "torch_compile": By(compiled),
-    "torch_compile_mode": SPEED,
-    "tf32": SPEED,
     "neftune_noise_alpha": Named("plugsft adds no noise; write a plugin that adds it"),
     "label_smoothing_factor": Same((0, 0.0), "use a plugin that smooths labels"),
     "average_tokens_across_devices": Same(
         (True,), "the loss is always a mean over all ranks' tokens; there is no other mean"
     ),
-    "remove_unused_columns": SPEED,
     "overwrite_output_dir": SPEED,
     "resume_from_checkpoint": Named("use `plugsft RECIPE --resume auto`"),
     "auto_find_batch_size": Named("use `plugsft tune`, which measures micro-batches"),
-    "dataloader_num_workers": SPEED,
-    "dataloader_pin_memory": SPEED,
-    "dataloader_prefetch_factor": SPEED,
     "dataloader_persistent_workers": SPEED,
     "dataloader_drop_last": Same(
         (False,), "the last step of an epoch has fewer examples; set train.steps"
     ),
-    "ddp_timeout": SPEED,
-    "ddp_find_unused_parameters": SPEED,
     "ddp_backend": SPEED,
     "deepspeed": By(launcher),
     "fsdp": By(launcher),
     "fsdp_config": By(launcher),
-    "fsdp_config.offload_params": Same((False,), "shards stay on the GPU; use more GPUs"),
-    "fsdp_config.fsdp_offload_params": Same((False,), "shards stay on the GPU; use more GPUs"),
     "fsdp_transformer_layer_cls_to_wrap": SPEED,
 }
-"""The rules of the shared keys. Functions run in this order."""
+"""The rules of the trainer's keys. Functions run in this order."""

@@ -1,82 +1,10 @@
 """TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`, and alignment-handbook's."""
 
-from typing import Any
-
-from ...base.errors import RecipeError
 from . import lora_settings, sources, steps
 from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, real
-from .training_keys import SPEED, TRAINING, evaluates, workers
+from .training_keys import SPEED, TRAINING, workers
+from .trl_data import data
 from .trl_trainers import RATES, objective
-
-
-def data(c: Conversion) -> None:
-    """Write the sources, and the rows that are held out."""
-    mixture = c.get("dataset_mixture", {})
-    if c.get("datasets") or mixture:
-        _mixture(c, "dataset_mixture.datasets" if mixture else "datasets")
-    elif c.get("dataset_mixer"):
-        parts = [
-            {"source": str(name), "weight": float(share)}
-            for name, share in c.get("dataset_mixer").items()
-        ]
-        split = next((name for name in c.get("dataset_splits", []) if "train" in name), "train")
-        sources.set_sources(c, [_clean(part | {"split": split}) for part in parts], "dataset_mixer")
-    elif c.get("dataset_name"):
-        part = {"source": str(c.get("dataset_name"))}
-        split = str(c.get("dataset_train_split", "train"))
-        sources.set_sources(c, [_clean(part | {"split": split})], "dataset_name")
-    else:
-        raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
-    for key in ("dataset_config", "name"):
-        if c.get(key) not in (None, "default"):
-            c.leave(key, CONFIG)
-    if evaluates(c) != "no":
-        _held_out(c)
-
-
-CONFIG = (
-    "a source has no configurations; download the files of this one, and use data.source = FILE"
-)
-
-
-def _mixture(c: Conversion, key: str) -> None:
-    parts: list[dict[str, Any]] = []
-    for index, item in enumerate(c.get(key)):
-        place = f"{key}[{index}]"
-        if item.get("config", item.get("name", "default")) not in (None, "default"):
-            c.leave(f"{place}.config" if "config" in item else f"{place}.name", CONFIG)
-        if item.get("fraction") is not None:
-            c.leave(
-                f"{place}.fraction",
-                "a share of the mixture; use the weight of the source, a share of its rows",
-            )
-        files = item.get("data_files") or item.get("path") or item.get("id")
-        for name in files if isinstance(files, list) else [files]:
-            weight = float(item.get("weight") or 1.0)
-            split = item.get("split") or "train"
-            parts.append(_clean({"source": str(name), "split": split, "weight": weight}))
-    sources.set_sources(c, parts, key)
-
-
-def _clean(part: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is the default of a source."""
-    defaults = {"split": "train", "weight": 1.0}
-    return {key: value for key, value in part.items() if defaults.get(key) != value}
-
-
-def _held_out(c: Conversion) -> None:
-    size = c.first("dataset_mixture.test_split_size", "test_split_size")
-    test = next((name for name in c.get("dataset_splits", []) if "train" not in name), None)
-    if c.get(size) is not None:
-        sources.hold_out(c, size, c.number(size, 0))
-    elif "data.source" in c.lines:
-        split = str(test or c.get("dataset_test_split", "test"))
-        c.set("eval.split", split, "dataset_splits" if test else "dataset_test_split")
-    else:
-        c.leave(
-            c.first("eval_strategy", "evaluation_strategy"),
-            "a mixture has no split for evaluations; use eval.source and eval.split",
-        )
 
 
 def texts(c: Conversion) -> None:
@@ -153,7 +81,7 @@ def precision(c: Conversion) -> None:
     key = c.first("dtype", "torch_dtype")
     kind = str(c.get(key, "float32"))
     if kind == "float16":
-        c.leave(key, 'use model.dtype = "bfloat16"')
+        c.leave(key, 'weights stay in float32; use model.dtype = "float16" to compute in float16')
     elif kind in ("bfloat16", "auto") and not c.on("use_peft"):
         c.remarks.append(
             f"{key}: {kind}: plugsft stores trained weights in float32, which loses no small steps "
@@ -207,7 +135,6 @@ def _revision(name: str) -> str | None:
 RULES: dict[str, Rule] = {
     "model_name_or_path": Copy("model.path"),
     "model_revision": Copy("model.revision", read=_revision),
-    "trust_remote_code": Copy("model.trust_remote_code", read=bool),
     "torch_dtype": By(precision),
     "dtype": By(precision),
     "dataset_name": By(data),
