@@ -71,7 +71,7 @@ TOTAL = 10_452
 FACES = [path for path in PLUGINS if path.name == "__init__.py" or path.parent.name == "plugins"]
 # The recipe's reader: most recipes are TOML, and need no parser of YAML.
 FACES.append(HOUSE / "recipe/read.py")
-# The face of the data's sources, and readers that seldom need `datasets`, likewise: most recipes
+# The face of the data's sources, and readers of rare sources, likewise: most recipes
 # need none of these.
 FACES += [HOUSE / "data/sources.py", *(HOUSE / "data/readers").glob("*.py")]
 # A name of the kit imports torch or Arrow when it is first used.
@@ -257,15 +257,15 @@ def test_the_class_of_a_plugin_is_read_at_a_glance():
 def main_path():
     """The modules that a run goes through: all that the loop imports, and theirs.
 
-    But for readers of seldom sources: as with plugins, a recipe asks for them.
+    Without readers of rare sources: as with plugins, a recipe asks for them.
     """
     reached, left = set(), {"loop"}
     while left:
         name = left.pop()
         reached.add(name)
         left |= imports_of(HOUSE / f"{name.replace('.', '/')}.py") - reached
-    seldom = {HOUSE / f"data/readers/{name}.py" for name in ("dataset", "saved", "remote")}
-    return [path for path in MODULES if name_of(path) in reached and path not in seldom]
+    rare = {HOUSE / f"data/readers/{name}.py" for name in ("dataset", "saved", "remote", "objects")}
+    return [path for path in MODULES if name_of(path) in reached and path not in rare]
 
 
 def test_the_core_is_read_in_one_sitting():

@@ -26,7 +26,7 @@ from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .long_texts import shorten
-from .readers.ready import UnusableRows, is_ready, ready_examples
+from .readers.ready import UnusableRows, ready_examples
 from .render import check_columns, drop_bad_texts, judge_columns, without
 
 Mask = NDArray[np.bool_]
@@ -123,12 +123,13 @@ class ShardWriter:
         return shard if complete and shard.rows == part.stop - part.start else None
 
     def _examples(self, part: Slice, shard: Shard) -> Examples:
-        if is_ready(part.rows, self.data):
-            renderer = with_plugins(self.hooks.render)
-            try:
-                return ready_examples(part, shard, self.data, self.tokenizer, renderer)
-            except UnusableRows as error:
-                raise DataError(f"{self.where(part)}: {error}") from error
+        renderer = with_plugins(self.hooks.render)
+        try:
+            ready = ready_examples(part, shard, self.data, self.tokenizer, renderer)
+        except UnusableRows as error:
+            raise DataError(f"{self.where(part)}: {error}") from error
+        if ready is not None:
+            return ready
         numbers, rows = list[int](), list[Row]()
         for number, row in enumerate(part.rows.read(0, part.stop - part.start)):
             if row is None:

@@ -178,13 +178,7 @@ def _row_numbers(split: str, count: int, where: str) -> Ints:
     """Return the row numbers of "train[10:20%]" in a file, which is one split named train."""
     if split == "train":
         return np.arange(count)
-    from .readers.dataset import parse_split
+    from .readers.dataset import ranges_of
 
-    try:
-        ranges = parse_split(split, {"train": count})
-    except (ValueError, AssertionError) as error:
-        raise DataError(
-            f"{where}: split '{split}' is not understood; a file is one split, 'train'; "
-            f"write its slices as train[:100] or train[-5%:] ({error})"
-        ) from error
+    ranges = ranges_of(split, {"train": count}, where)
     return np.concatenate([np.arange(rows.start, rows.stop) for _, rows in ranges])

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...base.checksums import cached_file_digest, digest
-from ...base.errors import DataError
+from ...base.errors import DataError, reason_of
 from ...base.types import Ints, Row, Rows
 from ...recipe.tables import Source
 from ..jsonl import without_none
@@ -85,6 +85,20 @@ def _load_saved(path: Path, split: str) -> Any:
     splits = data if isinstance(data, datasets.DatasetDict) else {"train": data}
     ranges = parse_split(split, {name: len(rows) for name, rows in splits.items()})
     return datasets.concatenate_datasets([splits[name].select(rows) for name, rows in ranges])
+
+
+def ranges_of(split: str, sizes: dict[str, int], where: str) -> list[tuple[str, range]]:
+    """Return the splits and row numbers of a split; refuse one that is not understood."""
+    try:
+        return parse_split(split, sizes)
+    except Exception as error:  # datasets raises nearly every type
+        splits = f"splits: {', '.join(sizes)}"
+        if [*sizes] == ["train"]:
+            splits = "a file is one split, 'train'"
+        raise DataError(
+            f"{where}: split '{split}' is not understood; {splits}; write its slices as "
+            f"train[:100] or train[-5%:] ({reason_of(error)})"
+        ) from error
 
 
 def parse_split(split: str, sizes: dict[str, int]) -> list[tuple[str, range]]:

@@ -259,19 +259,20 @@ class Reader:
 
 def is_ready(rows: Rows, data: Data) -> bool:
     """Tell whether rows hold their tokens already."""
-    names = _columns(rows, data)
-    formatted = any(names.issuperset(needed) for needed in FORMATS.values())
-    return IDS in names and (not formatted or not names.isdisjoint((LABELS, *MASKS)))
+    return _have_tokens(_columns(rows, data))
 
 
 def ready_examples(
     part: Slice, shard: Shard, data: Data, tokenizer: Tokenizer, renderer: str
-) -> Examples:
-    """Return the examples of a slice whose rows hold their tokens already.
+) -> Examples | None:
+    """Return the examples of a slice; None if its rows do not hold their tokens.
 
     `renderer` names who answers `render`.
     """
-    own = sorted(_columns(part.rows, data).intersection((LABELS, *MASKS)))
+    columns = _columns(part.rows, data)
+    if not _have_tokens(columns):
+        return None
+    own = sorted(columns.intersection((LABELS, *MASKS)))
     rows = f"rows of tokens ({IDS})"
     if " of plugin" in renderer:
         raise UnusableRows(
@@ -291,6 +292,11 @@ def ready_examples(
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     vocabulary = max(len(tokenizer), *(number + 1 for number in added), 0)
     return Reader(data, vocabulary, shard, part.start).examples(part.rows)
+
+
+def _have_tokens(columns: set[str]) -> bool:
+    formatted = any(columns.issuperset(needed) for needed in FORMATS.values())
+    return IDS in columns and (not formatted or not columns.isdisjoint((LABELS, *MASKS)))
 
 
 def _columns(rows: Rows, data: Data) -> set[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...base.checksums import cached_file_digest, digest
-from ...base.errors import DataError, reason_of
+from ...base.errors import DataError
 from ...base.types import Ints, Row
 from ...recipe.tables import Source
 from ..jsonl import without_none
@@ -110,16 +110,9 @@ def _select(
     if split in splits:
         yield from splits[split].parts
         return
-    from .dataset import parse_split
+    from .dataset import ranges_of
 
-    try:
-        ranges = parse_split(split, {name: len(rows) for name, rows in splits.items()})
-    except Exception as error:  # datasets raises nearly every type
-        raise DataError(
-            f"{where}: split '{split}' is not understood ({reason_of(error)}); splits: "
-            f"{', '.join(splits)}, with slices as train[:100] or train[-5%:]"
-        ) from error
-    for name, rows in ranges:
+    for name, rows in ranges_of(split, {name: len(rows) for name, rows in splits.items()}, where):
         yield from splits[name].part(rows.start, rows.stop).parts
 
 
