@@ -1,6 +1,7 @@
 """Sources at s3:// and http://: read by ranges, refused with the cure, noticed when they change."""
 
 import functools
+import gzip
 import http.server
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import datasets
 import pytest
@@ -71,16 +73,26 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def do_HEAD(self):
+        self.send_error(403)  # as an address that is signed for reading does
+
     def do_GET(self):
         cls = type(self)
         cls.requests += 1
-        with open(self.translate_path(self.path), "rb") as file:
-            content = file.read()
+        file = Path(self.translate_path(self.path))
+        if not file.is_file():
+            self.send_error(404)
+            return
+        content = file.read_bytes()
+        version = f'"{len(content)}-{file.stat().st_mtime_ns}"'
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
         self.send_response(206 if wanted and cls.ranges else 200)
         if wanted and cls.ranges:
+            last = min(int(wanted[2]), len(content) - 1)
+            self.send_header("Content-Range", f"bytes {wanted[1]}-{last}/{len(content)}")
             content = content[int(wanted[1]) : int(wanted[2]) + 1]
         self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", version)
         self.end_headers()
         if cls.cuts:
             cls.cuts -= 1
@@ -153,6 +165,46 @@ def test_a_changed_object_is_noticed(bucket, tmp_path):
     bucket.pipe(
         "rows/parts/part-2.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS[16:24]).encode()
     )
+
+
+@pytest.mark.parametrize("where", ["s3", "http"])
+@pytest.mark.parametrize("name", ["changing.jsonl", "changing.parquet"])
+def test_an_object_that_changes_between_two_slices_is_refused(files, bucket, web, where, name):
+    content = (files / f"rows{Path(name).suffix}").read_bytes()
+
+    def put(data):
+        if where == "http":
+            (files / name).write_bytes(data)
+        else:
+            bucket.pipe(f"rows/{name}", data)
+
+    put(content)
+    url = f"s3://rows/{name}" if where == "s3" else f"{web}/{name}"
+    part = pickle.loads(pickle.dumps(slices_of([opened(url)])[1]))
+    put(content.replace(b"owls", b"OWLS"))
+    with pytest.raises(DataError, match=f"{url}: has changed while it was read; start again"):
+        part.rows.read(5, 8)
+    (files / name).unlink() if where == "http" else bucket.rm(f"rows/{name}")
+    with pytest.raises(DataError, match=f"data: {url}: no such bucket, folder or object"):
+        part.rows.read(5, 8)
+
+
+def test_names_and_files_of_other_kinds(files, bucket, web):
+    write_jsonl(files / "ünï 東.jsonl", ROWS[:3])
+    bucket.put(str(files / "ünï 東.jsonl"), "rows/odd/ünï 東.jsonl")
+    bucket.pipe("rows/odd/empty.jsonl", b"")  # many tools write empty parts
+    for url in (f"{web}/ünï 東.jsonl", "s3://rows/odd/ünï 東.jsonl", "s3://rows/odd/"):
+        assert opened(url).read(0, 4) == ROWS[:3]
+    (files / "empty.parquet").touch()
+    (files / "packed.jsonl").write_bytes(gzip.compress((files / "rows.jsonl").read_bytes()))
+    for url, reason in {
+        f"{web}/empty.parquet": "is empty; name an object with rows",
+        "s3://rows/odd/empty.jsonl": "is empty; name an object with rows",
+        f"{web}/packed.jsonl": "is compressed by gzip",
+        f"{web}/rows.csv": "use names that end with .jsonl or .parquet",
+    }.items():
+        with pytest.raises(DataError, match=reason):
+            len(opened(url))
 
 
 def test_cut_connections_are_tried_again(web, monkeypatch):

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +16,7 @@ from ...base.errors import DataError
 from ...base.types import Ints, Row, Rows
 from ...recipe.tables import Source
 from ..jsonl import JsonLines, find_lines, without_none
-from .objects import ENDINGS, Address, explained, find_objects
+from .objects import ENDINGS, Address, explained, find_objects, path_of
 
 SCAN = 8 << 20
 """Bytes of a request while lines are searched."""
@@ -101,11 +99,14 @@ class RemoteSource:
         self._objects = explained(lambda: find_objects(source.source), where)
         if not self._objects:
             raise DataError(f"{where}: no object; use names that end with {' or '.join(ENDINGS)}")
+        self._objects = [address for address in self._objects if address.size]
+        if not self._objects:
+            raise DataError(f"{where}: is empty; name an object with rows")
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """The sizes and versions of the objects."""
-        versions = [version for _, version in self._objects]
+        versions = [dict(address.version) for address in self._objects]
         return {"objects": digest({"versions": versions}), "split": self._split}
 
     @cached_property
@@ -122,16 +123,15 @@ class RemoteSource:
             )
         return rows
 
-    def _open(self, item: tuple[Address, Any]) -> JsonLines | ParquetRows:
-        address = item[0]
-        if PurePosixPath(urlsplit(address.url).path).suffix == ".parquet":
+    def _open(self, address: Address) -> JsonLines | ParquetRows:
+        if path_of(address.url).endswith(".parquet"):
             count = _groups(address)[-1]
             return ParquetRows(address, 0, count, address.size // max(1, count))
         first = re.fullmatch(r"train\[:(\d+)\]", self._split)
         limit, size = (int(first[1]), FIRST_SCAN) if first else (0, address.size)
         while True:
             # The beginning of the object is enough if it has more lines than the limit.
-            beginning = Address(address.url, min(size, address.size), min(size, SCAN))
+            beginning = replace(address, size=min(size, address.size), buffer=min(size, SCAN))
             lines: Any = find_lines(beginning)  # type: ignore[arg-type]
             if size >= address.size or len(lines) > limit:
                 return JsonLines(address, lines.starts, lines.stops)  # type: ignore[arg-type]
