@@ -26,14 +26,12 @@ from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .long_texts import shorten
-from .readers.ready import UnusableRows, ready_examples
+from .readers.ready import CUT, UnusableRows, ready_examples
 from .render import check_columns, drop_bad_texts, judge_columns, without
 
 Mask = NDArray[np.bool_]
 """A boolean for each token, text or row."""
 
-CUT = "no trained token within data.max_length"
-"""Reason of a row that is cut before its first trained token."""
 CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
 
 

@@ -141,13 +141,13 @@ class Conversion:
         texts = [*(line.comment for line in self.lines.values()), *self.left, *self.remarks]
         return key in self.left or any(re.search(rf"\b{key}\b", text) for text in texts)
 
-    def found(self) -> Iterator[tuple[str, Any]]:
+    def items(self) -> Iterator[tuple[str, Any]]:
         """Yield all keys with a value: ("datasets[0].path", "chats.jsonl")."""
         yield from flat(self.settings)
 
     def shown(self, key: str) -> str:
         """Return a key's value as the report shows it."""
-        value = dict(self.found()).get(key)
+        value = dict(self.items()).get(key)
         return "..." if SECRET.search(key) else short(value)
 
 
@@ -207,7 +207,7 @@ def apply(rules: Rules, conversion: Conversion) -> None:
     for key, rule in rules.items():
         if isinstance(rule, Copy):
             _copy(key, rule, conversion)
-    for key, value in conversion.found():
+    for key, value in conversion.items():
         match rule_of(key, rules):
             case None:
                 conversion.leave(key, UNKNOWN)

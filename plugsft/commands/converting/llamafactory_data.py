@@ -117,7 +117,7 @@ def count(path: Path) -> int | None:
 
 def _columns(c: Conversion, entries: list[dict[str, Any]]) -> dict[str, str]:
     """Return data.columns; they are the same for all sources."""
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for entry in entries:
         columns = {"messages": "conversations"} | entry.get("columns", {})
         chats = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
@@ -130,9 +130,9 @@ def _columns(c: Conversion, entries: list[dict[str, Any]]) -> dict[str, str]:
             if not chats:
                 c.leave("dataset", TEXT_PAIRS)
         for ours, theirs in names.items():
-            if found.setdefault(ours, theirs) != theirs:
+            if renamed.setdefault(ours, theirs) != theirs:
                 c.leave("dataset", f"the sources name '{ours}' differently; rename it in the data")
-    return {ours: theirs for ours, theirs in found.items() if ours != theirs}
+    return {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
 
 
 def _held_out(c: Conversion, info: dict[str, Any], folder: Path) -> None:

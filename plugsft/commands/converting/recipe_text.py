@@ -49,14 +49,14 @@ def launch_line(conversion: Conversion, name: Path) -> str:
 
 
 def _direct(lines: dict[str, Line], prefix: str) -> dict[str, Line] | None:
-    """Return the lines directly in a table; None if it has none at all."""
-    keys = [key for key in lines if key.startswith(prefix)]
-    found = {key.removeprefix(prefix): lines[key] for key in keys}
-    bare = lines.get(prefix.rstrip("."))
-    if not found and bare is None:
-        return None
-    own = {key: line for key, line in found.items() if "." not in key}
-    return own if bare is None else {"": bare, **own}
+    """Return the lines directly in a table, its own line as ""; None if it has none at all."""
+    inside = {
+        key.removeprefix(prefix): line for key, line in lines.items() if key.startswith(prefix)
+    }
+    own = {key: line for key, line in inside.items() if "." not in key}
+    if bare := lines.get(prefix.rstrip(".")):
+        return {"": bare, **own}
+    return own if inside else None
 
 
 def _table(name: str, lines: dict[str, Line] | None) -> Iterator[str]:

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ...base.types import Ints, Row, Rows, Shard, Slice
+from ...base.types import Ints, Rows, Shard, Slice
 from ...recipe.tables import FORMATS, Data
-from ...tokens.schema import WEIGHT, WEIGHT_RANGE
+from ...tokens.schema import WEIGHT
 from ...tokens.shards import Examples, count_true, offsets_of
 from ...tokens.tokenizer import Tokenizer
 from ..jsonl import why_unreadable
@@ -31,14 +30,17 @@ from .token_rows import (
     PLACES,
     UNTRAINED,
     Block,
-    Lists,
     cut_out,
     documents_of,
+    flat_lists,
+    lists_of,
     wrong_rows,
 )
 
 READ = {*LISTS, WEIGHT, "length", "token_type_ids", "num_truncated_tokens"}
 """Columns that are read, or say nothing new."""
+CUT = "no trained token within data.max_length"
+"""Reason of a row that is cut before its first trained token."""
 
 
 class UnusableRows(Exception):
@@ -73,8 +75,6 @@ class Reader:
             file, buffer = self.file
             ids = np.frombuffer(buffer, self.dtype, buffer.size // self.dtype.itemsize)
             self.shard.ids = {"file": file, "size": buffer.size, "dtype": str(self.dtype)}
-        else:
-            starts = None
         return Examples(
             ids,
             np.concatenate([np.zeros(0, np.bool_), *self.masks]),
@@ -126,7 +126,7 @@ class Reader:
         if null.any():
             self._bad(numbers[null], "a list is null")
             batch, numbers = batch.filter(pa.array(~null)), numbers[~null]
-        lists = {name: _flat(batch[name]) for name in present}
+        lists = {name: flat_lists(batch[name]) for name in present}
         weights = np.asarray(batch[WEIGHT].cast("float64")) if WEIGHT in wanted else None
         starts, ids = None, lists[IDS][0]
         if buffer is not None and len(ids):
@@ -148,7 +148,7 @@ class Reader:
             try:
                 self.shard.unread = sorted({*self.shard.unread, *row}.difference(READ))
                 self._warn(ensure_read(row, READ), np.array([number]))
-                good.append(_numbers_of(row))
+                good.append(lists_of(row))
                 numbers.append(number)
             except BadRow as error:
                 self._bad(np.array([number]), str(error))
@@ -233,7 +233,7 @@ class Reader:
         numbers = block.numbers + self.first
         if truncate:
             self.shard.truncated += numbers[long & useful].tolist()
-            self._bad(block.numbers[~useful & long], "no trained token within data.max_length")
+            self._bad(block.numbers[~useful & long], CUT)
         else:
             self.shard.too_long += numbers[long].tolist()
         self._bad(block.numbers[~useful & ~long], "no trained token")
@@ -307,33 +307,3 @@ def _columns(rows: Rows, data: Data) -> set[str]:
 
 def _ours(name: str, data: Data) -> str:
     return next((ours for ours, yours in data.columns.items() if yours == name), name)
-
-
-def _flat(array: pa.Array) -> Lists:
-    """Return the values of all lists and their lengths."""
-    flat = array.flatten()
-    if pa.types.is_boolean(flat.type):
-        flat = flat.cast("uint8")
-    values = flat.to_numpy()
-    return values, pc.list_value_length(array).to_numpy().astype(np.int64)
-
-
-def _numbers_of(row: Row) -> dict[str, Any]:
-    """Return the lists of a row as arrays; raise BadRow if they hold no integers."""
-    if IDS not in row:
-        raise BadRow(f"no '{IDS}', which other rows have")
-    arrays: dict[str, Any] = {}
-    for name in LISTS:
-        if name in row:
-            try:
-                values = np.array(row[name] or [0][:0], None if row[name] else np.int64)
-            except (ValueError, TypeError, OverflowError):
-                values = np.zeros((1, 1))
-            if values.ndim != 1 or values.dtype.kind not in "iub":
-                raise BadRow(f"'{name}' is not a list of integers")
-            arrays[name] = values.astype(np.int64)
-    if WEIGHT in row:
-        if type(row[WEIGHT]) not in (int, float):
-            raise BadRow(f"'weight' should be {WEIGHT_RANGE}")
-        arrays[WEIGHT] = float(row[WEIGHT])
-    return arrays

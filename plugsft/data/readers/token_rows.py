@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ...base.types import Ints
-from ...tokens.schema import WEIGHT_RANGE, is_weight
+from ...base.types import Ints, Row
+from ...tokens.schema import WEIGHT, WEIGHT_RANGE, is_weight
 from ...tokens.shards import count_true, offsets_of
+from ..messages import BadRow
 
 IDS, LABELS = "input_ids", "labels"
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
@@ -42,6 +45,36 @@ class Block:
             None if self.weights is None else self.weights[good],
             None if self.starts is None else self.starts[good],
         )
+
+
+def flat_lists(array: pa.Array) -> Lists:
+    """Return the values of all lists and their lengths."""
+    flat = array.flatten()
+    if pa.types.is_boolean(flat.type):
+        flat = flat.cast("uint8")
+    values = flat.to_numpy()
+    return values, pc.list_value_length(array).to_numpy().astype(np.int64)
+
+
+def lists_of(row: Row) -> dict[str, Any]:
+    """Return the lists of a row as arrays; raise BadRow if they hold no integers."""
+    if IDS not in row:
+        raise BadRow(f"no '{IDS}', which other rows have")
+    arrays: dict[str, Any] = {}
+    for name in LISTS:
+        if name in row:
+            try:
+                values = np.array(row[name] or [0][:0], None if row[name] else np.int64)
+            except (ValueError, TypeError, OverflowError):
+                values = np.zeros((1, 1))
+            if values.ndim != 1 or values.dtype.kind not in "iub":
+                raise BadRow(f"'{name}' is not a list of integers")
+            arrays[name] = values.astype(np.int64)
+    if WEIGHT in row:
+        if type(row[WEIGHT]) not in (int, float):
+            raise BadRow(f"'weight' should be {WEIGHT_RANGE}")
+        arrays[WEIGHT] = float(row[WEIGHT])
+    return arrays
 
 
 def wrong_rows(block: Block, vocabulary: int) -> Iterator[tuple[str, NDArray[np.bool_]]]:
