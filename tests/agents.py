@@ -1,5 +1,6 @@
 """Nodes of a launch, on this machine: torchrun's agents, whose ranks have imported everything."""
 
+import atexit
 import os
 import signal
 import socket
@@ -23,16 +24,18 @@ class Node:
     """A machine of a launch: an agent and its ranks, in a process group of their own."""
 
     def __init__(self, number, port, words, ranks=2, nodes=2):
-        self.files = Path(tempfile.mkdtemp())
+        self.port, self.files = port, Path(tempfile.mkdtemp())
         start_fork_server()
         arguments = (number, port, [str(word) for word in words], ranks, nodes, str(self.files))
         self.process = FORKS.Process(target=run_agent, args=arguments)
         self.process.start()
+        atexit.register(self.kill)  # after a failed test, Python would wait for the node
 
     def kill(self):
         """Kill the agent and its ranks at once, as a power cut does."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.join()
+        if self.process.is_alive():
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.join()
 
     def wait(self, timeout):
         """Wait for the end; return the exit code and all output."""
@@ -83,7 +86,7 @@ def run_rank(words):
     cli.main(words)
 
 
-def wait_for(condition, nodes=(), seconds=60):
+def wait_for(condition, nodes=(), seconds=30):
     """Wait until a condition is true, while no node ends."""
     end = time.monotonic() + seconds
     while not condition():

@@ -5,10 +5,33 @@ import time
 import pytest
 from agents import start_nodes, wait_for
 from conftest import chats, only_full, read_metrics
+from plugin_packages import activate, install
+
+from plugsft.ranks.failures import store, store_key
 
 TRAIN = {"batch_size": 8, "micro_batch": 2, "steps": 30, "learning_rate": 1e-3}
 SECONDS = 15
 """Time in which the other machines end, as docs/many-machines.md promises."""
+# Prepares until a node is killed; waits for a node's next beat for 2 seconds, not for 30.
+SLOW = """
+    import time
+    from pathlib import Path
+
+    from plugsft.ranks import node_beats
+
+    node_beats.PAUSE, node_beats.PATIENCE = 0.1, 2.0
+
+    @plugin()
+    class Slow:
+        folder: str
+
+        @hookimpl(wrapper=True)
+        def render(self):
+            Path(self.folder, "begun").touch()
+            while not Path(self.folder, "killed").exists():
+                time.sleep(0.1)
+            return (yield)
+"""
 
 
 def curve(run):
@@ -41,3 +64,20 @@ def test_a_lost_machine_ends_the_others_and_the_rerun_is_exact(tiny, tmp_path, l
     assert curve(run) == curve(whole) and len(curve(run)) == TRAIN["steps"]
     weights = [folder / "model/model.safetensors" for folder in (run, whole)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_machine_lost_while_data_is_prepared_ends_the_others(tiny, tmp_path, monkeypatch, lost):
+    activate(install(tmp_path / "site", slow=SLOW), monkeypatch)
+    nodes = start_nodes(tiny(plugins={"slow": {"folder": str(tmp_path)}}), ranks=1)
+    wait_for((tmp_path / "begun").exists, nodes)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(nodes[0].port))
+    beats = store()
+    wait_for(lambda: beats.check([store_key(f"beat-{node}") for node in (0, 1)]), nodes)
+    nodes[lost].kill()
+    (tmp_path / "killed").touch()
+    code, output = nodes[1 - lost].wait(30)
+    assert code == 1 and f"error: machine {lost} has ended, before step 1" in output, output
+    assert "step 1/" not in output

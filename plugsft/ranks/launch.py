@@ -22,9 +22,9 @@ from ..base.machine import Machine
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .agree import host_group
-from .failures import failure, store, store_key
+from .failures import failure, store_key
 from .launcher import started_too_few
-from .node_beats import Nodes
+from .node_beats import Nodes, ended, launcher_store
 from .precision import ensure_same_dtypes, mixed_precision, on_cpu, reduce_in_float32
 
 NAMES = {"FSDP": "FSDP2", "DEEPSPEED": "ZeRO-3"}
@@ -185,12 +185,16 @@ def wait_for_ranks(machine: Machine) -> None:
     """
     if machine.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    launcher, here, nodes = store(), store_key("prepared"), Nodes()
-    launcher.add(here, 1)
-    while launcher.add(here, 0) < machine.world_size:
-        if machine.is_main:  # where it ends, the launcher's store ends, and so do the others
-            nodes.ensure_alive()
-        time.sleep(0.2)
+    here = store_key("prepared")
+    try:
+        launcher, nodes = launcher_store(), Nodes()
+        launcher.add(here, 1)
+        while launcher.add(here, 0) < machine.world_size:
+            if machine.is_main:
+                nodes.ensure_alive()
+            time.sleep(0.2)
+    except RuntimeError as error:  # machine 0 has the launcher's store
+        raise ended(0) from error
 
 
 @contextmanager

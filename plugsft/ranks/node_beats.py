@@ -4,6 +4,9 @@ import os
 import threading
 import time
 from contextlib import suppress
+from functools import cache
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
 
 from ..base.errors import TrainError
 from .failures import store, store_key
@@ -15,16 +18,23 @@ Before the first it may take longer: Python starts slowly from some disks.
 """
 
 
+@cache
+def launcher_store() -> TCPStore:
+    """Connect to the launcher's store once: a lost machine 0 breaks the connection."""
+    return store()
+
+
 def keep_beating() -> None:
     """Beat for this node until the process ends; for a launch on several nodes."""
-    if number_of_nodes() > 1 and os.environ["LOCAL_RANK"] == "0":
-        threading.Thread(target=_beat, daemon=True).start()
+    if number_of_nodes() > 1:
+        launcher_store()
+        if os.environ["LOCAL_RANK"] == "0":
+            threading.Thread(target=_beat, daemon=True).start()
 
 
 def _beat() -> None:
     with suppress(RuntimeError):  # the store ends with its launcher
-        shared = store()
-        while shared.add(store_key(f"beat-{os.environ['GROUP_RANK']}"), 1):
+        while launcher_store().add(store_key(f"beat-{os.environ['GROUP_RANK']}"), 1):
             time.sleep(PAUSE)
 
 
@@ -37,14 +47,18 @@ class Nodes:
     """The nodes of a launch, as their beats show them."""
 
     def __init__(self) -> None:
-        self._store = store()
         self._seen = dict.fromkeys(range(number_of_nodes()), (0, time.monotonic()))
 
     def ensure_alive(self) -> None:
         """Raise if a node has stopped beating; a node alone does not beat."""
         now = time.monotonic()
         for node, (beats, since) in self._seen.items() if len(self._seen) > 1 else ():
-            if (newest := self._store.add(store_key(f"beat-{node}"), 0)) != beats:
+            if (newest := launcher_store().add(store_key(f"beat-{node}"), 0)) != beats:
                 self._seen[node] = newest, now
             elif now - since > (PATIENCE if beats else FIRST):
-                raise TrainError(f"machine {node} has ended, before step 1; see its own messages")
+                raise ended(node)
+
+
+def ended(node: int) -> TrainError:
+    """Return the error of a lost node."""
+    return TrainError(f"machine {node} has ended, before step 1; see its own messages")
