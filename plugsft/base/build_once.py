@@ -72,7 +72,7 @@ class Claim:
 
     def holds(self) -> bool:
         """Tell whether the claim is still ours: a process without heartbeat loses it."""
-        return _text(self.path) == self.text
+        return text_of(self.path) == self.text
 
 
 @contextmanager
@@ -174,17 +174,18 @@ def create_claim(path: Path) -> Iterator[Claim | None]:
     finally:
         stop.set()
         heart.join()
-        if own.text.startswith(_text(path) or ""):
+        if own.text.startswith(text_of(path) or ""):
             path.unlink(missing_ok=True)
 
 
 def claims_of(folder: Path) -> dict[Path, str]:
     """Return the claims to a folder with their texts."""
     paths = sorted(folder.parent.glob(f".{folder.name}.claim-*"))
-    return {path: text for path in paths if (text := _text(path)) is not None}
+    return {path: text for path in paths if (text := text_of(path)) is not None}
 
 
-def _text(path: Path) -> str | None:
+def text_of(path: Path) -> str | None:
+    """Return the text of a claim; None if it does not exist."""
     with suppress(OSError):
         return path.read_text(errors="replace")
     return None

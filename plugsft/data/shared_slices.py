@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..base.atomic import HOST_ID, IsComplete, remove, write_text, writing
-from ..base.build_once import Claim, Watch, build_folders, claims_of, create_claim, seems_alive
+from ..base.build_once import (
+    Claim,
+    Watch,
+    build_folders,
+    claims_of,
+    create_claim,
+    seems_alive,
+    text_of,
+)
 from ..base.console import format_count, say
 from ..base.errors import DataError
 from ..base.types import Shard, Slice
@@ -78,7 +86,7 @@ class SharedShardWriter(ShardWriter):
                 file.write(self.member)
         except FileExistsError:
             # A plugin may run a slice again after it has lost a worker.
-            return _text(path) == self.member
+            return text_of(path) == self.member
         return True
 
 
@@ -181,8 +189,9 @@ def _free_slices(
         name, _, number = path.name[1:].rpartition(".claim-")
         work.numbers[name] = max(work.numbers.get(name, 0), int(number))
     paths = [work.claim_path(part) for part in slices]
+    claimed = [work.path(part).stem in work.numbers for part in slices]
     # Read before we look who is alive: a member joins before it claims.
-    owners = [_text(path) for path in paths]
+    owners = [text_of(path) if known else None for path, known in zip(paths, claimed, strict=True)]
     living = _living_members(folder, watch)
     free = []
     for part, path, owner in zip(slices, paths, owners, strict=True):
@@ -208,9 +217,3 @@ def _living_members(folder: Path, watch: Watch) -> set[str]:
 
 def _is_member(path: Path) -> bool:
     return path.name.endswith(MEMBER)
-
-
-def _text(path: Path) -> str | None:
-    with suppress(OSError):
-        return path.read_text()
-    return None
