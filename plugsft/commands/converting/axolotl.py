@@ -40,16 +40,12 @@ def length(c: Conversion) -> None:
 def schedule(c: Conversion) -> None:
     """Write the schedule; a cosine may have a minimum."""
     name, options = str(c.get("lr_scheduler", "cosine")), dict(c.get("lr_scheduler_kwargs", {}))
-    least = c.get("cosine_min_lr_ratio")
     if c.get("cosine_constant_lr_ratio"):
         c.leave("cosine_constant_lr_ratio", "no schedule stays at its minimum; write a plugin")
-    if name == "cosine" and least:
-        name, options = (
-            "cosine_with_min_lr",
-            {"min_lr_rate": float(c.number("cosine_min_lr_ratio", 0))},
-        )
-        c.set("train.schedule", name, "lr_scheduler")
-        c.set("train.schedule_options", options, "cosine_min_lr_ratio")
+    if name == "cosine" and c.get("cosine_min_lr_ratio"):
+        rate = float(c.number("cosine_min_lr_ratio", 0))
+        c.set("train.schedule", "cosine_with_min_lr", "lr_scheduler")
+        c.set("train.schedule_options", {"min_lr_rate": rate}, "cosine_min_lr_ratio")
     else:
         steps.set_schedule(c, name, options, "lr_scheduler", "lr_scheduler_kwargs")
 

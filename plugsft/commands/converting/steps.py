@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -85,9 +86,8 @@ def set_length(c: Conversion, epochs: str, steps: str, default: float) -> None:
     if isinstance(count, int):
         c.set("train.epochs", count, epochs)
         return
-    total = None if epoch_steps(c) is None else math.ceil(count * (epoch_steps(c) or 0))
-    if total:
-        c.set("train.steps", total, epochs)
+    if one_epoch := epoch_steps(c):
+        c.set("train.steps", math.ceil(count * one_epoch), epochs)
     else:
         c.leave(epochs, "epochs are whole; use train.steps (`plugsft check` prints an epoch's)")
 
@@ -110,6 +110,7 @@ def epoch_steps(c: Conversion) -> int | None:
     return -(-rows // batch) if rows else None
 
 
+@cache
 def count_rows(path: Path) -> int | None:
     """Count the rows of a jsonl file."""
     if path.suffix != ".jsonl" or not path.is_file():
