@@ -1,6 +1,9 @@
 """Rows that hold their tokens already: trained on where they lie, checked, never tokenized."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -153,7 +156,8 @@ def test_a_folder_that_axolotl_prepared_is_read(tmp_path, base):
             "input_ids": first["input_ids"] + second["input_ids"] + [0] * 3,
             "labels": first["labels"] + second["labels"] + [-100] * 3,
             "attention_mask": [1] * sum(sizes) + [0] * 3,
-            "position_ids": [*range(sizes[0]), *range(sizes[1]), 0, 0, 0],
+            # What transformers writes for padding.
+            "position_ids": [*range(sizes[0]), *range(sizes[1]), 1, 1, 1],
         })  # fmt: skip
     tokens = opened(base, save(joined, tmp_path / "prepared"))
     assert_same(tokens, base[1])
@@ -237,6 +241,58 @@ def test_columns_are_renamed_and_rows_weighed(tmp_path, base):
     tokens = opened(base, save(rows, source), columns=names)
     assert_same(tokens, base[1])
     assert tokens.columns["weight"].tolist() == [*range(1, 25)]
+
+
+def test_rows_without_values_are_named_or_have_defaults(tmp_path, base):
+    rows = rows_of(base[1])
+    empty = [dict.fromkeys(row) if number < 3 else row for number, row in enumerate(rows)]
+    source = save(empty, tmp_path / "empty")
+    refuse(base, source, "rows 0, 1, 2 (counting from 0): a list is null")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("{\n" * 3 + write_jsonl(tmp_path / "rows.jsonl", rows[3:]).read_text())
+    refuse(base, lines, "lines 1, 2, 3: not a JSON object")
+    for path in (source, lines):
+        tokens = opened(base, path, on_bad_row="drop")
+        assert tokens.rows.tolist() == [*range(3, 24)]
+    weights = [row | {"weight": 2.0 if n % 2 else None} for n, row in enumerate(rows)]
+    tokens = opened(base, save(weights, tmp_path / "weights"))
+    assert tokens.columns["weight"].tolist() == [1.0, 2.0] * 12
+    for kind, weight in {"string": "2", "bool": True}.items():
+        words = [row | {"weight": weight} for row in rows]
+        refuse(base, save(words, tmp_path / kind), f"column 'weight' holds {kind}")
+    refuse(base, source, "longer than data.max_length", max_length=2, **DROP)
+
+
+DROP = {"on_bad_row": "drop", "too_long": "drop"}
+NO_PANDAS = """
+import sys
+from pathlib import Path
+from plugsft.base.types import Shard
+from plugsft.data.readers import saved
+from plugsft.data.readers.ready import Reader
+from plugsft.recipe.tables import Data, Source
+rows = saved.open_saved(Source(source=sys.argv[1]), "")
+examples = Reader(Data(source=sys.argv[1]), 400, Shard(""), 0).examples(rows)
+print(len(examples.rows), *sorted({"pandas", "torch", "datasets"} & {*sys.modules}))
+"""
+
+
+def test_reading_tokens_imports_nothing_that_takes_long(tmp_path, base):
+    """Importing pandas alone takes longer than 100,000 rows."""
+    source = save(rows_of(base[1]), tmp_path / "rows")
+    command = [sys.executable, "-P", "-c", NO_PANDAS, str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["24"], result
+
+
+def test_a_replaced_folder_is_read_again_in_the_same_process(tmp_path, base):
+    rows, source = rows_of(base[1]), tmp_path / "rows"
+    opened(base, save(rows[:12], source)).example(0)
+    shutil.rmtree(source)
+    tokens = opened(base, save(rows[12:], source))
+    assert [tokens.example(n)[0].tolist() for n in range(12)] == [
+        row["input_ids"] for row in rows[12:]
+    ]
 
 
 def test_a_changed_folder_is_noticed(tmp_path, base):

@@ -204,7 +204,10 @@ def _prepare_tokens(
         if not facts["trained_tokens"]:
             names = ", ".join(source.source for source in work.sources)
             only = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
-            bad = merge(shards).bad
+            total = merge(shards)
+            bad = total.bad | (
+                {"longer than data.max_length": total.too_long} if total.too_long else {}
+            )
             why, cure = describe_bad_rows(bad, only), cure_bad(bad, drop=False)
             raise DataError(f"{names}: no row has a token to train on: {why}{cure}")
         write_index(folder, shards, facts)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...base.types import Ints, Rows, Shard, Slice
 from ...recipe.tables import FORMATS, Data
 from ...tokens.schema import WEIGHT
-from ...tokens.shards import Examples, count_true, offsets_of
+from ...tokens.shards import Examples, count_true, numpy_of, offsets_of
 from ...tokens.tokenizer import Tokenizer
 from ..jsonl import why_unreadable
 from ..messages import BadRow
@@ -127,7 +127,7 @@ class Reader:
             self._bad(numbers[null], "a list is null")
             batch, numbers = batch.filter(pa.array(~null)), numbers[~null]
         lists = {name: flat_lists(batch[name]) for name in present}
-        weights = np.asarray(batch[WEIGHT].cast("float64")) if WEIGHT in wanted else None
+        weights = _weights(batch[WEIGHT]) if WEIGHT in wanted else None
         starts, ids = None, lists[IDS][0]
         if buffer is not None and len(ids):
             offset = ids.ctypes.data - buffer.address
@@ -300,10 +300,21 @@ def _have_tokens(columns: set[str]) -> bool:
 
 
 def _columns(rows: Rows, data: Data) -> set[str]:
-    """Return the columns of the first rows, under our names."""
-    names = {name for row in rows.read(0, min(3, len(rows))) for name in row or ()}
+    """Return the columns of the first rows that have any, under our names."""
+    names, start, stop = set[str](), 0, min(3, len(rows))
+    while not names and start < stop:
+        names = {name for row in rows.read(start, stop) for name in row or ()}
+        start, stop = stop, min(stop + 1000, len(rows))
     return {_ours(name, data) for name in names.difference(data.ignore)}
 
 
 def _ours(name: str, data: Data) -> str:
     return next((ours for ours, yours in data.columns.items() if yours == name), name)
+
+
+def _weights(column: pa.Array) -> NDArray[Any]:
+    """Return the weights of rows; a row without one counts 1."""
+    kind = column.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+        raise UnusableRows(f"column '{WEIGHT}' holds {kind}, and should hold numbers")
+    return numpy_of(column.cast("float64").fill_null(1.0))

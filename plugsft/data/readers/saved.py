@@ -127,9 +127,14 @@ def _files_of(path: Path) -> dict[str, list[str]]:
     return {"train": [str(path / file["filename"]) for file in state["_data_files"]]}
 
 
-@lru_cache(maxsize=64)
 def map_file(file: str) -> tuple[pa.Buffer, list[pa.RecordBatch]]:
     """Map an Arrow file, a stream or with an index; return its bytes and its record batches."""
+    facts = Path(file).stat()
+    return _map_file(file, (facts.st_size, facts.st_mtime_ns, facts.st_ino))
+
+
+@lru_cache(maxsize=64)
+def _map_file(file: str, _version: tuple[int, ...]) -> tuple[pa.Buffer, list[pa.RecordBatch]]:
     with pa.memory_map(file) as mapped:
         buffer = mapped.read_buffer()
     if buffer[:6].to_pybytes() == b"ARROW1":
