@@ -260,7 +260,7 @@ def test_rows_without_values_are_named_or_have_defaults(tmp_path, base):
     for kind, weight in {"string": "2", "bool": True}.items():
         words = [row | {"weight": weight} for row in rows]
         refuse(base, save(words, tmp_path / kind), f"column 'weight' holds {kind}")
-    refuse(base, source, "longer than data.max_length", max_length=2, **DROP)
+    refuse(base, source, "longer than 2 tokens", max_length=2, **DROP)
 
 
 DROP = {"on_bad_row": "drop", "too_long": "drop"}

@@ -200,15 +200,12 @@ def _prepare_tokens(
         new_shards = active.hooks.tokenize(slices=missing, work=work)
         finished |= dict(zip(missing, new_shards, strict=True))
         shards = [finished[part] for part in slices]
-        facts = _facts(shards, work, key)
+        total = merge(shards)
+        facts = _facts(total, shards, work, key)
         if not facts["trained_tokens"]:
             names = ", ".join(source.source for source in work.sources)
             only = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
-            total = merge(shards)
-            bad = total.bad | (
-                {"longer than data.max_length": total.too_long} if total.too_long else {}
-            )
-            why, cure = describe_bad_rows(bad, only), cure_bad(bad, drop=False)
+            why, cure = describe_bad_rows(total.bad, only), cure_bad(total.bad, drop=False)
             raise DataError(f"{names}: no row has a token to train on: {why}{cure}")
         write_index(folder, shards, facts)
         for shard in shards:
@@ -253,8 +250,9 @@ def summarize(facts: dict[str, Any], origin: str) -> str:
     )
 
 
-def _facts(shards: list[Shard], work: ShardWriter, key: dict[str, Any]) -> dict[str, Any]:
-    total = merge(shards)
+def _facts(
+    total: Shard, shards: list[Shard], work: ShardWriter, key: dict[str, Any]
+) -> dict[str, Any]:
     if total.too_long:
         total.bad[f"longer than {work.data.max_length} tokens"] = total.too_long
     return {
