@@ -246,3 +246,11 @@ def test_llama_factorys_added_tokens_are_all_converted(folder):
     assert options[(start := options.index("[plugins.lora]")) : start + 5] == [
         *("[plugins.lora]", "r", "alpha", "dropout", "targets")
     ]
+
+
+@pytest.mark.parametrize(("times", "every"), [(0.5, 20), (1.5, 7), (2, 5)])
+def test_axolotls_saves_per_epoch_may_be_a_fraction(folder, times, every):
+    settings = BASES["axolotl"] | {"num_epochs": 1, "max_steps": 10, "saves_per_epoch": times}
+    conversion = Conversion("axolotl", folder / "c.yaml", settings)
+    apply(RULES["axolotl"](conversion), conversion)
+    assert conversion.lines["checkpoint.every"].value == every

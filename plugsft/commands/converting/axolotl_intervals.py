@@ -1,5 +1,6 @@
 """axolotl's checkpoints and evaluations: how many steps lie between them."""
 
+import math
 from typing import Any
 
 from . import steps
@@ -38,14 +39,14 @@ def epochs(c: Conversion) -> Any:
 
 
 def per_epoch(c: Conversion, to: str, key: str, never: int) -> None:
-    """Write a number of times per epoch as steps; once in a whole run is at its end."""
+    """Write saves or evaluations of an epoch as an interval; one in a run is at its end."""
     times = c.number(key, 0)
     total = steps.total_steps(c)
     count = times * (epochs(c) or c.number("num_epochs", 1))
     if times == 0 or count == 1:
         c.set(to, never, key, comment="at the end of the run")
     elif total:
-        c.set(to, max(1, -(-total // int(count))), key)
+        c.set(to, math.ceil(total / count), key)
     else:
         c.leave(key, steps.per_epoch(to))
 
