@@ -143,7 +143,7 @@ def test_most_key_uses_are_converted_and_all_others_named(tool, folder):
     assert all("use " in why or "use`" in why or "see " in why for why in reasons.values()), reasons
 
 
-VALUES = [True, "text", -1, 0.5, ["a"], {"a": 1}]
+VALUES = [True, "a\x00", -1, 0.5, float("inf"), ["a"], [None], {"a": 1}]
 
 
 @pytest.mark.parametrize("tool", USES)

@@ -6,7 +6,7 @@ from .axolotl_data import DATASET_RULES, chat_template, data
 from .axolotl_intervals import evaluation, saving
 from .axolotl_method import lora, objective
 from .axolotl_other import OTHERS
-from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, real, whole
+from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name, real, whole
 
 
 def packing(c: Conversion) -> None:
@@ -165,8 +165,8 @@ def model(c: Conversion) -> None:
 
 
 RULES: dict[str, Rule] = {
-    "base_model": Copy("model.path"),
-    "revision_of_model": Copy("model.revision", read=str),
+    "base_model": Copy("model.path", read=name),
+    "revision_of_model": Copy("model.revision", read=name),
     "tokenizer_config": By(model),
     "output_dir": Copy("output", "./model-out", str),
     "rl": By(objective),

@@ -1,5 +1,6 @@
 """A configuration of another tool on its way to a recipe, and the rules of the tools' tables."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -156,6 +157,8 @@ def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("it should be a number")
     read = float(value)
+    if not math.isfinite(read):
+        raise ValueError("it should be a finite number")
     return int(read) if read.is_integer() and abs(read) < 2**53 else read
 
 
@@ -167,9 +170,21 @@ def whole(value: Any) -> int:
     return read
 
 
+def name(value: Any) -> str:
+    """Read a name, which YAML may take for a number."""
+    if not isinstance(value, str | int | float):
+        raise ValueError("it should be a text")
+    return str(value)
+
+
 def real(value: Any) -> float:
     """Read a number that the recipe writes with a point."""
     return float(number(value))
+
+
+def printable(text: str) -> str:
+    """Return a text for a comment, where TOML has no control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -232,5 +247,5 @@ def _copy(key: str, rule: Copy, conversion: Conversion) -> None:
 def _spell(value: Any) -> str:
     """Return a value as YAML spells it, in one short line."""
     text = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else str(value)
-    line = " ".join(str(text).split())
+    line = printable(" ".join(str(text).split()))
     return line if len(line) <= 60 else line[:57] + "..."

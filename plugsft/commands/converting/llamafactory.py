@@ -2,9 +2,9 @@
 
 from ...base.errors import RecipeError
 from . import lora_settings, steps
-from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same
+from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name
 from .llamafactory_data import data, names_of
-from .training_keys import LOSS, PARALLEL, SPEED, TRAINING, workers
+from .training_keys import LOSS, PARALLEL, SPEED, TRAINING, revision, workers
 
 LOSSES = {name: name for name in ("sigmoid", "hinge", "ipo", "orpo", "simpo")}
 STAGES = ("sft", "pt", "rm", "dpo", "kto")
@@ -149,8 +149,8 @@ SERVING = Named("for serving; use `plugsft chat`, or docs/serving.md")
 EXPORT = Named("use `plugsft export MODEL --merge --to OUT`")
 KT = Named("plugsft computes experts on the GPU alone; use plugins.lora.experts")
 RULES: dict[str, Rule] = {
-    "model_name_or_path": Copy("model.path"),
-    "model_revision": Copy("model.revision", read=lambda name: None if name == "main" else name),
+    "model_name_or_path": Copy("model.path", read=name),
+    "model_revision": Copy("model.revision", read=revision),
     "stage": By(stage),
     "finetuning_type": By(stage),
     **dict.fromkeys(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...recipe.tables import Checkpoint, Data, Eval, Model, Recipe, Table, Train
 from ..bundled_recipes import POINTER
-from .conversion import Conversion, Line
+from .conversion import Conversion, Line, printable
 
 TABLES: dict[str, type[Table]] = {
     "": Recipe,
@@ -98,14 +98,14 @@ def _tail(conversion: Conversion) -> Iterator[str]:
     if conversion.same:
         yield ""
         yield "# Settings that need no line of their own:"
-        names = ", ".join(conversion.same)
+        names = printable(", ".join(conversion.same))
         yield from textwrap.wrap(names, 100, initial_indent="#   ", subsequent_indent="#   ")
 
 
 def left_lines(conversion: Conversion) -> Iterator[str]:
     """Yield a line for each key that is not converted: key, value and reason."""
     for key, reason in conversion.left.items():
-        yield f"{key} = {conversion.shown(key)}: {reason}"
+        yield printable(f"{key} = {conversion.shown(key)}: {reason}")
 
 
 def spell(value: Any) -> str:

@@ -1,9 +1,10 @@
 """Arguments of transformers' trainer, which TRL and LLaMA-Factory share."""
 
 from collections.abc import Callable
+from typing import Any
 
 from . import steps
-from .conversion import By, Conversion, Copy, Named, Rule, Same, real, whole
+from .conversion import By, Conversion, Copy, Named, Rule, Same, name, real, whole
 
 SPEED = Same(())
 """For keys that change speed or memory alone."""
@@ -189,6 +190,11 @@ def launcher(c: Conversion) -> None:
     )
     if c.on(key):
         c.plugin("gradient_checkpointing", key)
+
+
+def revision(value: Any) -> str | None:
+    """Read a revision on the hub; "main" needs no line."""
+    return None if value == "main" else name(value)
 
 
 def workers(key: str) -> Callable[[Conversion], None]:

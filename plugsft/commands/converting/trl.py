@@ -1,8 +1,8 @@
 """TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`, and alignment-handbook's."""
 
 from . import lora_settings, sources, steps
-from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, real
-from .training_keys import SPEED, TRAINING, workers
+from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name, real
+from .training_keys import SPEED, TRAINING, revision, workers
 from .trl_data import data
 from .trl_trainers import RATES, objective
 
@@ -128,13 +128,9 @@ SYNC = "the reference is the model before training; use plugins.dpo.reference fo
 NOT_DPO = Named("plugsft's DPO has no such term; use the losses of docs/preferences.md")
 
 
-def _revision(name: str) -> str | None:
-    return None if name == "main" else str(name)
-
-
 RULES: dict[str, Rule] = {
-    "model_name_or_path": Copy("model.path"),
-    "model_revision": Copy("model.revision", read=_revision),
+    "model_name_or_path": Copy("model.path", read=name),
+    "model_revision": Copy("model.revision", read=revision),
     "torch_dtype": By(precision),
     "dtype": By(precision),
     "dataset_name": By(data),
