@@ -112,14 +112,17 @@ def test_masks_of_other_tools_are_read(tmp_path, base, name):
     assert_same(opened(base, save(rows, tmp_path / "masks")), base[1])
 
 
-def test_the_loss_is_that_of_the_same_rows(tmp_path, base):
-    """Packed, with an evaluation on a part of the rows."""
+@pytest.mark.parametrize(
+    ("plugins", "size"), [({"bfd_packing": {"capacity": 512}}, 1), ({"length_group": {}}, 4)]
+)
+def test_the_loss_is_that_of_the_same_rows(tmp_path, base, plugins, size):
+    """With an evaluation on a part of the rows."""
     tables, tokens = base
     save(rows_of(tokens), tmp_path / "ready")
     more = {
-        "plugins": {"bfd_packing": {"capacity": 512}},
+        "plugins": plugins,
         "eval": {"every": 2, "split": "train[:8]"},
-        "train": {"batch_size": 8, "learning_rate": 3e-3},
+        "train": {"batch_size": 8, "micro_batch": size, "learning_rate": 3e-3},
     }
     losses = {}
     for name, source in (("ours", tables["data"]["source"]), ("ready", tmp_path / "ready")):
