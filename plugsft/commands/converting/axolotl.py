@@ -7,6 +7,7 @@ from .axolotl_intervals import evaluation, saving
 from .axolotl_method import lora, objective
 from .axolotl_other import OTHERS
 from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name, real, whole
+from .shared_rules import SHARED
 
 
 def packing(c: Conversion) -> None:
@@ -238,4 +239,4 @@ RULES: dict[str, Rule] = {
 
 def rules(c: Conversion) -> Rules:
     """Return axolotl's table."""
-    return {**RULES, **training_keys.SHARED, **OTHERS}
+    return {**RULES, **SHARED, **OTHERS}

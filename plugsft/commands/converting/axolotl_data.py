@@ -6,7 +6,7 @@ from ...base.errors import RecipeError
 from ...recipe.tables import TEMPLATES
 from . import sources
 from .conversion import Conversion, Named, Rule, Same
-from .training_keys import SPEED
+from .shared_rules import SPEED
 
 CHATS = ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla")
 OWN_TEXT = (

@@ -1,7 +1,7 @@
 """axolotl's keys that need no line in a recipe, or have no meaning in one."""
 
 from .conversion import By, Conversion, Named, Rule, Same
-from .training_keys import LOSS, PARALLEL, SPEED
+from .shared_rules import LOSS, PARALLEL, SPEED
 
 
 def cache(c: Conversion) -> None:

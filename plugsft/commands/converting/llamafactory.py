@@ -4,7 +4,8 @@ from ...base.errors import RecipeError
 from . import lora_settings, steps
 from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name
 from .llamafactory_data import data, names_of
-from .training_keys import LOSS, PARALLEL, SPEED, TRAINING, revision, workers
+from .shared_rules import LOSS, PARALLEL, SPEED
+from .training_keys import TRAINING, revision, workers
 
 LOSSES = {name: name for name in ("sigmoid", "hinge", "ipo", "orpo", "simpo")}
 STAGES = ("sft", "pt", "rm", "dpo", "kto")

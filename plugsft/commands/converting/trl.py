@@ -2,7 +2,8 @@
 
 from . import lora_settings, sources, steps
 from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name, real
-from .training_keys import SPEED, TRAINING, revision, workers
+from .shared_rules import SPEED
+from .training_keys import TRAINING, revision, workers
 from .trl_data import data
 from .trl_trainers import RATES, objective
 
