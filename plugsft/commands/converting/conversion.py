@@ -113,7 +113,7 @@ class Conversion:
 
     def on(self, key: str, default: bool = False) -> bool:
         """Tell whether a switch is on."""
-        return self.get(key, default) in (True, "true", "True", "auto", 1)
+        return switch(self.get(key, default))
 
     def set(self, to: str, value: Any, *keys: str, comment: str = "") -> None:
         """Write a line of the recipe, with the settings that it comes from as its comment."""
@@ -168,6 +168,11 @@ def whole(value: Any) -> int:
     if not isinstance(read, int):
         raise ValueError("it should be a whole number")
     return read
+
+
+def switch(value: Any) -> bool:
+    """Read a switch, which may be written in quotes."""
+    return value in (True, "true", "True", "auto", 1)
 
 
 def name(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Rules of keys that have one meaning and one default in all tools."""
 
-from .conversion import Copy, Named, Rule, Same, real, whole
+from .conversion import Copy, Named, Rule, Same, real, switch, whole
 
 SPEED = Same(())
 """For keys that change speed or memory alone."""
@@ -8,7 +8,7 @@ PARALLEL = "plugsft shards data and weights only; use FSDP2 or ZeRO-3 on more GP
 LOSS = Named("plugsft has no such loss; use a plugin that implements `step`")
 OFFLOAD = Same((False,), "shards stay on the GPU; use more GPUs")
 SHARED: dict[str, Rule] = {
-    "trust_remote_code": Copy("model.trust_remote_code", read=bool),
+    "trust_remote_code": Copy("model.trust_remote_code", read=switch),
     "weight_decay": Copy("train.weight_decay", 0.0, real),
     "adam_beta1": Copy("train.beta1", 0.9, real),
     "adam_beta2": Copy("train.beta2", 0.999, real),
