@@ -60,11 +60,13 @@ TOO_SLOW = {
         (
             "plugsft launch my.toml --nodes 2 --node 0 --host 10.0.0.1",
             "plugsft launch my.toml --nodes 2 --node 1 --host 10.0.0.1",
-            "sbatch recipes/launch/slurm.sbatch my.toml",
-            "NODES=2 HOST=10.0.0.1 bash recipes/launch/torchrun.sh my.toml",
         ),
-        "they need two machines; test_many_machines.py has torchrun's agents of two nodes",
+        "they need two machines; test_many_machines.py runs both on one, with --full",
     ),
+    "NODES=2 HOST=10.0.0.1 bash recipes/launch/torchrun.sh my.toml": "it needs two machines; "
+    "test_many_machines.py has torchrun's agents, without this file",
+    "sbatch recipes/launch/slurm.sbatch my.toml": "test_slurm.py has a Slurm and runs it with "
+    "--full",
     "plugsft launch my.toml --ranks 2 --strategy fsdp2": "the next line of accelerate is the same",
     "accelerate launch --config_file recipes/accelerate/gpu8.yaml --num_processes 2 "
     "-m plugsft my.toml": "plugsft launch runs the same line, but for the file",

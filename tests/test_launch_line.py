@@ -182,7 +182,7 @@ def test_under_torchrun_options_of_the_launch_are_refused(launch, monkeypatch):
     code, lines, command = launch("--ranks", "2")
     assert (code, command) == (2, [])
     assert lines == [
-        "error: --ranks 2: torchrun has started this process as rank 0 of 2; leave --ranks out"
+        "error: --ranks 2: a launcher has started this process as rank 0 of 2; leave --ranks out"
     ]
 
 

@@ -1,10 +1,16 @@
 """Two machines, as two of torchrun's agents with two ranks each: one is lost, the run goes on."""
 
+import os
+import subprocess
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
-from agents import start_nodes, wait_for
-from conftest import chats, only_full, read_metrics
+from agents import free_port, start_nodes, wait_for
+from conftest import ROOT, chats, only_full, read_metrics
 from plugin_packages import activate, install
 
 from plugsft.ranks.failures import store, store_key
@@ -81,3 +87,70 @@ def test_a_machine_lost_while_data_is_prepared_ends_the_others(tiny, tmp_path, m
     code, output = nodes[1 - lost].wait(30)
     assert code == 1 and f"error: machine {lost} has ended, before step 1" in output, output
     assert "step 1/" not in output
+
+
+class Machine:
+    """A command of the documentation, as a machine runs it."""
+
+    def __init__(self, words, output, **variables):
+        self.output = output
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path} | variables
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                list(map(str, words)), env=env, cwd=ROOT, stdout=file, stderr=file
+            )
+
+    def kill(self):
+        """Kill its processes at once; each rank is a process group of its own."""
+        if self.process.poll() is None:
+            launcher = psutil.Process(self.process.pid)
+            for process in [launcher, *launcher.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
+
+    def wait(self, timeout):
+        try:
+            return self.process.wait(timeout), self.output.read_text()
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(self.output.read_text()) from None
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Give `machines(*words, **variables)`, which starts a machine; all end with the test."""
+    started = []
+
+    def start(*words, **variables):
+        started.append(Machine(words, tmp_path / f"output-{len(started)}", **variables))
+        return started[-1]
+
+    yield start
+    for machine in started:
+        machine.kill()
+
+
+def wait_for_checkpoint(run, started):
+    end = time.monotonic() + 120
+    while not [*(run / "checkpoints").glob("step-*")]:
+        assert time.monotonic() < end, started[0].output.read_text()
+        assert all(machine.process.poll() is None for machine in started), started[0].wait(1)
+        time.sleep(0.02)
+
+
+@only_full
+def test_a_machine_of_plugsft_launch_is_killed(tiny, tmp_path, machines):
+    recipe = tiny(
+        rows=chats(45), device="cpu", train=TRAIN | {"steps": 3000}, checkpoint={"every": 5}
+    )
+    words = ("launch", recipe, "--ranks", 2, "--nodes", 2, "--host", "127.0.0.1")
+    port = free_port()
+    started = [machines("plugsft", *words, "--port", port, "--node", node) for node in (0, 1)]
+    wait_for_checkpoint(tmp_path / "run", started)
+    started[1].kill()
+    killed = time.monotonic()
+    code, output = started[0].wait(60)
+    assert code == 1 and time.monotonic() - killed < SECONDS, output
+    assert "error: another rank has ended [127.0.0.1]; see" in output
+    assert "machine 0 of 2, numbered from 0; machine 0 is 127.0.0.1" in output

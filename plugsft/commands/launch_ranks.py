@@ -49,16 +49,16 @@ def is_rank() -> bool:
 
 
 def join(options: Options) -> None:
-    """Take part as the rank that torchrun has made of this process."""
+    """Take part as the rank that a launcher has made of this process."""
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     for name, value in asdict(options).items():
         if value is not None and name != "strategy":
             raise LaunchError(
-                f"--{name} {value}: torchrun has started this process as rank {rank} of {size}; "
+                f"--{name} {value}: a launcher has started this process as rank {rank} of {size}; "
                 f"leave --{name} out"
             )
     if rank == "0":
-        say(f"launch: torchrun has started {size} ranks; this one joins as rank 0")
+        say(f"launch: a launcher has started {size} ranks; this one joins as rank 0")
     if options.strategy:
         ensure_strategy(options.strategy)
         os.environ |= settings_of(options.strategy)
