@@ -1,6 +1,7 @@
 """plugsft convert: every key that configurations use is converted, or named with its reason."""
 
 import json
+import re
 import tomllib
 
 import pytest
@@ -11,7 +12,7 @@ from plugsft import cli
 from plugsft.base.errors import RecipeError
 from plugsft.commands.converting.conversion import UNKNOWN, Conversion, apply
 from plugsft.commands.converting.convert_file import RULES
-from plugsft.commands.converting.read_settings import TOOLS
+from plugsft.commands.converting.read_settings import TOOLS, read_settings
 from plugsft.commands.converting.recipe_text import recipe_text
 from plugsft.registry.load import load
 
@@ -208,6 +209,12 @@ def test_a_command_line_of_trl_converts_and_its_recipe_is_read_by_all_commands(
     assert "exists already; move it away, or set --to" in capsys.readouterr().err
 
 
+AXOLOTL = "base_model: m\ndatasets: [{path: d}]\nlearning_rate: 1e-4"
+ALIASES = "a0: &a0 [x]\n" + "\n".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "words", "says"),
     [
@@ -226,6 +233,15 @@ def test_a_command_line_of_trl_converts_and_its_recipe_is_read_by_all_commands(
         ("a: [", [], "is neither YAML nor JSON"),
         ("model: {path: m}\ntrain: {batch_size: 1}", [], "is a recipe of plugsft already"),
         ("", ["--to", "out.yaml"], "a recipe's name ends with .toml"),
+        (f"{AXOLOTL}\nadam_beta1: -1", [], "train.beta1: given -1.0; it should be"),
+        (f"{AXOLOTL}\nadam_beta1: -1", [], "(adam_beta1: -1)"),
+        (f"{AXOLOTL}\nmax_steps: .inf", [], "max_steps = inf: it should be a finite number"),
+        (f"{AXOLOTL}\noutput_dir: [null]", [], "output_dir = [None]: it should be a text"),
+        (f"{AXOLOTL}\ntokenizer_config: [x]", [], "tokenizer_config = ['x']: it should be a text"),
+        ('{"base_model": "\\ud800", "datasets": [{"path": "d"}]}', [], "surrogates not allowed"),
+        (ALIASES, [], "more than 100,000 values"),
+        ("a: &a [*a]", [], "nested deeper"),
+        (f"{AXOLOTL}\ndeepspeed: c.yaml", [], "c.yaml: cannot be read"),
     ],
 )
 def test_mistakes_are_named_with_their_cure(tmp_path, monkeypatch, capsys, text, words, says):
@@ -254,3 +270,71 @@ def test_axolotls_saves_per_epoch_may_be_a_fraction(folder, times, every):
     conversion = Conversion("axolotl", folder / "c.yaml", settings)
     apply(RULES["axolotl"](conversion), conversion)
     assert conversion.lines["checkpoint.every"].value == every
+
+
+def test_no_value_becomes_a_line_of_its_own_and_secrets_stay_out(tmp_path, monkeypatch, capsys):
+    """A comment with a line break would begin a line of the recipe."""
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "model_name_or_path": "m",
+        "stage": "sft",
+        "cutoff_len": 8,
+        "learning_rate": 1e-4,
+        "dataset": "d",
+        "dataset_dir": "x\ntrust = 1",
+        "a\nb = 2": "c\x00\u202e",
+        "HF_TOKEN": "S1",
+        "env": {"any": "S2"},
+        "api_keys": ["S3"],
+        "text": "hf_S4abcdefgh",
+        "run_name": "hf_S5abcdefgh",
+        "report_to": "wandb",
+    }
+    (tmp_path / "c.json").write_text(json.dumps(settings))
+    assert run("convert", "c.json") == 0
+    text, told = (tmp_path / "c.toml").read_text(), capsys.readouterr().out
+    assert {"trust", "b"}.isdisjoint(tomllib.loads(text)["data"]) and "\u202e" not in text
+    comments = "".join(line.partition("#")[2] for line in text.splitlines())
+    assert not re.search(r"S[1-5]", comments + told)
+
+
+def test_keys_below_a_known_one_are_named_and_deepspeed_stages_are_read(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    said = {}
+    for name, value in [
+        ("file", "ds.json"),
+        ("z0", "examples/deepspeed/ds_z0_config.json"),
+        ("three", "deepspeed_configs/zero3_bf16.json"),
+        ("table", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}),
+    ]:
+        settings = yaml.safe_load(AXOLOTL) | {"deepspeed": value, "pretrain_multipack_attn": False}
+        settings |= {"bf16": False, "tf32": True, "saves_per_epoch": 0.001}
+        settings["datasets"] = [{"path": "d", "frobnicate": 3, "roles": {"user": ["human"]}}]
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+        assert run("convert", f"{name}.yaml") == 0
+        said[name] = capsys.readouterr().out
+    for text in said.values():
+        assert "not converted: datasets[0].frobnicate = 3: not known" in text
+        assert "not converted: tf32 = true: products are exact" in text
+        assert "not converted: pretrain_multipack_attn = false: packed documents" in text
+        assert "roles" not in text and "1 example, for 1 GPU" in text
+    assert {name for name, text in said.items() if "zero3" in text} == {"three", "table"}
+    assert "not converted: deepspeed = {...}: optimizer states stay" in said["table"]
+
+
+def test_options_of_a_shell_line_may_be_spelled_in_any_way_that_transformers_reads(tmp_path):
+    line = (
+        "trl sft --model_name_or_path m --dataset-name d --no_bf16 --learning-rate 1e-3 --packing"
+    )
+    (tmp_path / "sft.sh").write_text(line)
+    settings, trainer = read_settings(tmp_path / "sft.sh")
+    assert trainer == "sft" and settings == {
+        "model_name_or_path": "m",
+        "dataset_name": "d",
+        "bf16": False,
+        "packing": True,
+        "learning_rate": "1e-3",
+    }

@@ -16,7 +16,7 @@ PEAKS = {
     "A100": 312,
     "4090": 165,
 }
-"""Dense bfloat16 TFLOP/s of GPUs, from their data sheets."""
+"""Dense TFLOP/s of GPUs in bfloat16 or float16, from their data sheets."""
 
 
 class Shapes(NamedTuple):
@@ -54,15 +54,17 @@ def shapes_of(model: Any) -> Shapes:
     return Shapes(sizes[True], sizes[False], attention, config.vocab_size)
 
 
-def peak_flops(device: torch.device, half: bool) -> tuple[float, str]:
-    """Return a device's peak FLOP/s, and the source of the figure."""
+def peak_flops(device: torch.device, compute: str) -> tuple[float, str]:
+    """Return a device's peak FLOP/s in a type, and the source of the figure."""
+    half = compute in ("bfloat16", "float16")
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else ""
     for known, rate in PEAKS.items():
         if known in name and half:
             return rate * 1e12, f"{known}, from its data sheet"
     size, seconds = 8192 if on_gpu else 1024, math.inf
-    matrix = torch.ones(size, size, dtype=torch.bfloat16 if half else torch.float32, device=device)
+    dtype = getattr(torch, compute) if half else torch.float32
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
     for _ in range(5):
         started = time.perf_counter()
         (matrix @ matrix).sum().item()

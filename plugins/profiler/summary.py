@@ -25,7 +25,7 @@ def summarize(recorder: StepRecorder, run: dict[str, Any]) -> str:
     rank_means = [means.tolist() for means in recorder.rank_means] or [mean.tolist()]
     shares = dict(zip(PARTS, mean / mean.sum(), strict=True))
     ranks = [dict(zip(PARTS, means, strict=True)) for means in rank_means]
-    peak, device = peak_flops(recorder.device, "bfloat16" in run["dtypes"]["compute"])
+    peak, device = peak_flops(recorder.device, run["dtypes"]["compute"])
     rate = recorder.flops / len(recorder.steps) / mean.sum()
     findings = find_bottlenecks(recorder.recipe, run, profile_of(recorder, shares, ranks))
     for line in findings:

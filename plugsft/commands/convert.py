@@ -36,4 +36,4 @@ def convert(
     """Write another tool's configuration as a recipe."""
     from .converting.convert_file import convert_file
 
-    convert_file(file, to or file.with_suffix(".toml"), tool, trainer, gpus)
+    convert_file(file, to or file.parent / f"{file.stem or 'recipe'}.toml", tool, trainer, gpus)

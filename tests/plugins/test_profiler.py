@@ -329,8 +329,9 @@ def test_of_experts_those_count_that_are_chosen():
 
 def test_a_gpu_that_is_known_has_its_data_sheet_s_rate(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert peak_flops(torch.device("cuda"), half=True) == (989e12, "H200, from its data sheet")
-    rate, said = peak_flops(torch.device("cpu"), half=False)
+    for dtype in ("bfloat16", "float16"):
+        assert peak_flops(torch.device("cuda"), dtype) == (989e12, "H200, from its data sheet")
+    rate, said = peak_flops(torch.device("cpu"), "float32")
     assert 1e9 < rate < 1e14 and said == "measured with a large matrix product"
 
 

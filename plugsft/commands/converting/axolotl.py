@@ -162,14 +162,14 @@ def model(c: Conversion) -> None:
     if not c.get("base_model"):
         raise RecipeError(f"{c.path}: names no model; set base_model")
     if c.get("tokenizer_config") and c.get("tokenizer_config") != c.get("base_model"):
-        c.set("model.tokenizer", str(c.get("tokenizer_config")), "tokenizer_config")
+        c.set("model.tokenizer", c.read("tokenizer_config", "", name), "tokenizer_config")
 
 
 RULES: dict[str, Rule] = {
     "base_model": Copy("model.path", read=name),
     "revision_of_model": Copy("model.revision", read=name),
     "tokenizer_config": By(model),
-    "output_dir": Copy("output", "./model-out", str),
+    "output_dir": Copy("output", "./model-out", name),
     "rl": By(objective),
     "processor_type": By(objective),
     "reward_model": By(objective),
@@ -195,7 +195,7 @@ RULES: dict[str, Rule] = {
     "max_steps": By(length),
     "learning_rate": Copy("train.learning_rate", read=real),
     "lr_scheduler": By(schedule),
-    "lr_scheduler_kwargs": By(schedule),
+    "lr_scheduler_kwargs": By(schedule, whole=True),
     "cosine_min_lr_ratio": By(schedule),
     "cosine_constant_lr_ratio": By(schedule),
     "warmup_steps": By(warmup),
@@ -231,7 +231,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("hub_model_id", "hub_strategy"), By(push)),
     "torch_compile": By(training_keys.compiled),
     "group_by_length": By(training_keys.group),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), By(sharding)),
+    "tf32": By(training_keys.tf32),
+    "fsdp": By(sharding),
+    **dict.fromkeys(("deepspeed", "fsdp_config"), By(sharding, whole=True)),
     "dp_shard_size": By(sharding),
 }
 """The keys that are converted. Functions run in this order."""

@@ -5,7 +5,8 @@ from typing import Any
 from ...base.errors import RecipeError
 from ...recipe.tables import TEMPLATES
 from . import sources
-from .conversion import Conversion, Named, Rule, Same
+from .conversion import By, Conversion, Named, Rule, Same
+from .conversion import name as text_of
 from .shared_rules import SPEED
 
 CHATS = ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla")
@@ -102,6 +103,7 @@ def _columns(c: Conversion, items: list[dict[str, Any]]) -> dict[str, Any]:
                 names[ours] = item[theirs]
     if not names:
         return {}
+    names = {ours: text_of(theirs) for ours, theirs in names.items()}
     c.set("data", names, comment="the names of field_messages, field, ...")
     return {"columns": c.lines.pop("data")}
 
@@ -145,7 +147,21 @@ THOUGHTS = Same(
     ("thinking", "reasoning_content", "reasoning"),
     "thoughts are read from reasoning_content, thinking or reasoning; rename the column",
 )
+READ = (
+    *("path", "data_files", "name", "split", "type", "roles_to_train", "shards", "field_messages"),
+    *("field", "text_column", "field_chosen", "field_rejected", "field_tools", "field_system"),
+)
+"""Keys of a data set that `data` reads."""
+OF_TYPE = (
+    *("field_instruction", "field_input", "field_output", "field_system", "field"),
+    *("system_prompt", "system_format", "format", "no_input_format"),
+)
 DATASET_RULES: dict[str, Rule] = {
+    **{f"datasets[].{name}": By(data) for name in READ},
+    **{f"pretraining_dataset[].{name}": By(data) for name in READ},
+    "datasets[].roles": By(data, whole=True),
+    **{f"test_datasets[].{name}": SPEED for name in ("path", "data_files", "split", "ds_type")},
+    "test_datasets[].type": SPEED,  # as that of datasets
     "datasets[].ds_type": SPEED,
     "datasets[].field_human": Named(OWN_TEXT),
     "datasets[].field_model": Named(OWN_TEXT),
@@ -173,7 +189,7 @@ DATASET_RULES: dict[str, Rule] = {
     "datasets[].field_thinking": THOUGHTS,
     "datasets[].template_thinking_key": THOUGHTS,
     "datasets[].drop_system_message": Same((False,), "system messages stay; use data without them"),
-    "datasets[].type.field_instruction": Named(OWN_TEXT),
+    **{f"datasets[].type.{name}": Named(OWN_TEXT) for name in OF_TYPE},
     "datasets[].step_separator": Named("plugsft scores whole answers; use axolotl"),
     "datasets[].train_on_last_step_only": Named("plugsft scores whole answers; use axolotl"),
     "datasets[].split_thinking": Named("thoughts stay in their message; use data.template_kwargs"),

@@ -39,7 +39,7 @@ SAME_RESULTS = {
     ),
     "packing and padding": (
         *("sample_packing_group_size", "sample_packing_bin_size", "sample_packing_eff_est"),
-        *("eval_sample_packing", "pretrain_multipack_attn", "pad_to_sequence_len"),
+        *("eval_sample_packing", "pad_to_sequence_len"),
         "pad_to_multiple_of",
     ),
     "ranks": ("ddp", "fsdp_version", "accelerator_config.gradient_accumulation_kwargs"),
@@ -91,6 +91,9 @@ OTHERS: dict[str, Rule] = {
     "dataset_prepared_path": By(cache),
     "min_sample_len": Named("use data without shorter rows"),
     "dataset_exact_deduplication": Named("`plugsft inspect` counts duplicates; use other data"),
+    "pretrain_multipack_attn": Same(
+        (True,), "packed documents attend to themselves alone; use them so"
+    ),
     "streaming": Named("rows are read once and kept as tokens; use `plugsft prepare`"),
     "sample_packing_sequentially": Named('rows are packed by length; use scope = "step"'),
     "curriculum_sampling": Named("examples are shuffled; use a plugin with `order_examples`"),

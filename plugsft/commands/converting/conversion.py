@@ -12,8 +12,14 @@ from ...recipe.tables import short
 
 T = TypeVar("T")
 UNKNOWN = "not known to plugsft convert; look for it in docs/other_tools.md"
-SECRET = re.compile(r"(token|api_key|password|secret)$")
+SECRET = re.compile(
+    r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)tokens?$|(api|access|secret|wandb)_?keys?$"
+    r"|passwords?$|secrets?$|credentials?$|^env$",
+    re.IGNORECASE,
+)
 """Keys whose values are never printed."""
+TOKEN = re.compile(r"\b(hf_\w{8,}|sk-[\w-]{8,}|wandb_v1_\w+|[0-9a-f]{40})\b")
+"""Values that are secrets, whatever their key: of the hub, and of trackers."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class By:
     """A function reads the key, often with others."""
 
     function: "Callable[[Conversion], None]"
+    whole: bool = False
+    """It reads all keys below this one, too."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,9 @@ class Conversion:
     def shown(self, key: str) -> str:
         """Return a key's value as the report shows it."""
         value = dict(self.items()).get(key)
-        return "..." if SECRET.search(key) else short(value)
+        if any(SECRET.search(part) for part in re.split(r"[.\[\]]", key)):
+            return "..."
+        return "{...}" if value is None else TOKEN.sub("...", short(value))
 
 
 def number(value: Any) -> float:
@@ -212,13 +222,20 @@ def rule_of(key: str, rules: Rules) -> Rule | None:
     return rules.get(name)
 
 
+def _is_below(key: str, rules: Rules) -> bool:
+    """Tell whether the rule of a key is one of a key above it."""
+    return re.sub(r"\[\d+\]", "[]", key) not in rules
+
+
 def apply(rules: Rules, conversion: Conversion) -> None:
     """Convert all settings; name those that have no meaning in a recipe."""
     for function in dict.fromkeys(rule.function for rule in rules.values() if isinstance(rule, By)):
         try:
             function(conversion)
-        except (ValueError, TypeError, AttributeError, LookupError) as error:
-            keys = [key for key, rule in rules.items() if rule == By(function)]
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            keys = [
+                key for key, rule in rules.items() if rule in (By(function), By(function, True))
+            ]
             names = ", ".join(key for key in keys if conversion.get(key) is not None)
             raise RecipeError(
                 f"{conversion.path}: {names}: not values that {conversion.tool} takes "
@@ -237,6 +254,8 @@ def apply(rules: Rules, conversion: Conversion) -> None:
                 conversion.leave(key, reason)
             case Same():
                 conversion.same.append(key)
+            case By(whole=False) if _is_below(key, rules):
+                conversion.leave(key, UNKNOWN)
             case By() if not ({"[", "."} & {*key} or conversion.names(key)):
                 conversion.same.append(key)
 
@@ -251,6 +270,6 @@ def _copy(key: str, rule: Copy, conversion: Conversion) -> None:
 
 def _spell(value: Any) -> str:
     """Return a value as YAML spells it, in one short line."""
-    text = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else str(value)
-    line = printable(" ".join(str(text).split()))
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    line = printable(TOKEN.sub("...", " ".join(text.split())))
     return line if len(line) <= 60 else line[:57] + "..."

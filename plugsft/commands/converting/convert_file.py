@@ -5,12 +5,13 @@ from pathlib import Path
 from ...base.atomic import replace_file
 from ...base.console import say
 from ...base.errors import PlugsftError, RecipeError, did_you_mean, reason_of
-from ...registry.load import load
+from ...base.limits import parse_toml
+from ...registry.load import resolve
 from ..bundled_recipes import SCHEMA
 from ..json_schema import schema_text
 from . import axolotl, llamafactory, trl
 from .conversion import Conversion, apply
-from .read_settings import TOOLS, read_settings, tool_of
+from .read_settings import TOOLS, read_settings, tool_of, values
 from .recipe_text import launch_line, left_lines, recipe_text
 from .trl_trainers import RATES, choose_trainer
 
@@ -30,6 +31,7 @@ def convert_file(path: Path, to: Path, named: str, trainer: str, gpus: int) -> C
     for file in files:
         conversion.lines["model.chat_template"].value = str(file)
     files[to] = recipe_text(conversion, to)
+    ensure_valid(conversion, files[to])
     schema = to.parent / Path(SCHEMA).name
     if not schema.exists():
         files = {schema: schema_text() + "\n", **files}
@@ -40,7 +42,6 @@ def convert_file(path: Path, to: Path, named: str, trainer: str, gpus: int) -> C
                 temporary.write_text(text, "utf8")
     except OSError as error:
         raise PlugsftError(f"{error.filename or to}: {reason_of(error)}; set --to") from error
-    load(to)
     _report(conversion, to, [*files])
     return conversion
 
@@ -58,6 +59,23 @@ def convert_settings(path: Path, named: str, trainer: str, gpus: int) -> Convers
         choose_trainer(conversion, trainer or command)
     apply(RULES[tool](conversion), conversion)
     return conversion
+
+
+def ensure_valid(conversion: Conversion, text: str) -> None:
+    """Refuse a recipe that plugsft would refuse; name the settings behind each mistake."""
+    path = conversion.path
+    for key, line in conversion.lines.items():
+        if any(value is None for value in values(line.value)):
+            raise RecipeError(f"{path}: {key}: a value is missing ({line.comment}); set it")
+    try:
+        resolve(parse_toml(text), path=path)
+    except RecipeError as error:
+        problems = []
+        for problem in error.problems:
+            key = problem.removeprefix(f"{path}: ").partition(":")[0]
+            origin = conversion.lines[key].comment if key in conversion.lines else ""
+            problems.append(f"{problem} ({origin})" if origin else problem)
+        raise RecipeError(problems) from error
 
 
 def _report(conversion: Conversion, to: Path, files: list[Path]) -> None:

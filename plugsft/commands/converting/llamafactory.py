@@ -172,7 +172,7 @@ RULES: dict[str, Rule] = {
     "pissa_convert": SPEED,  # what is saved fits the original base
     "quantization_method": Same(("bnb", "bitsandbytes"), "use [plugins.quantize]"),
     "quantization_type": Same(("nf4",), 'use kind = "nf4"'),
-    "double_quantization": SPEED,
+    "double_quantization": Same((True,), "scales are quantized, too; use the default"),
     **TRAINING,
     "disable_gradient_checkpointing": By(memory),
     "pure_bf16": By(weights),
@@ -183,7 +183,7 @@ RULES: dict[str, Rule] = {
     "default_system": Named("add a system message to the rows; use the data, or a template"),
     "tool_format": Named("the model's chat template writes calls; use model.chat_template"),
     "enable_thinking": Named("use data.template_kwargs = { enable_thinking = false }"),
-    "ref_model": Copy("plugins.dpo.reference", read=str),
+    "ref_model": Copy("plugins.dpo.reference", read=name),
     **dict.fromkeys(
         (
             *("overwrite_cache", "preprocessing_batch_size", "use_reentrant_gc", "use_v1_kernels"),

@@ -2,14 +2,16 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ...base.errors import RecipeError, did_you_mean, reason_of
-from ...base.limits import TABLES, check_depth, read_text
+from ...base.limits import TABLES, NestedTooDeep, read_text
+from ...recipe.read_yaml import MOST_VALUES
 from .conversion import flat
 
 TOOLS = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL"}
@@ -40,7 +42,9 @@ def read_settings(path: Path) -> tuple[dict[str, Any], str]:
         if words:
             return read_words(words, path)
         settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        check_depth(settings, TABLES)
+        ensure_small(settings)
+        if isinstance(settings, dict):
+            json.dumps(settings, default=str, ensure_ascii=False).encode()
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
@@ -48,6 +52,22 @@ def read_settings(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(settings, dict) or not settings:
         raise RecipeError(f"{path}: has no settings; name a configuration file of {_names()}")
     return {str(key): value for key, value in settings.items()}, ""
+
+
+def ensure_small(settings: Any) -> None:
+    """Refuse settings that are nested too deeply, or whose aliases (*name) repeat too much."""
+    if sum(1 for _ in islice(values(settings), MOST_VALUES + 1)) > MOST_VALUES:
+        raise ValueError(f"it has more than {MOST_VALUES:,} values, as its aliases repeat them")
+
+
+def values(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield a value, and all values inside it."""
+    if depth > TABLES:
+        raise NestedTooDeep(f"nested deeper than {TABLES} levels")
+    yield value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from values(inner, depth + 1)
 
 
 def shell_words(text: str) -> list[str]:
@@ -66,7 +86,11 @@ def read_words(words: list[str], path: Path) -> tuple[dict[str, Any], str]:
         key, sign, value = word[2:].partition("=")
         values = [value] if sign else words[index + 1 : stop]
         read = [yaml.safe_load(each) for each in values]
-        settings[key] = read[0] if len(read) == 1 else read or True
+        key = key.replace("-", "_")
+        if not read and key.startswith("no_"):
+            settings[key.removeprefix("no_")] = False
+        else:
+            settings[key] = read[0] if len(read) == 1 else read or True
     before = words[: options[0][0]] if options else words
     trainer = next((word for word in before if word in TRAINERS), "")
     config = settings.pop("config", None)

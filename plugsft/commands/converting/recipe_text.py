@@ -32,7 +32,8 @@ def recipe_text(conversion: Conversion, name: Path) -> str:
 
 
 def _head(conversion: Conversion, name: Path) -> Iterator[str]:
-    yield f"# Converted by plugsft from {conversion.path.name}, which is for {conversion.tool}."
+    source = printable(conversion.path.name)
+    yield f"# Converted by plugsft from {source}, which is for {conversion.tool}."
     yield "# The comments hold its settings."
     yield "#"
     yield f"#   plugsft check {name}"
@@ -87,14 +88,14 @@ def _is_tables(value: Any) -> bool:
 
 
 def _with_comment(text: str, comment: str) -> str:
-    return f"{text.ljust(32)} # {comment}" if comment else text
+    return f"{text.ljust(32)} # {printable(comment)}" if comment else text
 
 
 def _tail(conversion: Conversion) -> Iterator[str]:
     if conversion.left:
         yield ""
         yield f"# Settings of {conversion.tool} that are not converted:"
-        yield from (f"#   {line}" for line in left_lines(conversion))
+        yield from (printable(f"#   {line}") for line in left_lines(conversion))
     if conversion.same:
         yield ""
         yield "# Settings that need no line of their own:"

@@ -21,7 +21,6 @@ SHARED: dict[str, Rule] = {
     ),
     "fsdp_config.offload_params": OFFLOAD,
     "fsdp_config.fsdp_offload_params": OFFLOAD,
-    "tf32": SPEED,
     "torch_compile_mode": SPEED,
     "gradient_checkpointing_kwargs": SPEED,
     "remove_unused_columns": SPEED,

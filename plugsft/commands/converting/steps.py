@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+from ...base.console import format_count
 from ...base.errors import RecipeError
 from ...recipe.tables import Schedule, short
 from .conversion import Conversion
@@ -37,9 +38,10 @@ def set_batch(c: Conversion, micro: str, accumulation: str, default: int, rows: 
     c.set("train.batch_size", total, micro, accumulation, comment=gpus)
     if not packs(c) and size > 1:
         c.set("train.micro_batch", size, micro)
+    batch = format_count(total, "packed row" if packs(c) else "example")
     c.remarks.append(
-        f"global batch: {total} {'packed rows' if packs(c) else 'examples'}, for {c.gpus} "
-        f"GPU{'s' * (c.gpus > 1)}; for another number, convert with --gpus"
+        f"global batch: {batch}, for {format_count(c.gpus, 'GPU')}; for another number, convert "
+        "with --gpus"
     )
 
 

@@ -1,8 +1,13 @@
 """Arguments of transformers' trainer, which TRL and LLaMA-Factory share."""
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from ...base.errors import RecipeError, reason_of
+from ...base.limits import read_json_object
 from . import steps
 from .conversion import By, Conversion, Copy, Named, Rule, Same, name, real
 from .shared_rules import SHARED, SPEED
@@ -169,9 +174,11 @@ def compiled(c: Conversion) -> None:
 def launcher(c: Conversion) -> None:
     """Choose the strategy of `plugsft launch`."""
     if c.get("deepspeed"):
-        shards = not any(mark in str(c.get("deepspeed")) for mark in ("z1", "z2", "zero1", "zero2"))
-        c.launcher = "zero3" if shards else ""
-        if "offload" in str(c.get("deepspeed")):
+        name, settings = _deepspeed(c)
+        written = re.search(r"z(?:ero)?(?:_?stage)?[-_]?([0-3])", name)
+        stage = settings.get("zero_optimization", {}).get("stage", 0) if settings else None
+        c.launcher = "zero3" if (stage or int(written[1] if written else 3)) == 3 else ""
+        if "offload" in name or re.search(r'"device": "(cpu|nvme)"', json.dumps(settings)):
             c.leave("deepspeed", "optimizer states stay on the GPU; use more GPUs")
     elif c.get("fsdp") or c.get("fsdp_config"):
         c.launcher = "fsdp2"
@@ -193,6 +200,31 @@ def revision(value: Any) -> str | None:
     return None if value == "main" else name(value)
 
 
+def _deepspeed(c: Conversion) -> tuple[str, dict[str, Any]]:
+    """Return DeepSpeed's settings: the name of their file, and what it holds if it lies here."""
+    value = c.get("deepspeed")
+    if isinstance(value, dict):
+        return "", value
+    files = (Path(str(value)), c.path.parent / str(value))
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return str(value), {}
+    try:
+        return "", read_json_object(file)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{file}: cannot be read ({reason_of(error)}); mend it") from error
+
+
+def tf32(c: Conversion) -> None:
+    """Name TF32 where it would change the products of a run in float32."""
+    if c.on("tf32") and c.lines["model.dtype"].value == "float32":
+        c.leave(
+            "tf32",
+            "products are exact in float32; set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the "
+            "environment for TF32",
+        )
+
+
 def workers(key: str) -> Callable[[Conversion], None]:
     """Return a function that writes the number of tokenizing processes."""
 
@@ -205,14 +237,14 @@ def workers(key: str) -> Callable[[Conversion], None]:
 
 TRAINING: dict[str, Rule] = {
     **SHARED,
-    "output_dir": Copy("output", "trainer_output", str),
+    "output_dir": Copy("output", "trainer_output", name),
     "per_device_train_batch_size": By(batch),
     "gradient_accumulation_steps": By(batch),
     "learning_rate": Copy("train.learning_rate", 5e-5, real),
     "num_train_epochs": By(length),
     "max_steps": By(length),
     "lr_scheduler_type": By(schedule),
-    "lr_scheduler_kwargs": By(schedule),
+    "lr_scheduler_kwargs": By(schedule, whole=True),
     "warmup_ratio": By(warmup),
     "warmup_steps": By(warmup),
     "optim": By(optimizer),
@@ -270,9 +302,10 @@ TRAINING: dict[str, Rule] = {
         (False,), "the last step of an epoch has fewer examples; set train.steps"
     ),
     "ddp_backend": SPEED,
-    "deepspeed": By(launcher),
+    "tf32": By(tf32),
+    "deepspeed": By(launcher, whole=True),
     "fsdp": By(launcher),
-    "fsdp_config": By(launcher),
+    "fsdp_config": By(launcher, whole=True),
     "fsdp_transformer_layer_cls_to_wrap": SPEED,
 }
 """The rules of the trainer's keys. Functions run in this order."""

@@ -129,6 +129,11 @@ SYNC = "the reference is the model before training; use plugins.dpo.reference fo
 NOT_DPO = Named("plugsft's DPO has no such term; use the losses of docs/preferences.md")
 
 
+MIXTURES = ("datasets", "dataset_mixture.datasets")
+READ = ("path", "id", "data_files", "config", "name", "split", "weight", "fraction")
+"""Keys of a data set that `data` reads."""
+
+
 RULES: dict[str, Rule] = {
     "model_name_or_path": Copy("model.path", read=name),
     "model_revision": Copy("model.revision", read=revision),
@@ -139,8 +144,11 @@ RULES: dict[str, Rule] = {
     "dataset_train_split": By(data),
     "dataset_test_split": By(data),
     "dataset_splits": By(data),
-    "dataset_mixer": By(data),
+    "dataset_mixer": By(data, whole=True),
     "dataset_mixture": By(data),
+    **{f"{key}[].{name}": By(data) for key in MIXTURES for name in READ},
+    **{f"{key}[].columns": SPEED for key in MIXTURES},
+    "dataset_mixture.test_split_size": By(data),
     "dataset_mixture.seed": SPEED,  # the order of rows is train.seed's
     "datasets": By(data),
     "datasets[].data_dir": Named("use data.source = FOLDER"),
@@ -199,7 +207,7 @@ RULES: dict[str, Rule] = {
     "load_in_4bit": By(lora),
     "load_in_8bit": By(lora),
     "bnb_4bit_quant_type": Same(("nf4",), 'use kind = "nf4"'),
-    "use_bnb_nested_quant": SPEED,
+    "use_bnb_nested_quant": Same((True,), "scales are quantized, too; use true"),
     "bnb_4bit_quant_storage": SPEED,
     "router_aux_loss_coef": Named("use [plugins.router_loss] weight; it counts per example"),
     "activation_offloading": By(offload),
