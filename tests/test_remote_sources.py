@@ -16,7 +16,7 @@ import datasets
 import pytest
 from conftest import chats, only_full, run_plugsft, tiny_tables, write_jsonl, write_recipe
 
-from plugsft import DataError
+from plugsft import DataError, RecipeError
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.data.readers import objects, remote
@@ -157,6 +157,32 @@ def test_folders_and_patterns_are_read(bucket):
     assert opened("s3://rows/parts/part-[12].jsonl").read(0, 1) == ROWS[8:9]
 
 
+def test_names_may_hold_letters_of_patterns(bucket):
+    line = json.dumps(ROWS[3]) + "\n"
+    names = ("a[1].jsonl", "b*.jsonl", "c?.jsonl", "run[1]/d.jsonl")
+    for name in (*names, "a1.jsonl", "bb.jsonl", "cc.jsonl"):
+        bucket.pipe(f"rows/letters/{name}", (line if name in names else "{}\n").encode())
+    for name in (*names, "run[1]/"):
+        assert opened(f"s3://rows/letters/{name}").read(0, 9) == [ROWS[3]]
+    assert len(opened("s3://rows/letters/b?.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["https://bob:hunter2@host/a.jsonl", "https://hunter2@host/a", "s3://KEY:hunter2@b/a"]
+)
+def test_an_address_with_a_password_is_refused(tmp_path, url):
+    """Recipes, logs and reports would show it."""
+    tables = tiny_tables(tmp_path) | {"data": {"source": url}}
+    with pytest.raises(RecipeError, match=r"data\.source: an address with a password") as refused:
+        resolve(tables)
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_signed_address_may_be_longer_than_a_path(web):
+    url = f"{web}/rows.jsonl?X-Amz-Security-Token={'a' * 1000}&user=me@host"
+    assert opened(url, "train[:3]").read(0, 3) == ROWS[:3]
+
+
 def test_a_changed_object_is_noticed(bucket, tmp_path):
     before = opened("s3://rows/parts").identity
     assert opened("s3://rows/parts").identity == before
@@ -245,7 +271,7 @@ REFUSE = """
 import sys
 for name in sys.argv[2:]:
     sys.modules[name] = None
-from plugsft import DataError
+from plugsft import DataError, RecipeError
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Source
 try:

@@ -183,7 +183,7 @@ def test_a_parquet_file_s_empty_fields_count_as_missing(tmp_path):
     ("name", "content", "expected"),
     [
         ("data.jsonl", b"", "the file is empty; name a file with rows"),
-        ("data.csv", b"a,b", "unknown file type '.csv'; use one of .jsonl, .json, .parquet"),
+        ("data.csv", b"a,b", "unknown file type '.csv'; use .jsonl, .json, .parquet"),
         ("data", b"a,b", "unknown file type ''"),
         ("data.parquet", b"no parquet", "cannot be read as parquet"),
         ("data.arrow", b"no arrow", "cannot be read as arrow"),

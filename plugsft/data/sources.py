@@ -52,9 +52,7 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
         return RemoteSource(source, where)
     if path.is_file():
         if path.suffix not in FILES:
-            raise DataError(
-                f"{where}: unknown file type '{path.suffix}'; use one of {', '.join(FILES)}"
-            )
+            raise DataError(f"{where}: unknown file type '{path.suffix}'; use {', '.join(FILES)}")
         if path.stat().st_size == 0:
             raise DataError(f"{where}: the file is empty; name a file with rows")
         if path.suffix in (".jsonl", ".json"):

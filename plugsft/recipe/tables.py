@@ -34,6 +34,8 @@ Schedule = Literal[
 ]
 
 
+PASSWORD = re.compile(r"(?:https?://|[\w+.-]+://[^/?#]*:)[^/?#]*@")
+"""The beginning of an address that holds a user and a password."""
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
 
 
@@ -49,17 +51,22 @@ def _expand(place: str) -> str:
     if not place:
         raise ValueError("given ''; it should be a name or a path")
     expanded = os.path.expanduser(VARIABLE.sub(_variable, place))
+    if PASSWORD.match(expanded):
+        raise ValueError(
+            "an address with a password would be logged; use the variables of its store"
+        )
+    if "://" in expanded:
+        return expanded  # a signed address is longer than a path may be
+    given = f"given {short(place)};"
     if expanded.startswith("~"):
-        raise ValueError(f"given {short(place)}; its home folder is unknown")
+        raise ValueError(f"{given} its home folder is unknown")
     try:
         expanded.encode()
         os.stat(expanded)
     except (FileNotFoundError, NotADirectoryError):
         pass  # a hub name, or a folder that does not exist yet
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"given {short(place)}; it cannot be a path: {reason_of(error)}"
-        ) from error
+        raise ValueError(f"{given} it cannot be a path: {reason_of(error)}") from error
     return expanded
 
 

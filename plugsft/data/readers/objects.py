@@ -121,7 +121,8 @@ def find_objects(url: str) -> list[Address]:
         _, version = _retried(lambda: _get(url, 0, 1), url)
         return [Address(url, int(dict(version)["size"]), version)]
     store, path = _store(url)
-    if any(letter in path for letter in "*?["):
+    # A name may hold these letters itself.
+    if any(letter in path for letter in "*?[") and not store.exists(path):
         folder = path[: min(path.index(letter) for letter in "*?[" if letter in path)]
         infos = store.find(folder.rpartition("/")[0], detail=True)
         infos = {name: info for name, info in infos.items() if fnmatch.fnmatch(name, path)}

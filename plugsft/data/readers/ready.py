@@ -116,11 +116,8 @@ class Reader:
             kind = batch.schema.field(name).type
             value = getattr(kind, "value_type", pa.null())
             if not (pa.types.is_integer(value) or pa.types.is_boolean(value)):
-                raise UnusableRows(
-                    f"column '{name}' holds {kind}, and should hold lists of integers"
-                )
-            if batch[name].null_count:
-                null |= np.asarray(batch[name].is_null())
+                raise UnusableRows(f"column '{name}' holds {kind}, not lists of integers")
+            null |= numpy_of(batch[name].is_null().cast("uint8")) > 0
             if batch[name].flatten().null_count:
                 raise UnusableRows(f"column '{name}': a list holds null; write numbers only")
         if null.any():

@@ -93,8 +93,7 @@ def wrong_rows(block: Block, vocabulary: int) -> Iterator[tuple[str, NDArray[np.
     if LABELS in block.lists:
         labels = block.lists[LABELS][0]
         yield (
-            f"a label is neither {UNTRAINED} nor its own token: labels stand at their tokens, "
-            "unshifted",
+            f"a label is neither {UNTRAINED} nor its own token: write labels unshifted",
             rows_of((labels != ids) & (labels != UNTRAINED)),
         )
     for name in MASKS:
