@@ -178,7 +178,7 @@ def test_an_address_with_a_password_is_refused(tmp_path, url):
     assert "hunter2" not in str(refused.value)
 
 
-def test_a_signed_address_may_be_longer_than_a_path(web):
+def test_a_signed_address_may_hold_an_at_sign(web):
     url = f"{web}/rows.jsonl?X-Amz-Security-Token={'a' * 1000}&user=me@host"
     assert opened(url, "train[:3]").read(0, 3) == ROWS[:3]
 

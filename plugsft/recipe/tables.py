@@ -55,8 +55,6 @@ def _expand(place: str) -> str:
         raise ValueError(
             "an address with a password would be logged; use the variables of its store"
         )
-    if "://" in expanded:
-        return expanded  # a signed address is longer than a path may be
     given = f"given {short(place)};"
     if expanded.startswith("~"):
         raise ValueError(f"{given} its home folder is unknown")
