@@ -1,7 +1,9 @@
 """Rows that hold their tokens already: trained on where they lie, checked, never tokenized."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,16 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import (
+    chats,
+    read_metrics,
+    run_plugsft,
+    run_ranks,
+    start_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
 from trl import pack_dataset
 
 from plugsft import DataError
@@ -380,3 +391,32 @@ def test_plugins_of_the_data_work_on_ready_rows(tmp_path, base, monkeypatch):
     assert (
         tokens.facts["shards"][0]["ids"] and opened(base, source, plugins).folder == tokens.folder
     )
+
+
+@pytest.mark.slow
+def test_ranks_and_a_killed_run_learn_from_ready_rows_as_one_process_does(tmp_path, base):
+    source, run = save(rows_of(base[1]), tmp_path / "ready"), tmp_path / "run"
+    train = {"batch_size": 4, "micro_batch": 2, "steps": 12, "learning_rate": 1e-3}
+    tables = base[0] | {"data": {"source": str(source), "max_length": 256}, "train": train}
+    recipe = write_recipe(tmp_path / "recipe.toml", tables | {"checkpoint": {"every": 2}})
+    whole = tmp_path / "whole"
+    assert run_plugsft(recipe, f"output={whole}").returncode == 0
+    running = start_plugsft(recipe, f"output={run}")
+    while not [*run.glob("checkpoints/step-*")] and running.process.is_alive():
+        time.sleep(0.001)
+    os.kill(running.pid, signal.SIGKILL)
+    running.wait()
+    source.rename(tmp_path / "away")
+    result = run_plugsft(recipe, f"output={run}", "--resume")
+    assert result.returncode == 2 and str(source) in result.stderr, result.stderr
+    (tmp_path / "away").rename(source)
+    assert run_plugsft(recipe, f"output={run}", "--resume").returncode == 0
+    weights = [folder / "model/model.safetensors" for folder in (run, whole)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    result = run_ranks(2, recipe, f"output={tmp_path / 'ranks'}")
+    assert result.returncode == 0, result.stderr
+    curves = read_metrics(whole), read_metrics(tmp_path / "ranks")
+    assert len(curves[0]) == 12
+    for one, other in zip(*curves, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
