@@ -154,3 +154,25 @@ def test_a_machine_of_plugsft_launch_is_killed(tiny, tmp_path, machines):
     assert code == 1 and time.monotonic() - killed < SECONDS, output
     assert "error: another rank has ended [127.0.0.1]; see" in output
     assert "machine 0 of 2, numbered from 0; machine 0 is 127.0.0.1" in output
+
+
+@only_full
+def test_a_machine_of_the_torchrun_file_is_killed_and_both_start_again(tiny, tmp_path, machines):
+    recipe = tiny(rows=chats(45), device="cpu", train=TRAIN, checkpoint={"every": 5})
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for node in start_nodes(recipe, f"output={whole}"):
+        code, output = node.wait(60)
+        assert code == 0, output
+    words = ("bash", ROOT / "recipes/launch/torchrun.sh", recipe, f"output={run}")
+    settings = {"NODES": "2", "HOST": "127.0.0.1", "RANKS": "2", "PORT": str(free_port())}
+    started = [machines(*words, **settings) for _ in range(2)]
+    wait_for_checkpoint(run, started)
+    started[1].kill()
+    killed = time.monotonic()
+    code, output = started[0].wait(60)
+    assert code == 1 and time.monotonic() - killed < SECONDS, output
+    settings["PORT"] = str(free_port())
+    outputs = [machine.wait(60) for machine in [machines(*words, **settings) for _ in range(2)]]
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    assert any("going on after step" in output for _, output in outputs)
+    assert curve(run) == curve(whole) and len(curve(run)) == TRAIN["steps"]

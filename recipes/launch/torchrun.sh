@@ -5,11 +5,10 @@
 # HOST is the name or address of one of them; its torchrun numbers the machines (rendezvous).
 # Recipe, data, model and output must lie on a file system that all machines share.
 # RANKS: ranks of each machine; default: one for each GPU.
-# RESTARTS: how often a machine starts again after another was lost; the lost one then joins with
-# the same line, and the run resumes. Default 0: all end. The machine HOST must stay.
+# If a machine is lost, all end. Run the line on all of them again: the run resumes.
 set -euo pipefail
 exec torchrun \
     --nnodes "$NODES" --nproc-per-node "${RANKS:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "$HOST:${PORT:-29500}" --rdzv-id "${RUN:-plugsft}" \
-    --max-restarts "${RESTARTS:-0}" \
+    --max-restarts 0 \
     -m plugsft launch "$@" --resume auto
