@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -41,17 +42,42 @@ def read_settings(path: Path) -> tuple[dict[str, Any], str]:
         words = shell_words(text)
         if words:
             return read_words(words, path)
-        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.suffix == ".json":
+            settings = json.loads(text, object_pairs_hook=_object)
+        else:
+            settings = yaml.load(text, _Loader)  # a SafeLoader
         ensure_small(settings)
         if isinstance(settings, dict):
             json.dumps(settings, default=str, ensure_ascii=False).encode()
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"{path}: is neither YAML nor JSON: {reason_of(error)}") from error
+        raise RecipeError(f"{path}: cannot be read as YAML or JSON: {reason_of(error)}") from error
     if not isinstance(settings, dict) or not settings:
         raise RecipeError(f"{path}: has no settings; name a configuration file of {_names()}")
     return {str(key): value for key, value in settings.items()}, ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Loads YAML; refuses keys that are written twice, of which the last would win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for name in [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]:
+            if name.value in seen:
+                line = name.start_mark.line + 1
+                raise ValueError(f"{name.value} is written twice, again at line {line}; remove one")
+            seen.add(name.value)
+        table: dict[Any, Any] = super().construct_mapping(node, deep)
+        return table
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON; refuse keys that are written twice."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name} is written twice; remove one")
+    return dict(pairs)
 
 
 def ensure_small(settings: Any) -> None:
