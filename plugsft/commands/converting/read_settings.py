@@ -58,7 +58,7 @@ def read_settings(path: Path) -> tuple[dict[str, Any], str]:
     return {str(key): value for key, value in settings.items()}, ""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """Loads YAML; refuses keys that are written twice, of which the last would win silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
