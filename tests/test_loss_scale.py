@@ -225,7 +225,7 @@ ALTOGETHER = {"lora": {}, "fused_loss": {}, "bfd_packing": {}, "gradient_checkpo
     ],
 )
 def test_float16_learns_what_float32_learns_with_any_plugin(plants, tmp_path, plugins, kind):
-    """float16 rounds activations to 11 bits: 5e-4 of each, and far less of their mean."""
+    """Within what bfloat16 misses: 1.2e-5 to 4e-5 of the loss, 7e-4 to 3e-3 of the norm."""
     train = {"learning_rate": 1e-3, "batch_size": 8, "micro_batch": 2}
     if "bfd_packing" in plugins:
         train["micro_batch"] = 1
@@ -240,7 +240,8 @@ def test_float16_learns_what_float32_learns_with_any_plugin(plants, tmp_path, pl
             done = run_plugsft(*words)
             assert done.returncode == 0, done.stderr
         curves[dtype] = [(line["loss"], line["grad_norm"]) for line in read_metrics(run)]
+    times = 5 if kind == "fsdp2" else 1  # FSDP2 casts norms and embeddings, too
     for half, single in zip(curves["float16"], curves["float32"], strict=True):
-        assert half[0] == pytest.approx(single[0], rel=1e-4)
-        assert half[1] == pytest.approx(single[1], rel=2e-3)
+        assert half[0] == pytest.approx(single[0], rel=times * 1e-5)
+        assert half[1] == pytest.approx(single[1], rel=times * 5e-4)
     assert curves["float16"] != curves["float32"]
