@@ -225,6 +225,23 @@ def test_broken_toml(tmp_path, content, expected):
         ),
         (
             "r.yaml",
+            "train:\n  seed: 1\n   log_every: 1\n",
+            "is not YAML: mapping values are not allowed here (at line 3, column 13); indent the",
+        ),
+        (
+            "r.yaml",
+            "train:\n   seed: 1\n  log_every: 1\n",
+            "is not YAML: expected <block end>, found '<block mapping start>' (at line 3, "
+            "column 3); indent the keys of a table alike",
+        ),
+        (
+            "r.json",
+            '{"output": "runs/a",}',
+            "is not JSON: Expecting property name enclosed in double quotes: line 1 column 21 "
+            "(char 20); JSON has no comments, and no comma after the last",
+        ),
+        (
+            "r.yaml",
             "a: [1\nb: 2",
             "is not YAML: expected ',' or ']', but got ':' (at line 2, column 2)",
         ),

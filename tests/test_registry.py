@@ -89,7 +89,7 @@ def test_options_are_the_constructor_call(company):
     for given, expected in [
         ({"depth": "7"}, "plugins.one.depth: given '7'; it should be a whole number, such as 2, w"),
         ({"dept": 7}, "plugins.one.dept: unknown key (given 7); did you mean 'depth'? allowed: d"),
-        (3, "plugins.one: given 3; it should be a table: [plugins.one]"),
+        (3, "plugins.one: given 3; write {} for defaults, or remove it"),
         ({"enabled": 1}, "plugins.one.enabled: given 1; it should be true or false"),
     ]:
         tables["plugins"]["one"] = given

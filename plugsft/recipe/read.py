@@ -29,7 +29,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
     except ValueError as error:  # from the parser, UTF-8, our limits, and int's limit of digits
-        hint = _suggest_value(text, str(error)) if form == "TOML" else ""
+        hint = _suggest(text, str(error)) if form != "YAML" else ""
         raise RecipeError(f"{path}: is not {form}: {error}{hint}") from error
     for override in overrides:
         key, sign, text = override.partition("=")
@@ -83,13 +83,13 @@ def _put(raw: Any, keys: list[str], value: Any, override: str) -> None:
     table[index] = value
 
 
-def _suggest_value(text: str, error: str) -> str:
-    """Return a hint if an error's line has a text without quotes."""
+def _suggest(text: str, error: str) -> str:
+    """Return a hint for JSON's errors, or if an error's line has a text without quotes."""
     place = re.search(r"at line (\d+)", error)
     line = text.splitlines()[int(place[1]) - 1 :][:1] if place else []
     match = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z~./$][^#\"']*)", "".join(line))
     if match is None or not isinstance(value_of(match[2].strip()), str):
-        return ""
+        return "; JSON has no comments, and no comma after the last" if "Expecting" in error else ""
     key, value = match[1], match[2].strip()
     if value.lower() in ("true", "false"):
         return f"; write {key} = {value.lower()}"

@@ -20,6 +20,7 @@ RULES = {
 TAG = "tag:yaml.org,2002:"
 RESOLVERS = {None: [(TAG + kind, re.compile(rf"(?:{rule})\Z")) for kind, rule in RULES.items()]}
 BASES = {"0o": 8, "0x": 16}
+LAYOUT = "; indent the keys of a table alike, by spaces, and write a space after each colon"
 MOST_VALUES = 100_000
 """Most values of a recipe, where each alias (*name) counts as all that it repeats."""
 MOST_CHARACTERS = 1 << 20
@@ -36,8 +37,8 @@ def parse_yaml(text: str, path: str) -> dict[str, Any]:
         root = loader.get_single_node()
         tables = {} if root is None else _Values(path).of(root, ())
     except yaml.MarkedYAMLError as error:
-        hint = "; indent with spaces" if "\\t" in str(error.problem) else ""
         problem = f"{error.problem}".replace("but found", "found")
+        hint = LAYOUT if re.search(r"\\t|block|mapping values|expected ':'", problem) else ""
         raise ValueError(f"{problem}{_place(error.problem_mark)}{hint}") from error
     except yaml.YAMLError as error:  # a character that no text file has
         raise ValueError(str(error).partition("\n")[0]) from error

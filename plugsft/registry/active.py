@@ -261,9 +261,7 @@ def create(name: str, options: Any, found: Mapping[str, FoundPlugin], path: str)
         )
         raise RecipeError(f"{where}: unknown plugin{hint} there are: {', '.join(found) or 'none'}")
     if not isinstance(options, dict):
-        raise RecipeError(
-            f"{where}: given {short(options)}; it should be a table: [plugins.{name}]"
-        )
+        raise RecipeError(f"{where}: given {short(options)}; write {{}} for defaults, or remove it")
     options = dict(options)
     enabled = options.pop("enabled", True)
     if not isinstance(enabled, bool):
