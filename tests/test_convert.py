@@ -340,3 +340,10 @@ def test_options_of_a_shell_line_may_be_spelled_in_any_way_that_transformers_rea
         "packing": True,
         "learning_rate": "1e-3",
     }
+
+
+def test_merged_keys_are_no_repeated_keys(tmp_path):
+    text = "model_name_or_path: m\ndataset_name: d\nbase: &b {k: 1}\n"
+    text += "x: {deep: &a {<<: *b, k: 2}}\nlr_scheduler_kwargs: {<<: *a}\nlearning_rate: 1e-5"
+    (tmp_path / "c.yaml").write_text(text)
+    assert run("convert", tmp_path / "c.yaml", "--from", "trl") == 0

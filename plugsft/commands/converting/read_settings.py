@@ -61,15 +61,14 @@ def read_settings(path: Path) -> tuple[dict[str, Any], str]:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """Loads YAML; refuses keys that are written twice, of which the last would win silently."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[str]()
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node, seen = super().compose_mapping_node(anchor), set[str]()
         for name in [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]:
             if name.value in seen:
                 line = name.start_mark.line + 1
                 raise ValueError(f"{name.value} is written twice, again at line {line}; remove one")
             seen.add(name.value)
-        table: dict[Any, Any] = super().construct_mapping(node, deep)
-        return table
+        return node
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
