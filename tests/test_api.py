@@ -415,6 +415,6 @@ def test_errors_of_ranks_and_the_end_of_their_parent(tables, tmp_path, module):
     assert any("step 5/" in line for line in parent.stdout)
     ranks = ranks_of(parent.pid)
     parent.kill()
-    parent.wait()
+    parent.communicate()
     assert len(ranks) == 3 and not psutil.wait_procs(ranks, timeout=60)[1]
     assert plugsft.load_run(tmp_path / "run").status == "stopped"

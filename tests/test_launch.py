@@ -236,8 +236,11 @@ def test_ranks_end_in_order_when_their_launcher_is_killed(tiny, tmp_path, name):
     while not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").stat().st_size:
         assert process.poll() is None
         time.sleep(0.05)
-    ranks = [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
-    ranks = [pid for pid in ranks if str(recipe) in psutil.Process(pid).cmdline()]
+    below = psutil.Process(process.pid).children(recursive=True)
+    words = {
+        one.pid: one.as_dict(["cmdline"])["cmdline"] or [] for one in below if alive([one.pid])
+    }
+    ranks = [pid for pid in words if str(recipe) in words[pid]]
     assert len(ranks) == 2
     process.kill()
     killed = time.monotonic()

@@ -61,8 +61,8 @@ def test_without_the_scaling_by_ranks_the_law_above_fails(tiny, tmp_path):
     shutil.copytree(ROOT / "plugins", broken / "plugsft/plugins")
     loop = broken / "plugsft/loop.py"
     whole = loop.read_text()
-    assert "loss * run.accelerator.num_processes" in whole
-    loop.write_text(whole.replace("loss * run.accelerator.num_processes", "loss"))
+    assert "= run.accelerator.num_processes, run.loss_scale" in whole
+    loop.write_text(whole.replace("= run.accelerator.num_processes, run", "= 1, run"))
     recipe = tiny(rows=chats(43), train=LONG | {"steps": 2})
     reference = layout(recipe, tmp_path / "1x8", 1, 8)
     env = {**os.environ, "PYTHONPATH": str(broken), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -17,7 +17,7 @@ from ...output.report import read_metrics, read_record
 def show_run(folder: Path) -> None:
     """Print the results of a run."""
     for name, text in summarize(folder):
-        out.print(Text.assemble((f"{name:<9}", "bold"), text))
+        out.print(Text.assemble((f"{name:<9}", "bold"), str(text)))
 
 
 def summarize(folder: Path) -> list[tuple[str, str]]:
