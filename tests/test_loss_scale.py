@@ -22,6 +22,9 @@ from plugsft.recipe.tables import Model
 from plugsft.registry.load import load
 
 PLANT = """
+    import os
+    import signal
+
     import torch
     from plugsft.ranks import loss_scale
 
@@ -52,6 +55,9 @@ PLANT = """
 
         @hookimpl(wrapper=True)
         def step(self, model):
+            if model.training and os.environ.get("DIES") == str(self.run.step + 1):
+                self.run.checkpoints.publish(wait=True)
+                os.kill(os.getpid(), signal.SIGKILL)
             loss = yield
             planned = str(self.run.step + 1) in self.overflows.split()
             # One rank's gradients overflow; all ranks skip the step.
@@ -125,6 +131,41 @@ def test_an_overflow_skips_its_step_and_a_resumed_run_scales_alike(plants, tmp_p
     assert saved(run, 6)[1] == end[1] and saved(run, 6)[0]["loss_scale"] == end[0]["loss_scale"]
     assert [(line["loss"], line["grad_norm"]) for line in read_metrics(run)] == curve
     assert scaling(run) == [*zip(wanted, [0, 0, 1, 1, 1, 2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    "kind", [None, *(pytest.param(kind, marks=only_full) for kind in ("cpu2", "fsdp2"))]
+)
+def test_a_run_that_is_killed_beside_skipped_steps_goes_on_bit_for_bit(plants, tmp_path, kind):
+    """Killed after a saved skipped step, after one that is not saved, and before a doubling."""
+    recipe = plants(overflows="2 5", patience=2, steps=8, train={"micro_batch": 2})
+
+    def train(folder, *words, dies=""):
+        options = (recipe, "checkpoint.every=2", f"output={folder}", *words)
+        if kind:
+            return run_launch(*config(kind), "-m", "plugsft", *options, env={"DIES": dies})
+        done = run_plugsft(*options, env={"DIES": dies})
+        return done.returncode, done.stdout, done.stderr
+
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    code, _, err = train(whole)
+    assert code == 0, err
+    for last, dies in [(2, "3"), (4, "6"), (6, "7")]:
+        assert train(run, "--resume", "auto", dies=dies)[0] != 0
+        assert max((run / "checkpoints").iterdir()).name == f"step-{last:06d}"
+        assert saved(run, last)[0]["loss_scale"] == saved(whole, last)[0]["loss_scale"]
+    assert saved(run, 6)[0]["loss_scale"] == {"scale": 32768, "steps": 1, "skipped": 2}
+    code, _, err = train(run, "--resume", "auto")
+    assert code == 0, err
+    assert scaling(run) == scaling(whole)
+    assert scaling(run)[-2:] == [(32768, 2), (65536, 2)], "it doubles after step 7"
+    for name in ("loss", "grad_norm", "learning_rate"):
+        curves = [[str(line[name]) for line in read_metrics(folder)] for folder in (run, whole)]
+        assert curves[0] == curves[1]
+    assert saved(run, 8)[1] == saved(whole, 8)[1], "weights and moments"
+    assert saved(run, 8)[0]["loss_scale"] == saved(whole, 8)[0]["loss_scale"]
+    ends = [(folder / "model/model.safetensors").read_bytes() for folder in (run, whole)]
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.slow
