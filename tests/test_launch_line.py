@@ -59,7 +59,7 @@ def test_the_printed_line_is_the_one_that_runs(launch, recipe):
         f"-m plugsft {recipe} train.steps=3 'plugins.ema={{}}' --without=ema --resume=auto"
     )
     assert (code, lines) == (0, [line])
-    assert command[2:] == ["-m", "accelerate.commands.launch", *shlex.split(line)[2:]]
+    assert command[2:] == ["-m", "plugsft.commands.run_accelerate", *shlex.split(line)[2:]]
     assert cli.with_auto(cli.with_command(shlex.split(line)[8:]))[-1] == "--AUTO"
 
 
@@ -173,6 +173,15 @@ def test_accelerates_default_file_decides_where_nothing_is_asked(launch, tmp_pat
         f"accelerate launch -m plugsft {recipe}",
     ]
     assert "cpu2.yaml --num_processes 2" in launch("--ranks", "2")[1][-1]
+
+
+@pytest.mark.parametrize("text", ["num_processes: [", "a: 1\n", "[]", ""])
+def test_a_broken_default_file_of_accelerate_is_named(launch, tmp_path, text):
+    (tmp_path / "default.yaml").write_text(text)
+    code, lines, command = launch()
+    assert (code, command, len(lines)) == (2, [], 1), lines
+    assert "default.yaml: accelerate cannot read it (" in lines[0]
+    assert launch("--ranks", "2")[0] == 0
 
 
 def test_under_torchrun_options_of_the_launch_are_refused(launch, monkeypatch):

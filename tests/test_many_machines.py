@@ -139,6 +139,33 @@ def wait_for_checkpoint(run, started):
         time.sleep(0.02)
 
 
+def test_a_launch_ends_with_the_exit_code_of_its_run(tiny, tmp_path, machines):
+    recipe = tiny(
+        rows=chats(9), device="cpu", train=TRAIN | {"steps": 9000}, checkpoint={"every": 5}
+    )
+    words = ("plugsft", "launch", recipe, "--ranks", 2)
+    running = machines(*words)
+    wait_for_checkpoint(tmp_path / "run", [running])
+    running.process.terminate()
+    code, output = running.wait(60)
+    assert code == 143 and "error: stopped by SIGTERM after step" in output, output
+    refused, said = machines(*words).wait(60)
+    assert refused == 2 and "resume with --resume, start again with --overwrite" in said, said
+    assert "Traceback" not in output + said
+
+
+@only_full
+def test_a_killed_rank_is_named(tiny, tmp_path, machines):
+    recipe = tiny(
+        rows=chats(9), device="cpu", train=TRAIN | {"steps": 9000}, checkpoint={"every": 5}
+    )
+    running = machines("plugsft", "launch", recipe, "--ranks", 2)
+    wait_for_checkpoint(tmp_path / "run", [running])
+    psutil.Process(running.process.pid).children()[1].kill()
+    code, output = running.wait(60)
+    assert code == 137 and "was ended by SIGKILL; the kernel does so when" in output, output
+
+
 @only_full
 def test_a_machine_of_plugsft_launch_is_killed(tiny, tmp_path, machines):
     recipe = tiny(

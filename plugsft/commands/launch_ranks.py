@@ -13,7 +13,7 @@ import torch
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
 from ..base.console import format_count, say
-from ..base.errors import LaunchError, did_you_mean
+from ..base.errors import LaunchError, did_you_mean, reason_of
 from ..base.launch_files import STRATEGIES, Layout, launch_file
 from ..base.machine import look
 from ..batches.defaults import BatchDefaults
@@ -69,6 +69,7 @@ def launch_ranks(recipe: Recipe, active: Active, words: list[str], options: Opti
     slurm = slurm_step(os.environ)
     several = slurm is not None and slurm.nodes > 1
     if not several and options == Options() and Path(default_config_file).is_file():
+        _ensure_readable(default_config_file)
         say(f"launch: {default_config_file} decides; --ranks or --strategy replaces it")
         _execute(["accelerate", "launch", "-m", "plugsft", *words])
     layout = layout_of(recipe, options, slurm)
@@ -81,6 +82,17 @@ def launch_ranks(recipe: Recipe, active: Active, words: list[str], options: Opti
     if layout.ranks * layout.nodes == 1 and layout.strategy == "ddp":
         _execute(["plugsft", *words])
     _execute(["accelerate", "launch", *layout.options(), "-m", "plugsft", *words])
+
+
+def _ensure_readable(file: str) -> None:
+    """Refuse a file of accelerate that it cannot read."""
+    try:
+        load_config_from_file(file)
+    except Exception as error:  # of YAML, JSON, or accelerate's own tables
+        raise LaunchError(
+            f"{file}: accelerate cannot read it ({reason_of(error)}); write it again with "
+            "`accelerate config`, or give --ranks or --strategy"
+        ) from error
 
 
 def layout_of(recipe: Recipe, options: Options, slurm: Slurm | None) -> Layout:
@@ -215,10 +227,10 @@ def _text(value: object) -> str:
 
 
 def _execute(command: list[str]) -> NoReturn:
-    """Print a command and run it in place of this process: its exit code is the command's."""
+    """Print a command and run it in place of this process."""
     say(shlex.join(command))
     program, *words = command
-    module = "accelerate.commands.launch" if program == "accelerate" else program
+    module = "plugsft.commands.run_accelerate" if program == "accelerate" else program
     arguments = words[1:] if program == "accelerate" else words
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])

@@ -1,0 +1,57 @@
+"""Runs accelerate's launcher, and ends with the exit code of the rank that failed."""
+
+import os
+import signal
+import sys
+from subprocess import CalledProcessError
+
+from accelerate.commands.launch import main
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from ..base.console import print_error
+
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds that ranks have to save after a signal, before they are killed."""
+
+CLOSED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a rank that the launcher ended: at once, or after it has saved."""
+
+
+def run_accelerate() -> None:
+    """Run `accelerate launch` with this process's arguments.
+
+    Its own traceback only says that a rank failed; the rank has printed the reason.
+    """
+    os.environ.setdefault(SHUTDOWN, "600")  # by default 30: a large checkpoint takes longer
+    try:
+        main()
+    except (SignalException, ChildFailedError, CalledProcessError) as error:
+        if os.environ.get("PLUGSFT_DEBUG") == "1":
+            raise
+        sys.exit(exit_code(error))
+
+
+def exit_code(error: SignalException | ChildFailedError | CalledProcessError) -> int:
+    """Return the exit code of a launch that failed; name a rank that was killed."""
+    if isinstance(error, SignalException):
+        return 128 + error.sigval
+    if isinstance(error, CalledProcessError):
+        code, who = error.returncode, "the run"
+    else:
+        # Ranks that the launcher ended, as another had failed, come last.
+        first = min(
+            error.failures.values(),
+            key=lambda one: (one.exitcode in CLOSED, one.timestamp, one.exitcode),
+        )
+        code, who = first.exitcode, f"local rank {first.local_rank}"
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    cause = "; the kernel does so when memory is full" if name == "SIGKILL" else ""
+    print_error(f"error: {who} was ended by {name}{cause}")
+    return 128 - code
+
+
+if __name__ == "__main__":
+    run_accelerate()
