@@ -1,6 +1,7 @@
 """Two machines, as two of torchrun's agents with two ranks each: one is lost, the run goes on."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,21 @@ SLOW = """
             Path(self.folder, "begun").touch()
             while not Path(self.folder, "killed").exists():
                 time.sleep(0.1)
+            return (yield)
+"""
+SLOW_STEP = """
+    import time
+    from pathlib import Path
+
+    @plugin()
+    class Slow:
+        folder: str
+        seconds: float
+
+        @hookimpl(wrapper=True)
+        def step(self):
+            Path(self.folder, "begun").touch()
+            time.sleep(self.seconds)
             return (yield)
 """
 
@@ -139,13 +155,19 @@ def wait_for_checkpoint(run, started):
         time.sleep(0.02)
 
 
-def test_a_launch_ends_with_the_exit_code_of_its_run(tiny, tmp_path, machines):
-    recipe = tiny(
-        rows=chats(9), device="cpu", train=TRAIN | {"steps": 9000}, checkpoint={"every": 5}
-    )
-    words = ("plugsft", "launch", recipe, "--ranks", 2)
-    running = machines(*words)
+@pytest.fixture
+def endless(tiny):
+    """Return a recipe that runs until it is stopped."""
+    train = TRAIN | {"steps": 9000}
+    return tiny(rows=chats(9), device="cpu", train=train, checkpoint={"every": 5})
+
+
+def test_a_launch_ends_with_the_exit_code_of_its_run(endless, tmp_path, machines):
+    words = ("plugsft", "launch", endless, "--ranks", 2)
+    running = machines("nohup", *words)
     wait_for_checkpoint(tmp_path / "run", [running])
+    running.process.send_signal(signal.SIGHUP)  # as at a logout
+    time.sleep(1)
     running.process.terminate()
     code, output = running.wait(60)
     assert code == 143 and "error: stopped by SIGTERM after step" in output, output
@@ -154,12 +176,45 @@ def test_a_launch_ends_with_the_exit_code_of_its_run(tiny, tmp_path, machines):
     assert "Traceback" not in output + said
 
 
+@pytest.fixture
+def slow(tiny, tmp_path, monkeypatch):
+    """Give `slow(seconds)`: a recipe whose steps take that long; each writes the file "begun"."""
+    activate(install(tmp_path, slow=SLOW_STEP), monkeypatch)
+
+    def make(seconds):
+        plugins = {"slow": {"folder": str(tmp_path), "seconds": seconds}}
+        train = TRAIN | {"micro_batch": 8}
+        return tiny(rows=chats(9), device="cpu", train=train, plugins=plugins)
+
+    return make
+
+
 @only_full
-def test_a_killed_rank_is_named(tiny, tmp_path, machines):
-    recipe = tiny(
-        rows=chats(9), device="cpu", train=TRAIN | {"steps": 9000}, checkpoint={"every": 5}
-    )
-    running = machines("plugsft", "launch", recipe, "--ranks", 2)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_single_process_of_accelerates_file_saves_too(slow, tmp_path, machines, number):
+    file = tmp_path / "home/accelerate/default_config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n")
+    running = machines("plugsft", "launch", slow(8), HF_HOME=str(tmp_path / "home"))
+    wait_for((tmp_path / "begun").exists, seconds=60)
+    running.process.send_signal(number)
+    code, output = running.wait(60)
+    assert code == 128 + number and f"stopped by {number.name} after step 1" in output, output
+    assert f"{file} decides" in output and "Traceback" not in output
+
+
+@only_full
+def test_a_step_may_take_longer_than_the_launchers_own_patience(slow, tmp_path, machines):
+    running = machines("plugsft", "launch", slow(40), "--ranks", 2)
+    wait_for((tmp_path / "begun").exists, seconds=60)
+    running.process.terminate()
+    code, output = running.wait(120)
+    assert code == 143 and "stopped by SIGTERM after step 1: saved" in output, output
+
+
+@only_full
+def test_a_killed_rank_is_named(endless, tmp_path, machines):
+    running = machines("plugsft", "launch", endless, "--ranks", 2)
     wait_for_checkpoint(tmp_path / "run", [running])
     psutil.Process(running.process.pid).children()[1].kill()
     code, output = running.wait(60)

@@ -32,8 +32,8 @@ ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Each of these sets torch's allocator; the first one works on every GPU."""
 CUDNN_ATTENTION = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
-MOST_QUESTIONS = 2000
-"""Of all ranks to the launcher's store in a second, while they wait for each other."""
+MOST_REQUESTS = 2000
+"""The most that waiting ranks, all together, ask of the launcher's store in a second."""
 CHECK_LAUNCHER = "start it with `plugsft launch`, or check the launcher's file"
 
 
@@ -194,7 +194,7 @@ def wait_for_ranks(machine: Machine) -> None:
         while launcher.add(here, 0) < machine.world_size:
             if machine.is_main:
                 nodes.ensure_alive()
-            time.sleep(max(0.2, machine.world_size / MOST_QUESTIONS))
+            time.sleep(max(0.2, machine.world_size / MOST_REQUESTS))
     except RuntimeError as error:  # machine 0 has the launcher's store
         raise ended(0) from error
 
