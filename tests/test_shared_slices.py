@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 
+import psutil
 import pytest
 from conftest import (
     ROOT,
@@ -161,11 +162,40 @@ def start_host(*words, env):
     )
 
 
-@only_full
-def test_four_hosts_prepare_and_two_are_killed(tmp_path):
-    """Print the times of one process, of four hosts, and of four hosts when two are killed."""
+@pytest.fixture
+def hosts():
+    """Skip where a process cannot seem to be another host."""
     if subprocess.run([*HOST, "true"], capture_output=True).returncode:
         pytest.skip("other spaces of process numbers need root")
+
+
+@only_full
+def test_a_host_that_sleeps_in_its_slice_is_taken_over_and_may_wake(hosts, many, tmp_path):
+    recipe, run, go = many(), tmp_path / "run", tmp_path / "go"
+    assert run_plugsft("prepare", recipe, f"output={tmp_path / 'alone'}").returncode == 0
+    (tmp_path / "note").unlink()
+    env = {"GO": str(go), "PLUGSFT_CACHE": str(tmp_path / "cache")}
+    sleeper = start_host("prepare", recipe, f"output={run}", env=env)
+    wait_for(lambda: noted(tmp_path))
+    (process,) = psutil.Process(sleeper.pid).children()
+    process.suspend()
+    go.touch()
+    begun = time.monotonic()
+    other = start_host("prepare", recipe, f"output={run}", env=env)
+    assert other.communicate(timeout=120)[0] and other.returncode == 0
+    assert time.monotonic() - begun > build_once.PATIENCE, "it might have woken before"
+    process.resume()
+    told = sleeper.communicate(timeout=60)[0]
+    assert sleeper.returncode == 0, told
+    (folder,) = (run / "tokens").iterdir()
+    (reference,) = (tmp_path / "alone/tokens").iterdir()
+    assert content(folder) == content(reference) and damage(folder) is None
+    assert len(noted(tmp_path)) == SLICES + 1
+
+
+@only_full
+def test_four_hosts_prepare_and_two_are_killed(hosts, tmp_path):
+    """Print the times of one process, of four hosts, and of four hosts when two are killed."""
     rows = [{"text": f"owls hoot {number} " + "fox " * 120} for number in range(200_000)]
     tables = tiny_tables(tmp_path / "small", rows[:200])
     recipe = write_recipe(tmp_path / "small.toml", tables)
@@ -177,13 +207,13 @@ def test_four_hosts_prepare_and_two_are_killed(tmp_path):
     for name, count, kills in (("one", 1, 0), ("four", 4, 0), ("killed", 4, 2)):
         run, begun = tmp_path / name, time.monotonic()
         env = {"PLUGSFT_PROGRESS_SECONDS": "1", "PLUGSFT_CACHE": str(tmp_path / f"cache-{name}")}
-        hosts = [start_host("prepare", recipe, f"output={run}", env=env) for _ in range(count)]
-        for number, host in enumerate(hosts[:kills]):
+        started = [start_host("prepare", recipe, f"output={run}", env=env) for _ in range(count)]
+        for number, host in enumerate(started[:kills]):
             wait_for(partial(has_shards, run, 6 * (number + 1)))
             host.kill()
-        told = [host.communicate(timeout=400)[0] for host in hosts]
+        told = [host.communicate(timeout=400)[0] for host in started]
         seconds[name] = time.monotonic() - begun
-        assert [host.returncode for host in hosts] == [-9] * kills + [0] * (count - kills), told
+        assert [host.returncode for host in started] == [-9] * kills + [0] * (count - kills), told
         (folders[name],) = [path for path in (run / "tokens").iterdir() if path.name[0] != "."]
         assert f" by {format_hosts(count)}, " in told[-1]
     for folder in folders.values():
