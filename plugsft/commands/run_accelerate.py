@@ -27,8 +27,8 @@ def run_accelerate() -> None:
     """
     os.environ.setdefault(SHUTDOWN, "600")  # by default 30: a large checkpoint takes longer
     for number in SIGNALS:
-        if signal.getsignal(number) == signal.SIG_IGN:  # SIGHUP under nohup
-            # With a handler of torch's, it would end the run.
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            # Under nohup; with a handler of torch's, it would end the run.
             signal.pthread_sigmask(signal.SIG_BLOCK, {number})
         else:
             signal.signal(number, _raise)
