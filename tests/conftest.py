@@ -35,8 +35,8 @@ OLDEST = {
     "activation_offload", "agree", "bfd_packing", "chat", "cli", "compile", "flash_attention",
     "fp8", "fused_loss", "gpu_interfaces", "gradient_checkpointing", "launch", "launch_settings",
     "liger", "loop", "lora", "lora_fused", "lora_start", "model_families", "model_loading",
-    "packed_documents", "precision", "rank_operations", "recipe", "selective_checkpointing",
-    "torch_optimizer", "versions",
+    "packed_documents", "precision", "quantize", "rank_operations", "recipe",
+    "selective_checkpointing", "torch_optimizer", "versions",
 }  # fmt: skip
 # Tests must not use the network.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig
 from plugsft import ModelLoad, PluginError, say
 from plugsft.kit import num_weights
 
-from .int8 import METHOD, Int8Config, Int8Linear
+from .int8 import METHOD, Int8Config, Int8Linear, Unquantized, store_nothing
 
 RECORD = "quantization_config.json"
 """The file in the run's `model/` that says how the base of the adapters was quantized."""
@@ -48,6 +48,9 @@ def finish(model: Any, layers: list[Any], kind: str, dtype: str) -> str:
 
 def prepare_int8(model: Any, dtype: str) -> list[Any]:
     """Keep DDP from copying the scales, which are the same on all ranks; return the layers."""
+    for module in model.modules():
+        if isinstance(module, Unquantized) and module.weight.is_meta:
+            store_nothing(module, getattr(torch, dtype))
     layers = {name: it for name, it in model.named_modules() if isinstance(it, Int8Linear)}
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = [*ignored, *(f"{name}.scale" for name in layers)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, Parameter
+from torch.nn import Linear, Parameter
 from torch.nn.functional import linear
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
@@ -78,15 +78,31 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scale
 
 
-def replace(layer: Any, dtype: torch.dtype) -> None:
-    """Turn a layer without data into one of 8 bits."""
+class Unquantized(Linear):
+    """A layer that will have 8 bits; until then, its weight has the dtype that it is read in."""
+
+
+def replace(layer: Any) -> None:
+    """Turn a layer without data into one that will have 8 bits."""
     layer.source_cls = type(layer)  # as transformers notes it
     if isinstance(layer, Conv1D):
         layer.in_features, layer.out_features = layer.nx, layer.nf
-    layer.__class__ = Int8Linear
-    codes = torch.empty(layer.out_features, layer.in_features, dtype=torch.int8, device="meta")
+    layer.__class__ = Unquantized
+    empty = layer.weight.new_empty(layer.out_features, layer.in_features, device="meta")
+    layer.weight = Parameter(empty, requires_grad=False)
+
+
+def store(layer: Any, codes: Tensor, scale: Tensor) -> None:
+    """Give a layer its quantized weight."""
     layer.weight = Parameter(codes, requires_grad=False)
-    layer.register_buffer("scale", codes.new_empty(len(codes), 1, dtype=dtype), persistent=False)
+    layer.register_buffer("scale", scale, persistent=False)
+    layer.__class__ = Int8Linear
+
+
+def store_nothing(layer: Any, dtype: torch.dtype) -> None:
+    """Give a layer without data the size of its quantized weight, for `plugsft plan`."""
+    codes = torch.empty_like(layer.weight, dtype=torch.int8)
+    store(layer, codes, torch.empty_like(codes[:, :1], dtype=dtype))
 
 
 @register_quantizer(METHOD)
@@ -94,7 +110,6 @@ class Int8Quantizer(HfQuantizer):
     """Quantizes the weights of linear layers as they are loaded."""
 
     quantization_config: Int8Config
-    quantized_element_size = 1
     is_trainable = True
 
     def is_serializable(self) -> bool:
@@ -107,28 +122,35 @@ class Int8Quantizer(HfQuantizer):
         return device_map or {"": torch.cuda.current_device() if gpu else "cpu"}
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        config, self.scales = self.quantization_config, dict[Module, Tensor]()
+        config, self.scales = self.quantization_config, dict[Any, Tensor]()
         left_out = self.get_modules_to_not_convert(
             model, config.left_out or None, model._keep_in_fp32_modules
         )
         for name, module in model.named_modules():
             is_linear = isinstance(module, Conv1D) or type(module) is Linear
             if is_linear and should_convert_module(name, left_out):
-                replace(module, getattr(torch, config.dtype))
+                replace(module)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Tell whether a parameter is the weight of a layer in 8 bits."""
         path, _dot, name = param_name.rpartition(".")
-        return name == "weight" and isinstance(model.get_submodule(path), Int8Linear)
+        return name == "weight" and isinstance(model.get_submodule(path), Unquantized)
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Return the bytes of a stored weight; a GPU reserves them before the weights are read."""
+        if self.param_needs_quantization(model, param_name):
+            return 1
+        size: float = super().param_element_size(model, param_name, param)
+        return size
 
     def get_quantize_ops(self) -> Int8Quantize:
         """Return the conversion of a loaded weight."""
         return Int8Quantize(self)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        # transformers empties such buffers after it has loaded the weights.
+        # Only now: transformers reads the dtype of a layer's weight, and moves or empties buffers.
         for layer, scale in self.scales.items():
-            layer.scale = scale
+            store(layer, layer.weight.data, scale)
         return model
 
 

@@ -365,7 +365,8 @@ def shaken(model, much=0.05, seed=3):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += torch.randn(parameter.shape, generator=draw) * much
+                moved = torch.randn(parameter.shape, generator=draw) * much
+                parameter += moved.to(parameter.device)
     return model
 
 

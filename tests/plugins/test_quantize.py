@@ -27,6 +27,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
+    modeling_utils,
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -43,6 +44,7 @@ from plugsft.model.defaults import ModelDefaults
 from plugsft.model.load import Load
 from plugsft.plugins.quantize import Quantize
 from plugsft.plugins.quantize.base import stored_bytes
+from plugsft.plugins.quantize.int8 import Int8Linear
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
 
@@ -138,15 +140,16 @@ def shake(*models):
     with torch.no_grad():
         for name, weight in named[0].items():
             if weight.requires_grad:
-                new = weight + torch.randn(weight.shape) * 0.05
+                moved = weight + (torch.randn(weight.shape) * 0.05).to(weight.device)
                 for others in named:
-                    others[name].copy_(new)
+                    others[name].copy_(moved)
 
 
 def gradients(model, dtype=torch.float32):
     """Return the loss of IDS, and the gradient of each trained weight."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
-        loss = model(IDS, labels=IDS).loss
+    ids = IDS.to(model.device)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=dtype != torch.float32):
+        loss = model(ids, labels=ids).loss
     loss.backward()
     trained = [it for it in model.named_parameters() if it[1].requires_grad]
     return loss.detach(), {name: weight.grad.float() for name, weight in trained}
@@ -220,7 +223,8 @@ def run(tmp_path_factory, request):
 
 def logits(model):
     with torch.no_grad():
-        return model.eval()(input_ids=torch.arange(3, 40)[None]).logits.float()
+        ids = torch.arange(3, 40, device=model.device)[None]
+        return model.eval()(input_ids=ids).logits.float().cpu()
 
 
 def trained(run, dtype=torch.float32):
@@ -283,6 +287,25 @@ def test_a_checkpoint_knows_how_its_base_was_quantized(run, tmp_path):
     (tmp_path / "copy/quantization_config.json").write_text('{"quant_method": "other"}')
     broken = run_plugsft("export", tmp_path / "copy", "--merge", "--to", tmp_path / "merged")
     assert broken.returncode == 2 and "quantization_config.json: cannot be read" in broken.stderr
+
+
+def test_memory_for_the_codes_is_reserved_on_a_gpu(base, monkeypatch):
+    """transformers asks for the weights of a GPU's layers before it reads them: a byte each."""
+    reserved = []
+
+    def count(*arguments):
+        [size] = get_total_byte_count(*arguments).values()
+        reserved.append(size)
+        return {torch.device("cpu"): size}
+
+    get_total_byte_count = modeling_utils.get_total_byte_count
+    monkeypatch.setattr(modeling_utils, "is_accelerator_device", lambda _device: True)
+    monkeypatch.setattr(modeling_utils, "get_total_byte_count", count)
+    model, _ = adapt(base(), INT8)
+    layers = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    codes = sum(layer.codes.numel() for layer in layers)
+    rest = AutoModelForCausalLM.from_config(LLAMA).num_parameters() - codes
+    assert len(layers) == 14 and reserved == [codes + 4 * rest]
 
 
 @pytest.mark.parametrize("kind", [KIND, INT8], ids=str)
