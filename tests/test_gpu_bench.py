@@ -323,6 +323,17 @@ def test_a_dry_run_of_all_phases_goes_on_after_a_kill(tmp_path):
 
 
 @only_full
+def test_a_dry_run_of_the_recipe_for_a_t4_trains_in_float16(tmp_path):
+    words = [BENCH / "gpu_t4.py", "--dry-run", "--steps=2", "--out", tmp_path / "t4.json"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "t4.json").read_text())
+    assert len(report["steps"]) == 2 and report["steps"][-1]["loss_scale"] > 1
+    assert "computed in float16" in report["precision"] and "uint8" in report["precision"]
+    assert 1 < report["forecast_gib"] < 2 and "reserved" in report["forecast"]
+
+
+@only_full
 def test_the_pack_has_what_a_bare_machine_lacks(tmp_path):
     """It takes wheels from the registry."""
     folder = tmp_path / "pack"

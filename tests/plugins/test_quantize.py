@@ -152,7 +152,7 @@ def gradients(model, dtype=torch.float32):
         loss = model(ids, labels=ids).loss
     loss.backward()
     trained = [it for it in model.named_parameters() if it[1].requires_grad]
-    return loss.detach(), {name: weight.grad.float() for name, weight in trained}
+    return loss.detach().cpu(), {name: weight.grad.float().cpu() for name, weight in trained}
 
 
 SKIP = {"skip": ["down_proj", "layers.1.self_attn.q_proj"]}
@@ -355,7 +355,7 @@ def test_evaluations_leave_the_weights_as_they_are(base):
     before = gradients(model, torch.bfloat16)[0]
     weights = {name: weight.clone() for name, weight in model.named_parameters()}
     with torch.no_grad():
-        model.eval()(IDS)
+        model.eval()(IDS.to(model.device))
     for name, weight in model.named_parameters():
         assert torch.equal(weight, weights[name]), name
     assert torch.equal(gradients(model.train(), torch.bfloat16)[0], before)

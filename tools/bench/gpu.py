@@ -105,7 +105,7 @@ def read_options() -> argparse.Namespace:
     options.phases = (options.phases or ",".join(DRY if options.dry_run else PHASES)).split(",")
     if unknown := {*options.phases} - {*PHASES}:
         parser.error(f"no phase is named {', '.join(sorted(unknown))}: {', '.join(PHASES)}")
-    options.work /= "dry" if options.dry_run else "real"
+    options.work = options.work.resolve() / ("dry" if options.dry_run else "real")
     options.work.mkdir(parents=True, exist_ok=True)
     options.lock = (options.work / "lock").open("w")  # until this process ends
     try:

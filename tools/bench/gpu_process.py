@@ -38,6 +38,7 @@ def started(*words: object, log: Path, **environment: str) -> Iterator["subproce
             stderr=subprocess.STDOUT,
             env=SETTINGS | os.environ | QUIET | environment,
             start_new_session=True,
+            cwd=log.parent,  # not a clone: its plugsft would hide the installed one
             preexec_fn=shared.end_with_parent,
         )
     try:
