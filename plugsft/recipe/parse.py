@@ -54,7 +54,7 @@ def explain(
         elif kind == "value_error":
             what = str(context["error"])
         elif kind in ("model_type", "dict_type", "dataclass_type"):
-            what = f"given {short(given)}; it should be a table"
+            what = f"given {short(given)}; it should be a table: [{key}], or keys below it in YAML"
         elif kind in WANTED:
             what = f"given {short(given)}; it should be {WANTED[kind]}{_unquote(given, kind)}"
         else:
