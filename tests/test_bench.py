@@ -556,7 +556,8 @@ TWENTY = 20
 @only_full
 @pytest.mark.timeout(7200)
 def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
-    """On a machine that nobody else uses."""
+    """Beside another worker of pytest, bench may miss a slower plugin, and must not invent one."""
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
     model = {"scratch": {"hidden": 128, "layers": 2, "heads": 4, "vocab": 400, "context": 256}}
     tables = tiny_tables(tmp_path, chats(400)) | {"model": model}
     tables["train"] |= {"batch_size": 32, "micro_batch": 16}
@@ -577,7 +578,8 @@ def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
         found.append((nothing.alone.word, sleeper.alone.word))
         print(number, nothing.alone, sleeper.alone, flush=True)
     assert [one for one, _ in found].count(NOISE) >= TWENTY - 1
-    assert [one for _, one in found].count(SLOWER) >= TWENTY - 1
+    slower = [one for _, one in found].count(SLOWER)
+    assert slower >= (TWENTY - 1 if alone else 1) and FASTER not in [one for _, one in found]
 
 
 def test_columns_stand_below_each_other():
