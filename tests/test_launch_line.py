@@ -119,6 +119,15 @@ def test_a_contradiction_is_one_line_with_its_cure(launch, words, says):
     assert launch_ranks.SWITCH["zero3"] not in os.environ
 
 
+def test_a_strategy_that_is_left_in_the_environment_is_refused(launch, monkeypatch):
+    """accelerate would take it in place of the strategy that was asked for."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    code, lines, _ = launch("--ranks", "2")
+    assert code == 2 and "unset ACCELERATE_USE_FSDP, or give --strategy fsdp2" in lines[-1]
+    code, lines, command = launch("--ranks", "2", "--strategy", "fsdp2")
+    assert code == 0 and command
+
+
 def test_a_taken_port_is_named(launch):
     import socket
 

@@ -164,6 +164,12 @@ def ensure_possible(recipe: Recipe, active: Active, layout: Layout) -> None:
         raise LaunchError(
             f"--strategy {layout.strategy}: train.keep_whole_gradients is for fsdp2; remove it"
         )
+    for other, name in SWITCH.items():
+        if other != layout.strategy and os.environ.get(name, "").lower() in ("1", "true"):
+            raise LaunchError(
+                f"--strategy {layout.strategy}: the environment has {name}={os.environ[name]}, "
+                f"which means {other}: unset {name}, or give --strategy {other}"
+            )
     if switch := SWITCH.get(layout.strategy):
         if layout.cpu and torch.cuda.is_available():
             raise LaunchError(
