@@ -72,6 +72,8 @@ def test_a_family_passes_or_is_refused(bench, family):
     for column in set(COLUMNS) - {"packed", "fused", "lora"}:
         assert results[column] in (*FINE, "whole on each rank"), results
     if family in CORE or family in read_committed():
+        if results["packed"].startswith("refused") and os.environ.get("PLUGSFT_OLDEST") == "1":
+            pytest.skip("an older transformers: " + results["packed"])
         assert {name: word(result) for name, result in results.items()} == {
             name: word(one) for name, one in read_committed()[family].items()
         }

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from copy import deepcopy
 
 import numpy as np
@@ -309,4 +310,6 @@ def test_sharded_layers_learn_the_same(tiny, tmp_path):
     code, out, err = run_launch(*config("fsdp2"), *words, timeout=550)
     assert code == 0, err
     assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
-    assert "2 layers, 2 programs compiled" in out and "graph break" not in out
+    said = re.findall(r"2 layers, (\d) programs compiled|(graph break.*)", out)
+    # torch 2.11 compiles another one for rows of another length.
+    assert said and {*said} <= {("2", ""), ("3", "")}, said or out
