@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from plugsft.base import machine
 from plugsft.base.machine import (
     available_memory,
     free_disk,
-    is_slow_to_map,
     look,
     memory_limit,
     num_cores,
@@ -106,27 +104,6 @@ def test_ranks_are_the_launcher_s(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (look().rank, look().world_size, look().is_main) == (3, 8, False)
     assert look().cores >= 1 and look().memory > 0
-
-
-def test_windows_subsystem_is_recognised(monkeypatch):
-    monkeypatch.setattr(machine.platform, "release", lambda: "5.15.0-microsoft-standard-WSL2")
-    assert look().wsl is True
-
-
-@pytest.mark.parametrize(
-    ("folder", "slow"),
-    [
-        ("/mnt/c/data/tokens", True),
-        ("/mnt/d", True),
-        ("/mnt/data/tokens", False),
-        ("/home/me/mnt/c/tokens", False),
-        ("/mnt/wsl/tokens", False),
-        ("/mnt/wsl/../c/tokens", True),
-    ],
-)
-def test_a_windows_disk_is_slow_to_map_from_wsl_only(folder, slow):
-    assert is_slow_to_map(Path(folder), replace(look(), wsl=True)) is slow
-    assert not is_slow_to_map(Path(folder), replace(look(), wsl=False))
 
 
 @pytest.mark.parametrize("launched", [False, True])

@@ -1,14 +1,17 @@
 """Files of the user in a folder that plugsft writes to are never lost."""
 
+import json
+import os
 import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from conftest import FULL, run_plugsft, tiny_tables, write_recipe
 
-from plugsft.base.atomic import MANIFEST, discard, publish
-from plugsft.base.errors import PlugsftError, RecipeError
+from plugsft.base.atomic import MANIFEST, damage, discard, publish
+from plugsft.base.errors import DiskError, PlugsftError, RecipeError
 from plugsft.output import folder as places
 from plugsft.output import record
 
@@ -60,11 +63,11 @@ def test_no_file_of_a_user_is_ever_lost(tmp_path, seed, late):
     if rng.random() < 0.8:
         make_run(run)
     theirs = {}
-    before = files(run) if run.exists() else {}
+    ours = files(run) if run.exists() else {}
     for number in range(rng.randint(1, 4)):
         name = rng.choice([*NAMES, *places.FILES])
         path = run / rng.choice(PLACES) / name
-        if str(path.relative_to(run)) in before and rng.random() < 0.5:
+        if str(path.relative_to(run)) in ours and rng.random() < 0.5:
             continue
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +77,10 @@ def test_no_file_of_a_user_is_ever_lost(tmp_path, seed, late):
         theirs[str(path.relative_to(run))] = path.read_bytes()
         if rng.random() < 0.3 and not (path.parent / MANIFEST).exists():
             (path.parent / MANIFEST).write_text(rng.choice(FOREIGN_MANIFESTS))
+    # A changed file of a checkpoint is a damaged one. Beside the folders, and in model/, changed
+    # files are looked at before a run only.
+    known = {*ours, *places.FILES} if late else {name for name in ours if "checkpoints/" in name}
+    theirs = {name: text for name, text in theirs.items() if name not in known}
     before = files(run) if run.exists() else {}
     try:
         if late:
@@ -81,13 +88,14 @@ def test_no_file_of_a_user_is_ever_lost(tmp_path, seed, late):
             discard(run / "checkpoints/step-000002")
             with publish(run / "model", replace=True):
                 pass
-            # Files beside the folders are looked at before a run only.
-            theirs = {name: text for name, text in theirs.items() if name not in places.FILES}
         else:
             run_over(run)
     except RecipeError as error:
         assert files(run) == before, "who refuses has changed nothing"
         assert any(str(run / name) in str(error) for name in theirs), str(error)
+    except DiskError as error:
+        assert late and "move the folder away" in str(error)
+        assert all(files(run)[name] == text for name, text in theirs.items())
     else:
         kept = {*files(run).values()}
         assert all(text in kept for text in theirs.values())
@@ -98,7 +106,30 @@ def test_what_a_run_wrote_is_replaced(tmp_path):
     run_over(tmp_path / "run")
     assert {*files(tmp_path / "run").values()} >= {b"new"}
     assert b"model" not in files(tmp_path / "run").values()
-    assert not list(tmp_path.rglob("*not-ours*")) and not list(tmp_path.rglob(".*.tmp"))
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("sizes", ["right", "wrong"])
+def test_a_manifest_never_removes_a_file_outside_of_its_folder(tmp_path, absolute, sizes):
+    """As another user of a shared cache, or of a run's folder, could write it."""
+    thesis = tmp_path / "precious/thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    make_run(tmp_path / "run")
+    for name in ("model", "checkpoints/step-000001", "checkpoints/step-000002"):
+        folder = tmp_path / "run" / name
+        manifest = json.loads((folder / MANIFEST).read_text())
+        outside = str(thesis) if absolute else os.path.relpath(thesis, folder)
+        manifest[outside] = [13, "0" * 32]
+        if sizes == "wrong":
+            manifest["weights"][0] += 1
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        assert "outside of its folder" in damage(folder)
+    with suppress(RecipeError, DiskError):
+        record.clear(tmp_path / "run")
+        run_over(tmp_path / "run")
+    assert thesis.read_text() == "years of work"
 
 
 @pytest.fixture(scope="module")

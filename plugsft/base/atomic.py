@@ -1,7 +1,6 @@
 """Files and folders that appear whole or not at all, with a manifest of sizes and checksums."""
 
 import errno
-import itertools
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import psutil
 from .checksums import digest, file_digest
 from .console import format_size
 from .errors import DiskError, PlugsftError, reason_of
-from .limits import parse_json, read_text
+from .limits import parse_json, path_inside, read_text
 from .machine import free_disk
 
 MANIFEST = "manifest.json"
@@ -39,8 +38,6 @@ def _host_id() -> str:
 
 
 HOST_ID = _host_id()
-LIBRARY_ERRORS = ("(os error ", "inline_container", "iostream error")
-"""Signs of a failed write in errors of safetensors, tokenizers (both Rust) and torch (C++)."""
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of writes to an open file, for which Python names no file."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -137,16 +134,14 @@ def _error_number(error: Exception) -> int | None:
         return error.errno
     # shutil copies several files, and raises a list of their errors.
     reason = str(error.args[0][0][2] if isinstance(error, shutil.Error) else error)
-    if match := ERROR_NUMBER.search(reason):
-        return int(match[1])
-    # torch reports a full disk only in these words.
-    return errno.ENOSPC if "unexpected pos" in reason else None
+    match = ERROR_NUMBER.search(reason)
+    return int(match[1]) if match else None
 
 
 def _concerns(error: Exception, path: Path) -> bool:
     """Tell whether an error is about writing to a path or its folder."""
     if not isinstance(error, OSError):
-        return any(sign in str(error) for sign in LIBRARY_ERRORS)
+        return ERROR_NUMBER.search(str(error)) is not None
     if isinstance(error, shutil.Error):
         return str(path.parent) in str(error)
     if error.filename is None:
@@ -187,7 +182,7 @@ def damage(
             skip = total and int(middle * ranks / total) != rank
             if skip or (names is not None and name not in names):
                 continue
-            path = folder / name
+            path = path_inside(folder, name)
             if not path.is_file():
                 return f"{name} is missing"
             read = not quick or path.suffix == ".json"
@@ -198,11 +193,11 @@ def damage(
     return None
 
 
-def manifest_sizes(folder: Path) -> dict[str, int] | None:
-    """Return the sizes of a manifest's files; None if plugsft wrote no manifest."""
+def manifest_sizes(folder: Path) -> dict[Path, int] | None:
+    """Return the paths and sizes of a manifest's files; None if plugsft wrote no manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
-        return {str(name): _size_in(entry) for name, entry in manifest.items()}
+        return {path_inside(folder, name): _size_in(entry) for name, entry in manifest.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -212,10 +207,9 @@ def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
     if not folder.is_dir():
         return [folder] if folder.exists() else []
     files = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    manifest = manifest_sizes(folder)
-    if manifest is None:
+    sizes = manifest_sizes(folder)
+    if sizes is None:
         return files
-    sizes = {folder / name: size for name, size in manifest.items()}
     return [
         path
         for path in files
@@ -224,33 +218,23 @@ def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
     ]
 
 
-def discard(folder: Path, sized: bool = True) -> Path | None:
-    """Remove a folder that plugsft wrote, atomically for readers; return the rest, if any.
+def discard(folder: Path) -> Path | None:
+    """Remove a folder that plugsft wrote, atomically for readers; refuse one with other files.
 
-    Files that plugsft did not write are moved to `FOLDER.not-ours-1`; with `sized`, also files of
-    another size. The rest may also be files that cannot be removed.
+    Return what could not be removed, if anything. No path of a manifest is followed.
     """
-    if not folder.is_symlink() and foreign_files(folder, sized):
-        return _remove_own_files(folder, sized)
+    if not folder.is_symlink() and (others := foreign_files(folder)):
+        raise DiskError(
+            f"{folder}: cannot be replaced: plugsft did not write {others[0]}, or the manifest of "
+            "the folder is damaged",
+            "move the folder away",
+        )
     builder = f"{uuid.uuid4().hex[:8]}.{HOST_ID}-{os.getpid()}"
     removed = folder.with_name(f".{folder.name}.{builder}.tmp")
     with suppress(FileNotFoundError):
         folder.rename(removed)
     remove(removed)
     return removed if removed.exists() else None
-
-
-def _remove_own_files(folder: Path, sized: bool) -> Path:
-    """Rename a folder, and remove the files that plugsft wrote in it."""
-    names = (folder.with_name(f"{folder.name}.not-ours-{n}") for n in itertools.count(1))
-    renamed = next(path for path in names if not path.exists())
-    folder.rename(renamed)
-    if (manifest := manifest_sizes(renamed)) is not None:
-        foreign = foreign_files(renamed, sized)
-        for path in (*(renamed / name for name in manifest), renamed / MANIFEST):
-            if path not in foreign:
-                path.unlink(missing_ok=True)
-    return renamed
 
 
 def sweep(parent: Path, names: Sequence[str] = ("*",)) -> None:

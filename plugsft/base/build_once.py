@@ -119,7 +119,7 @@ def _build(folder: Path, build: Fill, own: Claim, is_complete: IsComplete) -> bo
             _take_over(build_folders(folder), building)
             build(building)
             if folder.exists() and not is_complete(folder):
-                discard(folder, sized=False)  # a truncated file of ours is not a user's
+                discard(folder)
             finish(building, folder, is_complete)
     except Exception:
         # After Ctrl-C or a signal, finished files stay for the next builder.

@@ -77,6 +77,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def path_inside(folder: Path, name: str) -> Path:
+    """Return the path of a file that another file of its folder names; refuse one outside.
+
+    Someone else may have written that file: a manifest, an index of weights.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"it names {name}, outside of its folder")
+    return folder / path
+
+
 def _containers(container: Any) -> list[Any]:
     """Return the dicts and lists directly inside a dict or list."""
     if isinstance(container, Mapping):

@@ -23,7 +23,6 @@ class Machine:
     """Bytes."""
     rank: int
     world_size: int
-    wsl: bool
 
     @property
     def is_main(self) -> bool:
@@ -33,15 +32,13 @@ class Machine:
 
 def look() -> Machine:
     """Return this machine, with the rank that the launcher set."""
-    release = platform.release()
     return Machine(
         host=platform.node(),
-        system=f"{platform.system()} {release} {platform.machine()}",
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=num_cores(),
         memory=memory_limit(),
         rank=int(os.environ.get("RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        wsl="microsoft" in release.lower(),
     )
 
 
@@ -91,11 +88,6 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def is_slow_to_map(folder: Path, machine: Machine) -> bool:
-    """Tell whether a folder is a Windows disk under WSL, where memory maps are slow."""
-    return machine.wsl and re.match("/mnt/[a-z]/", f"{folder.resolve()}/") is not None
 
 
 def _cgroup_v1_quota() -> str:

@@ -94,7 +94,7 @@ def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_r
         total -= entry.size
         reason = f"not used for {keep_days:g} days" if too_old else "over --max-size"
         if not dry_run:
-            discard(entry.folder, sized=False)
+            discard(entry.folder)
         say(f"{verb}  {name}  {size}  {reason}, from {entry.sources}")
         removed, freed = removed + 1, freed + entry.size
     for name, length in _remove_unfinished(home, dry_run):
@@ -126,7 +126,7 @@ def verify(folder: Path | None, remove: bool) -> None:
         say(f"{entry.folder.name}  {f'damaged: {problem}' if problem else 'whole'}")
         damaged += problem is not None
         if problem and remove:
-            discard(entry.folder, sized=False)
+            discard(entry.folder)
     if damaged:
         raise PlugsftError(
             f"{home}: {damaged} of {_count(verified)} damaged; "

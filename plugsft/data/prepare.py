@@ -14,7 +14,6 @@ from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import format_count, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
-from ..base.machine import is_slow_to_map, look
 from ..base.types import Rendered, Row, Shard
 from ..recipe.tables import Recipe
 from ..registry.active import Active
@@ -216,8 +215,6 @@ def _prepare_tokens(
     tokens = _name_sources(entry, work)
     origin = f"in {time.perf_counter() - started:.1f} s" if built else "from cache"
     say(f"data: {summarize(tokens.facts, origin)}")
-    if is_slow_to_map(tokens.folder, look()):
-        say(f"data: read into memory: {tokens.folder} is on a Windows disk, which WSL maps slowly")
     weights = tokens.columns.get(WEIGHT)
     if weights is not None:
         say(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import transformers
 
-from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory
+from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory, reason_of
+from ..base.limits import path_inside, read_json_object
 from ..base.load_errors import explain_load_error
 from ..recipe.tables import Model, Recipe
 from .context import ensure_context
@@ -70,6 +71,7 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
 
 def ensure_safetensors(path: str, revision: str | None = None) -> None:
     """Refuse weights that are only pickled: loading a pickle can run code."""
+    ensure_weights_inside(Path(path))
     try:
         if Path(path).is_dir():
             names = [file.name for file in Path(path).iterdir()]
@@ -92,6 +94,18 @@ def ensure_safetensors(path: str, revision: str | None = None) -> None:
         "when it is read; plugsft reads safetensors. If you trust who made it, convert it with: "
         f'python -c {shlex.quote(command)} and set model.path = "{target}"'
     )
+
+
+def ensure_weights_inside(folder: Path) -> None:
+    """Refuse an index that names files outside of the model's folder, which loading would read."""
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            for name in {*read_json_object(index)["weight_map"].values()}:
+                path_inside(folder, name)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RecipeError(
+                f"model.path: {index}: cannot be used: {reason_of(error)}; download the model again"
+            ) from error
 
 
 def check_ids(recipe: Recipe, largest: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base.atomic import Stamp, damage, discard, is_published, publish, sweep, write_json, writing
 from ..base.console import say
-from ..base.errors import CheckpointError, RecipeError, did_you_mean, reason_of
+from ..base.errors import CheckpointError, DiskError, RecipeError, did_you_mean, reason_of
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
 from ..ranks.agree import agreed, all_done, are_alike, ensure_alike, gathered
 from ..ranks.optimizer_parts import first_difference, name_difference
@@ -26,7 +26,7 @@ from ..ranks.train_state import TrainState
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.store import Tokens
-from .same_run import FORMAT, LOCK, STATE, ensure_same_run, keys_affecting_results, read_json
+from .same_run import FORMAT, STATE, ensure_same_run, keys_affecting_results, open_lock, read_json
 
 
 class Best(NamedTuple):
@@ -223,8 +223,8 @@ class Checkpoints:
         keep, kept = self._recipe.checkpoint.keep, best and step_folder(self.folder, best.step)
         for old in (path for path in paths[:-keep] if path != kept):
             try:
-                left, reason = discard(old), "its files are in use or not ours"
-            except OSError as error:
+                left, reason = discard(old), "its files are in use"
+            except (DiskError, OSError) as error:
                 left, reason = old, reason_of(error)
             if left:
                 say(f"warning: {left} could not be removed ({reason}); it still takes disk space")
@@ -272,7 +272,7 @@ def ensure_one_output(accelerator: Accelerator, recipe: Recipe) -> None:
     with agreed(accelerator, "opening the output folder"), writing(recipe.folder):
         recipe.folder.mkdir(parents=True, exist_ok=True)
         # Opened for writing, a file comes from the network's server, not from a cache.
-        with (recipe.folder / LOCK).open("a+") as file:
+        with open_lock(recipe.folder) as file:
             file.seek(0)
             facts = {"the lock of the output folder": file.read() or "none"}
     ensure_alike(accelerator, facts, "Give an output on a file system that all machines share")

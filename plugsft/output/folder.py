@@ -19,7 +19,7 @@ from ..base.step_folders import list_checkpoints, parse_step
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .report import read_metrics, read_record
-from .same_run import LOCK
+from .same_run import LOCK, open_lock
 from .samples import SAMPLES
 
 FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json", SAMPLES)
@@ -165,7 +165,7 @@ def lock_output(recipe: Recipe) -> Iterator[None]:
     """Lock the output folder: no second run may write into it."""
     with writing(recipe.folder):
         recipe.folder.mkdir(parents=True, exist_ok=True)
-        lock = (recipe.folder / LOCK).open("a")
+        lock = open_lock(recipe.folder)
     with lock:
         try:
             # The system releases the lock when the process ends, for any reason.

@@ -183,8 +183,8 @@ def keep_lines(path: Path, done: int) -> list[dict[str, Any]]:
 def clear(folder: Path) -> None:
     """Remove an earlier run's checkpoints and model, but no file of the user."""
     for path in (*list_checkpoints(folder / "checkpoints"), folder / "model"):
-        if is_published(path) and (rest := discard(path)):
-            say(f"warning: {path} held files that plugsft did not write; they are in {rest}")
+        if is_published(path):
+            discard(path)
 
 
 def _means(measured: list[list[float]]) -> tuple[dict[str, float], dict[str, float]]:

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..base.atomic import replace_file
 from ..base.errors import reason_of
 from ..base.limits import TABLES, check_depth, parse_json, read_text
-from .old_names import rename_metrics, rename_record
 from .samples import SAMPLES, samples_section
 
 Points = list[tuple[float, float | None]]
@@ -80,7 +79,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
-    return rename_record(record)
+    return record
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -89,7 +88,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(TypeError, ValueError):
             if isinstance(line := check_depth(parse_json(text), 2), dict):
-                lines.append(rename_metrics(line))
+                lines.append(line)
     return lines
 
 

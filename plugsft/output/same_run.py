@@ -1,7 +1,8 @@
 """Whether a checkpoint belongs to a recipe: the keys that affect results, compared. No torch."""
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..base.console import say
 from ..base.errors import CheckpointError, reason_of
@@ -20,6 +21,12 @@ MAY_DIFFER = (
     *("output", "device", "model.save_template", "train.micro_batch"),
     *("train.keep_whole_gradients", "train.log_every", "checkpoint.", "eval.", "plugins."),
 )
+
+
+def open_lock(folder: Path) -> TextIO:
+    """Open an output folder's lock for writing; a link in its place is not followed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    return os.fdopen(os.open(folder / LOCK, flags, 0o666), "a+")
 
 
 def keys_affecting_results(recipe: Recipe, active: Active) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from ..base.errors import DataError, PluginError, reason_of
-from ..base.machine import is_slow_to_map, look
+from ..base.limits import path_inside
 from ..base.types import Ints
 from .schema import WEIGHT, index_schema, shard_schema
 from .shards import checksum_of, count_true, numpy_of, offsets_of, read_facts
@@ -55,12 +55,12 @@ class Tokens:
         self.folder = folder
         self._cuts: tuple[Ints, Ints] | None = None
         self._shares_prompts = False
-        self._in_memory = in_memory or is_slow_to_map(folder, look())
+        self._in_memory = in_memory
         facts_file, index_file = folder / "facts.json", folder / "index.arrow"
         with self._explain_damage(facts_file):
             self.facts = read_facts(facts_file.read_text(encoding="utf8"))
             shards = self.facts["shards"]
-            self._files = [folder / shard["file"] for shard in shards]
+            self._files = [path_inside(folder, shard["file"]) for shard in shards]
             self._sizes = [shard["size"] for shard in shards]
             self._shard_offsets = offsets_of([shard["examples"] for shard in shards])
             self._shards: list[list[RecordBatch]] = [[] for _ in shards]

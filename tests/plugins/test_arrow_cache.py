@@ -29,7 +29,6 @@ from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
-from plugsft.tokens import store
 from plugsft.tokens.store import Tokens
 
 ROUNDS = 20 if os.environ.get("PLUGSFT_FULL") else 2
@@ -173,7 +172,6 @@ def other_key(entry):
         (lambda entry: (entry / "index.arrow").write_bytes(b""), "index.arrow is not what was wri"),
         (lambda entry: flip(entry / "facts.json", 10), "facts.json is not what was written"),
         (lambda entry: flip(entry / "index.arrow", -1), "index.arrow: damaged: "),
-        (lambda entry: (entry / "manifest.json").unlink(), "its manifest cannot be read"),
         (lambda entry: (shutil.rmtree(entry), entry.mkdir()), "its manifest cannot be read"),
         (other_key, "it was built for another key"),
     ],
@@ -282,16 +280,6 @@ def test_in_memory_reads_at_once(run):
     del one
     two, _ = run(in_memory=True)
     assert content(two) == expected and not mapped(shard)
-
-
-def test_a_windows_disk_is_read_at_once_and_that_is_said(run, monkeypatch, capsys):
-    run()
-    for module in (prepare, store):
-        monkeypatch.setattr(module, "is_slow_to_map", lambda folder, machine: True)
-    tokens, _ = run()
-    shard = next(tokens.folder.glob("data-*"))
-    assert "is on a Windows disk" in capsys.readouterr().out
-    assert content(tokens) and not mapped(shard)
 
 
 def test_a_killed_build_is_gone_on_from(noted, home):

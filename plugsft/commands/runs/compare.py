@@ -13,7 +13,6 @@ from ...base.errors import PlugsftError
 from ...base.limits import parse_json, read_text
 from ...data.cache_key import differences
 from ...output.folder import is_locked, suggest_name
-from ...output.old_names import rename_record
 from ...output.report import Points, finite, number, read_metrics, series_of, table_of
 from ...recipe.parse import flatten
 from ...recipe.read import read
@@ -108,7 +107,6 @@ def read_run(name: str, folder: Path) -> Run:
         raise PlugsftError(
             f"{folder / 'run.json'}: was not written by plugsft; name a run's output folder"
         )
-    facts = rename_record(facts)
     if facts["status"] == "running" and not is_locked(folder):
         facts["status"] = "killed"
     path, metrics = folder / "metrics.jsonl", read_metrics(folder / "metrics.jsonl")

@@ -79,6 +79,7 @@ def export(
 def copy_to(folder: Path, target: Path, name: str) -> str:
     """Copy a model and compare every byte; return a description."""
     with publish(target) as building:
+        ensure_no_links(folder)
         shutil.copytree(
             folder, building, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST, ".*")
         )
@@ -89,6 +90,15 @@ def copy_to(folder: Path, target: Path, name: str) -> str:
         add_card(building, folder, name)
     base = f", for {base_model(folder)[0]}" if (folder / ADAPTER).is_file() else ""
     return f"model, copied and verified{base}"
+
+
+def ensure_no_links(folder: Path) -> None:
+    """Refuse links out of a model's folder: an upload would publish what they lead to."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            raise PlugsftError(
+                f"{path}: leads out of the model's folder; put the file itself in its place"
+            )
 
 
 def merge_into(folder: Path, target: Path, trusted: bool, origin: Path, name: str) -> str:
