@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, write_jsonl
+from conftest import ROOT, tiny_tables, write_jsonl, write_recipe
+from other_tools import save_model
+from plugin_packages import LOUD, activate, install
 
 from plugsft.base.atomic import publish
 from plugsft.registry.discover import find
@@ -144,6 +146,25 @@ def test_preparing_and_checking_a_model_from_scratch_imports_no_torch(tmp_path):
     for command in ("check", "prepare", "prepare"):
         done, packages = imported(command, *words)
         assert done == 0 and packages & TOKENIZING == set()
+
+
+def test_prepare_imports_no_torch_for_a_model_and_its_tokens_serve_a_run_with_torch(tmp_path):
+    save_model(tmp_path / "model")
+    tables = tiny_tables(tmp_path) | {"model": {"path": str(tmp_path / "model")}}
+    words = "prepare", str(write_recipe(tmp_path / "recipe.toml", tables))
+    done, packages = run_with_imports("-m", "plugsft", *words)
+    assert done.returncode == 0 and packages & TOKENIZING == set() and "24 rows" in done.stdout
+    code = "import torch; from plugsft.cli import main; main()"
+    done, packages = run_with_imports("-c", code, *words)
+    assert done.returncode == 0 and "torch" in packages and "from cache" in done.stdout
+
+
+def test_prepare_hides_no_torch_from_the_plugins_of_others(tmp_path, monkeypatch):
+    with_torch = LOUD.replace("rendered = yield", "rendered = yield\n            import torch")
+    activate(install(tmp_path / "site", loud=with_torch), monkeypatch)
+    tables = tiny_tables(tmp_path) | {"plugins": {"loud": {}}}
+    done, packages = imported("prepare", write_recipe(tmp_path / "recipe.toml", tables))
+    assert done == 0 and "torch" in packages
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import trl
 from conftest import chats, tiny_tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from template_families import ASK, CALL, FOLDER, RESULT, SYSTEM, TELL
 
 from plugsft import DataError
@@ -648,3 +650,24 @@ def test_of_a_chat_of_very_many_turns_a_sample_is_looked_at(with_template):
     began = time.process_time()
     assert chat.is_stable(read_chat("messages", {"messages": [ASK, TELL] * 10_000}))
     assert time.process_time() - began < 30
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("n.a", "n.b", "n.__class__", "n._Namespace__attrs", "''.__class__", "''.join.__class__"),
+        *("'{0.__class__}'.format(1)", "' a'.strip().upper()", "messages[0].role", "messages[0].x"),
+        *("messages[0].keys() | list", "messages[0].pop('role')", "messages.append(1)"),
+        *("loop.first", "loop.last", "loop.length", "loop._iterator", "loop.__class__"),
+    ],
+)
+def test_fast_access_gives_what_the_plain_sandbox_gives(expression):
+    loop = "{% set n = namespace(a=1) %}{% for m in messages %}{{ X }}{% endfor %}"
+    source, results = loop.replace("X", expression), []
+    plain = ImmutableSandboxedEnvironment().from_string(source)
+    for template in (compile_template(source).template, plain):
+        try:
+            results.append(template.render(messages=[{"role": "user"}, {"role": "assistant"}]))
+        except SecurityError as error:
+            results.append(str(error))
+    assert results[0] == results[1]

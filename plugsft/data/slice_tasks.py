@@ -11,6 +11,7 @@ from ..base.errors import PlugsftError
 from ..base.types import Shard, Slice, Work
 
 ONE_THREAD = {
+    "FASTOKENS_BPE_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
