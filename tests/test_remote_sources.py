@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,15 @@ from pathlib import Path
 
 import datasets
 import pytest
-from conftest import chats, only_full, run_plugsft, tiny_tables, write_jsonl, write_recipe
+from conftest import (
+    chats,
+    only_full,
+    read_metrics,
+    run_plugsft,
+    tiny_tables,
+    write_jsonl,
+    write_recipe,
+)
 
 from plugsft import DataError, RecipeError
 from plugsft.data.defaults import DataDefaults
@@ -181,6 +190,55 @@ def test_an_address_with_a_password_is_refused(tmp_path, url):
 def test_a_signed_address_may_hold_an_at_sign(web):
     url = f"{web}/rows.jsonl?X-Amz-Security-Token={'a' * 1000}&user=me@host"
     assert opened(url, "train[:3]").read(0, 3) == ROWS[:3]
+
+
+@pytest.mark.parametrize(
+    "written", ["{web}/${{SECRET}}/rows.jsonl", "{web}/a.jsonl?$SECRET", "$WEB/a.jsonl"]
+)
+@pytest.mark.parametrize(
+    ("key", "command"),
+    [
+        ("data.source", "check"),
+        ("data.source", "inspect"),
+        ("eval.source", "prepare"),
+        ("model.path", "check"),
+    ],
+)
+def test_no_recipe_sends_a_variable_to_a_server(web, tiny, key, command, written, monkeypatch):
+    monkeypatch.setenv("SECRET", "hf_hunter2")
+    monkeypatch.setenv("WEB", web)
+    before = Handler.requests
+    result = run_plugsft(command, tiny(), f"{key}={written.format(web=web)}")
+    assert result.returncode == 2 and f"{key}: an address takes no environment" in result.stderr
+    assert Handler.requests == before and "hunter2" not in result.stderr
+
+
+def test_no_record_holds_a_signature_and_the_run_resumes(web, tiny, tmp_path):
+    query = "?X-Amz-Signature=hunter2"
+    path = tiny(
+        data={"source": f"{web}/part-0.jsonl{query}"},
+        eval={"source": f"{web}/part-1.jsonl{query}"},
+        train={"batch_size": 4, "steps": 4},
+        checkpoint={"every": 2},
+    )
+    run = tmp_path / "run"
+    for words in ([path], ["export", run, "--to", tmp_path / "exported"]):
+        result = run_plugsft(*words)
+        assert result.returncode == 0, result.stderr
+        assert "hunter2" not in result.stdout
+    texts = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and file != path]
+    assert sum(f"{web}/part-0.jsonl".encode() in text for text in texts) >= 4
+    assert not [text for text in texts if b"hunter2" in text]
+    whole = read_metrics(run)
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints/step-000004")
+    # The run's own recipe needs its addresses; it then goes on as that of the user does.
+    sources = [
+        f"{key}.source={web}/part-{n}.jsonl{query}" for n, key in enumerate(["data", "eval"])
+    ]
+    result = run_plugsft(run / "recipe.toml", *sources, "--resume")
+    assert result.returncode == 0, result.stderr
+    assert [line["loss"] for line in read_metrics(run)] == [line["loss"] for line in whole]
 
 
 def test_a_changed_object_is_noticed(bucket, tmp_path):

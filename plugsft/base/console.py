@@ -1,6 +1,7 @@
 """Console output: one line per event, progress bars on a terminal, nothing on other ranks."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ _console = partial(Console, soft_wrap=True, highlight=False, emoji=False, force_
 out = _console(quiet=os.environ.get("RANK", "0") != "0")
 err = _console(stderr=True)
 
+QUERY = re.compile(r"(https?://[^\s?\"'`<>]*)\?[^\s\"'`<>|\\]*")
+"""A web address with a query."""
+
 
 def say(text: str) -> None:
     """Print one line, on the main process only."""
@@ -26,6 +30,11 @@ def say(text: str) -> None:
 def print_error(text: str) -> None:
     """Print an error, on any process."""
     err.print(text, markup=False, style="red" if err.is_terminal else "")
+
+
+def hide_queries(text: str) -> str:
+    """Return a text for a record: web addresses without their query, which may be a signature."""
+    return QUERY.sub(r"\1", text)
 
 
 def is_terminal() -> bool:

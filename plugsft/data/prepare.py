@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.atomic import IsComplete
 from ..base.build_once import once
 from ..base.checksums import digest
-from ..base.console import format_count, say
+from ..base.console import format_count, hide_queries, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.types import Rendered, Row, Shard
 from ..recipe.tables import Recipe
@@ -230,7 +230,7 @@ def _name_sources(tokens: Tokens, work: ShardWriter) -> Tokens:
     """Give tokens the names and weights of this recipe's sources."""
     # The tokens do not depend on them, so the stored values may differ.
     for facts, source in zip(tokens.facts["sources"], work.sources, strict=bool(work.sources)):
-        facts.update(name=source.source, weight=source.weight)
+        facts.update(name=hide_queries(source.source), weight=source.weight)
     return tokens
 
 
@@ -269,7 +269,7 @@ def _facts(
         "engines": dict(sorted(total.engines.items())),
         "sources": [
             {
-                "name": source.source,
+                "name": hide_queries(source.source),
                 "weight": source.weight,
                 "examples": sum(shard.examples for shard in shards if shard.source == number),
             }

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..base.atomic import discard, is_published, write_text, writing
-from ..base.console import say
+from ..base.console import hide_queries, say
 from ..base.errors import PlugsftError, reason_of
 from ..base.machine import Machine, peak_memory
 from ..base.step_folders import list_checkpoints
@@ -151,7 +151,8 @@ class Record:
     def write(self) -> None:
         """Write run.json with its current content; facts of plugins that JSON lacks, as text."""
         if self.writes:
-            write_text(self.folder / "run.json", json.dumps(self.run, indent=1, default=str) + "\n")
+            text = json.dumps(self.run, indent=1, default=str) + "\n"
+            write_text(self.folder / "run.json", hide_queries(text))
 
     def plugins(self) -> list[dict[str, Any]]:
         """Return the active plugins with their options and summaries."""

@@ -10,6 +10,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from ..base.console import hide_queries
 from ..base.errors import did_you_mean
 from ..base.limits import parse_toml
 from .tables import TEMPLATES, Recipe, absolute, short
@@ -138,8 +139,12 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def resolved(recipe: Recipe) -> str:
-    """Return the recipe as TOML with all defaults and absolute paths."""
-    return tomli_w.dumps(anchored(recipe))
+    """Return the recipe as TOML with all defaults and absolute paths; addresses have no query."""
+    tables = anchored(recipe)
+    for table in (tables["data"], tables.get("eval", {}), *tables["data"].get("sources", [])):
+        if "source" in table:
+            table["source"] = hide_queries(table["source"])
+    return tomli_w.dumps(tables)
 
 
 def anchored(recipe: Recipe) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from ..base.console import hide_queries
 from ..base.errors import reason_of
 from .capabilities import Capability, ensure_known
 
@@ -51,6 +52,11 @@ def _expand(place: str) -> str:
     if not place:
         raise ValueError("given ''; it should be a name or a path")
     expanded = os.path.expanduser(VARIABLE.sub(_variable, place))
+    if "://" in expanded and VARIABLE.search(place):
+        raise ValueError(
+            "an address takes no environment variable, which its server would read; write the "
+            "whole address, or name it on the command line, where your shell expands variables"
+        )
     if PASSWORD.match(expanded):
         raise ValueError(
             "an address with a password would be logged; use the variables of its store"
@@ -73,12 +79,17 @@ def absolute(place: str) -> str:
     return _anchored(place) if os.path.exists(place) else place
 
 
+def _recorded(place: str) -> str:
+    return hide_queries(absolute(place))
+
+
 def _anchored(place: str) -> str:
     return str(Path(place).absolute())
 
 
-# Absolute in the resolved recipe, so that it runs from any folder; plugins use these types too.
-Place = Annotated[str, AfterValidator(_expand), PlainSerializer(absolute, when_used="json")]
+# Absolute in the resolved recipe, so that it runs from any folder, and without the query of an
+# address; plugins use these types too.
+Place = Annotated[str, AfterValidator(_expand), PlainSerializer(_recorded, when_used="json")]
 """A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""

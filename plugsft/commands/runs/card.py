@@ -12,6 +12,7 @@ import tomli_w
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from ...base.console import hide_queries
 from ...base.errors import PlugsftError
 from ...base.limits import parse_toml, read_text
 from ...base.step_folders import parse_step
@@ -57,7 +58,9 @@ def model_card(output: Path, model: Path, place: str) -> str | None:
         body = "\n\n".join(filter(None, sections(run, folder, model, place)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # another version's record, or a damaged one
-    text = SECRET.sub("***", f"---\n{metadata(run, model).to_yaml()}\n---\n\n{body}\n")
+    text = hide_queries(
+        SECRET.sub("***", f"---\n{metadata(run, model).to_yaml()}\n---\n\n{body}\n")
+    )
     return f"{text}\n<!-- written by plugsft: {checksum(text)} -->\n"
 
 
