@@ -19,7 +19,7 @@ from .base.errors import (
     TrainError,
     reason_of,
 )
-from .base.machine import Machine
+from .base.machine import Machine, child_environment
 from .base.types import (
     Batch,
     Encoded,
@@ -72,6 +72,7 @@ __all__ = [
     "WeightSlice",
     "Work",
     "cache_folder",
+    "child_environment",
     "damage",
     "digest",
     "generate",

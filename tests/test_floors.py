@@ -45,7 +45,7 @@ EXPORTED = {
         Batch Capability Data DataError DiskError Encoded FinishedRun Folder Ints Layouts
         LoadedStep Machine ModelLoad Place PluginError PlugsftError Ranks Recipe RecipeError
         Rendered Run RunModel Shard Slice Stopped TokenNll Train TrainError WeightSlice Work
-        cache_folder damage digest generate hookimpl inspect load_run once plugin
+        cache_folder child_environment damage digest generate hookimpl inspect load_run once plugin
         prepare progress reason_of say state train
     """,
     "plugsft.kit": """

@@ -2,10 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import run_plugsft, tiny_tables, write_recipe
+
+from plugsft.lab.trials.runner import run_process
+from plugsft.plugins.push.uploads import Uploads
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +67,32 @@ def test_an_index_of_weights_names_only_files_of_its_folder(made, run, tmp_path,
     tables = tiny_tables(tmp_path / "next") | {"model": {"path": str(model)}}
     error = refused(command, write_recipe(tmp_path / "next.toml", tables))
     assert f"{index}: cannot be used: it names {name}, outside of its folder" in error
+
+
+PLANTED = "import pathlib; pathlib.Path('ran').touch()\n"
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """Return a working directory with modules that someone else wrote."""
+    folder = tmp_path / "clone"
+    for name in ("psutil.py", "plugsft/__init__.py", "plugsft/__main__.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(PLANTED)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_no_rank_imports_from_the_working_directory(made, clone):
+    words = ["launch", made / "recipe.toml", "--ranks", "2", f"output={clone}/run"]
+    command = [Path(sys.executable).parent / "plugsft", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert (clone / "run/model").is_dir() and not (clone / "ran").exists()
+
+
+def test_no_trial_or_upload_imports_from_the_working_directory(clone):
+    code, _ = run_process([sys.executable, "-m", "plugsft", "--help"], clone / "log")
+    assert code == 0 and "Commands" in (clone / "log").read_text()
+    assert Uploads(clone / "run", "me/tiny", [], 60)._run(clone / "none")
+    assert not (clone / "ran").exists()

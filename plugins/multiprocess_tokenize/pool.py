@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Pipe
 from threading import Lock
 
-from plugsft import PluginError, Shard, Slice, Work
+from plugsft import PluginError, Shard, Slice, Work, child_environment
 from plugsft.kit import ONE_THREAD, SliceResult, tokenize_slice
 
 START = "from plugsft.plugins.multiprocess_tokenize.worker import serve; serve({})"
@@ -59,14 +59,12 @@ class Worker:
 
     def __init__(self) -> None:
         self._pipe, child_pipe = Pipe()
-        environment = (
-            os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        )
+        path = os.pathsep.join(filter(None, sys.path))
         # In its own process group: ctrl-C reaches only this process, which ends the workers.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START.format(child_pipe.fileno())],
+            [sys.executable, "-c", START.format(child_pipe.fileno())],
             pass_fds=[child_pipe.fileno()],
-            env=environment,
+            env=child_environment(**ONE_THREAD, PYTHONPATH=path),
             process_group=0,
         )
         child_pipe.close()

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from plugsft import say
+from plugsft import child_environment, say
 
 FOLDER = "push"
 """Folder in the output with the models that are not uploaded yet."""
@@ -128,12 +128,17 @@ class Uploads:
         words += [*self._options, "--without", "push"]
         command = [sys.executable, "-m", "plugsft", *map(str, words)]
         environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)
+            name: value
+            for name, value in child_environment().items()
+            if not name.startswith(LAUNCHERS)
         }
-        with tempfile.TemporaryFile("w+") as errors:
-            self._process = process = subprocess.Popen(
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-            )
+            ) as process,
+        ):
+            self._process = process
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
             assert process.stdout

@@ -15,6 +15,7 @@ import psutil
 
 from ..base.errors import LaunchError
 from ..base.launch_files import Layout
+from ..base.machine import child_environment
 from ..commands.launch_ranks import on_cpu
 from ..commands.runs.inputs import check_inputs
 from ..commands.runs.resume import Resume
@@ -76,11 +77,11 @@ def _launch(folder: Path, layout: Layout) -> int:
     # Into files: a pipe would break if this process were killed, and fail the ranks.
     with (folder / OUTPUT).open("wb") as output, (folder / MESSAGES).open("wb") as messages:
         launcher = subprocess.Popen(
-            [sys.executable, "-P", "-m", *words, "-m", "plugsft.api.rank", str(folder)],
+            [sys.executable, "-m", *words, "-m", "plugsft.api.rank", str(folder)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=messages,
-            env={"PLUGSFT_PROGRESS_SECONDS": "5", **os.environ, "PYTHONPATH": path},
+            env={"PLUGSFT_PROGRESS_SECONDS": "5", **child_environment(PYTHONPATH=path)},
             # Ctrl-C reaches this process only, which then ends the ranks in order.
             start_new_session=True,
         )

@@ -42,6 +42,15 @@ def look() -> Machine:
     )
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a Python that plugsft starts.
+
+    Neither it nor a process that it starts imports from the working directory, which may be a
+    clone of someone else's recipes.
+    """
+    return {**os.environ, "PYTHONSAFEPATH": "1", **changes}
+
+
 def num_cores() -> int:
     """Return the usable cores: the affinity mask, or the container's quota if less."""
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from ..base.console import format_count, say
 from ..base.errors import LaunchError, did_you_mean, reason_of
 from ..base.launch_files import STRATEGIES, Layout, launch_file
-from ..base.machine import look
+from ..base.machine import child_environment, look
 from ..batches.defaults import BatchDefaults
 from ..data.defaults import DataDefaults
 from ..model.schedule import ScheduleDefaults
@@ -239,4 +239,5 @@ def _execute(command: list[str]) -> NoReturn:
     module = "plugsft.commands.run_accelerate" if program == "accelerate" else program
     arguments = words[1:] if program == "accelerate" else words
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+    command = [sys.executable, "-m", module, *arguments]
+    os.execve(sys.executable, command, child_environment())

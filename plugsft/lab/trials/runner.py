@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import psutil
 import tomli_w
 
 from ...base.errors import MEMORY
-from ...base.machine import look
+from ...base.machine import child_environment, look
 from ...base.types import Ints, Shard
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
@@ -195,7 +194,7 @@ def run_process(words: Sequence[str], log: Path, **environment: str) -> tuple[in
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | environment,
+            env=child_environment(**environment),
         )
         try:
             code = process.wait()
