@@ -197,8 +197,11 @@ def manifest_sizes(folder: Path) -> dict[Path, int] | None:
     """Return the paths and sizes of a manifest's files; None if plugsft wrote no manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
-        return {path_inside(folder, name): _size_in(entry) for name, entry in manifest.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        # A web app, too, has a manifest.json: no other program's lists sizes and such checksums.
+        own = all(re.fullmatch("[0-9a-f]{32}", checksum) for _, checksum in manifest.values())
+        sizes = {path_inside(folder, name): int(size) for name, (size, _) in manifest.items()}
+        return sizes if own else None
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError):
         return None
 
 
@@ -229,8 +232,7 @@ def discard(folder: Path) -> Path | None:
             "the folder is damaged",
             "move the folder away",
         )
-    builder = f"{uuid.uuid4().hex[:8]}.{HOST_ID}-{os.getpid()}"
-    removed = folder.with_name(f".{folder.name}.{builder}.tmp")
+    removed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.{HOST_ID}-{os.getpid()}.tmp")
     with suppress(FileNotFoundError):
         folder.rename(removed)
     remove(removed)
@@ -297,14 +299,6 @@ def is_alive(pid: int) -> bool:
 def stamp(path: Path) -> Stamp:
     """Return a file's size and checksum, as a manifest lists it."""
     return (path.stat().st_size, file_digest(path))
-
-
-def _size_in(entry: Any) -> int:
-    """Return the size in a manifest's entry; raise ValueError if plugsft did not write it."""
-    match entry:
-        case [int(size), str(checksum)] if re.fullmatch("[0-9a-f]{32}", checksum):
-            return size
-    raise ValueError("not an entry of a plugsft manifest")
 
 
 def sync(path: Path) -> None:
