@@ -66,12 +66,11 @@ def _token_options(plugin: Any) -> dict[str, Any]:
 def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> dict[str, Any]:
     """Return everything that the tokens depend on, and nothing else."""
     tokenizer = work.tokenizer
-    backend = tokenizer.backend_tokenizer.to_str()
     return {
         "format": FORMAT,
         "data": [source.identity for source in sources],
         "options": work.data.model_dump(exclude={"source", "split", "sources", "tokens"}),
-        "tokenizer": digest({"backend": backend, "names": tokenizer.special_tokens_map}),
+        "tokenizer": digest({"backend": tokenizer.json, "names": tokenizer.special_tokens_map}),
         "template": template_key(tokenizer),
         "stages": VERSIONS,
         "plugins": plugin_versions(active, ("render",)),

@@ -55,7 +55,8 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
     tokenizer.backend_tokenizer.no_padding()
     if model.template_file:
         tokenizer.chat_template = _read_template(model.template_file)
-    add_tokens(tokenizer, model.add_tokens)
+    if model.add_tokens:
+        add_tokens(tokenizer, model.add_tokens)
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
 

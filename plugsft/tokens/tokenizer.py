@@ -49,13 +49,20 @@ class Tokenizer:
         return (self.special_tokens_map or {}).get("eos_token", "")
 
     @cached_property
+    def json(self) -> str:
+        """The text of its tokenizer.json."""
+        return str(self.backend_tokenizer.to_str())
+
+    @cached_property
     def token_bytes(self) -> pa.Array:
         """The bytes that each id decodes to, as far as the vocabulary tells them."""
         backend = self.backend_tokenizer
         parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
         byte_level = any("ByteLevel" in repr(part) for part in parts)
         to_bytes = _bytes_of_characters if byte_level else _bytes_of_text
-        added, vocab = backend.get_added_tokens_decoder(), backend.get_vocab()
+        # Others write an added token as their decoder does: Gemma's "▁▁" stands for two spaces.
+        added = backend.get_added_tokens_decoder() if byte_level else {}
+        vocab = backend.get_vocab()
         decoded = [b""] * (max(vocab.values(), default=-1) + 1)
         for text, number in vocab.items():
             decoded[number] = text.encode() if number in added else to_bytes(text)

@@ -81,8 +81,11 @@ def byte_level(splitter=BYTES, normalizer=None, after=None, added=()):
     return made
 
 
-def pieces(normalizer=None, splitter=None):
-    """Train a tokenizer that spells unknown characters by byte, as sentencepiece makes them."""
+def pieces(normalizer=None, splitter=None, spaces=()):
+    """Train a tokenizer that spells unknown characters by byte, as sentencepiece makes them.
+
+    `spaces` are runs of spaces that are merged, and added tokens too, as Gemma's.
+    """
     learned = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     learned.pre_tokenizer = pre.Metaspace(prepend_scheme="never")
     special = ["<unk>", "<s>", "</s>"]
@@ -95,6 +98,12 @@ def pieces(normalizer=None, splitter=None):
         for added_token in described["added_tokens"]
         if added_token["content"] in special
     ]
+    vocab, flags = described["model"]["vocab"], ("lstrip", "rstrip", "single_word", "special")
+    for run in spaces:
+        vocab[run] = max(vocab.values()) + 1
+        described["model"]["merges"].insert(len(run) - 2, ["▁", run[1:]])
+        token = {"id": vocab[run], "content": run, "normalized": False}
+        described["added_tokens"].append(token | dict.fromkeys(flags, False))
     made = Tokenizer.from_str(json.dumps(described))
     made.normalizer, made.pre_tokenizer = normalizer, splitter
     return made
@@ -138,7 +147,9 @@ KINDS = {
     "single_word": (lambda: byte_level(added=[WORD]), FAST),
     "bos_eos": (lambda: byte_level(after=BOS_EOS), BOTH),
     "gemma": (
-        lambda: pieces(norm.Replace(" ", "▁"), pre.Split(" ", "merged_with_previous")),
+        lambda: pieces(
+            norm.Replace(" ", "▁"), pre.Split(" ", "merged_with_previous"), ("▁▁", "▁▁▁")
+        ),
         BOTH,
     ),
     "llama2": (
@@ -203,6 +214,13 @@ def test_ids_and_ends_are_those_of_the_model_s_tokenizer(name, by, texts, specia
     assert encoded.counts.tolist() == plain.counts.tolist() == [*map(len, own)]
     assert encoded.ends.tolist() == plain.ends.tolist()
     assert sum(encoded.engines.values()) == len(texts)
+
+
+@pytest.mark.parametrize("by", BOTH)
+def test_added_tokens_for_runs_of_spaces_leave_a_text_to_the_engine(by):
+    for text, own in (("the   owls  fly", 0), ("the\u2581\u2581owls", 1)):
+        encoded = encode([text], kind("gemma"), False, engine("gemma", by), by)
+        assert encoded.engines == {by: 1 - own, OWN: own}
 
 
 @pytest.mark.parametrize(("name", "by"), dict(FITTING[::-1]).items())
