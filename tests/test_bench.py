@@ -588,12 +588,13 @@ def test_columns_stand_below_each_other():
     assert sys.maxsize and lines[0].startswith("plugin  alone")
 
 
-def test_the_page_of_benchmarks_has_the_table_of_the_committed_figures(monkeypatch):
+@pytest.mark.parametrize("name", ["plugins", "real_tokenizers"])
+def test_the_page_of_benchmarks_has_the_table_of_the_committed_figures(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools/bench"))
-    plugins = importlib.import_module("plugins")
+    plugins = importlib.import_module(name)
     page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf8")
     table = page.partition(plugins.BEGIN)[2].partition(plugins.END)[0]
-    result = ROOT / "tools/bench/results/plugins.json"
+    result = ROOT / f"tools/bench/results/{name}.json"
     made = plugins.table(json.loads(result.read_text())) if result.exists() else ""
     assert plugins.END in page and table == made
 

@@ -24,7 +24,7 @@ from plugsft.lab.bench.results import Bench
 from plugsft.lab.bench.tables import format_table, plugin_table
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- tools/bench/plugins.py writes this -->\n", "<!-- to here -->\n"
+BEGIN, END = "<!-- tools/bench/plugins.py writes this -->\n", shared.END
 SCRATCH = {"hidden": 320, "layers": 4, "heads": 5, "vocab": 8192, "context": 1024}
 TINY = {"hidden": 32, "layers": 2, "heads": 2, "vocab": 512, "context": 1024}
 PADDED = {"train.micro_batch": 4}
@@ -70,10 +70,7 @@ def main() -> None:
         compiled = bench(folder, scratch, COMPILED, {}, [*words, *keep])
     report = {"benches": [together, apart, compiled]}
     shared.write_report(report, options.json)
-    page = options.page.read_text(encoding="utf8")
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    options.page.write_text(before + BEGIN + table(report) + END + after, encoding="utf8")
+    shared.write_table(options.page, BEGIN, table(report))
 
 
 def bench(

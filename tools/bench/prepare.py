@@ -143,10 +143,6 @@ def run_trl(options: argparse.Namespace) -> dict:
     from trl import SFTConfig, SFTTrainer
 
     disable_progress_bars()
-    config = transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB
-    )
-    model = transformers.LlamaForCausalLM(config)
     with tempfile.TemporaryDirectory() as output:
         settings = SFTConfig(
             output_dir=output,
@@ -159,6 +155,13 @@ def run_trl(options: argparse.Namespace) -> dict:
         )
         started = time.perf_counter()
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.folder / "tokenizer")
+        config = transformers.LlamaConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            vocab_size=len(tokenizer),
+        )
+        model = transformers.LlamaForCausalLM(config)
         rows = load_dataset("json", data_files=str(source_path(options)), split="train")
         trainer = SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer)
         prepared = trainer.train_dataset

@@ -30,6 +30,8 @@ __all__ = ["head", "machine_line", "spread", "times_as_fast"]
 T = TypeVar("T")
 MAX_LENGTH = 4096
 VOCAB = 32_000
+END = "<!-- to here -->\n"
+"""The line of a page after a table that a script writes."""
 
 
 def command_line(doc: str) -> argparse.ArgumentParser:
@@ -43,6 +45,13 @@ def write_report(report: Mapping[str, Any], path: Path | None) -> None:
     """Write the figures, with machine and versions, to the file of --json."""
     if path:
         path.write_text(timing.as_json({**head("trl"), **report}))
+
+
+def write_table(page: Path, begin: str, table: str) -> None:
+    """Write a table between two lines of a page."""
+    before, mark, rest = page.read_text(encoding="utf8").partition(begin)
+    after = rest.partition(END)[2]
+    page.write_text(before + mark + table + END + after, encoding="utf8")
 
 
 def tables(output: Path, source: Path, **changes: dict) -> dict[str, Any]:
