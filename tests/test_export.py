@@ -1,6 +1,7 @@
 """plugsft export: verified copies and merged models, whole or not at all."""
 
 import json
+import re
 import shutil
 import warnings
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from conftest import chats, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plugsft.base.atomic import damage
@@ -46,7 +48,8 @@ def logits(model):
 
 def with_adapters(folder):
     config = json.loads((folder / "adapter_config.json").read_text())
-    plain = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])
+    base = config["base_model_name_or_path"]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return logits(PeftModel.from_pretrained(plain, folder))
 
 
@@ -54,7 +57,8 @@ def test_a_merged_model_answers_as_the_adapters_do_without_them(run):
     result = run_plugsft("export", run, "--merge")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    assert "merged model in float32 (its logits are" in result.stdout
+    share = re.search(r"merged model in float32: its logits are off by (.*) of the", result.stdout)
+    assert float(share[1]) < 1e-4
     assert result.stdout.strip().endswith(f"{run / 'merged'}")
     assert damage(run / "merged") is None
     expected = with_adapters(run / "model")
@@ -69,7 +73,11 @@ def test_a_merged_model_answers_as_the_adapters_do_without_them(run):
     assert answer.returncode == 0, answer.stderr
 
 
-def test_a_merged_model_has_the_type_of_the_weights_it_was_merged_into(run, tmp_path, capsys):
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_merging_reports_the_share_of_the_adapters_effect_that_the_written_file_lost(
+    run, tmp_path, capsys, dtype
+):
+    """Adapters of no known run: the type is that of the base's file, unless it is given."""
     base = tmp_path / "base"
     config = json.loads((run / "model/adapter_config.json").read_text())
     plain = AutoModelForCausalLM.from_pretrained(
@@ -81,14 +89,38 @@ def test_a_merged_model_has_the_type_of_the_weights_it_was_merged_into(run, tmp_
     (adapters / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(base)})
     )
-    export(adapters, True, tmp_path / "merged")
-    assert "merged model in bfloat16" in capsys.readouterr().out
+    weights = load_file(adapters / "adapter_model.safetensors")
+    small = {
+        name: part / 512 if "lora_A" in name else torch.ones_like(part) if part.dim() == 1 else part
+        for name, part in weights.items()
+    }
+    save_file(small, adapters / "adapter_model.safetensors")
+    export(adapters, True, tmp_path / "merged", dtype=dtype)
+    out = capsys.readouterr().out
+    written = dtype or "bfloat16"
+    stated = re.search(rf"merged model in {written}: its logits are off by (.*) of the", out)[1]
+    assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == written
+    # Computed a second way, on other tokens.
+    expected = with_adapters(adapters)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    base_logits = logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    share = float((logits(merged) - expected).norm() / (base_logits - expected).norm())
+    assert share / 3 < float(stated) < share * 3
+    assert ("warning: rounding the merged weights to bfloat16 takes " in out) == (share > 0.05)
+    assert (share > 0.05) == (dtype is None)
+
+
+def test_a_merged_model_has_the_type_of_the_run_s_recipe(run, tmp_path):
+    """Not that of the base's file; as the models of runs without adapters."""
+    text = (run / "recipe.toml").read_text()
+    assert 'dtype = "float32"' in text
+    (run / "recipe.toml").write_text(text.replace('dtype = "float32"', 'dtype = "bfloat16"'))
+    result = run_plugsft("export", run, "--merge", "--to", tmp_path / "merged")
+    assert result.returncode == 0, result.stderr
+    assert "merged model in bfloat16: " in result.stdout
     assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == "bfloat16"
-    exact, found = (
-        with_adapters(adapters),
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)),
-    )
-    assert 0 < float((found - exact).abs().max() / exact.abs().max()) < 0.02
+    refused = run_plugsft("export", run, "--to", tmp_path / "copy", "--dtype", "bfloat16")
+    assert refused.returncode == 2 and "--dtype is for merged weights" in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["adapters", "whole"])

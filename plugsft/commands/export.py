@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -40,12 +40,21 @@ def export(
     patience: Annotated[
         int, typer.Option(min=0, help="On the hub: seconds of pauses while it does not answer.")
     ] = PATIENCE,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(
+            help="With --merge: the type of the weights. Default: model.dtype of the run's recipe.",
+            show_default=False,
+        ),
+    ] = None,
     without: Without = None,
     trust_remote_code: Trusted = False,
 ) -> None:
     """Copy, upload or merge a model, or make one of a checkpoint."""
     from .runs.model_folder import ensure_exportable, ensure_model, has_model
 
+    if dtype and not merge:
+        raise PlugsftError("--dtype is for merged weights; add --merge, or leave it out")
     if str(to).startswith(HUB):
         ensure_model(output)
         from .runs.hub import Repository
@@ -59,7 +68,7 @@ def export(
             from .runs import export
 
             export.export(
-                output, merge, folder, without or [], trust_remote_code, place=repository.name
+                output, merge, folder, without or [], trust_remote_code, repository.name, dtype
             )
             upload_folder(repository, folder, output)
         return
@@ -70,7 +79,7 @@ def export(
     # A missing folder is reported before anything heavy is imported.
     from .runs import export
 
-    export.export(output, merge, target, without or [], trust_remote_code)
+    export.export(output, merge, target, without or [], trust_remote_code, dtype=dtype)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from ...data.load_tokenizer import end_generation
 from ...model.load import grow_embeddings
 from ...output.folder import ADAPTER, base_model
 from ...ranks.launch import silence_libraries
-from .card import add_card
+from ...recipe.read import read
+from .card import add_card, run_of
 from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, is_reward_model
 from .quantized import copy_restored_weights, keep_stored_weights, quantization
@@ -38,6 +39,8 @@ TOLERANCE = 1e-4
 """Largest difference of logits in float32, relative to the largest logit."""
 ROUNDING = 5e-2
 """The same between a model that computes in bfloat16 and one in float32."""
+SHARE = 5e-2
+"""Share of the adapters' effect that rounding may take without a warning."""
 
 
 def export(
@@ -47,11 +50,13 @@ def export(
     without: Sequence[str] = (),
     trusted: bool = False,
     place: str = "",
+    dtype: str | None = None,
 ) -> None:
     """Copy a run's model, or merge its adapters, into a new folder.
 
     The model's Python code runs only if the user trusts it: the run may be someone else's.
-    `place` is the name that loads the model, if it is not the folder's.
+    `place` is the name that loads the model, if it is not the folder's. `dtype` is the type of
+    merged weights.
     """
     name = place or target.name
     if has_model(output):
@@ -59,7 +64,7 @@ def export(
         if target.resolve().is_relative_to(folder.resolve()) and not merge:
             raise PlugsftError(f"--to: {target} is inside the model's own folder; name another")
         if merge:
-            result = merge_into(folder, target, trusted, folder, name)
+            result = merge_into(folder, target, trusted, folder, name, dtype)
         else:
             result = copy_to(folder, target, name)
     else:
@@ -70,7 +75,8 @@ def export(
             with TemporaryDirectory(dir=target.parent, prefix=".export-") as temporary:
                 adapters = Path(temporary, "model")
                 restore(checkpoint, adapters, without, trusted, name)
-                result += f", {merge_into(adapters, target, trusted, checkpoint, name)}"
+                merged = merge_into(adapters, target, trusted, checkpoint, name, dtype)
+                result += f", {merged}"
         else:
             restore(checkpoint, target, without, trusted, name)
     say(result if place else f"{result}: {target}")
@@ -101,46 +107,55 @@ def ensure_no_links(folder: Path) -> None:
             )
 
 
-def merge_into(folder: Path, target: Path, trusted: bool, origin: Path, name: str) -> str:
+def merge_into(
+    folder: Path, target: Path, trusted: bool, origin: Path, name: str, dtype: str | None
+) -> str:
     """Merge adapters into their base model and verify it; return a description.
 
     `origin` is the run's model or checkpoint that they come from.
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     silence_libraries()
-    model, dtype, trained = load_adapters(folder, trusted)
-    expected = compute_logits(model)
+    model, computes, trained = load_adapters(folder, trusted)
+    run = run_of(origin)
+    weights = dtype or (read(run / "recipe.toml")["model"]["dtype"] if run else computes)
+    adapted = compute_logits(model)
     onto = ""
     if trained is not None:
-        noise = TOLERANCE if dtype == torch.float32 else ROUNDING
-        ensure_close(expected, trained, "restoring the quantized base", noise)
+        noise = TOLERANCE if computes == "float32" else ROUNDING
+        ensure_close(adapted, trained, "restoring the quantized base", noise)
         onto = ", onto the base as it was trained: restored from its quantized weights"
     with model.disable_adapter():
-        effect = relative_difference(compute_logits(model), expected)
+        effect = (compute_logits(model) - adapted).norm()
     model = model.merge_and_unload()
-    error = ensure_close(compute_logits(model), expected, "merging")
+    ensure_close(compute_logits(model), adapted, "merging")
     tokenizer = tokenizer_of(folder, trusted)
     end_generation(model, tokenizer)
     with publish(target) as building:
-        cast(model, dtype).save_pretrained(building)
+        cast(model, getattr(torch, weights)).save_pretrained(building)
         tokenizer.save_pretrained(building)
-        # The written model is the merged one, rounded to the type of the weights.
-        expected = compute_logits(cast(model, torch.float32))
+        rounded = compute_logits(cast(model, torch.float32))
         del model
         written = auto_class(folder).from_pretrained(
             building, dtype=torch.float32, trust_remote_code=trusted
         )
-        ensure_close(compute_logits(written), expected, "writing")
+        logits = compute_logits(written)
+        ensure_close(logits, rounded, "writing")
         add_card(building, origin, name)
+    # The written file against the adapters in float32: what is lost is lost to every reader.
+    lost = float((logits - adapted).norm() / effect.clamp(min=torch.finfo(effect.dtype).tiny))
+    if lost > SHARE:
+        say(
+            f"warning: rounding the merged weights to {weights} takes {min(lost, 1):.0%} of the "
+            "adapters' effect; add --dtype float32, or load the adapters onto their base"
+        )
     return (
-        f"merged model in {str(dtype).removeprefix('torch.')}{onto} "
-        f"(its logits are {error:.0e} off; "
-        f"the adapters change them by {effect:.0e})"
+        f"merged model in {weights}{onto}: its logits are off by {lost:.0e} of the adapters' effect"
     )
 
 
-def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype, Tensor | None]:
-    """Load a model with adapters in float32; return it and the type of its weights.
+def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]:
+    """Load a model with adapters in float32; return it and the type of its base.
 
     If its base was quantized, also return the logits of the model as it was trained.
     """
@@ -160,7 +175,7 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, torch.dtype, Tensor
         plain = auto_class(folder).from_pretrained(
             base, **options | {"dtype": quantized.get("dtype", "auto")}
         )
-        dtype: torch.dtype = plain.dtype
+        dtype = str(plain.dtype).removeprefix("torch.")
         rows = num_tokens(folder, trusted)
         grow_embeddings(plain, rows)
         with warnings.catch_warnings():
@@ -223,17 +238,11 @@ def compute_logits(model: Any) -> Tensor:
     return logits.float().cpu()
 
 
-def relative_difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest logit."""
-    return float((logits - expected).abs().max() / expected.abs().max())
-
-
-def ensure_close(logits: Tensor, expected: Tensor, act: str, tolerance: float = TOLERANCE) -> float:
-    """Refuse a model whose logits have changed."""
-    error = relative_difference(logits, expected)
+def ensure_close(logits: Tensor, expected: Tensor, act: str, tolerance: float = TOLERANCE) -> None:
+    """Refuse a model whose logits have changed; compare with the largest."""
+    error = float((logits - expected).abs().max() / expected.abs().max())
     if not error <= tolerance:
         raise PlugsftError(
             f"{act} has changed the logits by {error:.1e} of the largest, and {tolerance:.0e} is "
             "allowed; nothing is written. Use the adapters as they are"
         )
-    return error
