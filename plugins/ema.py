@@ -8,7 +8,7 @@ from pydantic import Field
 from plugsft import Run, WeightSlice, hookimpl, plugin, state
 
 
-@plugin(affects_results=["decay", "warmup"])
+@plugin(affects_results=["decay"])
 class Ema:
     """Evaluate and save an exponential moving average of the weights: affects results.
 
@@ -19,8 +19,6 @@ class Ema:
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """Share of the old average that each step keeps."""
-    warmup: bool = True
-    """Lower the decay at first, to (1 + n) / (10 + n) at step n, to forget the initial weights."""
 
     average: dict[str, Any] = state({})
     """This rank's part of each averaged weight, in float32."""
@@ -37,10 +35,8 @@ class Ema:
     def stepped(self, run: Run) -> None:
         """Move the average towards the new weights."""
         self.steps += 1
-        warmup_decay = (1 + self.steps) / (10 + self.steps)
-        decay = min(self.decay, warmup_decay) if self.warmup else self.decay
         for name, part in run.model.shards().items():
-            self.average[name].lerp_(part, 1 - decay)
+            self.average[name].lerp_(part, 1 - self.decay)
 
     @hookimpl(wrapper=True)
     def use_weights(self, run: Run) -> Generator[None, Any, Any]:
