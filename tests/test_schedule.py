@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import read_metrics, run_plugsft, run_ranks
 from plugin_packages import activate, install
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 
 from plugsft.base.errors import PluginError, RecipeError
 from plugsft.commands.check import check
 from plugsft.lab.trials.runner import trials
-from plugsft.model.schedule import Schedule, check_schedule, schedule_factor
+from plugsft.model.schedule import Schedule, check_schedule, schedule_factor, warmup_steps
 from plugsft.recipe.tables import Train
 from plugsft.registry.load import load
 
@@ -72,6 +72,19 @@ def test_each_schedule_is_that_of_transformers_in_any_order_of_steps(name, optio
         rate = ours.set(step)
         found = [group["lr"] for group in ours_on.param_groups]
         assert found == expected[step - 1] and rate == found[0], step
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total"),
+    [(0.1, 23), (0.03, 7), (0.07, 100), (0.5, 1), (0.999, 13), (1.0, 9), (2.5, 9), (0.0, 5)],
+)
+def test_a_share_of_warm_up_steps_is_rounded_as_transformers_trainer_does(warmup, total):
+    theirs = TrainingArguments(output_dir="none", warmup_steps=warmup).get_warmup_steps(total)
+    train = Train(batch_size=1, learning_rate=0.5, warmup=warmup)
+    assert warmup_steps(train, total) == theirs
+    factor = schedule_factor(train, total)
+    rates = [factor(step) for step in range(total)]
+    assert rates.index(max(rates)) == min(theirs, total - 1)
 
 
 def test_warmup_is_a_share_below_1_and_a_number_of_steps_above():

@@ -99,10 +99,14 @@ def check_schedule(train: Train) -> None:
     schedule_factor(train, train.steps or 100)
 
 
+def warmup_steps(train: Train, total: int) -> int:
+    """Count the steps of the warm-up as transformers' Trainer does: a share rounds up."""
+    return math.ceil(train.warmup * total) if train.warmup < 1 else int(train.warmup)
+
+
 def schedule_factor(train: Train, total: int) -> Factor:
     """Return the recipe's schedule of a run of `total` steps."""
-    warmup = round(train.warmup * total if train.warmup < 1 else train.warmup)
-    steps = Steps(total, warmup, train.learning_rate)
+    steps = Steps(total, warmup_steps(train, total), train.learning_rate)
     schedule, options = SCHEDULES[train.schedule], train.schedule_options
     try:
         return validate_call(schedule)(steps, **options)

@@ -17,7 +17,7 @@ from ...batches.plan import small_data
 from ...data.cache_key import TOKEN_HOOKS
 from ...data.defaults import DataDefaults
 from ...model.config import check_context
-from ...model.schedule import ScheduleDefaults, check_schedule, factors_of
+from ...model.schedule import ScheduleDefaults, check_schedule, factors_of, warmup_steps
 from ...output.disk_space import (
     TOKEN_BYTES,
     may_train_few_weights,
@@ -181,7 +181,7 @@ def _steps(
         for warning in warnings:
             findings.warn("batches", warning)
     findings.ok("checkpoints", recipe.checkpoint.describe(steps))
-    warmup = round(train.warmup * steps if train.warmup < 1 else train.warmup)
+    warmup = warmup_steps(train, steps)
     if warmup >= steps:
         findings.warn(
             "steps",
