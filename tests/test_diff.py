@@ -3,13 +3,9 @@
 import json
 import re
 import shutil
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from conftest import chats, read_metrics, run_plugsft, tiny_tables, write_jsonl, write_recipe
-
-EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"
 
 
 @pytest.fixture(scope="module")
@@ -206,70 +202,3 @@ def test_a_record_without_the_key_says_so(runs):
     _, parts = told(run_plugsft("diff", runs / "one", runs / "other"))
     assert "tokens of B: prepared differently; the record does not say how" in parts["data"]
     assert "tokens of B: other data, or another split of it" in parts["eval"]
-
-
-class Page(HTMLParser):
-    """Collect a page's tags, its text, and its embedded numbers."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags, self.text, self._open = [], "", []
-        page = path.read_text("utf-8")
-        self.feed(page)
-        script = r'<script type="application/json" id="numbers">(.*?)</script>'
-        self.numbers = json.loads(re.search(script, page)[1])
-        self.text = " ".join(self.text.split())
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self._open = tag
-
-    def handle_data(self, data):
-        if self._open not in ("script", "style"):
-            self.text += f" {data}"
-
-
-def test_the_page_has_both_runs_curves_in_one_picture(runs):
-    result = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "page.html")
-    assert result.stdout.endswith(f"page: {runs / 'page.html'}\n"), result.stderr
-    page = Page(runs / "page.html")
-    assert "one and other" in page.text
-    assert "loss at step 4" in page.text and "losses diverge at step 1" in page.text
-    assert "train.learning_rate 0.003 0.001" in page.text
-    assert "The same: versions, machine" in page.text
-    numbers = page.numbers
-    for name, run, second in (("one", "A", False), ("other", "B", True)):
-        losses = [line["loss"] for line in read_metrics(runs / name)]
-        drawn = numbers["curves"][f"loss {run}"]
-        assert drawn["y"] == pytest.approx(losses, rel=1e-5)
-        assert numbers["together"][f"loss {run}"] == ["loss", run, second]
-        assert f"eval_loss {run}" in numbers["curves"]
-    # Where an epoch has as many steps in both, its ends are marked.
-    assert numbers["parts"] == {"steps": {}}
-    run_plugsft("diff", runs / "one", runs / "twin", "--html", runs / "page.html")
-    assert Page(runs / "page.html").numbers["parts"] == {"steps": {"per_epoch": 3}}
-    assert "None. The same: recipe, plugins" in Page(runs / "page.html").text
-
-
-def test_the_page_runs_nothing_of_a_runs(runs):
-    plain, evil = runs / "plain.html", runs / "evil.html"
-    assert run_plugsft("diff", runs / "one", runs / "other", "--html", plain).returncode == 0
-    facts = json.loads((runs / "one/run.json").read_text())
-    plugin = {"name": EVIL, "origin": EVIL, "options": {EVIL: EVIL}, "summary": EVIL}
-    facts |= {"started": EVIL, "reason": EVIL, "status": EVIL, "plugins": [plugin]}
-    facts["versions"] = facts["versions"] | {EVIL: EVIL}
-    (runs / "one/run.json").write_text(json.dumps(facts))
-    with (runs / "one/metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 5, EVIL: 2}) + "\n")
-    result = run_plugsft("diff", runs / "one", runs / "other", "--html", evil)
-    assert result.returncode == 0, result.stderr
-    assert set(Page(evil).tags) <= {*Page(plain).tags, "p"}
-    assert Page(evil).tags.count("script") == Page(plain).tags.count("script")
-    assert Page(evil).text.count(EVIL) >= 8
-    assert f"{EVIL} A" in Page(evil).numbers["curves"]
-
-
-def test_a_page_that_cannot_be_written_is_said_in_a_line(runs):
-    result = run_plugsft("diff", runs / "one", runs / "other", "--html", runs / "no/page.html")
-    assert result.returncode == 2 and "--html: " in result.stderr
-    assert len(result.stderr.splitlines()) == 1

@@ -59,7 +59,7 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 41_850, "data": 22_550, "lab": 18_850, "ranks": 14_821, "model": 10_177,
+    "commands": 41_410, "data": 22_550, "lab": 18_850, "ranks": 14_821, "model": 10_189,
     "output": 8_696, "tokens": 6_077, "base": 5_330, "modules beside the rooms": 5_171,
     "api": 4_251, "recipe": 4_280, "registry": 3_609, "batches": 3_005, "testing": 2_772,
 }  # fmt: skip

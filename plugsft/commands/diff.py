@@ -14,12 +14,8 @@ def diff(
         Path,
         typer.Argument(metavar="RUN_B", help="Another run's output folder.", show_default=False),
     ],
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Also write a page with the curves of both runs.", show_default=False),
-    ] = None,
 ) -> None:
     """Compare two runs: recipe, versions, data and results."""
     from .runs import diff
 
-    diff.diff(first, second, html)
+    diff.diff(first, second)

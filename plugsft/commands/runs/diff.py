@@ -6,21 +6,17 @@ from rich.text import Text
 
 from ...base.console import out, say
 from ...base.errors import PlugsftError
-from ...output.folder import ensure_page
 from .compare import Row, Section, compare, read_run
-from .page import write_page
 
 NARROW, WIDE = 12, 36
 """Least and most characters of a column; a longer value has a line of its own."""
 
 
-def diff(first: Path, second: Path, html: Path | None) -> None:
-    """Print the differences of two runs; write them as a page if asked to."""
+def diff(first: Path, second: Path) -> None:
+    """Print the differences of two runs."""
     a, b = read_run("A", first), read_run("B", second)
     if first.samefile(second):
         raise PlugsftError(f"{second}: is the same run; name another run's output folder")
-    if html is not None:
-        ensure_page(html, "--html")
     sections = compare(a, b)
     for run in (a, b):
         out.print(Text.assemble((run.name, "bold"), f"  {run.folder}: {run.state}"))
@@ -31,9 +27,6 @@ def diff(first: Path, second: Path, html: Path | None) -> None:
             _print(section)
     if same := [section.title for section in sections if section.same]:
         say(f"\nthe same: {', '.join(same)}")
-    if html is not None:
-        write_page(html, a, b, sections)
-        say(f"\npage: {html}")
 
 
 def _print(section: Section) -> None:
