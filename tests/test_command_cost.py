@@ -148,9 +148,18 @@ def test_preparing_and_checking_a_model_from_scratch_imports_no_torch(tmp_path):
         assert done == 0 and packages & TOKENIZING == set()
 
 
-def test_prepare_imports_no_torch_for_a_model_and_its_tokens_serve_a_run_with_torch(tmp_path):
+PAIR = {"prompt": "Say a letter.", "chosen": "This is a.", "rejected": "I say no."}
+RATED = {"prompt": "Say a letter.", "completion": "This is a.", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows"),
+    [(None, None), ("dpo", [PAIR] * 24), ("reward", [PAIR] * 24), ("kto", [RATED] * 24)],
+)
+def test_prepare_imports_no_torch_for_a_model_and_a_run_finds_its_tokens(objective, rows, tmp_path):
     save_model(tmp_path / "model")
-    tables = tiny_tables(tmp_path) | {"model": {"path": str(tmp_path / "model")}}
+    tables = tiny_tables(tmp_path, rows) | {"model": {"path": str(tmp_path / "model")}}
+    tables["plugins"] = {objective: {}} if objective else {}
     words = "prepare", str(write_recipe(tmp_path / "recipe.toml", tables))
     done, packages = run_with_imports("-m", "plugsft", *words)
     assert done.returncode == 0 and packages & TOKENIZING == set() and "24 rows" in done.stdout

@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
+from transformers import AutoConfig
+
+# By its own module: `plugsft prepare` has no torch, without which transformers names a dummy.
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from plugsft import Recipe, RecipeError
 
