@@ -17,6 +17,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+# Before torch is imported. Tests are written for processors; processes that they start inherit it.
+if os.environ.get("PLUGSFT_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import pytest
 import tomli_w
 import torch
@@ -28,7 +32,7 @@ from plugsft.lab.trials import runner as trial_runner
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
 FULL = os.environ.get("PLUGSFT_FULL") == "1"
-only_full = pytest.mark.skipif(not FULL, reason="takes minutes; tools/test --full runs it")
+only_full = pytest.mark.skipif(not FULL, reason="only tools/test --full runs it")
 # Tests of what calls torch and transformers most closely. tools/test --full runs them once more,
 # under the oldest versions that pyproject.toml allows.
 OLDEST = {

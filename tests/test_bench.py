@@ -510,7 +510,7 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     assert result.returncode == 2 and "holds a bench; add --overwrite" in result.stderr
 
 
-@pytest.mark.slow
+@only_full
 def test_one_that_breaks_is_told_and_the_others_go_on(recipe, tmp_path, forked_trials):
     path = recipe(broken={})
     words = ["--rounds", 2, "--steps", 1, "--warmup", 0, "--out", tmp_path / "made"]
@@ -530,8 +530,8 @@ def test_a_baseline_that_does_not_run_names_the_cure(recipe, forked_trials):
     assert "--keep NAME" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=only_full)])
+@only_full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_bench_that_is_stopped_keeps_whole_rounds_and_leaves_no_process(recipe, tmp_path, number):
     path = recipe(nothing={})
     words = ["--rounds", 50, "--steps", 1, "--warmup", 0, "--prepare-rounds", 0]

@@ -169,7 +169,7 @@ def test_a_run_that_is_killed_beside_skipped_steps_goes_on_bit_for_bit(plants, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cpu2", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("cpu2", marks=only_full), "fsdp2"])
 def test_all_ranks_skip_the_step_of_one(plants, tmp_path, kind):
     recipe = plants(overflows="3", train={"micro_batch": 2})
     assert run_plugsft(recipe, f"output={tmp_path / 'alone'}").returncode == 0

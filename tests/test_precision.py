@@ -120,7 +120,7 @@ def test_one_line_of_truth(tiny, tmp_path, monkeypatch, dtype, launcher, weights
         pytest.param("fsdp2", "float32", "bf16", "float32", marks=only_full),
         ("fsdp2", "bfloat16", "no", "float32"),
         pytest.param("fsdp2", "bfloat16", "bf16", "bfloat16", marks=only_full),
-        ("zero3", "bfloat16", "no", "float32"),
+        pytest.param("zero3", "bfloat16", "no", "float32", marks=only_full),
     ],
 )
 def test_sharded_runs_tell_the_truth_too(

@@ -498,7 +498,7 @@ def test_the_order_of_hooks_in_a_run(company, tmp_path):
         "use_weights(run, purpose, work)",  # to save the model
     ]
     assert "by core -> Rendered, " in lines[0] and lines[0].endswith(" ms")
-    assert any("log(step, metrics) by listen" in line or "listen" in line for line in lines)
+    assert any("logged(run, step, metrics) by listen" in line for line in lines), lines
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "completed"
 
 

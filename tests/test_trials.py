@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, tiny_tables, write_recipe
+from conftest import ROOT, only_full, tiny_tables, write_recipe
 
 from plugsft.lab.trials.runner import sample_by_length, trials, with_changes
 from plugsft.registry.load import load
@@ -64,6 +64,7 @@ def test_no_step_of_a_trial_is_traced(recipe, forked_trials):
     assert not trial.error and not (trial.folder / "run/profile").exists()
 
 
+@only_full
 def test_ranks_are_launched(recipe):
     file = ROOT / "recipes/accelerate/cpu2.yaml"
     launch = f"{sys.executable} -m accelerate.commands.launch --config_file {file}"

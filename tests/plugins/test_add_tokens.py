@@ -210,8 +210,8 @@ def test_a_reward_model_trains_the_new_rows_of_its_embeddings(start, tmp_path):
     assert float((rows[len(before) :] - before.mean(0)).abs().max()) > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
+@only_full
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_sharded_ranks_learn_the_same_or_refuse(start, tmp_path, kind):
     words = (start, "plugins.lora.r=4", "plugins.lora.train_new_tokens=true")
     code, _, err = run_launch(*config(kind), "-m", "plugsft", *words, f"output={tmp_path / kind}")
@@ -248,7 +248,10 @@ def test_only_rows_of_new_tokens_are_trained_in_float32(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("model.add_tokens=[]",), "the recipe has no model.add_tokens; remove it"),
+        (
+            ("model.add_tokens=[]",),
+            "plugins.lora: train_new_tokens: the recipe has no model.add_tokens; remove it",
+        ),
         (("plugins.fused_loss={}",), "[plugins.fused_loss] reads the frozen weight of the head"),
         (("plugins.lora.adapter=some/where",), "have no rows of new tokens; merge them first"),
     ],
@@ -256,4 +259,4 @@ def test_only_rows_of_new_tokens_are_trained_in_float32(tmp_path, dtype):
 def test_what_cannot_train_new_rows_is_refused(start, words, message):
     result = run_plugsft("check", start, "plugins.lora.train_new_tokens=true", *words)
     assert result.returncode == 2
-    assert f"plugins.lora.train_new_tokens: {message}" in result.stderr or message in result.stderr
+    assert message in result.stderr

@@ -579,10 +579,7 @@ LAYOUTS = {
 }
 
 
-ALWAYS = [
-    *(("full", one) for one in ("packed fused", "packed again", "shared", "shared fused")),
-    *(("lora", one) for one in ("fused", "again", "packed", "shared again", "shared fused again")),
-]
+ALWAYS = [("full", "packed again"), ("full", "shared fused"), ("lora", "shared fused again")]
 REST = [(kind, one) for one in LAYOUTS for kind in KINDS if (kind, one) not in ALWAYS]
 
 

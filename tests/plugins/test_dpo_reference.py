@@ -201,8 +201,8 @@ def test_it_needs_the_objective_that_asks_for_it(tiny):
     assert result.returncode == 2 and "dpo" in result.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
+@only_full
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_sharded_ranks_compute_the_same(recipe, tmp_path, kind):
     ran(recipe, f"output={tmp_path / 'alone'}", REFERENCE, *PACKED)
     words = ("-m", "plugsft", recipe, f"output={tmp_path / kind}", REFERENCE, *PACKED)

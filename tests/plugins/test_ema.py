@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import read_metrics, run_launch, run_plugsft
+from conftest import only_full, read_metrics, run_launch, run_plugsft
 from plugin_packages import activate, install
 from safetensors.torch import load_file
 from saved_runs import (
@@ -92,7 +92,9 @@ def test_the_model_is_the_average_and_training_does_not_notice(averaged, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cpu2", "fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    "kind", ["fsdp2", *(pytest.param(kind, marks=only_full) for kind in ("cpu2", "zero3"))]
+)
 def test_two_ranks_average_their_shards_and_one_rank_goes_on(averaged, tmp_path, kind):
     run, recipe = tmp_path / "run", averaged.with_suffix(".toml")
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={run}")

@@ -536,8 +536,8 @@ LOOKS = """
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=only_full)])
+@only_full
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
 def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monkeypatch):
     activate(install(tmp_path / "site", looks=LOOKS), monkeypatch)
     recipe = tiny(rows=chats(21), train=TRAIN, eval={"every": 5, "split": "train[:5]"})

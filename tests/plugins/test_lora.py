@@ -379,8 +379,8 @@ ALL = ("bfd_packing.capacity=256", "fused_loss.chunk=7", "gradient_checkpointing
 """Of which none changes what is learned."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
+@only_full
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 @pytest.mark.parametrize(
     "more, beside",
     [

@@ -229,8 +229,8 @@ def test_a_run_goes_on_resumes_and_ranks_agree(trained, tmp_path):
     assert f"was trained on {trained / 'base/model'} (revision main), and model.path" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
+@only_full
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_sharded_ranks_go_on_alike(trained, tmp_path, kind):
     recipe = recipe_of(trained, tmp_path, pairs(16), dpo={"beta": 0.5})
     ran(recipe, f"output={tmp_path / 'alone'}")

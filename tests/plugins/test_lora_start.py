@@ -167,8 +167,8 @@ def test_a_base_in_4_bits_and_the_reference_of_dpo_stay_as_they_are(tiny, tmp_pa
     assert losses[0][2] != pytest.approx(losses[1][2], rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=only_full)])
+@only_full
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 def test_sharded_ranks_learn_and_save_the_same(recipe, tmp_path, kind):
     alone, run = tmp_path / "alone", tmp_path / kind
     result = run_plugsft(recipe, f"output={alone}")

@@ -173,17 +173,9 @@ def test_two_ranks_learn_what_one_learns(tmp_path, loss):
     testing.ranks_agree("dpo", {"loss": loss, "share_prompt": True}, tables=tables, tolerance=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "launcher"),
-    [
-        ("orpo", "fsdp2"),
-        *(
-            pytest.param(loss, launcher, marks=only_full)
-            for loss, launcher in [("orpo", "zero3"), ("simpo", "fsdp2"), ("simpo", "zero3")]
-        ),
-    ],
-)
+@only_full
+@pytest.mark.parametrize("launcher", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
 def test_sharded_ranks_learn_what_one_process_learns(tiny, tmp_path, loss, launcher):
     train = {"batch_size": 8, "micro_batch": 1, "steps": 6, "learning_rate": 1e-3}
     plugins = {**PACKED, "dpo": {"loss": loss, "share_prompt": True}}

@@ -273,10 +273,8 @@ def test_a_run_that_is_stopped_early_has_no_profile(tiny, tmp_path):
     assert result.returncode == 0 and not (tmp_path / "run/profile.json").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param("cpu2", marks=only_full), "fsdp2", pytest.param("zero3", marks=only_full)]
-)
+@only_full
+@pytest.mark.parametrize("name", ["cpu2", "fsdp2", "zero3"])
 def test_every_rank_of_every_kind(tiny, tmp_path, name):
     recipe = tiny(train=TRAIN | {"micro_batch": 2, "steps": 6}, plugins={"profiler": {}})
     code, _, err = run_launch(*config(name), "-m", "plugsft", recipe)

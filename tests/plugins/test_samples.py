@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import read_metrics, run_launch, run_plugsft, tiny_tables, write_recipe
+from conftest import only_full, read_metrics, run_launch, run_plugsft, tiny_tables, write_recipe
 from safetensors.torch import load_file
 from test_launch import config
 
@@ -112,7 +112,9 @@ def test_training_is_the_same_bit_for_bit_and_a_resume_repeats_the_samples(ran, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cpu2", "fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    "kind", ["cpu2", *(pytest.param(kind, marks=only_full) for kind in ("fsdp2", "zero3"))]
+)
 def test_two_ranks_give_the_same_samples_once(ran, tmp_path, kind):
     run, recipe = tmp_path / "run", ran.parent / "recipe.toml"
     code, _, err = run_launch(*config(kind), "-m", "plugsft", recipe, f"output={run}")
