@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(with_auto(with_command(words)), prog_name="plugsft")
     except PlugsftError as error:
         _leave(error)
-    except OSError as error:
+    except Exception as error:
         refused = refusal_of(error)
         if refused is None:
             raise

@@ -1,4 +1,4 @@
-"""plugsft diff: the differences of two runs, in lines and on a page."""
+"""plugsft diff: the differences of two runs, in lines."""
 
 import json
 import re

@@ -446,8 +446,14 @@ SPECIAL = {
         an_object_in_the_state,
         "state 'codes' of model.embed_tokens.weight was a types.SimpleNamespace, which checkpoints",
     ),
-    "older": (an_older_one, "was written by an older plugsft (format 2; this one resumes from 3)"),
-    "newer": (a_newer_one, "was written by a newer plugsft (format 4; this one reads up to 3)"),
+    "older": (
+        an_older_one,
+        "was written by another version of plugsft (format 2; this one reads 3)",
+    ),
+    "newer": (
+        a_newer_one,
+        "was written by another version of plugsft (format 4; this one reads 3)",
+    ),
     "lost": (without_a_tensor, "model.norm.weight/exp_avg does not fit this model"),
     "other": (another_optimizer, "the optimizer was RAdam and is NAdam"),
     "setting": (another_setting, "'k' of parameter group 0 changes in training"),

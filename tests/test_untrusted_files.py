@@ -1,13 +1,14 @@
 """Runs, models and records that someone else wrote: nothing outside of them is read or changed."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
 
 from plugsft.lab.trials.runner import run_process
 from plugsft.plugins.push.uploads import Uploads
@@ -96,3 +97,41 @@ def test_no_trial_or_upload_imports_from_the_working_directory(clone):
     assert code == 0 and "Commands" in (clone / "log").read_text()
     assert Uploads(clone / "run", "me/tiny", [], 60)._run(clone / "none")
     assert not (clone / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "1"}, "rank 1 of 1"),
+        ({"RANK": "7", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "rank 7 of 2"),
+        ({"RANK": "-1"}, "RANK='-1', and it should be a whole number, 0 or more"),
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0', and it should be a whole number, 1 or more"),
+        ({"LOCAL_RANK": "5"}, "5 of 1 on its machine"),
+        ({"LOCAL_RANK": "0"}, "which no launcher does"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x'"),
+        ({"PLUGSFT_PROGRESS_SECONDS": "x"}, "PLUGSFT_PROGRESS_SECONDS='x'"),
+        ({"PLUGSFT_OWN_PLUGINS": "x"}, "broken PLUGSFT_OWN_PLUGINS"),
+        ({"ACCELERATE_USE_CPU": "]"}, "accelerate cannot use its settings: invalid truth value ]"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "accelerate cannot use its settings: 'X' is not"),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_NODES": "0x10"}, "SLURM_STEP_NUM_NODES='0x10'"),
+    ],
+)
+def test_a_wrong_number_of_the_environment_is_named(made, tmp_path, variables, says):
+    words = ["launch"] if "SLURM_JOB_ID" in variables else ["train"]
+    error = refused(*words, made / "recipe.toml", f"output={tmp_path}/run", env=variables)
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert not (tmp_path / "run/model").exists()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[plugsft]\nno value\n"])
+def test_a_package_with_broken_metadata_is_named(made, tmp_path, content):
+    folder = tmp_path / "site/other-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_bytes(content)
+    command = [sys.executable, "-m", "plugsft", "plugins"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith(f"error: {folder}: the metadata of this package is broken (")

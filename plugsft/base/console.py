@@ -12,6 +12,8 @@ from functools import partial
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .machine import env_number
+
 # Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
 # In a notebook, lines are plain text too.
 _console = partial(Console, soft_wrap=True, highlight=False, emoji=False, force_jupyter=False)
@@ -80,7 +82,7 @@ class _Lines:
     def __init__(self, label: str, total: int, unit: str) -> None:
         self._label, self._total, self._unit, self._done = label, total, unit, 0
         self._started = self._printed = time.monotonic()
-        self._interval = float(os.environ.get("PLUGSFT_PROGRESS_SECONDS", "30"))
+        self._interval = env_number("PLUGSFT_PROGRESS_SECONDS", 30)
 
     def advance(self, by: int, note: str) -> None:
         self._done += by

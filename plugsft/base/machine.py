@@ -6,10 +6,13 @@ import re
 import resource
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from .errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,37 @@ class Machine:
         return self.rank == 0
 
 
+def env_number(
+    name: str, default: int = 0, least: int = 0, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Return a whole number of the environment; refuse any other text there."""
+    text = environment.get(name, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise LaunchError(
+            f"the environment has {name}={text!r}, and it should be a whole number, {least} or "
+            "more; unset it, or correct it"
+        )
+    return int(text)
+
+
 def look() -> Machine:
-    """Return this machine, with the rank that the launcher set."""
+    """Return this machine, with the rank that the launcher set; refuse ranks that cannot be."""
+    rank, size = env_number("RANK"), env_number("WORLD_SIZE", 1, 1)
+    local, beside = env_number("LOCAL_RANK"), env_number("LOCAL_WORLD_SIZE", size, 1)
+    alone = "LOCAL_RANK" in os.environ and "MASTER_ADDR" not in os.environ
+    if rank >= size or local >= beside or alone:
+        raise LaunchError(
+            f"the environment makes this process rank {rank} of {size}, and {local} of {beside} on "
+            "its machine, which no launcher does: unset RANK, LOCAL_RANK and WORLD_SIZE, or start "
+            "the ranks by a launcher"
+        )
     return Machine(
         host=platform.node(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=num_cores(),
         memory=memory_limit(),
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        rank=rank,
+        world_size=size,
     )
 
 

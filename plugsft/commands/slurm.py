@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..base.console import format_count
 from ..base.errors import LaunchError
+from ..base.machine import env_number
 
 
 @dataclass(frozen=True)
@@ -36,26 +37,26 @@ def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
     job = environment.get("SLURM_JOB_ID", "")
     if not job.isdigit():
         return None
-    nodes = environment.get("SLURM_STEP_NUM_NODES")
-    if nodes is None:
-        machines = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+    if "SLURM_STEP_NUM_NODES" not in environment:
+        machines = env_number("SLURM_JOB_NUM_NODES", 1, 1, environment)
         if machines > 1:
             raise LaunchError(
                 f"Slurm job {job} has {machines} machines, and this command runs on one of them; "
                 "start it on all: srun --ntasks-per-node=1 plugsft launch ..."
             )
         return None
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", nodes))
-    if tasks > int(nodes):
+    nodes = env_number("SLURM_STEP_NUM_NODES", 1, 1, environment)
+    tasks = env_number("SLURM_STEP_NUM_TASKS", nodes, 1, environment)
+    if tasks > nodes:
         raise LaunchError(
-            f"srun starts {tasks} tasks on {format_count(int(nodes), 'machine')}; plugsft launch "
+            f"srun starts {tasks} tasks on {format_count(nodes, 'machine')}; plugsft launch "
             "starts the ranks itself: srun --ntasks-per-node=1"
         )
     gpus = environment.get("SLURM_GPUS_ON_NODE", "0")
     return Slurm(
         int(job),
-        int(nodes),
-        int(environment.get("SLURM_NODEID", "0")),
+        nodes,
+        env_number("SLURM_NODEID", environment=environment),
         first_host(environment.get("SLURM_STEP_NODELIST", "localhost")),
         int(gpus) if gpus.isdigit() else 0,
     )

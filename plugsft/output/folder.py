@@ -26,8 +26,8 @@ FILES = ("metrics.jsonl", "recipe.toml", "report.html", "run.json", SAMPLES)
 """Files of a run, besides checkpoints/ and model/."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".jinja")
 """Endings of files; no name on the hub has them."""
-PAGES = ('name="generator" content="plugsft"', "The page asks nothing of any network")
-"""Signs of a page that plugsft wrote; earlier versions wrote the second."""
+PAGE = 'name="generator" content="plugsft"'
+"""The sign of a page that plugsft wrote."""
 ADAPTER = "adapter_config.json"
 """The file that marks a folder of adapters, for peft and transformers."""
 
@@ -252,7 +252,7 @@ def read_beginning(path: Path) -> str:
 
 def is_page(text: str) -> bool:
     """Tell from a page's beginning whether plugsft wrote it."""
-    return any(sign in text for sign in PAGES)
+    return PAGE in text
 
 
 def ensure_page(path: Path, option: str) -> None:

@@ -41,17 +41,16 @@ def keys_affecting_results(recipe: Recipe, active: Active) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's state.json; refuse a newer format."""
+    """Read a checkpoint's state.json; refuse another version's."""
     facts = read_json(path / STATE)
-    number = facts.setdefault("format", 1)
     wanted = {"step": int, "recipe": dict, "plugins": dict, "format": int}
     wrong = [name for name, kind in wanted.items() if type(facts.get(name)) is not kind]
     if wrong:
         raise CheckpointError(f"{path / STATE}: was not written by plugsft: its {wrong[0]}")
-    if number > FORMAT:
+    if facts["format"] != FORMAT:
         raise CheckpointError(
-            f"{path}: was written by a newer plugsft (format {number}; this one reads up to "
-            f"{FORMAT}); update it: pip install -U plugsft"
+            f"{path}: was written by another version of plugsft (format {facts['format']}; this "
+            f"one reads {FORMAT}): resume with that version"
         )
     return facts
 
@@ -61,11 +60,6 @@ def ensure_same_run(
 ) -> dict[str, Any]:
     """Refuse a checkpoint of another recipe or, if their checksum is given, of other data."""
     facts = read_state(path)
-    if data is not None and facts["format"] < FORMAT:
-        raise CheckpointError(
-            f"{path}: was written by an older plugsft (format {facts['format']}; this one resumes "
-            f"from {FORMAT}); train on the model that plugsft export makes of it"
-        )
     now = keys_affecting_results(recipe, active)
     # Keys that are newer than the checkpoint had their default values.
     then = {key: default_of(key) for key in now if default_of(key) is not None} | facts["recipe"]

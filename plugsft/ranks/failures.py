@@ -11,6 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in 
 
 from ..base.console import print_error
 from ..base.errors import PlugsftError
+from ..base.machine import env_number
 
 PAUSE = 0.5
 """Seconds between two checks for a failed rank."""
@@ -20,7 +21,7 @@ GRACE = 10.0
 
 def store(seconds: float = 300) -> TCPStore:
     """Connect to the launcher's store, which works before there is a process group."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], env_number("MASTER_PORT")
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 

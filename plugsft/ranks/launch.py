@@ -17,8 +17,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging as transformers_logging
 
-from ..base.errors import LaunchError
-from ..base.machine import Machine
+from ..base.errors import LaunchError, reason_of
+from ..base.machine import Machine, env_number
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
 from .agree import host_group
@@ -89,12 +89,17 @@ def connect(recipe: Recipe, machine: Machine) -> Accelerator:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     precision = mixed_precision(recipe.model, deepspeed)
     # Without cpu=True, ranks on a machine without GPU form no process group.
-    accelerator = Accelerator(
-        cpu=cpu and not (fsdp or deepspeed),
-        mixed_precision=precision,
-        # Otherwise DDP copies each gradient.
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=cpu and not (fsdp or deepspeed),
+            mixed_precision=precision,
+            # Otherwise DDP copies each gradient.
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+    except ValueError as error:  # of its variables, ACCELERATE_*
+        raise LaunchError(
+            f"accelerate cannot use its settings: {reason_of(error)}. {CHECK_LAUNCHER}"
+        ) from error
     kind = accelerator.distributed_type
     wanted = {"FSDP": fsdp, "DEEPSPEED": deepspeed}
     if accelerator.num_processes != machine.world_size or any(
@@ -229,7 +234,7 @@ def strategy_name(accelerator: Accelerator) -> str:
 
 
 def _prepare_cpu(machine: Machine, fsdp: bool, deepspeed: bool) -> None:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = env_number("LOCAL_WORLD_SIZE", 1, 1)
     if local > 1 or not user_set_threads():
         torch.set_num_threads(max(1, machine.cores // local))
         # Otherwise accelerate sets the threads again.

@@ -9,6 +9,7 @@ from functools import cache
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made in C++
 
 from ..base.errors import TrainError
+from ..base.machine import env_number
 from .failures import store, store_key
 
 PAUSE, PATIENCE, FIRST = 1.0, 30.0, 600.0
@@ -40,7 +41,7 @@ def _beat() -> None:
 
 def number_of_nodes() -> int:
     """Return the number of nodes; 1 outside of torchrun and accelerate."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return env_number("GROUP_WORLD_SIZE", 1, 1)
 
 
 class Nodes:

@@ -6,7 +6,6 @@ needs whole tensors.
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..base.atomic import MANIFEST, Stamp, stamp, sync
 from ..base.errors import CheckpointError
-from ..base.machine import available_memory
+from ..base.machine import available_memory, env_number
 from ..model.tensor_shards import TensorShard
 
 OFFSETS = "places"
@@ -56,7 +55,7 @@ def host_has_room(memory: Mapping[str, Tensor], owned: Shards) -> bool:
         if len(memory.get(name, ())) != len(shard.values)
     )
     whole = all(shard.whole for shard in owned.values())
-    ranks = 1 if whole else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = 1 if whole else env_number("LOCAL_WORLD_SIZE", 1, 1)
     return size + min(size, FILE_BYTES) <= ROOM * available_memory() / ranks
 
 
