@@ -67,7 +67,9 @@ def foreign(tmp_path, monkeypatch):
         if name != "stopped":
             strange(run / "model", marker, base if name == "adapters" else None)
         with publish(run / "checkpoints/step-000001") as building:
-            (building / "state.json").write_text(json.dumps({"step": 1, "recipe": {}, "data": ""}))
+            (building / "state.json").write_text(
+                json.dumps({"format": 3, "step": 1, "recipe": {}, "plugins": {}, "data": ""})
+            )
             save_file({"model/a": zeros(1)}, building / "rank-00000-000.safetensors")
     return runs, mine, marker
 

@@ -10,7 +10,6 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from ..base.console import hide_queries
 from ..base.errors import did_you_mean
 from ..base.limits import parse_toml
 from .tables import TEMPLATES, Recipe, absolute, short
@@ -140,16 +139,12 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def resolved(recipe: Recipe) -> str:
     """Return the recipe as TOML with all defaults and absolute paths; addresses have no query."""
-    tables = anchored(recipe)
-    for table in (tables["data"], tables.get("eval", {}), *tables["data"].get("sources", [])):
-        if "source" in table:
-            table["source"] = hide_queries(table["source"])
-    return tomli_w.dumps(tables)
+    return tomli_w.dumps(anchored(recipe, "json"))
 
 
-def anchored(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's tables with absolute paths."""
-    tables = recipe.model_dump(exclude_none=True)
+def anchored(recipe: Recipe, mode: str = "python") -> dict[str, Any]:
+    """Return the recipe's tables with absolute paths; for mode "json", see `Place`."""
+    tables = recipe.model_dump(mode=mode, exclude_none=True)
     tables["output"] = str(recipe.folder.absolute())
     model, data = tables["model"], tables["data"]
     for table in (model, data, tables.get("eval", {}), *data.get("sources", [])):
