@@ -53,9 +53,8 @@ def look() -> Machine:
     alone = "LOCAL_RANK" in os.environ and "MASTER_ADDR" not in os.environ
     if rank >= size or local >= beside or alone:
         raise LaunchError(
-            f"the environment makes this process rank {rank} of {size}, and {local} of {beside} on "
-            "its machine, which no launcher does: unset RANK, LOCAL_RANK and WORLD_SIZE, or start "
-            "the ranks by a launcher"
+            f"the environment makes this process rank {rank} of {size}, by variables that no "
+            "launcher leaves so: unset RANK, LOCAL_RANK and WORLD_SIZE, or start by a launcher"
         )
     return Machine(
         host=platform.node(),
