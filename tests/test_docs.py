@@ -40,7 +40,7 @@ BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
 TOOLS = {"tools/quickstart", ".venv/bin/plugsft chat runs/quickstart", "tools/test"}
 """The first two run in test_quickstart.py; the third runs this."""
 TOO_SLOW = {
-    "pip install plugsft": "test_wheel.py installs the wheel",
+    "pip install .": "test_wheel.py installs the wheel",
     "plugsft quickstart": "test_wheel.py runs it with few steps, test_quickstart.py with all",
     "plugsft chat runs/quickstart": "test_quickstart.py runs it",
     "tools/install fast,quantize": "tools/test installs more",
@@ -65,6 +65,8 @@ TOO_SLOW = {
     ),
     "NODES=2 HOST=10.0.0.1 bash recipes/launch/torchrun.sh my.toml": "it needs two machines; "
     "test_many_machines.py has torchrun's agents, without this file",
+    "accelerate launch -m plugsft recipes/tulu_sft.toml": "8 billion weights; test_recipes.py runs "
+    "it with few",
     "sbatch recipes/launch/slurm.sbatch my.toml": "test_slurm.py has a Slurm and runs it with "
     "--full",
     "plugsft launch my.toml --ranks 2 --strategy fsdp2": "the next line of accelerate is the same",
@@ -110,15 +112,29 @@ RUN = [command for command in COMMANDS if command not in TOOLS and command not i
 
 def test_every_command_runs_here_or_is_named_with_its_reason():
     assert set(COMMANDS) >= TOOLS | set(TOO_SLOW)
-    first = commands(BLOCK.search(README)[2])
-    assert first[:2] == ["pip install plugsft", "plugsft quickstart"]
-    assert "\ntools/test\n" in (ROOT / ".ci/run").read_text()
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    quickstart, test = commands(BLOCK.search(README)[2])
+    assert quickstart == "tools/quickstart"
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == test
+
+
+def test_one_page_says_that_plugsft_is_not_on_pypi():
+    saying = [page.name for page, text in TEXTS.items() if "not on pypi" in text.lower()]
+    assert saying == ["start.md"]
+    notebooks = "".join(path.read_text() for path in (ROOT / "docs/notebooks").glob("*.ipynb"))
+    assert not re.search(r"install plugsft\b(?!\[)", notebooks + "".join(TEXTS.values()))
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Give a folder with what the README's recipe names: a model, rows, and the recipe."""
-    folder = tmp_path_factory.mktemp("docs")
+    """Give a folder in which the commands of the pages run."""
+    return make_place(tmp_path_factory.mktemp("docs"))
+
+
+def make_place(folder):
+    """Put into a folder what the README's recipe names: a model, rows, and the recipe."""
     tables = tiny_tables(folder / "tiny", chats(70))
     tables["model"]["scratch"]["context"] = 2048
     tables["train"]["steps"] = 1
@@ -129,7 +145,7 @@ def place(tmp_path_factory):
     for kind in ("launch", "quickstart"):
         assert run_plugsft("init", kind, cwd=folder).returncode == 0
     # Smaller steps than the README's, for speed.
-    recipe = BLOCK.findall(README)[1][1].replace("batch_size = 64", "batch_size = 16")
+    recipe = dict(BLOCK.findall(README))["toml"].replace("batch_size = 64", "batch_size = 16")
     (folder / "my.toml").write_text(recipe, encoding="utf8")
     for name, settings in OTHERS.items():
         (folder / name).write_text(json.dumps(settings))
@@ -149,7 +165,7 @@ OTHERS = {
 def test_a_command_of_the_pages(place, command, forked_trials):
     for results in ("runs", "shipped", "tenth-step"):
         shutil.rmtree(place / results, ignore_errors=True)
-    prepare_for(command, place)
+    prepare_for(command, plugsft, place)
     if command.startswith("accelerate launch") and "fsdp2" in command:
         code, out, err = run_launch(*in_folder(shlex.split(command)[2:], place))
         done = subprocess.CompletedProcess(command, code, out, err)
@@ -167,13 +183,13 @@ def test_a_command_of_the_pages(place, command, forked_trials):
     assert not done.stderr
 
 
-def prepare_for(command, place):
+def prepare_for(command, run, place):
     """Make the runs that a command needs."""
     if "--resume" in command or "--overwrite" in command or " runs/my-model" in command:
         adapters = " plugins.lora.r=4" if "--merge" in command else ""
-        assert plugsft(place, f"plugsft my.toml{adapters}").returncode == 0
+        assert run(place, f"plugsft my.toml{adapters}").returncode == 0
     if " diff " in command:
-        assert plugsft(place, "plugsft my.toml output=runs/other").returncode == 0
+        assert run(place, "plugsft my.toml output=runs/other").returncode == 0
 
 
 def plugsft(place, command):
@@ -191,9 +207,10 @@ def in_folder(words, place):
     ]
 
 
-def in_a_shell(place, command):
-    """Run a command as a user would."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+def in_a_shell(place, command, programs=Path(sys.executable).parent):
+    """Run a command as a user would, with the programs of an environment."""
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    env.pop("PYTHONPATH", None)
     return subprocess.run(
         command,
         shell=True,

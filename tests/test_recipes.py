@@ -1,11 +1,14 @@
 """Every key of our recipes is understood."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, chats, run_plugsft, tiny_tables, write_recipe
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from plugsft.registry.load import load
@@ -17,6 +20,28 @@ def test_a_shipped_recipe_is_valid_and_explained(path):
     assert {*active.plugins} == {*recipe.plugins}
     text = path.read_text(encoding="utf8")
     assert text.startswith("# ") and text.count("#") >= 6
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_recipe_that_the_readme_names(tmp_path):
+    """As written there, on a tiny model and few rows."""
+    tables = tiny_tables(tmp_path, chats(12))
+    prepared = run_plugsft("prepare", write_recipe(tmp_path / "tiny.toml", tables))
+    assert prepared.returncode == 0, prepared.stderr
+    [tokenizer] = tmp_path.glob("run/scratch/tokenizer-*")
+    config = Qwen3Config(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8)
+    config.vocab_size, config.architectures = 1000, ["Qwen3ForCausalLM"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    [line] = re.findall(r"^accelerate launch .*", (ROOT / "README.md").read_text("utf8"), re.M)
+    words = [*line.split(), f"model.path={tmp_path / 'model'}", f"model.tokenizer={tokenizer}"]
+    words += [f"data.source={tables['data']['source']}", f"output={tmp_path / 'tulu'}"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [*words, "train.steps=1", "device=cpu"], cwd=ROOT, env={**os.environ, "PATH": path},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tulu/report.html").is_file()
 
 
 def test_the_chat_format_of_tulu():

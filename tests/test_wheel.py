@@ -11,8 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import FULL, ROOT
 from packaging.metadata import Metadata
+from test_docs import REFUSED, RUN, in_a_shell, make_place, prepare_for
 
 from plugsft import __version__
 
@@ -76,7 +77,7 @@ def test_the_wheel_holds_the_program_its_plugins_and_its_recipes_and_nothing_els
     assert "plugsft/py.typed" in expected and "plugsft/recipes/data/quickstart.jsonl" in expected
     facts = Metadata.from_email(text, validate=True)
     assert str(facts.version) == __version__
-    assert {*facts.project_urls} == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert not facts.project_urls  # a repository that strangers can open has none yet
     assert {*facts.provides_extra} == EXTRAS
     assert facts.keywords and "Programming Language :: Python :: 3.13" in facts.classifiers
     assert facts.description == (ROOT / "README.md").read_text(encoding="utf8")
@@ -89,12 +90,21 @@ def installed(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install"]
-    words = ["--quiet", "--no-deps", "--no-index", "--no-compile", str(built[1])]
+    words = ["--quiet", "--no-deps", "--no-index", str(built[1])]
     subprocess.run([*pip, *words], check=True)
     [packages] = folder.glob("lib/*/site-packages")
     # A folder on the path: the .pth files in it, such as that of the clone, have no effect.
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    accelerate = f"#!{folder}/bin/python\nfrom accelerate.commands import accelerate_cli as cli\n"
+    (folder / "bin/accelerate").write_text(f"{accelerate}cli.main()\n")
+    (folder / "bin/accelerate").chmod(0o755)
     return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Give a folder in which the commands of the pages run."""
+    return make_place(tmp_path_factory.mktemp("docs"))
 
 
 def run(installed, place, *words):
@@ -126,3 +136,28 @@ def test_an_empty_folder_and_two_commands_lead_to_a_model_that_talks(installed, 
          "print(plugsft.__file__, l.__file__)"], capture_output=True, text=True,
     )  # fmt: skip
     assert all(Path(name).is_relative_to(installed) for name in files.stdout.split())
+
+
+QUICK = ("plugsft init", "plugsft prepare my.toml", "plugsft schema", "plugsft show my.toml")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for line in RUN if FULL or line.startswith(QUICK)])
+def test_a_command_of_the_pages_runs_as_pip_installs_it(installed, place, command):
+    """Installed compiled, as pip does by default: what lists a folder meets __pycache__."""
+
+    def by_pip(place, command):
+        return in_a_shell(place, command, installed / "bin")
+
+    for results in ("runs", "shipped", "tenth-step"):
+        shutil.rmtree(place / results, ignore_errors=True)
+    prepare_for(command, by_pip, place)
+    done = by_pip(place, command)
+    assert done.returncode == (2 if command in REFUSED else 0), done.stderr
+
+
+def test_init_writes_the_launch_files_of_a_compiled_package(installed, tmp_path):
+    assert [*installed.glob("lib/*/site-packages/plugsft/recipes/launch/__pycache__")]
+    run(installed, tmp_path, "init", "launch")
+    written = {path.name for path in (tmp_path / "recipes/launch").iterdir()}
+    assert written == {path.name for path in (ROOT / "recipes/launch").iterdir() if path.is_file()}

@@ -30,7 +30,8 @@ def files_of(kind: str) -> dict[str, str]:
     """Return path -> text: a recipe and all files that it needs."""
     source = bundled_folder()
     paths = [*source.glob("recipes/accelerate/*"), *source.glob("recipes/launch/*")]
-    launch = [path.relative_to(source).as_posix() for path in paths if path.suffix != ".pyc"]
+    # pip compiles ray_train.py: an installed folder has a __pycache__.
+    launch = [path.relative_to(source).as_posix() for path in paths if path.is_file()]
     left = sorted(launch) if kind == LAUNCH else [f"recipes/{kind}.toml"]
     files: dict[str, str] = {}
     while left:
