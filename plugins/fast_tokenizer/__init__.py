@@ -47,12 +47,8 @@ class FastTokenizer:
         from .engines import ENGINES, explain_missing
 
         self.started_run = True
-        missing = {
-            name: explain_missing(name) for name in ENGINES if not importlib.util.find_spec(name)
-        }
-        if self.engine in missing:
-            raise RecipeError(missing[self.engine])
-        self.reasons = missing if self.engine == "auto" else {}
+        if self.engine in ENGINES and not importlib.util.find_spec(self.engine):
+            raise RecipeError(explain_missing(self.engine))
 
     @hookimpl
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:

@@ -33,10 +33,10 @@ def guard(engine: Engine, tokenizer: Tokenizer) -> Engine:
     Such a text is not what its tokens decode to, so the model's own tokenizer encodes it.
     """
     token_bytes = np.array(tokenizer.token_bytes.to_pylist(), object)
-    token_texts = [_decode(token) for token in token_bytes]
-    rare = _rare_characters("".join(filter(None, token_texts)))
-    # A token that is not text may be a part of a rare character.
-    suspect = np.array([text is None or not rare.isdisjoint(text) for text in token_texts])
+    token_texts = [token.decode(errors="replace") for token in token_bytes]
+    # A token whose bytes are not whole characters may be a part of a rare one.
+    rare = _rare_characters("".join(token_texts)) | {"\N{REPLACEMENT CHARACTER}"}
+    suspect = np.array([not rare.isdisjoint(text) for text in token_texts])
 
     def encode_accepted(texts: list[str]) -> Ids:
         """Encode the texts that the engine accepts; search for the others by halves."""
@@ -87,8 +87,7 @@ def compare_one(
     """Compare the ids of one of the texts with the tokenizer's own; return the difference."""
     number = len(texts) // 2
     own = tokenizer.backend_tokenizer.encode(texts[number], add_special_tokens=special_tokens)
-    stop = int(encoded.counts[: number + 1].sum())
-    ids = encoded.ids[stop - encoded.counts[number] : stop]
+    ids = split_ids(encoded)[number]
     return None if ids.tolist() == own.ids else _explain_difference(name, texts[number])
 
 
@@ -101,14 +100,6 @@ def take_sample(items: list[str]) -> list[str]:
 def split_ids(encoded: Encoded) -> list[NDArray[np.int32]]:
     """Return the ids of each text."""
     return np.split(encoded.ids, np.cumsum(encoded.counts)[:-1])
-
-
-def _decode(token: bytes) -> str | None:
-    """Return the text of a token; None if its bytes are not whole characters."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def _rare_characters(text: str) -> set[str]:
