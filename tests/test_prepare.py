@@ -165,14 +165,22 @@ def test_long_rows_are_cut_dropped_or_refused(run):
         run(rows, too_long="error")
 
 
-def test_what_is_cut_before_its_answer_says_so(run):
-    with pytest.raises(
-        DataError,
-        match=r"line 2: no trained token within data.max_length\. Raise data.max_length, or",
-    ):
-        run([GOOD, LATE])
-    _, tokens, _ = run([GOOD, LATE], on_bad_row="drop")
+def test_a_row_that_truncation_leaves_without_a_target_is_left_out_and_counted(run, capsys):
+    _, tokens, _ = run([GOOD, LATE])
     assert tokens.rows.tolist() == [0] and tokens.facts["truncated"]["count"] == 0
+    reason = "no trained token within data.max_length; left out"
+    assert not tokens.facts["bad_rows"]
+    assert tokens.facts["warnings"] == {reason: {"count": 1, "rows": [1]}}
+    assert "0 bad rows" in prepare.summarize(tokens.facts, "prepared")
+    assert f"warning: data: row 1 (counting from 0): {reason}" in capsys.readouterr().out
+    with pytest.raises(DataError, match=rf"line 1: {reason}\. Raise data.max_length$"):
+        run([LATE])
+    # A row that is malformed still stops the run, and only that row is named.
+    with pytest.raises(
+        DataError, match=r"line 3: .*no trained token\. Correct it, or set"
+    ) as found:
+        run([GOOD, LATE, {"messages": [GOOD["messages"][0]]}])
+    assert "line 2" not in str(found.value)
 
 
 def test_unknown_columns_name_the_known_ones(run):

@@ -204,7 +204,8 @@ def _prepare_tokens(
         if not facts["trained_tokens"]:
             names = ", ".join(source.source for source in work.sources)
             only = sources[0].part(0, len(sources[0])) if len(sources) == 1 else None
-            why, cure = describe_bad_rows(total.bad, only), cure_bad(total.bad, drop=False)
+            why = describe_bad_rows(total.bad, only) or describe_warnings(total.warnings, only)[0]
+            cure = cure_bad(total.bad, drop=False)
             raise DataError(f"{names}: no row has a token to train on: {why}{cure}")
         write_index(folder, shards, facts)
         for shard in shards:

@@ -208,7 +208,7 @@ def describe_bad_rows(bad: dict[str, list[int]], rows: Rows | None, first: int =
 def cure_bad(bad: Mapping[str, Sequence[int]], drop: bool = True) -> str:
     """Return what to do about bad rows; with `drop`, how to train without them."""
     first = "Correct them" if sum(map(len, bad.values())) > 1 else "Correct it"
-    if {*bad} == {CUT}:
+    if not bad:
         first = "Raise data.max_length"
     return f". {first}" + (', or set data.on_bad_row = "drop"' if drop else "")
 
@@ -262,9 +262,16 @@ def make_examples(
         within = places < np.repeat(counts, encoded.counts)
     cut = _any_text(counts < encoded.counts, num_texts)
     trained = ~_any_text(count_true(mask & within, encoded.counts) == 0, num_texts)
-    good = trained if data.too_long == "truncate" else trained & ~cut
-    if cut.any() or not trained.all():
-        _record_too_long(shard, numbers[rows], cut, trained, data)
+    row_numbers, good, empty = numbers[rows], trained, ~trained & ~cut
+    if data.too_long == "truncate":
+        shard.truncated += row_numbers[cut & trained].tolist()
+        if lost := row_numbers[~trained & cut].tolist():
+            shard.warnings[CUT] = {"count": len(lost), "rows": lost[:10]}
+    else:
+        good = trained & ~cut
+        shard.too_long += row_numbers[cut].tolist()
+    if empty.any():
+        shard.bad.setdefault("no trained token", []).extend(row_numbers[empty].tolist())
     good_texts = np.repeat(good, num_texts)
     keep = within & np.repeat(good_texts, encoded.counts)
     keep_all = bool(keep.all())  # the usual case needs no copy
@@ -273,7 +280,7 @@ def make_examples(
         mask=mask if keep_all else mask[keep],
         counts=counts[good_texts],
         num_sequences=num_texts[good].astype(np.int64),
-        rows=numbers[rows][good],
+        rows=row_numbers[good],
         columns={
             name: column_of([values[row] for row in rows[good].tolist()])
             for name, values in rendered.columns.items()
@@ -285,16 +292,6 @@ def make_examples(
 def _any_text(values: Mask, num_texts: Ints) -> Mask:
     """Return for each row whether the value of any of its texts is true."""
     return count_true(values, num_texts) > 0
-
-
-def _record_too_long(shard: Shard, rows: Ints, cut: Mask, trained: Mask, data: Data) -> None:
-    """Record the rows that were cut, left out, or have no trained token."""
-    truncate = data.too_long == "truncate"
-    shard.truncated += rows[cut & trained].tolist() if truncate else []
-    shard.too_long += [] if truncate else rows[cut].tolist()
-    for lost, why in ((~trained & ~cut, "no trained token"), (~trained & cut & truncate, CUT)):
-        if lost.any():
-            shard.bad.setdefault(why, []).extend(rows[lost].tolist())
 
 
 def target_mask(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Mask:

@@ -39,7 +39,7 @@ from .token_rows import (
 
 READ = {*LISTS, WEIGHT, "length", "token_type_ids", "num_truncated_tokens"}
 """Columns that are read, or say nothing new."""
-CUT = "no trained token within data.max_length"
+CUT = "no trained token within data.max_length; left out"
 """Reason of a row that is cut before its first trained token."""
 
 
@@ -230,7 +230,8 @@ class Reader:
         numbers = block.numbers + self.first
         if truncate:
             self.shard.truncated += numbers[long & useful].tolist()
-            self._bad(block.numbers[~useful & long], CUT)
+            if (~useful & long).any():
+                self._warn([CUT], block.numbers[~useful & long])
         else:
             self.shard.too_long += numbers[long].tolist()
         self._bad(block.numbers[~useful & ~long], "no trained token")
