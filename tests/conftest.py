@@ -73,6 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     FORKS.set_forkserver_preload(["preloaded"])
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start the fork server before a law does: it would not find what to import, without tests/."""
+    if "testing" in vars(getattr(item, "module", pytest)):
+        start_fork_server()
+
+
 def chats(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return chats of various lengths."""
     rng = random.Random(seed)

@@ -110,6 +110,7 @@ def test_the_resolved_recipe_runs_again_and_gives_the_same(tiny, tmp_path):
     assert curve(again) == curve(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_rerun_ends_the_same(tiny, tmp_path, number):
     recipe = tiny(rows=chats(43), train=LONG | {"steps": 200, "log_every": 100})

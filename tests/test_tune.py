@@ -247,7 +247,7 @@ def test_layers_are_computed_again_where_memory_forces_it(tmp_path):
     assert target.read_text().rstrip().endswith("[plugins.gradient_checkpointing]")
 
 
-def test_nothing_fits(place):
+def test_nothing_fits(place, forked_trials):
     result = run_plugsft("tune", place / "my.toml", "--memory=100MB", cwd=place)
     assert result.returncode == 2
     assert "nothing fits in 90.6 MiB a rank; tried: train.micro_batch = 1; " in result.stderr
@@ -309,7 +309,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(place):
     assert foreign.read_text() == "# mine\n"
 
 
-def test_a_probe_that_goes_wrong_otherwise_ends_it(place):
+def test_a_probe_that_goes_wrong_otherwise_ends_it(place, forked_trials):
     result = run_plugsft("tune", place / "my.toml", "train.learning_rate=1e30", cwd=place)
     assert result.returncode == 2
     assert result.stderr.startswith("error: train.micro_batch = 1: step 2: loss ")
