@@ -1,17 +1,25 @@
 """Runs, models and records that someone else wrote: nothing outside of them is read or changed."""
 
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
 
+from plugsft.base.errors import RecipeError
+from plugsft.data.readers import objects
 from plugsft.lab.trials.runner import run_process
+from plugsft.output.folder import lock_output
+from plugsft.output.record import keep_lines
+from plugsft.output.report import read_metrics
 from plugsft.plugins.push.uploads import Uploads
+from plugsft.registry.load import load
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +119,6 @@ def test_no_trial_or_upload_imports_from_the_working_directory(clone):
         ({"LOCAL_RANK": "0"}, "rank 0 of 1"),
         ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x'"),
         ({"PLUGSFT_PROGRESS_SECONDS": "x"}, "PLUGSFT_PROGRESS_SECONDS='x'"),
-        ({"PLUGSFT_OWN_PLUGINS": "x"}, "broken PLUGSFT_OWN_PLUGINS"),
         ({"ACCELERATE_USE_CPU": "]"}, "accelerate cannot use its settings: invalid truth value ]"),
         ({"ACCELERATE_DYNAMO_BACKEND": "x"}, "accelerate cannot use its settings: 'X' is not"),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_NODES": "0x10"}, "SLURM_STEP_NUM_NODES='0x10'"),
@@ -135,3 +142,47 @@ def test_a_package_with_broken_metadata_is_named(made, tmp_path, content):
     result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith(f"error: {folder}: the metadata of this package is broken (")
+
+
+def test_a_damaged_line_of_a_log_is_left_out(run):
+    metrics = run / "metrics.jsonl"
+    first, second = metrics.read_text().splitlines()
+    for harmed in ('"stap"', '"step": null, "x"', '"step": "2", "x"'):
+        metrics.write_text(f"{first}\n{second.replace(chr(34) + 'step' + chr(34), harmed)}\n")
+        assert [line["step"] for line in read_metrics(metrics)] == [1]
+        assert [line["step"] for line in keep_lines(metrics, 2)] == [1]
+
+
+def test_an_output_that_is_moved_away_does_not_hide_the_reason(made, tmp_path):
+    recipe = load(made / "recipe.toml", [f"output={tmp_path}/run"])[0]
+    with pytest.raises(RecipeError, match="the reason"), lock_output(recipe):
+        recipe.folder.rename(tmp_path / "moved")
+        raise RecipeError("the reason")
+
+
+class Endless(http.server.BaseHTTPRequestHandler):
+    """Answers each request for a byte with bytes that do not end."""
+
+    sent = 0
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send_response(206)
+        self.send_header("Content-Range", "bytes 0-0/1000")
+        self.end_headers()
+        try:
+            while Endless.sent < 1 << 30:
+                Endless.sent += self.wfile.write(bytes(1 << 16))
+        except OSError:
+            pass
+
+
+def test_a_server_does_not_decide_how_much_is_read(monkeypatch):
+    monkeypatch.setattr(objects, "TRIES", 1)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        content, _ = objects._get(f"http://127.0.0.1:{server.server_port}/a.jsonl", 0, 1)
+        server.shutdown()
+    assert len(content) == 2 and Endless.sent < 1 << 25

@@ -184,10 +184,12 @@ def lock_output(recipe: Recipe) -> Iterator[None]:
         try:
             yield
         finally:
-            if os.listdir(recipe.folder) == [LOCK]:
-                # The recipe was refused: remove the empty folder.
-                (recipe.folder / LOCK).unlink()
-                recipe.folder.rmdir()
+            # If the folder was moved or unmounted, the run's own error says so.
+            with suppress(OSError):
+                if os.listdir(recipe.folder) == [LOCK]:
+                    # The recipe was refused: remove the empty folder.
+                    (recipe.folder / LOCK).unlink()
+                    recipe.folder.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

@@ -83,11 +83,12 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl, without the partial line of a killed run."""
+    """Read the lines of metrics.jsonl that have a step; a killed run leaves a partial one."""
     lines = []
     for text in path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ():
         with suppress(TypeError, ValueError):
-            if isinstance(line := check_depth(parse_json(text), 2), dict):
+            line = check_depth(parse_json(text), 2)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
     return lines
 
@@ -154,8 +155,7 @@ def series_of(metrics: list[dict[str, Any]]) -> dict[str, Points]:
     """Return the points of each metric, the losses first."""
     series: dict[str, Points] = {}
     for line in metrics:
-        if (step := number(line.get("step"))) is None:
-            continue
+        step = line["step"]
         for key, value in line.items():
             points = series.setdefault(key, [])
             # A resumed run repeats steps after its checkpoint: the later values count.

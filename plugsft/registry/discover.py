@@ -54,11 +54,8 @@ def find() -> dict[str, FoundPlugin]:
                 f"two plugins are named '{point.name}': {other.origin} and {origin}. Uninstall one."
             )
         found[point.name] = FoundPlugin(point.name, origin, point.value, dist)
-    try:
-        for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
-            found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
-    except Exception as error:  # whatever its text breaks
-        raise PluginError(f"the environment has a broken {OWN}; unset it") from error
+    for name, (origin, target) in json.loads(os.environ.get(OWN, "{}")).items():
+        found[name] = FoundPlugin(name, origin, target, Path(os.devnull))
     return found
 
 

@@ -170,7 +170,7 @@ def _get(url: str, start: int, stop: int) -> tuple[bytes, Version]:
                 )
             if status == 206:
                 size = response.headers.get("Content-Range", "").rpartition("/")[2]
-            content = response.read()
+            content = response.read(stop - start + 1)
     except urllib.error.HTTPError as error:
         if error.code != EMPTY_RANGE or start:
             raise
