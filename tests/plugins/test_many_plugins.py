@@ -15,7 +15,7 @@ from torch.testing import assert_close
 LEARNING = {
     "dpo": {},
     "lora": {"r": 4},
-    "ema": {"decay": 0.3, "warmup": False},
+    "ema": {"decay": 0.3},
 }
 """Their results are compared."""
 LAYOUT = ("bfd_packing.capacity=256", "fused_loss.chunk=7", "gradient_checkpointing.every=1")
