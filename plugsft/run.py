@@ -108,6 +108,8 @@ class OpenRun:
         self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
         self.ranks = RankGroup(self.accelerator, self.hooks)
         self.model = TrainedModel(self, self.module, self.loader, self.load, self.train_state)
+        if self.packed:  # not a plugin's hook, which another plugin could replace
+            self.packed.prove(self.module, self.model.exact)
         add_columns = partial(self.hooks.add_columns, model=self.model, ranks=self.ranks)
         self.tokens = add_columns(tokens=data.tokens)
         self.evaluation_tokens = data.evaluation and add_columns(tokens=data.evaluation)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -98,6 +99,18 @@ def test_resumed_is_uninterrupted_bit_for_bit(tiny, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "going on after step 4" in result.stdout
     assert curve(parts) == pytest.approx(curve(whole), rel=1e-5)
+
+
+def test_the_time_left_after_a_resume_is_that_of_steps_since_it(tiny, tmp_path):
+    recipe, run = tiny(train={"steps": 4}, checkpoint={"every": 2}), tmp_path / "run"
+    assert run_plugsft(recipe).returncode == 0
+    for name in ("checkpoints/step-000004", "model"):
+        shutil.rmtree(run / name)
+    lines = [line | {"step_seconds": 3600.0} for line in read_metrics(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    resumed = run_plugsft(recipe, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert re.search(r"step 3/4 .* left 0:\d\d$", resumed.stdout, re.MULTILINE), resumed.stdout
 
 
 def test_the_resolved_recipe_runs_again_and_gives_the_same(tiny, tmp_path):

@@ -46,6 +46,10 @@ class Rows:
         return [parts[rank::ranks] for rank in range(ranks)]
 
     @hookimpl
+    def add_columns(self, tokens):
+        return tokens  # in place of the core's answer; the proof is no part of that
+
+    @hookimpl
     def collate(self, tokens, examples):
         from plugsft.kit import pack
 

@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from ..base.types import Batch, Ints, TokenNll
 from ..batches.labels import IGNORED, buffer, make_labels, model_inputs, trained_rows
-from ..hooks import RunModel, hookimpl
+from ..hooks import hookimpl
 from ..recipe.tables import Train
 from ..tokens.store import Tokens
 from .for_plugins import decay_groups
@@ -33,10 +33,8 @@ class ModelDefaults(ScheduleDefaults):
         return self._packed.load(load) if self._packed else load.build()
 
     @hookimpl
-    def add_columns(self, model: RunModel, tokens: Tokens) -> Tokens:
-        """Add no columns; prove that the model computes packed documents apart."""
-        if self._packed:
-            self._packed.prove(model.module, model.exact)
+    def add_columns(self, tokens: Tokens) -> Tokens:
+        """Add no columns."""
         return tokens
 
     @hookimpl

@@ -43,6 +43,8 @@ class Record:
         self._metrics: TextIO | None = None
         self._started = time.perf_counter()
         self._rows: list[list[float]] = []
+        self._earlier = 0
+        """Steps before a resume, perhaps at another speed."""
         self.writes = machine.is_main
         self.run: dict[str, Any] = {
             "format": 1,
@@ -81,6 +83,7 @@ class Record:
         # The means at the end count the steps before a resume, too.
         known = [line for line in lines if all(line.get(name) is not None for name in AVERAGED)]
         self._rows = [[line[name] for name in AVERAGED] for line in known]
+        self._earlier = len(self._rows)
         self._metrics = path.open("a", encoding="utf8")
 
     @hookimpl
@@ -168,7 +171,7 @@ class Record:
         ]
 
     def _time_left(self, steps: int) -> str:
-        recent = [seconds for seconds, *_ in self._rows[-50:]]
+        recent = [seconds for seconds, *_ in self._rows[self._earlier :][-50:]]
         minutes, seconds = divmod(round(steps * sum(recent) / len(recent)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
