@@ -107,6 +107,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": HEADS,
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import permutations
 from statistics import median
 from xml.etree import ElementTree
 
@@ -84,6 +85,38 @@ def seconds(result, *names):
     for name in names:
         figures = figures[name]
     return median(figures)
+
+
+def speeds(case):
+    """Return the tokens per second of each contender on the H100."""
+    results = json.loads((ROOT / f"tools/bench/results/h100/{case}.json").read_text())["results"]
+    return {name: median(run["speed"] for run in runs) for name, runs in results.items()}
+
+
+def test_every_speed_and_ratio_of_the_gpu_is_of_the_committed_results():
+    cases = [speeds(case) for case in ("0.6b-lora", "1b-full")]
+    measured = {f"{speed:,.0f}" for case in cases for speed in case.values()}
+    ratios = {f"{a / b:.2f}" for case in cases for a, b in permutations(case.values(), 2)}
+    generated = re.compile("<!-- tools/bench/plugins.py writes this.*?<!-- to here", re.S)
+    texts = {page: generated.sub("", text) for page, text in TEXTS.items()}
+    table = texts[ROOT / "docs/benchmarks.md"].split("\n## On a GPU\n")[1]
+    assert {*re.findall(r"(?<!\d)\d\d,\d{3}", table)} - measured <= {"32,768", "16,384"}
+    for page, text in texts.items():
+        for figure in re.findall(r"(\d\d,\d{3})(?: to [\d,]+)? tokens/s", text):
+            assert figure in measured, (page, figure)
+        for ratio in re.findall(r"(\d\.\d+)x\b", text):
+            assert ratio in ratios, (page, ratio)
+
+
+def test_the_summary_of_a_case_is_of_its_own_results(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "tools/bench")
+    from gpu import summarize_case
+    from gpu_process import Results
+
+    for case in ("0.6b-lora", "1b-full"):
+        path = ROOT / f"tools/bench/results/h100/{case}.json"
+        report = json.loads(path.read_text())
+        assert summarize_case(Results(path, report["machine"])) == report["summary"]
 
 
 def dpo_step(name):

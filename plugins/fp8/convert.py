@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch._inductor import config as inductor
 from torch.nn import Linear, Module
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 def convert_layers(plugin: Fp8, model: Any) -> str:
     """Convert linear layers in place; return what was converted, and what was not."""
     choice = choose(plugin, model)
+    if plugin.scaling == "rowwise":
+        # As torchtitan: compiled layers that skip casts may end in NaN (pytorch issue 150859).
+        inductor.emulate_precision_casts = True
     config = settings(plugin.scaling, plugin.emulate)
     for name in choice.chosen:
         parent, _, child = name.rpartition(".")

@@ -17,6 +17,7 @@ from conftest import (
 from safetensors.torch import load_file
 from test_launch import TRAIN, config, curve
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -96,6 +97,13 @@ def test_a_compiled_layer_is_one_program_for_all_lengths(scaling):
         torch.testing.assert_close(output, layer(x), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
     assert programs.frame_count == 1
+
+
+@pytest.mark.parametrize("scaling, kept", [("rowwise", True), ("tensorwise", False)])
+def test_compiled_rowwise_layers_keep_the_casts_of_uncompiled_ones(scaling, kept):
+    with inductor.patch(emulate_precision_casts=False):
+        convert_layers(Fp8(scaling=scaling, min_size=16, emulate=True), model_of())
+        assert inductor.emulate_precision_casts is kept
 
 
 def model_of(layers=4, **sizes):
