@@ -90,7 +90,9 @@ def test_states_of_a_plugin_s_optimizer_are_its_own(tiny):
         ("bfloat16", "no", "bfloat16", "bfloat16"),
     ],
 )
-def test_one_line_of_truth(tiny, tmp_path, monkeypatch, dtype, launcher, weights, computes):
+def test_the_line_of_precision_agrees_with_the_run(
+    tiny, tmp_path, monkeypatch, dtype, launcher, weights, computes
+):
     activate(install(tmp_path / "site", sees=SEES), monkeypatch)
     recipe = tiny(train={"steps": 2}, plugins={"sees": {}}, checkpoint={"every": 0})
     env = {"ACCELERATE_MIXED_PRECISION": launcher}

@@ -154,7 +154,7 @@ def test_random_numbers_of_the_loop_are_its_own(world):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_it_is_as_far_ahead_as_it_was_told(world, depth):
+def test_batches_are_built_as_many_steps_ahead_as_depth_says(world, depth):
     build, began = world.build(), []
 
     def counted(step):

@@ -447,7 +447,7 @@ def test_lora_is_trl_s(tmp_path, loss, beta):
     assert abs(measured["margin"]) > 0.005 and 0 < measured["accuracy"] < 1
 
 
-# The formulas that TRL has not so.
+# Formulas that TRL lacks, or computes in another way.
 
 
 @pytest.fixture
@@ -756,7 +756,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "tables", "says"), REFUSED)
-def test_what_would_not_be_heard_is_refused(tiny, options, tables, says):
+def test_options_without_effect_are_refused(tiny, options, tables, says):
     more = {"plugins": {"dpo": options, **tables.get("plugins", {})}, "data": tables.get("data")}
     recipe = tiny(
         train={"micro_batch": 1}, **{name: value for name, value in more.items() if value}
