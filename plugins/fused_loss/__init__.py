@@ -62,8 +62,8 @@ class FusedLoss:
             )
         if self.kernel == "liger" and recipe.provides("adapters"):
             raise RecipeError(
-                'kernel = "liger" is for full fine-tuning; set kernel = "auto", and add '
-                "[plugins.compile], which gains more with adapters on a GPU"
+                'kernel = "liger" is for full fine-tuning: adapters gain more from compiled '
+                'layers; set kernel = "auto"'
             )
         name = "cut_cross_entropy" if self.kernel == "auto" else self.kernel
         if name == "torch":
