@@ -560,7 +560,7 @@ def test_ranks_that_share_the_weights_learn_the_same(tiny, tmp_path, name, monke
 
 INTERPRETED = """
 import sys
-import triton_interpreter, torch
+import triton_interpreter, itertools, torch
 from functools import partial
 from plugsft.model.fused_head import LogitTransform, Positions, fused_loss
 from plugsft.plugins.fused_loss.loss import call_package
@@ -569,14 +569,17 @@ torch.manual_seed(0)
 # Where the vocabulary is no multiple of 128, cut_cross_entropy's soft cap adds entries to it.
 hidden, weight, bias = torch.randn(9, 16), torch.randn(128, 16), torch.randn(128)
 targets = torch.randint(128, (9,))
-for transform in (LogitTransform(), LogitTransform(0.5, 3.0)):
+transforms = (LogitTransform(), LogitTransform(0.5, 3.0))
+for transform, frozen in itertools.product(transforms, (False, True)):
     found = []
     ours = lambda *given: fused_loss(Positions(*given[:-1], 4, torch.float32), given[-1])
     for kernel in (partial(call_package, sys.argv[1]), ours):
         given = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
+        for one in given[1:] if frozen else []:
+            one.requires_grad_(False)
         loss = kernel(*given, targets, transform, True)
         loss.backward()
-        found.append([loss, *(one.grad for one in given)])
+        found.append([loss, *(one.grad for one in given if one.requires_grad)])
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 print("equal")
