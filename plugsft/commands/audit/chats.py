@@ -63,7 +63,7 @@ def judge_chats(
         count += 1
         for part in dropped_parts(conversation.messages, text):
             dropped[part].append(number)
-        contents = "\n".join(message["content"] or "" for message in conversation.messages)
+        contents = "\n".join(message.get("content") or "" for message in conversation.messages)
         if match := special.search(contents):
             with_special[number] = match[0]
     rows = opened.part(0, len(opened))
