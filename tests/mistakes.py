@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "warmup and epochs": ("check", {"train.epochs": 1.5}),
     "columns that do not exist": ("check", {"data.columns": {"messages": "dialogue"}}),
     "a schedule that does not exist": ("check", {"train.schedule": "cosin"}),
-    "too small a capacity": ("train", {"plugins.bfd_packing.capacity": 8}),
+    "too small a capacity": ("train", {"plugins.bfd_packing.capacity": 8, "train.micro_batch": 1}),
     "bad rows": ("prepare", {"data.source": "bad.jsonl"}),
     "a folder that is a file": ("train", {"output": "/dev/null"}),
 }

@@ -112,7 +112,7 @@ def formats() -> dict[str, list[dict[str, Any]]]:
                 "system": "be brief",
                 "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "no"}],
             },
-        ],  # fmt: skip
+        ],
         "texts": [{"prompt": text(n, 4), "completion": text(n, 5)} for n in range(3)],
         "parts": [{"prompt": [u], "completion": [a]}, {"prompt": [u, a, u], "completion": [a]}],
         "alpaca": [
@@ -247,7 +247,9 @@ class Recorder:
             "data": counts,
             "steps": steps,
             "evaluations": evaluations,
-            "summaries": [f"{one['name']}: {one['summary']}" for one in record["plugins"]],
+            "summaries": [
+                self.plain(f"{one['name']}: {one['summary']}") for one in record["plugins"]
+            ],
             "weights": weights_of(folder / "model"),
         }
 
@@ -318,7 +320,7 @@ class Recorder:
     def plain(self, text: str) -> str:
         """Return a message without this machine's paths and figures."""
         text = text.replace(str(self.folder), "FOLDER").replace(str(ROOT), "PLUGSFT")
-        return re.sub(r"[\d.,]+ [KMG]iB", "SIZE", text).rstrip()
+        return re.sub(r"[\d.,]+ [KMG]iB|\b\d+\.\d s\b", "FIGURE", text).rstrip()
 
 
 def numbers(line: dict[str, Any]) -> str:
