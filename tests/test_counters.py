@@ -1,0 +1,215 @@
+"""Figures that a run reports, computed a second way; and what must differ between ranks."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from conftest import chats, read_metrics, run_plugsft, run_ranks, write_jsonl
+from plugin_packages import activate, install
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOf
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoTokenizer
+
+from plugsft.base.types import Shard
+from plugsft.data.slices import merge
+from plugsft.plugins.bfd_packing import BfdPacking
+from plugsft.plugins.dpo_reference.log_probs import pair_ids
+from plugsft.plugins.low_memory_adam.corrected import first_element
+from plugsft.plugins.router_loss.balance import sequence_shares
+from plugsft.ranks.step_numbers import Numbers
+from plugsft.recipe.tables import Checkpoint
+
+SLOW = """
+    import time
+
+    @plugin()
+    class Slow:
+        lines: list = state([])
+
+        @hookimpl(wrapper=True)
+        def collate(self):
+            time.sleep(0.1)
+            return (yield)
+
+        @hookimpl
+        def stepped(self, run):
+            if run.is_main:
+                text = (run.recipe.folder / "metrics.jsonl").read_text()
+                self.lines.append(len(text.splitlines()))
+
+        @hookimpl
+        def summary(self):
+            return str(self.lines)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_reports_what_its_rows_and_lines_give(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path, slow=SLOW), monkeypatch)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+    rows = [
+        {"text": " ".join(words[: 2 + n % 7] * (1 + n % 3)), "weight": [0, 0.5, 2, 1][n % 4]}
+        for n in range(23)
+    ]
+    bad = [{"text": ""}, {"text": 5}, {"text": ""}]
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", rows[:9])
+    recipe = tiny(
+        rows=[*rows, *bad],
+        data={"on_bad_row": "drop"},
+        train={"batch_size": 8, "micro_batch": 1, "epochs": 2},
+        eval={"every": 5, "source": str(held_out)},
+        plugins={"slow": {}},
+    )
+    done = run_ranks(2, recipe)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    record, steps = json.loads((run / "run.json").read_text()), read_metrics(run)
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    lengths = [len(tokenizer(row["text"], add_special_tokens=False).input_ids) for row in rows]
+    counted = [n for n, row in zip(lengths, rows, strict=True) if row["weight"]]
+    # The end of a text is a token too, and the first token is no target.
+    assert record["data"]["tokens"] == sum(lengths) + len(rows)
+    assert record["data"]["trained_tokens"] == sum(lengths)
+    assert sorted(one["count"] for one in record["data"]["bad_rows"].values()) == [1, 2]
+    assert sum(step["tokens"] for step in steps) == 2 * (sum(counted) + len(counted))
+    assert sum(step["trained_tokens"] for step in steps) == 2 * sum(counted)
+    [*_, evaluation] = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    expected = [n for n, row in zip(lengths[:9], rows, strict=False) if row["weight"]]
+    assert evaluation["eval_tokens"] == sum(expected)
+
+    # A rank waits for its batches, and no longer than the step takes.
+    assert all(0.1 < step["data_wait_seconds"] <= step["step_seconds"] for step in steps)
+    column = {name: np.array([step[name] for step in steps]) for name in steps[0]}
+    seconds, tokens = column["step_seconds"], column["tokens"]
+    assert record["throughput"] == pytest.approx(
+        {
+            "tokens_per_second": tokens.sum() / seconds.sum(),
+            "trained_tokens_per_second": column["trained_tokens"].sum() / seconds.sum(),
+            "step_seconds_median": np.median(seconds),
+        },
+        abs=1e-3,
+    )
+    assert record["batches"] == pytest.approx(
+        {
+            "padding": 1 - tokens.sum() / (tokens / (1 - column["padding"])).sum(),
+            "examples_per_micro_batch": column["examples_per_micro_batch"].mean(),
+            "data_wait_share": column["data_wait_seconds"].sum() / seconds.sum(),
+            "imbalance": column["imbalance"].mean(),
+        },
+        abs=1e-3,
+    )
+    # Each line is in the file as soon as the next step is done.
+    [seen] = [one["summary"] for one in record["plugins"] if one["name"] == "slow"]
+    assert all(count >= number - 1 for number, count in enumerate(json.loads(seen), start=1))
+
+
+@pytest.mark.slow
+def test_ranks_draw_different_dropout_and_a_step_draws_the_same_again(tiny, tmp_path):
+    """The rate is 0 and the row is the same, so only dropout can make a difference."""
+    row = chats(1)[0]
+    lora = {"lora": {"r": 4, "dropout": 0.5}}
+
+    def norms(name, ranks):
+        train = {"batch_size": ranks, "micro_batch": 1, "learning_rate": 0.0, "steps": 2}
+        recipe = tiny(rows=[row] * 8, train=train, plugins=lora)
+        done = run_ranks(ranks, recipe, f"output={tmp_path / name}", "train.max_grad_norm=0")
+        assert done.returncode == 0, done.stderr
+        return [line["grad_norm"] for line in read_metrics(tmp_path / name)]
+
+    one, two = norms("one", 1), norms("two", 2)
+    assert norms("again", 1) == one and abs(one[0] / one[1] - 1) > 1e-3
+    assert abs(two[0] / one[0] - 1) > 1e-3, "rank 1 drops what rank 0 drops"
+
+
+def test_rows_that_packing_leaves_out_join_those_of_preparation(tiny, tmp_path):
+    long = [{"role": "user", "content": "fox " * 90}, {"role": "assistant", "content": "dog"}]
+    recipe = tiny(
+        rows=[*chats(6), {"messages": []}, {"messages": long}],
+        data={"on_bad_row": "drop"},
+        train={"micro_batch": 1},
+        plugins={"bfd_packing": {"capacity": 64, "overlong": "truncate"}},
+    )
+    assert run_plugsft(recipe).returncode == 0
+    bad = json.loads((tmp_path / "run/run.json").read_text())["data"]["bad_rows"]
+    assert len(bad) == 2 and all(entry["count"] == 1 for entry in bad.values())
+
+
+def test_merged_slices_add_up():
+    one = {"cut": {"count": 30, "rows": [*range(10)]}, "own": {"count": 1, "rows": [5]}}
+    two = {"cut": {"count": 4, "rows": [60, 61, 62, 63]}}
+    first = Shard("a", 5, 50, 20, rows=9, bad={"x": [1]}, too_long=[2], truncated=[3], warnings=one)
+    second = Shard("b", 7, 80, 41, rows=8, bad={"x": [9], "y": [8]}, too_long=[10], warnings=two)
+    first.engines, second.engines, second.largest, first.largest = {"e": 3}, {"e": 4, "f": 1}, 9, 11
+    total = merge([first, second])
+    assert (total.examples, total.tokens, total.trained, total.rows) == (12, 130, 61, 17)
+    assert (total.bad, total.too_long, total.truncated) == ({"x": [1, 9], "y": [8]}, [2, 10], [3])
+    assert {name: entry["count"] for name, entry in total.warnings.items()} == {"cut": 34, "own": 1}
+    assert (total.engines, total.largest) == ({"e": 7, "f": 1}, 11)
+
+
+def test_a_micro_batch_without_examples_is_not_counted_as_empty_space(monkeypatch):
+    monkeypatch.setattr("plugsft.kit.pack", lambda tokens, examples: {})
+    packing = BfdPacking(capacity=20)
+    packing.max_tokens = 20
+    tokens = SimpleNamespace(lengths=np.array([4, 6]))
+    for examples in ([0, 1], []):
+        packing.collate(tokens=tokens, examples=np.array(examples, np.int64))
+    assert "50% full" in packing.summary()
+
+
+def test_pairs_of_equal_tokens_and_other_masks_share_no_reference():
+    def ids(*masks):
+        rows = [(np.arange(3, dtype=np.int32), np.array(mask, np.bool_)) for mask in masks]
+        return pair_ids(
+            type("Rows", (), {"__len__": lambda _: len(rows), "example": rows.__getitem__})()
+        )
+
+    first, other, again = ids([0, 1, 1], [0, 0, 1], [0, 1, 1])
+    assert first != other and first == again
+
+
+def test_a_loss_that_is_not_finite_breaks_a_step_whose_norm_is():
+    accelerator = Accelerator(cpu=True)
+    for loss, norm in ((np.nan, 1.0), (np.inf, 1.0), (1.0, np.nan), (1.0, np.inf)):
+        assert Numbers(accelerator, [torch.tensor(loss)], {}, {}).send(norm).are_broken() == 1
+    assert Numbers(accelerator, [torch.tensor(2.0)], {}, {}).send(3.0).are_broken() == 0
+
+
+def test_shares_of_the_router_loss_are_those_of_targets_and_weights():
+    """Two pairs of 2 + 6 and 3 + 1 targets; the second counts a half."""
+    tokens = SimpleNamespace(
+        sequence_targets=lambda examples: np.array([2, 6, 3, 1]),
+        targets=np.array([8, 4]),
+        denominators=np.array([8.0, 4.0]),
+        weights=lambda examples: np.array([1.0, 0.5]),
+    )
+    assert sequence_shares(tokens, np.array([0, 1])).tolist() == [2, 6, 1.5, 0.5]
+    tokens.denominators = np.array([1.0, 1.0])  # an objective that counts pairs
+    assert sequence_shares(tokens, np.array([0, 1])).tolist() == [0.25, 0.75, 0.375, 0.125]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_random_rounding_counts_from_the_first_number_of_a_rank(rank, rows):
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        whole = torch.arange(rows * 3).view(rows, 3)
+        part = [*whole.chunk(2), whole[:0]][rank]
+        mesh = init_device_mesh("cpu", (2,))
+        sizes = {"shape": whole.shape, "stride": whole.stride()}
+        weight = DTensor.from_local(part, mesh, [ShardOf(0)], run_check=False, **sizes)
+        assert first_element(weight) == (part[0, 0] if len(part) else rows * 3)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("steps, every", [(1, 1), (9, 1), (10, 1), (11, 2), (25, 3), (9000, 500)])
+def test_checkpoints_come_ten_times_a_run_or_every_500_steps(steps, every):
+    assert Checkpoint().interval(steps) == every
+    assert Checkpoint(every=7).interval(steps) == 7 and Checkpoint(every=0).interval(steps) == 0
