@@ -16,14 +16,19 @@ from torch.distributed.tensor import Shard as ShardOf
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoTokenizer
 
+from plugsft import PluginError, hookimpl, plugin
 from plugsft.base.types import Shard
+from plugsft.batches.plan import shuffle
 from plugsft.data.slices import merge
 from plugsft.plugins.bfd_packing import BfdPacking
 from plugsft.plugins.dpo_reference.log_probs import pair_ids
+from plugsft.plugins.ema import Ema
 from plugsft.plugins.low_memory_adam.corrected import first_element
 from plugsft.plugins.router_loss.balance import sequence_shares
+from plugsft.ranks.loss_scale import MANY, LossScale
 from plugsft.ranks.step_numbers import Numbers
 from plugsft.recipe.tables import Checkpoint
+from plugsft.registry.contracts import inspect_hooks
 
 SLOW = """
     import time
@@ -76,6 +81,8 @@ def test_a_run_of_two_ranks_reports_what_its_rows_and_lines_give(tiny, tmp_path,
     # The end of a text is a token too, and the first token is no target.
     assert record["data"]["tokens"] == sum(lengths) + len(rows)
     assert record["data"]["trained_tokens"] == sum(lengths)
+    p95 = np.percentile(np.array(lengths) + 1, 95)
+    assert record["data"]["lengths"]["p95"] == pytest.approx(p95)
     assert sorted(one["count"] for one in record["data"]["bad_rows"].values()) == [1, 2]
     assert sum(step["tokens"] for step in steps) == 2 * (sum(counted) + len(counted))
     assert sum(step["trained_tokens"] for step in steps) == 2 * sum(counted)
@@ -213,3 +220,34 @@ def test_random_rounding_counts_from_the_first_number_of_a_rank(rank, rows):
 def test_checkpoints_come_ten_times_a_run_or_every_500_steps(steps, every):
     assert Checkpoint().interval(steps) == every
     assert Checkpoint(every=7).interval(steps) == 7 and Checkpoint(every=0).interval(steps) == 0
+
+
+def test_skipped_steps_that_do_not_follow_each_other_are_no_warning(capsys):
+    half = SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu"))
+    scale = LossScale(half)
+    for step in range(1, 4 * MANY):
+        scale.count(step, 2.0**16, float("inf") if step % 2 else 1.0)
+    assert scale.skipped == 2 * MANY and "in a row" not in capsys.readouterr().out
+
+
+def test_a_plugin_that_restores_a_state_it_does_not_save_is_refused():
+    @plugin()
+    class Forgets:
+        @hookimpl
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(PluginError, match=r"load_state_dict\(\) and no state_dict\(\)"):
+        inspect_hooks(Forgets, "forgets")
+
+
+def test_a_resumed_average_counts_the_steps_before():
+    before, after = Ema(), Ema()
+    before.steps = 7
+    after.load_state_dict(before.state_dict())
+    assert after.steps == 7
+
+
+@pytest.mark.parametrize("count, weight, expected", [(11, 0.25, 3), (10, 0.26, 3), (11, 2.7, 30)])
+def test_a_share_of_a_source_is_rounded_to_the_nearest_row(count, weight, expected):
+    assert len(shuffle([(count, weight)], seed=0, epoch=0)) == expected
