@@ -11,7 +11,7 @@ import torch
 from conftest import only_full, read_metrics, run_plugsft, write_jsonl, write_recipe
 from downloads import real_chats, smollm2
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # Of transformers: what peft still calls by its old name.
@@ -184,3 +184,37 @@ def test_lora_on_a_real_model_learns_as_peft_does(real, tmp_path):
 
 def adapter_weights(model):
     return {name: w.detach().clone() for name, w in model.named_parameters() if "lora_" in name}
+
+
+@only_full
+def test_dpo_on_a_real_model_learns_as_in_plain_torch(real, tmp_path):
+    asked = [chat[:2] for chat in real.chats]
+    answers = [chat[2:3] for chat in real.chats]
+    others = [*answers[1:], answers[0]]
+    pairs = [
+        [encode(real.tokenizer, prompt + answer) for answer in both]
+        for prompt, *both in zip(asked, answers, others, strict=True)
+    ]
+    rows = [
+        {"prompt": prompt, "chosen": good, "rejected": poor}
+        for prompt, good, poor in zip(asked, answers, others, strict=True)
+    ]
+    run, curve = train(real, tmp_path, rows, dpo={"beta": 0.1})
+
+    def margins(model):
+        return torch.stack(
+            [
+                token_nlls(model, *poor).sum() - token_nlls(model, *good).sum()
+                for good, poor in pairs
+            ]
+        )
+
+    model = load(real.folder)
+    start = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        frozen = margins(model)
+    expected = train_plainly(
+        model, lambda model: -logsigmoid(0.1 * (margins(model) - frozen)).mean()
+    )
+    assert_same_curve(curve, expected)
+    assert_same_change(start, load(run / "model").state_dict(), model.state_dict())
