@@ -11,8 +11,6 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from html.parser import HTMLParser
-from itertools import pairwise
 
 import psutil
 import pytest
@@ -21,7 +19,6 @@ from plugin_packages import activate, install
 
 from plugsft.base.errors import RecipeError
 from plugsft.lab.bench.contenders import BOTH, LEARNS, READS, choose_contenders
-from plugsft.lab.bench.page import Scale, write_page
 from plugsft.lab.bench.results import Bench, ensure_comparable, regressions, seconds_per_token
 from plugsft.lab.bench.tables import format_console, markdown, plugin_table, run_table, summary
 from plugsft.lab.bench.timing import (
@@ -339,15 +336,12 @@ def test_words_of_a_bench():
 
 
 def test_one_round_cannot_tell(tmp_path):
-    """Console, page and figures say so of steps and of preparing, whatever the ratio."""
+    """Console and figures say so of steps and of preparing, whatever the ratio."""
     found = report(a={"cost": 0.5}, a_b={"cost": 0.5})
     found["rounds"] = found["rounds"][:1]
     assert words_of(found) == {"a": UNKNOWN, "b": UNKNOWN}
     bench = Bench(found)
     assert all(UNKNOWN in line for line in [*format_console(bench)][1:])
-    write_page(tmp_path / "page.html", bench)
-    text = (tmp_path / "page.html").read_text()
-    assert text.count(f">{UNKNOWN}<") == 2 and NOISE not in text
     line, ratio = bench.line("a"), Ratio((2.0,))
     prepared = replace(line, prepared=ratio, again=ratio)
     assert summary(prepared) == summary(replace(prepared, steps=False, alone=None, company=None))
@@ -401,46 +395,6 @@ def test_a_contender_that_fails_is_a_line(tmp_path):
     text = markdown(bench)
     assert "all on failed: it broke." in text and "b alone failed: out of memory." in text
     assert "c is always on: it renders the rows." in text
-    write_page(tmp_path / "page.html", bench)
-    Nested().feed((tmp_path / "page.html").read_text())
-
-
-class Nested(HTMLParser):
-    """Fails where tags do not nest."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.styles = [], []
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in ("meta", "link"):
-            self.open.append(tag)
-        self.styles += [value for name, value in attributes if name == "style"]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_the_page_draws_each_ratio_and_escapes_what_it_is_told(tmp_path):
-    found = report(a={"cost": 0.5}, a_b={"cost": 0.5}) | {"name": "<script>&"}
-    write_page(tmp_path / "page.html", Bench(found))
-    text = (tmp_path / "page.html").read_text()
-    page = Nested()
-    page.feed(text)
-    assert page.open == [] and "<script" not in text and "&lt;script&gt;&amp;" in text
-    assert "a: alone: 2.0" in text and text.count("<u class=") == 4
-    for style in page.styles:
-        left = float(style.partition("left:")[2].partition("%")[0])
-        assert 0 <= left <= 100
-
-
-def test_the_scale_has_ticks_on_both_sides_of_one_that_do_not_touch():
-    scale = Scale([0.4, 12.0])
-    assert scale.place(0.4) > 0 and scale.place(12.0) < 100
-    assert scale.place(2) - scale.place(1) == pytest.approx(scale.place(1) - scale.place(0.5))
-    places = sorted(map(scale.place, scale.ticks))
-    assert scale.ticks[0] == 1 and {0.5, 2, 5, 10} <= {*scale.ticks}
-    assert min(b - a for a, b in pairwise(places)) > 8
 
 
 def test_a_bench_is_compared_with_an_earlier_one():
@@ -502,7 +456,7 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     assert found["kept"] == {"sleeper": "--keep"}
     assert min(s / t for s, t in zip(one["seconds"], one["tokens"], strict=True)) >= 1e-3
     assert one["host"] > 50e6
-    for name in ("bench.json", "bench.md", "bench.html"):
+    for name in ("bench.json", "bench.md"):
         assert (folder / name).exists() and f"run-bench/{name}" in result.stdout
     assert "| slow | not in steps |" in (folder / "bench.md").read_text()
     assert not (tmp_path / "run").exists()

@@ -43,7 +43,7 @@ def test_the_richest_format_is_taken():
 def test_plain_messages_are_not_copied():
     turns = [SYSTEM, ASK, TELL]
     talk = read_chat("messages", {"messages": turns, "id": 3})
-    assert talk.messages is turns and talk.trains_all_answers and not talk.has_calls
+    assert talk.messages is turns and not (talk.flags or talk.num_prompt) and not talk.has_calls
 
 
 def test_sharegpt():
@@ -148,7 +148,6 @@ def test_reasoning_is_given_under_every_name():
 def test_wishes(said, wish):
     talk = read_chat("messages", {"messages": [ASK, {**TELL, **said}]})
     assert talk.flags == ({} if wish is None else {1: wish})
-    assert talk.trains_all_answers == (wish is None)
 
 
 def test_wishes_that_are_not_understood():
@@ -162,11 +161,7 @@ def test_prompts_are_never_trained():
     row = {"prompt": [ASK, TELL, ASK], "completion": [TELL]}
     assert format_of([{"prompt": "a", "completion": "b"}, row]) == "chat completion"
     talk = read_chat("chat completion", row)
-    assert (
-        talk.messages == [ASK, TELL, ASK, TELL]
-        and talk.num_prompt == 3
-        and not talk.trains_all_answers
-    )
+    assert talk.messages == [ASK, TELL, ASK, TELL] and talk.num_prompt == 3
 
 
 def test_turns_without_words():
@@ -205,6 +200,6 @@ def test_calls_are_tried_in_every_way_a_template_may_take_them():
     assert arguments == [{"word": "鷹"}] * 2 + ['{"word": "鷹"}'] * 2
     flat = {"role": "assistant", "content": "so:", "tool_calls": [{"name": "a", "arguments": "{}"}]}
     ways = list(call_variants([flat]))
-    assert ways[0] == [flat] and ways[-1][0]["tool_calls"] == [{"name": "a", "arguments": {}}]
+    assert ways[-1] == [flat] and ways[0][0]["tool_calls"] == [{"name": "a", "arguments": {}}]
     flat["tool_calls"][0]["arguments"] = "no JSON"
     assert list(call_variants([flat])) == [[flat]] * 4

@@ -257,7 +257,8 @@ def test_sound_data_is_not_complained_of(audited):
     shown, complaint = audited(CHATML.read_text(), [ASK], on_bad_row="drop")
     assert shown.count("warning") == 1 and "warning    line 6: no trained token" in shown
     assert not complaint
-    assert "5 of 5 chats are stable" in shown and "duplicates none" in shown
+    assert "chats as the template writes them for a server" in shown
+    assert "duplicates none" in shown
 
 
 def test_a_mask_that_covers_the_role_is_an_error(audited, tmp_path):
@@ -316,12 +317,13 @@ def test_duplicates_are_found_by_their_tokens(audited):
     assert "lines 6, 7: the same tokens as an earlier row (line 6 repeats line 4)" in shown
 
 
-def test_a_template_that_is_not_stable_is_a_warning(audited):
-    # A model asked for an answer is given the beginning of a thought that no turn has.
-    thinks = CHATML.read_text().replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    shown, _ = audited(thinks)
-    assert "0 of 5 chats are stable" in shown
-    assert "lines 1, 2, 3, 4, 5: the text before an answer is not the prompt" in shown
+def test_a_template_that_writes_earlier_turns_otherwise_is_shown(audited):
+    # An answer begins with an empty thought until another turn follows.
+    first = "{{ '<think></think>' if loop.last and message['role'] == 'assistant' else '' }}"
+    forgets = CHATML.read_text().replace("{% generation %}", first)
+    forgets = forgets.replace("{% endgeneration %}", "")
+    shown, _ = audited(forgets, [ASK, TELL, ASK, TELL])
+    assert "1 with an example for each trained turn, since the template writes" in shown
 
 
 def test_words_that_a_template_leaves_out_are_a_warning(audited):

@@ -69,7 +69,7 @@ def test_rows_become_examples_in_order(run):
     assert (facts["rows"], facts["examples"]) == (50, 50)
     assert facts["tokens"] == tokens.lengths.sum()
     assert facts["trained_tokens"] == tokens.targets.sum()
-    assert facts["mask"] == "the chat template's generation blocks"
+    assert facts["mask"] == "each answer as a server would write it, by the chat template"
     for number, row in enumerate(rows):
         ids, mask = tokens.example(number)
         said = [turn["content"] + "<|im_end|>" for turn in row["messages"][1::2]]

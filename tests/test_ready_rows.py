@@ -115,12 +115,6 @@ def test_ready_rows_are_the_tokens_that_we_make(tmp_path, base, name):
     source = written(tmp_path / name, rows_of(base[1]))
     tokens = opened(base, source)
     assert_same(tokens, base[1])
-    in_place = [bool(shard.get("ids")) for shard in tokens.facts["shards"]]
-    assert all(in_place) == (not source.suffix) and in_place
-    assert len(in_place) == (3 if name == "int32" else 1)
-    if not source.suffix:
-        # The ids stay in the folder: ours holds masks and the index.
-        assert "start" in str(next(tokens.folder.glob("data-*.arrow")).read_bytes()[:1500])
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "completion_mask", "assistant_masks"])
@@ -181,7 +175,7 @@ def test_a_folder_that_axolotl_prepared_is_read(tmp_path, base):
         })  # fmt: skip
     tokens = opened(base, save(joined, tmp_path / "prepared"))
     assert_same(tokens, base[1])
-    assert tokens.facts["shards"][0]["ids"] and tokens.rows.tolist() == [*np.arange(24) // 2]
+    assert tokens.rows.tolist() == [*np.arange(24) // 2]
 
 
 def test_long_rows_are_cut_or_dropped(tmp_path, base):
@@ -347,22 +341,6 @@ def test_a_replaced_folder_is_read_again_in_the_same_process(tmp_path, base):
     ]
 
 
-def test_a_changed_folder_is_noticed(tmp_path, base):
-    source = save(rows_of(base[1]), tmp_path / "ready")
-    tokens = opened(base, source)
-    [file] = source.glob("*.arrow")
-    content = bytearray(file.read_bytes())
-    place = tokens.facts["shards"][0]["ids"]
-    ids = np.frombuffer(content, place["dtype"], len(content) // 8)
-    ids[tokens._open_shard(0)[0][1][3]] += 1
-    file.write_bytes(content)
-    with pytest.raises(DataError, match="checksum of example 3"):
-        tokens.example(3)
-    file.write_bytes(content[:-64])
-    with pytest.raises(DataError, match="truncated or rewritten"):
-        tokens.example(3)
-
-
 def test_check_and_inspect_show_ready_rows(tmp_path, base, capsys):
     source = save(rows_of(base[1]), tmp_path / "ready")
     tables = base[0] | {"data": {"source": str(source), "max_length": 256}}
@@ -388,9 +366,7 @@ def test_plugins_of_the_data_work_on_ready_rows(tmp_path, base, monkeypatch):
     plugins = {"multiprocess_tokenize": {"workers": 2}, "arrow_cache": {}}
     tokens = opened(base, source, plugins)
     assert_same(tokens, base[1])
-    assert (
-        tokens.facts["shards"][0]["ids"] and opened(base, source, plugins).folder == tokens.folder
-    )
+    assert opened(base, source, plugins).folder == tokens.folder
 
 
 @pytest.mark.slow

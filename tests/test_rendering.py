@@ -2,10 +2,9 @@
 
 import os
 import re
-import time
+from dataclasses import replace
 
 import pytest
-import trl
 from conftest import chats, tiny_tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,15 +13,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from template_families import ASK, CALL, FOLDER, RESULT, SYSTEM, TELL
 
 from plugsft import DataError
-from plugsft.commands.audit.chats import AuditedChat
-from plugsft.data.chat import CHATML, Chat, training_template
-from plugsft.data.formats import read_chat
+from plugsft.data.chat import BLOCKS, CHATML, SERVED, Chat
 from plugsft.data.jinja import compile_template
 from plugsft.data.jsonl import RowList
 from plugsft.data.load_tokenizer import train_tokenizer
 from plugsft.data.render import render_rows as render
 from plugsft.data.slices import target_mask
-from plugsft.data.template_choice import variant_of
 from plugsft.output.folder import wrong_inputs
 from plugsft.recipe.parse import anchored
 from plugsft.recipe.tables import Data, Recipe
@@ -32,7 +28,6 @@ from plugsft.tokens.tokenizer import encode, lighten
 COUNT = 2_000 if os.environ.get("PLUGSFT_FULL") == "1" else 200
 TEMPLATES = {path.stem: path.read_text("utf8") for path in sorted(FOLDER.glob("*.jinja"))}
 MARKED = [name for name, source in TEMPLATES.items() if compile_template(source).marked]
-PAIRS = [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]
 
 THINK = {**TELL, "reasoning_content": "birds at night"}
 WORD = {"type": "string", "description": "What to look up."}
@@ -77,16 +72,26 @@ def with_template(tokenizer):
     tokenizer.bos_token = None
 
 
-def rendered(tokenizer, *rows, **data):
-    return render(list(rows), lighten(tokenizer), Data(source="none", **data))
+def rendered(tokenizer, *rows, blocks=False, **data):
+    """Render rows; with `blocks` as if the recipe named the template's file."""
+    light = replace(lighten(tokenizer), honours_blocks=blocks)
+    return render(list(rows), light, Data(source="none", **data))
 
 
-def trained(tokenizer, row, **data):
+def trained(tokenizer, row, **options):
     """The text of one row, and the parts of it that are trained on."""
-    result = rendered(tokenizer, row, **data)
+    result = rendered(tokenizer, row, **options)
     assert not result.bad
     (text,), (spans,) = result.texts, result.spans
     return text, [text[start:stop] for start, stop in spans]
+
+
+def unrolled(tokenizer, row, **options):
+    """The text before each trained part of a row, and the part."""
+    result = rendered(tokenizer, row, **options)
+    assert not result.bad
+    examples = zip(result.texts, result.spans, strict=True)
+    return [(text[:start], text[start:stop]) for text, spans in examples for start, stop in spans]
 
 
 def test_chats_train_what_the_assistant_says(tokenizer):
@@ -230,12 +235,10 @@ def test_template_variables(with_template):
         "{{ name }}{{ eos_token }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
     )
     row = {"messages": [ASK, TELL]}
-    assert trained(with_template(template), row, template_kwargs={"name": "N"}) == (
-        "N<|im_end|>owls",
-        ["owls"],
-    )
+    options = {"template_kwargs": {"name": "N"}, "blocks": True}
+    assert trained(with_template(template), row, **options) == ("N<|im_end|>owls", ["owls"])
     own = {**row, "chat_template_kwargs": {"name": "M"}}
-    assert trained(with_template(template), own, template_kwargs={"name": "N"})[0].startswith("M")
+    assert trained(with_template(template), own, **options)[0].startswith("M")
     template += "{{ raise_exception('?') if not name }}"
     with pytest.raises(DataError, match=r"reads no 'nmae'; it reads eos_token, messages, name$"):
         rendered(with_template(template), row, template_kwargs={"nmae": "N"})
@@ -289,7 +292,7 @@ TURNS = st.lists(st.fixed_dictionaries({"role": ROLES, "content": CONTENT}), min
 @settings(max_examples=COUNT, deadline=None, suppress_health_check=list(HealthCheck))
 @given(TURNS)
 def test_the_mask_is_transformers_mask(tokenizer, messages):
-    result = rendered(tokenizer, {"messages": messages})
+    result = rendered(tokenizer, {"messages": messages}, blocks=True)
     if result.bad:
         spoken = {message["role"] for message in messages if not message["content"]} & {
             "user",
@@ -340,7 +343,8 @@ def test_an_empty_span_takes_nothing_away(tokenizer):
 def test_a_block_inside_a_macro_is_found_too(with_template):
     said = "{% macro said(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
     each = "{% for m in messages %}[{{ said(m) | upper if m.role == 'assistant' }}]{% endfor %}"
-    text, parts = trained(with_template(said + each), {"messages": [ASK, TELL, ASK, TELL]})
+    row = {"messages": [ASK, TELL, ASK, TELL]}
+    text, parts = trained(with_template(said + each), row, blocks=True)
     assert text == "[][OWLS][][OWLS]" and parts == ["OWLS", "OWLS"]
 
 
@@ -381,7 +385,7 @@ def test_every_template_of_trl_writes_as_in_transformers(with_template, name):
         elif result.bad[0].startswith("it has tools, and the chat template takes none"):
             source = re.sub(r"(?s){#.*?#}", "", TEMPLATES[name])
             assert not re.search(r"\btools\b(?! is| =)", source), kind
-        elif result.bad[0] == "the chat template leaves out a call of the tool 'look_up'":
+        elif result.bad[0].startswith("the chat template leaves out 'look_up' of a call"):
             assert "tool_calls" not in TEMPLATES[name], kind
         else:
             assert expected is None and result.bad[0].startswith("the chat template refuses it: ")
@@ -392,12 +396,10 @@ def test_every_template_of_trl_writes_as_in_transformers(with_template, name):
 def test_every_template_with_blocks_masks_as_in_transformers(with_template, name):
     tokenizer, masked = with_template(TEMPLATES[name], bos_token="<|im_start|>"), 0
     for kind, row in CHATS.items():
-        result = rendered(tokenizer, row)
+        result = rendered(tokenizer, row, blocks=True)
         if result.bad:
             continue  # the test above tells why
-        written = "trl's training variant of the chat template, which writes all rows"
-        blocks = "the chat template's generation blocks"
-        assert result.mask == (written if name.endswith("_training") else blocks)
+        assert result.mask == BLOCKS
         expected = theirs(tokenizer, row, return_dict=True, return_assistant_tokens_mask=True)
         encoded = encode(result.texts, lighten(tokenizer), False)
         mask = target_mask(encoded, result.texts, result.spans)
@@ -407,113 +409,76 @@ def test_every_template_with_blocks_masks_as_in_transformers(with_template, name
     assert masked >= 3
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_trl_s_variant_is_taken_where_it_writes_the_same(with_template, name):
-    assert training_template(TEMPLATES[name]) == TEMPLATES[f"{name}_training"]
-    assert training_template(TEMPLATES[f"{name}_training"]) == TEMPLATES[f"{name}_training"]
-    assert training_template(TEMPLATES[name] + " ") is None
-    for kind, row in CHATS.items():
-        variant = rendered(with_template(TEMPLATES[f"{name}_training"]), row)
-        own = rendered(with_template(TEMPLATES[name]), row)
-        if own.mask != "trl's training variant of the chat template":
-            assert variant.texts != own.texts or variant.bad, kind
-            continue
-        assert own.texts == variant.texts
-        # Where trl's marks the role as well, or its last characters, we do not.
-        header = Chat(lighten(with_template(TEMPLATES[name])), Data(source="none")).header
-        text = own.texts[0]
-        for (start, stop), (theirs, same) in zip(own.spans[0], variant.spans[0], strict=True):
-            assert stop == same and header.endswith(text[theirs:start])
-            assert start == theirs or text.endswith(header, 0, start)
-            inside = (text[:start].endswith(header[:n]) for n in range(len(header)))
-            rest = (text.startswith(header[n:], start) for n in range(len(header)))
-            assert not any(map(all, zip(inside, rest, strict=True)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.filterwarnings("ignore")  # trl's own
-def test_trl_would_choose_the_same(with_template, name):
-    tokenizer = with_template(TEMPLATES[name])
-    try:
-        chosen = trl.chat_template_utils.get_training_chat_template(tokenizer)
-    except Exception as error:  # some templates need another tokenizer or a processor
-        pytest.skip(f"trl cannot say: {error}")
-    if chosen is not None:
-        assert chosen == training_template(TEMPLATES[name])
-
-
 BARE = re.sub(r"{% (end)?generation %}", "", CHATML.read_text())
 
 
-def test_without_blocks_a_chat_is_compared_with_its_beginnings(with_template):
+def test_without_blocks_the_same_is_trained(with_template):
     rows = [{"messages": [SYSTEM, ASK, TELL, ASK, TELL]}, {"messages": [ASK, TELL, ASK]}]
     for train_on in ("assistant", "last", "all"):
-        marked = rendered(with_template(CHATML.read_text()), *rows, train_on=train_on)
+        marked = rendered(with_template(CHATML.read_text()), *rows, blocks=True, train_on=train_on)
         bare = rendered(with_template(BARE), *rows, train_on=train_on)
-        assert (bare.texts, bare.spans) == (marked.texts, marked.spans)
-    mask = "each chat compared with its beginnings, as the chat template writes them"
-    assert rendered(with_template(BARE), *rows).mask == mask
+        assert bare.spans == marked.spans
+        # White space behind the last trained token is left out.
+        for text, whole in zip(bare.texts, marked.texts, strict=True):
+            assert whole.startswith(text) and not whole[len(text) :].strip()
+    assert rendered(with_template(BARE), *rows).mask == SERVED
+    assert rendered(with_template(CHATML.read_text()), *rows).mask == SERVED
 
 
 @pytest.mark.parametrize(
     ("name", "end"), [("llama3_1", "<|eot_id|>"), ("llama3_2", "<|eot_id|>"), ("gemma4", "<turn|>")]
 )
-def test_families_that_trl_has_no_variant_of(with_template, name, end):
-    tokenizer = with_template(TEMPLATES[name], bos_token="<|im_start|>")
+def test_white_space_behind_the_end_is_not_trained(with_template, name, end):
+    tokenizer = with_template(TEMPLATES[name], bos_token="<|im_start|>", eos_token=end)
     row = {"messages": [SYSTEM, ASK, TELL, ASK, {**TELL, "content": "owls\n "}]}
-    # White space that the template adds behind the end is not trained.
     assert trained(tokenizer, row)[1] == [f"owls{end}"] * 2
-    called, told = trained(tokenizer, CHATS["tools"])[1]
+    (_, called), (_, told) = unrolled(tokenizer, CHATS["tools"])
     assert '"look_up"' in called or "call:look_up" in called
     assert told == f"owls{end}"
 
 
-def test_a_template_that_rewrites_earlier_turns(with_template):
-    tokenizer = with_template(TEMPLATES["qwen3"])
-    two, one = CHATS["two turns"], CHATS["one turn"]
-    result = rendered(tokenizer, two, one)
-    # Qwen3 takes the thoughts out of a turn once it is answered.
-    assert result.bad == {
-        0: "the chat template rewrites earlier turns, so that the assistant's words cannot be told "
-        'apart: set model.chat_template = "trl" (its training variant), '
-        "model.chat_template to a file with {% generation %} blocks, data.train_on = "
-        '"last" or "all"'
-    }
-    assert result.rows == [1]
-    assert trained(tokenizer, two, train_on="last")[1] == ["<think>\n\n</think>\n\nowls<|im_end|>"]
+def test_a_template_that_writes_earlier_turns_otherwise(with_template):
+    # Qwen3 takes the empty thought out of a turn once it is answered.
+    tokenizer, answer = with_template(TEMPLATES["qwen3"]), "<think>\n\n</think>\n\nowls<|im_end|>"
+    header, asked = "<|im_start|>assistant\n", "<|im_start|>user\nwho?<|im_end|>\n"
+    prompts = asked + header, f"{asked}{header}owls<|im_end|>\n{asked}{header}"
+    two = CHATS["two turns"]
+    assert unrolled(tokenizer, two) == [(prompt, answer) for prompt in prompts]
+    result = rendered(tokenizer, CHATS["one turn"], two, CHATS["one turn"])
+    assert (result.rows, result.turns) == ([0, 1, 1, 2], [0, 0, 1, 0])
+    (warning,) = (rows for text, rows in result.warnings.items() if "an example of its own" in text)
+    assert warning == [1]
+    assert unrolled(tokenizer, two, train_on="last") == [(prompts[1], answer)]
     assert rendered(tokenizer, two, train_on="all").texts
-    # What an earlier version saved with a model is its own variant.
-    variant = with_template(TEMPLATES["qwen3_training"])
-    assert len(trained(variant, two)[1]) == 2
-    assert variant_of(lighten(variant)).chat_template == TEMPLATES["qwen3_training"]
+    left_out = {"messages": [ASK, {**TELL, "weight": 0}, ASK, TELL]}
+    reason = rendered(tokenizer, left_out, train_on="all").bad[0]
+    assert reason.endswith('set data.train_on = "assistant"')
+
+
+def test_a_template_that_leaves_out_answers(with_template):
+    last = "{% for m in messages %}{{ m.content if loop.last else loop.index }}{% endfor %}"
+    for row in (CHATS["two turns"], {"messages": [ASK, TELL, ASK]}):
+        for train_on in ("assistant", "last"):
+            bad = rendered(with_template(last), row, train_on=train_on).bad
+            assert not bad or "set model.chat_template to another template" in bad[0]
 
 
 def test_a_prompt_that_no_turn_begins_with(with_template):
-    # DeepSeek's asks for thoughts, which it does not write in a turn.
+    # The template asks for thoughts and writes none but those in the text: the answer closes it.
     thinks = BARE.replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    bad = rendered(with_template(thinks), {"messages": [ASK, TELL]}).bad[0]
-    assert "rewrites earlier turns" in bad
+    ((prompt, answer),) = unrolled(with_template(thinks), {"messages": [ASK, TELL]})
+    assert prompt.endswith("<think>") and answer == "\n\n</think>\n\nowls<|im_end|>"
 
 
 def test_the_names_of_templates_are_no_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tables = tiny_tables(tmp_path)
-    for name in ("auto", "own", "trl"):
+    for name in ("auto", "own"):
         tables["model"] = {"path": "some/model", "chat_template": name}
         recipe = Recipe.model_validate(tables)
         assert wrong_inputs(recipe, tmp_path / "recipe.toml") == {}
         (tmp_path / name).mkdir()
         assert anchored(recipe)["model"]["chat_template"] == name
-
-
-def test_trl_has_no_variant_of_every_template(with_template):
-    assert variant_of(lighten(with_template(TEMPLATES["gemma4"]))) is None
-    rewrites = "{% for m in messages %}{{ m.content if loop.last else loop.index }}{% endfor %}"
-    bad = rendered(with_template(rewrites), {"messages": [ASK, TELL, ASK, TELL]}).bad[0]
-    assert "rewrites earlier turns" in bad and '"trl"' not in bad
-    bad = rendered(with_template(rewrites), {"messages": [ASK, TELL, ASK]}, train_on="last").bad[0]
-    assert '"last"' not in bad and 'or "all"' in bad
 
 
 OWLS, ELKS = "owls<|im_end|>", "elks<|im_end|>"
@@ -553,19 +518,17 @@ def test_single_turns_may_be_left_out(with_template, source):
     assert parts({**ASK, "train": True}, TELL, train_on="all")
 
 
-def test_turns_that_blocks_do_not_tell_apart_are_compared(with_template):
+def test_turns_that_blocks_do_not_tell_apart_are_refused_where_one_is_left_out(with_template):
     # One block around everything behind the first message.
     once = (
         "{% for m in messages[:1] %}[{{ m.content }}]{% endfor %}{% generation %}"
         "{% for m in messages[1:] %}[{{ m.content }}]{% endfor %}{% endgeneration %}"
     )
-    turns = [ASK, {**TELL, "train": False}, ASK, OTHER]
-    result = rendered(with_template(once), {"messages": turns})
-    assert [result.texts[0][a:b] for a, b in result.spans[0]] == ["[elks]"]
-    assert "beginnings" in result.mask
-    assert trained(with_template(once), {"messages": [ASK, TELL, ASK, OTHER]})[1] == [
-        "[owls][who?][elks]"
-    ]
+    row = {"messages": [ASK, {**TELL, "train": False}, ASK, OTHER]}
+    bad = rendered(with_template(once), row, blocks=True).bad[0]
+    assert bad.endswith("write one block for each answer")
+    row = {"messages": [ASK, TELL, ASK, OTHER]}
+    assert trained(with_template(once), row, blocks=True)[1] == ["[owls][who?][elks]"]
 
 
 def test_a_turn_marked_in_two_blocks_that_touch_is_one(with_template):
@@ -575,53 +538,49 @@ def test_a_turn_marked_in_two_blocks_that_touch_is_one(with_template):
     for source in (CHATML.read_text(), twice):
         tokenizer = with_template(source)
         turns = [ASK, TELL, ASK, OTHER]
-        assert trained(tokenizer, {"messages": turns})[1] == [OWLS, ELKS]
-        assert trained(tokenizer, {"messages": turns}, train_on="last")[1] == [ELKS]
+        assert trained(tokenizer, {"messages": turns}, blocks=True)[1] == [OWLS, ELKS]
+        assert trained(tokenizer, {"messages": turns}, blocks=True, train_on="last")[1] == [ELKS]
         turns = [ASK, {**TELL, "train": False}, ASK, OTHER]
-        assert trained(tokenizer, {"messages": turns})[1] == [ELKS]
-        assert "blocks" in rendered(tokenizer, {"messages": turns}).mask
+        assert trained(tokenizer, {"messages": turns}, blocks=True)[1] == [ELKS]
+        assert rendered(tokenizer, {"messages": turns}, blocks=True).mask == BLOCKS
 
 
 def test_a_block_without_words_trains_nothing(with_template):
     empty = "{% generation %}{% endgeneration %}{{ messages }}"
     row = {"messages": [ASK, TELL]}
-    assert rendered(with_template(empty), row).bad == {0: "no trained token"}
+    assert rendered(with_template(empty), row, blocks=True).bad == {0: "no trained token"}
 
 
 def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
     row = {"messages": CHATS["tools"]["messages"]}
-    lost = {0: "the chat template leaves out a call of the tool 'look_up'"}
+    lost = re.compile("the chat template leaves out ('look_up' of a call|the words of the assist)")
     for content in ("", None, "let me see"):
         called = {"messages": [ASK, {**CALL, "content": content}, RESULT, TELL]}
-        for train_on in ("assistant", "last", "all"):
-            assert rendered(tokenizer, called, train_on=train_on).bad == lost
+        for train_on in ("assistant", "all"):
+            assert lost.match(rendered(tokenizer, called, train_on=train_on).bad[0])
     (reason,) = rendered(tokenizer, CHATS["tools"]).bad.values()
     assert reason == (
         "it has tools, and the chat template takes none (set model.chat_template, take a model "
         "whose template does, or take the tools out)"
     )
     # That its name stands among the tools does not count.
-    assert rendered(with_template(TEMPLATES["lfm2"]), CHATS["tools"], train_on="all").bad == lost
+    for train_on in ("assistant", "all"):
+        assert lost.match(rendered(with_template(TEMPLATES["lfm2"]), row, train_on=train_on).bad[0])
     assert trained(with_template(TEMPLATES["lfm2_v2"]), row)
-    # It takes JSON only, which is no reason where it is given JSON.
-    bad = rendered(with_template(TEMPLATES["deepseekv3"]), row).bad[0]
-    assert "rewrites earlier turns" in bad
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_5", "llama3_1", "glm4moe", "deepseek_r1_distill", "gptoss"]
-)
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "glm4moe", "gptoss"])
 def test_calls_are_given_as_the_template_takes_them(with_template, name):
     tokenizer = with_template(TEMPLATES[name], bos_token="<|im_start|>")
-    tools = None if name.startswith("deepseek") else CHATS["tools"]["tools"]
-    texts = set()
+    tools, texts = CHATS["tools"]["tools"], set()
     for content in ("", None):
         for arguments in ({"word": "owl"}, '{"word": "owl"}'):
             function = {"name": "look_up", "arguments": arguments}
             call = {**CALL["tool_calls"][0], "function": function}
             turn = {"role": "assistant", "content": content, "tool_calls": [call]}
             row = {"messages": [ASK, turn, RESULT, TELL], "tools": tools}
-            text, parts = trained(tokenizer, row)
+            (_, called), (prompt, told) = unrolled(tokenizer, row)
+            text, parts = prompt + told, [called, told]
             texts.add(text)
             assert "look_up" in parts[0] and "owl" in parts[0] and "\\" not in text
             assert "owls" in parts[-1] and "None" not in text
@@ -641,15 +600,8 @@ PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %
 def test_a_chat_of_very_many_turns_is_refused_where_each_answer_would_be_compared(with_template):
     tokenizer, row = with_template(PLAIN), {"messages": [ASK, TELL] * 10_000}
     (reason,) = rendered(tokenizer, row).bad.values()
-    assert reason.startswith("it has 10,000 answers, and the chat template marks none of them: ")
+    assert reason.startswith("it has 10,000 trained answers, and at most 1,000 can be compared")
     assert not rendered(tokenizer, row, train_on="last").bad
-
-
-def test_of_a_chat_of_very_many_turns_a_sample_is_looked_at(with_template):
-    chat = AuditedChat(lighten(with_template(CHATML.read_text())), Data(source="none"))
-    began = time.process_time()
-    assert chat.is_stable(read_chat("messages", {"messages": [ASK, TELL] * 10_000}))
-    assert time.process_time() - began < 30
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,9 @@ class Rendered:
     """The trained spans of each text."""
     rows: list[int] = field(default_factory=list)
     """For each text, the number of its row among the rendered rows."""
+    turns: list[int] = field(default_factory=list)
+    """For each text, which example of its row it is; none if each row is one example. A chat whose
+    template rewrites earlier turns gives an example for each trained turn."""
     bad: dict[int, str] = field(default_factory=dict)
     """Rows that cannot be used: number among the rendered rows -> reason."""
     columns: dict[str, Sequence[Any]] = field(default_factory=dict)
@@ -115,6 +118,9 @@ class Shard:
     too_long: list[int] = field(default_factory=list)
     """Rows left out because they are too long."""
     truncated: list[int] = field(default_factory=list)
+    unrolled: dict[str, int] = field(default_factory=dict)
+    """Chats that give an example for each trained turn: their number, their tokens, and the tokens
+    of their longest examples."""
     warnings: dict[str, Counted] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     """Columns that are not read."""
@@ -127,8 +133,6 @@ class Shard:
     """The columns of `render`: name -> type."""
     stamp: list[int | str] = field(default_factory=list)
     """The file's size and checksum."""
-    ids: dict[str, Any] = field(default_factory=dict)
-    """If the ids stay in the file of the rows: its file, size and dtype."""
 
 
 class Work(Protocol):

@@ -9,13 +9,12 @@ from ..registry.active import Active, options_of
 from ..registry.contracts import contract_of
 from ..tokens.schema import FORMAT
 from ..tokens.tokenizer import Tokenizer
-from .chat import training_template
 from .slices import ShardWriter
 from .sources import OpenSource
 
 TOKEN_HOOKS = ("render", "encode")
 """The hooks that affect tokens."""
-VERSIONS = {"read": 1, "render": 3, "pairs": 2, "encode": 1, "mask": 1}
+VERSIONS = {"read": 1, "render": 4, "pairs": 3, "encode": 1, "mask": 2}
 """Stage of preparing -> version of its output.
 
 Raise a stage's version when its output changes: tokens are then prepared again.
@@ -25,7 +24,8 @@ DIFFERENCES = {
     "format": "another version of the format",
     "data": "other data, or another split of it",
     "tokenizer": "another tokenizer",
-    "template": "another chat template, or another variant of it in trl",
+    "template": "another chat template, or other stop tokens",
+    "day": "a chat template that writes the date, and another day",
 }
 
 
@@ -72,6 +72,7 @@ def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> 
         "options": work.data.model_dump(exclude={"source", "split", "sources", "tokens"}),
         "tokenizer": digest({"backend": tokenizer.json, "names": tokenizer.special_tokens_map}),
         "template": template_key(tokenizer),
+        "day": tokenizer.day,
         "stages": VERSIONS,
         "plugins": plugin_versions(active, ("render",)),
         # By the law of `encode` they give the ids of the model's own tokenizer.
@@ -81,9 +82,12 @@ def key_of(work: ShardWriter, sources: Sequence[OpenSource], active: Active) -> 
 
 def template_key(tokenizer: Tokenizer) -> str:
     """Return the part of the key that names the chat template."""
-    template = tokenizer.chat_template
-    parts = {"template": template, "training": template and training_template(template)}
-    return digest(parts | ({"chosen": "auto"} if tokenizer.variant_chosen else {}))
+    parts = {
+        "template": tokenizer.chat_template,
+        "blocks": tokenizer.honours_blocks,
+        "stops": tokenizer.stops,
+    }
+    return digest(parts)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:

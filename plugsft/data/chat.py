@@ -1,8 +1,13 @@
-"""Render chats with their template, and find the assistant's characters."""
+"""Render chats with their template: each trained turn as a served model reads and writes it."""
 
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property, lru_cache
-from importlib.util import find_spec
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +19,20 @@ from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
 from .jinja import CompiledTemplate, compile_template
 from .jinja import render as render_chat
-from .messages import BadRow, Conversation, call_variants, calls_of
+from .messages import REASONING, BadRow, Conversation, call_variants, calls_of
+from .turns import ASK, Turn, TurnFinder, Unserved
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 """Template of models from scratch."""
 
-BLOCKS = "the chat template's generation blocks"
-VARIANT = "trl's training variant of the chat template"
-WRITTEN = f"{VARIANT}, which writes all rows"
-BEGINNINGS = "each chat compared with its beginnings, as the chat template writes them"
+BLOCKS = "the generation blocks of the recipe's chat template"
+SERVED = "each answer as a server would write it, by the chat template"
 WHOLE = "every token of the chat"
+UNROLLED = (
+    "the chat template writes a turn otherwise once others follow, so each trained turn of the "
+    "chat is an example of its own"
+)
+DROPPED_THOUGHT = "the chat template leaves out thoughts of the assistant"
 
 # A template is a program: these are the errors that it may raise for a row.
 TEMPLATE_ERRORS = (
@@ -31,18 +40,28 @@ TEMPLATE_ERRORS = (
     *(RecursionError, TypeError, ValueError),
 )
 MAX_ANSWERS = 1000
-"""Most answers of a chat to find by comparison; each needs a rendering of all turns before it."""
-REWRITES = (
-    "the chat template rewrites earlier turns, so that the assistant's words cannot be told apart: "
+"""Most trained answers of a chat; each needs renderings of all turns before it."""
+THINKING: tuple[Row, ...] = (
+    {"enable_thinking": True},
+    {"thinking": True},
+    {"reasoning_effort": "high"},
 )
-# A chat that tests a template.
-ASK, ANSWER = {"role": "user", "content": "!ask!"}, {"role": "assistant", "content": "!answer!"}
+"""Variables by which templates let a model think."""
+ANSWER: Row = {"role": "assistant", "content": "!answer!"}
 
 Text = tuple[str, list[Span]]
 
 
 class TemplateRefusal(BadRow):
     """A row that the chat template refuses."""
+
+
+@dataclass
+class RenderedChat:
+    """The examples of a conversation: one, or one for each trained turn."""
+
+    texts: list[Text]
+    warnings: list[str] = field(default_factory=list)
 
 
 class Chat:
@@ -54,15 +73,12 @@ class Chat:
                 "the data holds chats, but the tokenizer has no chat template. Set "
                 'model.chat_template = "FILE.jinja", or use rows with prompt and completion'
             )
-        self.own = _compile(tokenizer.chat_template)
-        training = training_template(tokenizer.chat_template)
-        self.blocks = WRITTEN if training == tokenizer.chat_template else BLOCKS
-        self.training = _compile(training) if training and not self.own.marked else None
-        self.variant_chosen, self.unproved = tokenizer.variant_chosen, tokenizer.unproved
-        if unknown := data.template_kwargs.keys() - self.own.variables:
+        self.template = _compile(tokenizer.chat_template)
+        self.blocks = tokenizer.honours_blocks and self.template.marked
+        if unknown := data.template_kwargs.keys() - self.template.variables:
             raise DataError(
                 f"data.template_kwargs: the chat template reads no '{min(unknown)}'; it reads "
-                f"{', '.join(sorted(self.own.variables))}"
+                f"{', '.join(sorted(self.template.variables))}"
             )
         self.train_on = data.train_on
         self.variables: dict[str, Any] = {
@@ -72,6 +88,12 @@ class Chat:
             **(tokenizer.special_tokens_map or {}),
             **data.template_kwargs,
         }
+        if tokenizer.day:
+            day = datetime.fromisoformat(tokenizer.day)
+            self.variables["strftime_now"] = day.strftime
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        self.special = [token.content for token in added if token.content.strip()]
+        self.stops, self.end = tokenizer.stops, tokenizer.eos_token
         self.methods: set[str] = set()
         """Methods that found spans."""
         self.needs_parts = False
@@ -84,61 +106,127 @@ class Chat:
     def header(self) -> str:
         """The text that the template writes before an answer: the assistant's role."""
         try:
-            question = self._write(self.own, [ASK], self.variables)[0]
+            question = self._write([ASK], self.variables)[0]
             prompt = self.write_prompt([ASK], self.variables)
-            whole = self._write(self.own, [ASK, ANSWER], self.variables)[0]
         except BadRow:
             return ""
-        end = common_prefix(prompt, whole)
-        return prompt[len(question) : end] if prompt.startswith(question) else ""
+        return prompt.removeprefix(question) if prompt.startswith(question) else ""
 
-    def render(self, chat: Conversation) -> Text:
-        """Return the text of a conversation and its trained spans."""
+    def render(self, chat: Conversation) -> RenderedChat:
+        """Return the texts of a conversation and their trained spans."""
         if not chat.has_calls:
             return self._render(chat, chat.messages)
         errors = []
         for messages in call_variants(chat.messages):
             try:
                 return self._render(chat, messages)
-            except BadRow as error:
+            except TemplateRefusal as error:
                 errors.append(error)
-        # A template may refuse one variant; any other error is more informative.
-        raise min(errors, key=lambda error: isinstance(error, TemplateRefusal))
+        raise errors[0]
 
     def describe(self) -> str:
         """Describe the methods that found the spans."""
-        methods = (self.blocks, VARIANT, BEGINNINGS, WHOLE)
+        methods = (BLOCKS, SERVED, WHOLE)
         return ", or ".join(method for method in methods if method in self.methods)
 
-    def _render(self, chat: Conversation, messages: list[Row]) -> Text:
+    def _render(self, chat: Conversation, messages: list[Row]) -> RenderedChat:
         variables = self._variables_of(chat)
-        text, marks = self._write(self.own, messages, variables)
-        train_all = self.train_on == "all"
-        method, spans = "", list[Span]()
-        if not train_all or chat.has_calls or chat.flags:
-            method, spans = self._marked_spans(text, marks, messages, variables)
-        if chat.has_calls:
-            _ensure_calls(messages, "".join(text[a:b] for a, b in spans) if method else text)
-        if train_all and not chat.flags:
-            self.methods.add(WHOLE)
-            return text, [(0, len(text))]
-        if method and chat.trains_all_answers and self.train_on == "assistant":
-            self.methods.add(method)
-            return text, _merge_adjacent(spans)
+        text, marks = self._write(messages, variables)
         answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
-        chosen = self._untrained(chat, answers) if train_all else self._trained(chat, answers)
-        for turn_spans in (spans, _merge_adjacent(spans)) if method else ():
-            if len(turn_spans) == len(answers):
-                self.methods.add(method)
-                span_of = dict(zip(answers, turn_spans, strict=True))
-                break
-        else:
-            self.methods.add(BEGINNINGS)
-            span_of = self._compare_beginnings(text, messages, variables, chosen)
-        spans = [span_of[answer] for answer in chosen]
-        if chat.num_prompt and not train_all:
-            spans = self._after_prompt(text, spans, messages[: chat.num_prompt], variables)
-        return text, _complement(spans, len(text)) if train_all else spans
+        if self.train_on == "all":
+            _ensure_context(chat, messages, text)
+            for answer in answers:
+                _ensure_calls(messages[answer], text)
+            untrained = self._untrained(chat, answers)
+            if not untrained:
+                self.methods.add(WHOLE)
+                return RenderedChat([(text, [(0, len(text))])])
+            spans = self._spans(text, self._find(chat, messages, variables, untrained))
+            return RenderedChat([(text, _complement(spans, len(text)))])
+        chosen = self._trained(chat, answers)
+        if self.blocks:
+            return RenderedChat([(text, self._marked(marks, answers, chosen))])
+        _ensure_context(chat, messages, text)
+        turns = self._find(chat, messages, variables, chosen)
+        for answer in set(answers) - {*chosen}:
+            _ensure_calls(messages[answer], text)
+        warnings = []
+        for number, turn in zip(chosen, turns, strict=True):
+            warnings += self._ensure_whole(messages[number], turn)
+        self.methods.add(SERVED)
+        # Behind the last trained turn, the template may write no stop token.
+        whole = turns[-1].prompt + turns[-1].answer if turns else text
+        whole = text if text.startswith(whole) else whole
+        if all(whole.startswith(turn.prompt + turn.answer) for turn in turns):
+            return RenderedChat([(whole, self._spans(whole, turns))], warnings)
+        texts = [(turn.prompt + turn.answer, [_span(turn)]) for turn in turns]
+        return RenderedChat(texts, [*warnings, *([UNROLLED] if len(texts) > 1 else [])])
+
+    def _spans(self, text: str, turns: list[Turn]) -> list[Span]:
+        if not all(text.startswith(turn.prompt + turn.answer) for turn in turns):
+            raise BadRow(
+                "the chat template writes a turn otherwise once others follow, so a turn cannot be "
+                'left out of data.train_on = "all"; set data.train_on = "assistant"'
+            )
+        return [_span(turn) for turn in turns]
+
+    def _find(
+        self, chat: Conversation, messages: list[Row], variables: dict[str, Any], chosen: list[int]
+    ) -> list[Turn]:
+        """Return the turns as they are served."""
+        if len(chosen) > MAX_ANSWERS:
+            raise BadRow(
+                f"it has {len(chosen):,} trained answers, and at most {MAX_ANSWERS:,} can be "
+                'compared with what a server writes; set data.train_on = "last", or split it'
+            )
+
+        try:
+            finder = self._finder(variables)
+            return [finder.find(messages, number) for number in chosen]
+        except Unserved as error:
+            raise BadRow(f"{error}{self._cure(messages, variables, chosen)}") from None
+
+    def _finder(self, variables: dict[str, Any]) -> TurnFinder:
+        def write(turns: list[Row], prompt: bool) -> str:
+            return self._write(turns, {**variables, "add_generation_prompt": prompt})[0]
+
+        return TurnFinder(write, self.special, self.stops, self.end)
+
+    def _cure(self, messages: list[Row], variables: dict[str, Any], chosen: list[int]) -> str:
+        """Return the variable with which the template writes a chat, after trying; else a hint."""
+        for option in THINKING:
+            if option.keys() <= self.template.variables:
+                finder = self._finder({**variables, **option})
+                with suppress(BadRow):
+                    for number in chosen:
+                        self._ensure_whole(messages[number], finder.find(messages, number))
+                    name, value = next(iter(option.items()))
+                    return f"; set data.template_kwargs = {{ {name} = {json.dumps(value)} }}"
+        return "; set model.chat_template to another template"
+
+    def _ensure_whole(self, message: Row, turn: Turn) -> list[str]:
+        """Refuse a turn of which the template leaves out calls or words; warn of lost thoughts."""
+        _ensure_calls(message, turn.answer)
+        words = str(message.get("content") or "").rpartition("</think>")[2].strip()
+        if words and not any(form in turn.answer for form in _forms(words)):
+            raise BadRow(f"the chat template leaves out words of the assistant{ANOTHER}")
+        thoughts = (str(message[name]).strip() for name in REASONING if message.get(name))
+        if any(thought not in turn.answer for thought in thoughts):
+            return [DROPPED_THOUGHT]
+        return []
+
+    def _marked(self, marks: list[Span], answers: list[int], chosen: list[int]) -> list[Span]:
+        """Return the spans of the blocks of the recipe's own template, as they are written."""
+        self.methods.add(BLOCKS)
+        if chosen == answers:
+            return _merge_adjacent(marks)
+        for spans in (marks, _merge_adjacent(marks)):
+            if len(spans) == len(answers):
+                return [spans[answers.index(number)] for number in chosen]
+        raise BadRow(
+            "the chat template's generation blocks do not tell its answers apart, and not all of "
+            "them are to be trained; write one block for each answer"
+        )
 
     def _trained(self, chat: Conversation, answers: list[int]) -> list[int]:
         """Return the assistant's messages that are trained."""
@@ -160,77 +248,10 @@ class Chat:
             raise BadRow(f"a turn of the {role} is not to be trained; only the assistant's can be")
         return untrained
 
-    def _marked_spans(
-        self, text: str, marks: list[Span], messages: list[Row], variables: dict[str, Any]
-    ) -> tuple[str, list[Span]]:
-        """Return the spans that a template marks, and the method; "" if none marks them."""
-        method = self.blocks if self.own.marked else ""
-        if self.training:
-            with suppress(BadRow):
-                same, marks = self._write(self.training, messages, variables)
-                method = VARIANT if same == text else ""
-        if method == VARIANT or self.variant_chosen:
-            marks = [(self._after_header(text, start), stop) for start, stop in marks]
-        return method, marks
-
-    def _after_header(self, text: str, start: int) -> int:
-        """Move the start of a span behind the assistant's role.
-
-        Some of trl's variants mark the role, or the newline after it, which the model never writes.
-        """
-        header = self.header
-        for written in range(len(header), -1, -1):
-            if text.endswith(header[:written], 0, start) and text.startswith(
-                header[written:], start
-            ):
-                return start + len(header) - written
-        return start
-
-    def _after_prompt(
-        self, text: str, spans: list[Span], messages: list[Row], variables: dict[str, Any]
-    ) -> list[Span]:
-        """Remove the generation prompt from spans."""
-        try:
-            prompt = self.write_prompt(messages, variables)
-        except BadRow:
-            return spans
-        end = common_prefix(prompt, text)
-        moved = [(max(end, self._after_header(text, start)), stop) for start, stop in spans]
-        return [(start, stop) for start, stop in moved if stop > start]
-
-    def _compare_beginnings(
-        self, text: str, messages: list[Row], variables: dict[str, Any], answers: list[int]
-    ) -> dict[int, Span]:
-        """Find answers by two renderings each: of the turns before it, and up to its end."""
-        if len(answers) > MAX_ANSWERS:
-            raise BadRow(
-                f"it has {len(answers):,} answers, and the chat template marks none of them: "
-                f"{self._cure()}"
-            )
-        spans = {}
-        for answer in answers:
-            try:
-                before = self.write_prompt(messages[:answer], variables)
-                until = self._write(self.own, messages[: answer + 1], variables)[0]
-            except BadRow:
-                raise BadRow(REWRITES + self._cure()) from None
-            if not (text.startswith(before) and text.startswith(until)):
-                raise BadRow(REWRITES + self._cure())
-            # White space after the end of a turn belongs to the template.
-            spans[answer] = (len(before), max(len(before), len(until.rstrip())))
-        return spans
-
-    def _cure(self) -> str:
-        cures = ['model.chat_template = "trl" (its training variant)'] if self.training else []
-        cures.append("model.chat_template to a file with {% generation %} blocks")
-        cures += ['data.train_on = "last"'] if self.train_on == "assistant" else []
-        why = self.unproved and f"trl's training variant is not chosen: {self.unproved}; "
-        return f'{why}set {", ".join(cures)} or "all"'
-
     def _variables_of(self, chat: Conversation) -> dict[str, Any]:
         if chat.tools is None and not chat.variables:
             return self.variables
-        if chat.tools and "tools" not in self.own.variables:
+        if chat.tools and "tools" not in self.template.variables:
             raise BadRow(
                 "it has tools, and the chat template takes none (set model.chat_template, take a "
                 "model whose template does, or take the tools out)"
@@ -239,41 +260,21 @@ class Chat:
 
     def write_prompt(self, messages: list[Row], variables: dict[str, Any]) -> str:
         """Return the text that a model would continue to answer these messages."""
-        return self._write(self.own, messages, {**variables, "add_generation_prompt": True})[0]
+        return self._write(messages, {**variables, "add_generation_prompt": True})[0]
 
-    def _write(
-        self, template: CompiledTemplate, messages: list[Row], variables: dict[str, Any]
-    ) -> Text:
+    def _write(self, messages: list[Row], variables: dict[str, Any]) -> Text:
         if self.needs_parts:
             messages = [_in_parts(message) for message in messages]
         try:
-            return render_chat(template, messages, variables)
+            return render_chat(self.template, messages, variables)
         except (TemplateError, *TEMPLATE_ERRORS) as error:
             raise TemplateRefusal(f"the chat template refuses it: {_one_line(error)}") from error
 
     def _writes_answers(self) -> bool:
         try:
-            return "!answer!" in self._write(self.own, [ASK, ANSWER], self.variables)[0]
+            return "!answer!" in self._write([ASK, ANSWER], self.variables)[0]
         except BadRow:
             return False
-
-
-@lru_cache(maxsize=16)
-def training_template(template: str) -> str | None:
-    """Return trl's training variant of a template, which marks answers; None if trl has none.
-
-    trl stores NAME.jinja and NAME_training.jinja; importing trl would take four seconds.
-    """
-    spec = find_spec("trl")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
-    for path in sorted(folder.glob("*_training.jinja")):
-        plain = path.with_name(path.name.replace("_training.jinja", ".jinja"))
-        training = path.read_text(encoding="utf8")
-        if template == training or (plain.is_file() and template == plain.read_text("utf8")):
-            return training
-    return None
 
 
 def _compile(source: str) -> CompiledTemplate:
@@ -281,14 +282,6 @@ def _compile(source: str) -> CompiledTemplate:
         return compile_template(source)
     except (TemplateError, RecursionError) as error:
         raise DataError(f"the chat template is not Jinja: {_one_line(error)}") from error
-
-
-def common_prefix(first: Any, second: Any) -> int:
-    """Return the length of the common prefix of two texts or lists."""
-    if second[: len(first)] == first:
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _one_line(error: Exception) -> str:
@@ -301,14 +294,85 @@ def _in_parts(message: Row) -> Row:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _ensure_calls(messages: list[Row], text: str) -> None:
-    """Refuse a template that leaves out calls, as some do for messages with content."""
+ANOTHER = "; set model.chat_template to a template that writes them, or take them out of the row"
+
+
+def _span(turn: Turn) -> Span:
+    return len(turn.prompt), len(turn.prompt) + len(turn.answer)
+
+
+def _ensure_context(chat: Conversation, messages: list[Row], text: str) -> None:
+    """Refuse a template that leaves out tools or their results."""
+    for tool in chat.tools or ():
+        name = str(tool.get("function", tool).get("name", ""))
+        if name not in text:
+            raise BadRow(f"the chat template leaves out the tool '{name}'{ANOTHER}")
     for message in messages:
-        for name, arguments in calls_of(message):
-            # A template that writes JSON itself quotes JSON arguments twice.
-            literal = arguments.strip() if isinstance(arguments, str) else ""
-            if name not in text or literal not in text:
-                raise BadRow(f"the chat template leaves out a call of the tool '{name}'")
+        result = str(message.get("content") or "").strip()
+        if message["role"] == "tool" and not any(form in text for form in _forms(result)):
+            raise BadRow(f"the chat template leaves out a result of a tool{ANOTHER}")
+
+
+def _ensure_calls(message: Row, text: str) -> None:
+    """Refuse a template that leaves out a call, or a value of its arguments.
+
+    Each name and each value is in the text as often as the message has it.
+    """
+    values: Counter[Any] = Counter()
+    for name, arguments in calls_of(message):
+        values[name] += 1
+        values.update(_scalars(arguments))
+    for value, count in values.items():
+        if max(_count(form, text) for form in _forms(value)) < count:
+            raise BadRow(f"the chat template leaves out {value!r} of a call{ANOTHER}")
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield the texts, numbers and booleans of a call's arguments."""
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = None
+        if isinstance(parsed, dict | list):
+            yield from _scalars(parsed)
+        else:
+            yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(part)
+    elif value is not None:
+        # True equals 1, and is another value.
+        yield str(value) if isinstance(value, bool) else value
+
+
+def _count(form: str, text: str) -> int:
+    """Count a value in a text; a number stands between other characters than digits."""
+    if re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", form):
+        return len(re.findall(rf"(?<![\d.]){re.escape(form)}(?![\d]|\.\d)", text))
+    return text.count(form) if form else 1
+
+
+def _forms(value: Any) -> list[str]:
+    """Return the forms in which templates write a value."""
+    if not isinstance(value, str):
+        whole = isinstance(value, float) and value.is_integer()
+        return [str(value), json.dumps(value), *([str(int(value))] if whole else [])]
+    if value in ("True", "False"):
+        return [value, value.lower()]
+    texts = [value, value.strip()]
+    quoted = [json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)]
+    twice = [json.dumps(form)[1:-1] for form in quoted]
+    safe = [
+        form.replace("<", "\\u003c")
+        .replace(">", "\\u003e")
+        .replace("&", "\\u0026")
+        .replace("'", "\\u0027")
+        for form in quoted
+    ]
+    entities = value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    python = [repr(value)[1:-1], value.replace("'", "\\'")]
+    return [*texts, *quoted, *twice, *safe, *python, entities, entities.replace('"', "&#34;")]
 
 
 def _merge_adjacent(spans: list[Span]) -> list[Span]:

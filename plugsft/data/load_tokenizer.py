@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers.utils.hub import cached_file
 
 from ..base.console import say
 from ..base.errors import RecipeError, reason_of
+from ..base.limits import read_json_object
 from ..base.load_errors import explain_load_error
 from ..base.types import Rendered, Row, Rows
 from ..recipe.tables import Model
 from ..tokens.tokenizer import Tokenizer, lighten
-from .chat import CHATML, training_template
+from .chat import CHATML
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Render = Callable[[list[Row], int, Tokenizer], Rendered]
 """(rows, number of their source, tokenizer) -> text."""
+CLOCK = "strftime_now"
+"""What templates with a date call."""
 PAD, END = "<|pad|>", "<|im_end|>"
 SPECIAL = [PAD, "<|im_start|>", END]
 
@@ -59,6 +64,37 @@ def load_tokenizer(model: Model, folder: Path) -> PreTrainedTokenizerBase:
         add_tokens(tokenizer, model.add_tokens)
     loaded: PreTrainedTokenizerBase = tokenizer
     return loaded
+
+
+def data_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Model, day: str) -> Tokenizer:
+    """Return what the data path needs of a tokenizer; `day` is that of templates with a date."""
+    light = lighten(tokenizer)
+    return replace(
+        light,
+        honours_blocks=model.template_file is not None,
+        more_stops=_stops_of_generation(model, tokenizer),
+        day=day if CLOCK in (light.chat_template or "") else "",
+    )
+
+
+def _stops_of_generation(model: Model, tokenizer: Any) -> tuple[str, ...]:
+    """Return the tokens at which generation_config.json lets the model stop."""
+    if model.path is None:
+        return ()
+    file = cached_file(
+        model.path,
+        "generation_config.json",
+        revision=model.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    if file is None:
+        return ()
+    ids = read_json_object(Path(file)).get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    tokens = (tokenizer.convert_ids_to_tokens(number) for number in ids if type(number) is int)
+    return tuple(token for token in tokens if token)
 
 
 def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
@@ -127,16 +163,6 @@ def end_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     if config is not None and tokenizer.chat_template:
         stops = stop_ids(model, tokenizer)
         config.eos_token_id = stops if len(stops) != 1 else stops[0]
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Model, folder: Path) -> None:
-    """Save a tokenizer with the template of `model.save_template`."""
-    own = tokenizer.chat_template
-    if model.save_template == "training":
-        template = lighten(tokenizer).chat_template or ""
-        tokenizer.chat_template = training_template(template) or own
-    tokenizer.save_pretrained(folder)
-    tokenizer.chat_template = own
 
 
 def train_tokenizer(sources: Sequence[Rows], render: Render, vocab: int) -> PreTrainedTokenizerFast:

@@ -1,7 +1,7 @@
 """Conversations: messages with known roles, calls of tools, and flags for training."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -46,11 +46,6 @@ class Conversation:
     num_prompt: int = 0
     """Number of messages at the beginning that are never trained."""
 
-    @property
-    def trains_all_answers(self) -> bool:
-        """Whether the row leaves out no answer."""
-        return not (self.flags or self.num_prompt)
-
 
 def read_turns(turns: list[Any]) -> Conversation:
     """Read turns; plain turns, which are the most frequent, are not copied."""
@@ -93,17 +88,15 @@ def calls_of(message: Row) -> list[tuple[str, Any]]:
 def call_variants(messages: list[Row]) -> Iterator[list[Row]]:
     """Yield a conversation in the variants that templates accept for calls.
 
-    A call without content has an empty or a null content. Its arguments are an object or JSON;
-    the row's own type comes first.
+    A call's arguments are an object, as servers give them to templates, or JSON; a call without
+    content has an empty or a null content.
     """
-    bare = [bool(turn.get("tool_calls") and not turn.get("content")) for turn in messages]
-    variants = []
-    for empty in ("", None):
-        turns = zip(messages, bare, strict=True)
-        variants.append([{**turn, "content": empty} if call else turn for turn, call in turns])
-    yield from variants
-    for variant in variants:
-        yield [_other_arguments(message) for message in variant]
+    for arguments_of in (_parsed, _as_json):
+        for empty in ("", None):
+            yield [
+                _with_calls(turn, empty, arguments_of) if turn.get("tool_calls") else turn
+                for turn in messages
+            ]
 
 
 def _message(turn: Any) -> Row:
@@ -158,24 +151,30 @@ def _check_calls(calls: Any) -> None:
             raise BadRow("'tool_calls' is not a list of calls with names")
 
 
-def _other_arguments(message: Row) -> Row:
-    """Return a message with its calls' arguments converted from JSON to objects, or back."""
-    if not message.get("tool_calls"):
-        return message
+def _with_calls(message: Row, empty: str | None, arguments_of: Callable[[Any], Any]) -> Row:
+    """Return a message whose calls have their arguments in one form."""
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function", call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments)
-            except ValueError:
-                return message
-        elif arguments is not None:
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        function = {**function, "arguments": arguments}
+        function = {**function, "arguments": arguments_of(function.get("arguments"))}
         calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
+    return {**message, "content": message.get("content") or empty, "tool_calls": calls}
+
+
+def _parsed(arguments: Any) -> Any:
+    """Return arguments as an object; as they are if they are none."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return parse_json(arguments)
+    except ValueError:
+        return arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    if isinstance(arguments, str | None):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _training_flag(message: Row) -> bool | None:

@@ -7,13 +7,17 @@ from ..base.types import Rendered, Row
 from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
-from .chat import common_prefix
 from .formats import read_weight
 from .messages import BadRow
 from .render import render_rows
+from .turns import common_prefix
 from .unread_columns import READERS
 
 ANSWERS = ("chosen", "rejected")
+SEVERAL = (
+    "the chat template rewrites its earlier turns, so they cannot be one sequence; put all turns "
+    "but the last into the prompt"
+)
 SHARED = ("tools", "chat_template_kwargs")
 """Columns that belong to both conversations of a row."""
 
@@ -46,6 +50,9 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     assert rendered is not None, "the format of prompt and completion is known"
     for answer, reason in rendered.bad.items():
         bad[pair_rows[answer // 2]] = f"{ANSWERS[answer % 2]}: {reason}"
+    for answer, turn in zip(rendered.rows, rendered.turns, strict=True):
+        if turn:
+            bad[pair_rows[answer // 2]] = f"{ANSWERS[answer % 2]}: {SEVERAL}"
     complete = [n for n, answer in enumerate(rendered.rows) if pair_rows[answer // 2] not in bad]
     return Rendered(
         texts=[rendered.texts[n] for n in complete],

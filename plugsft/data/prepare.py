@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,18 +15,18 @@ from ..base.build_once import once
 from ..base.checksums import digest
 from ..base.console import format_count, hide_queries, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
+from ..base.limits import read_json_object
 from ..base.types import Rendered, Row, Shard
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.schema import WEIGHT
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
-from ..tokens.tokenizer import OWN, Tokenizer, lighten
-from .cache_key import differences, key_of, plugin_versions, template_key, token_plugins
-from .load_tokenizer import Render, load_tokenizer, train_tokenizer
+from ..tokens.tokenizer import OWN, Tokenizer
+from .cache_key import differences, key_of, plugin_versions, token_plugins
+from .load_tokenizer import Render, data_tokenizer, load_tokenizer, train_tokenizer
 from .slices import ShardWriter, cure_bad, describe_bad_rows, describe_warnings, merge, render
 from .sources import OpenSource, ensure_columns, open_source, slices_of
-from .template_choice import CHOSEN, choose_template, variant_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,8 +78,6 @@ def _describe_tokens(tokens: Tokens) -> str:
 def prepare(recipe: Recipe, active: Active, share: ShareSlices = None) -> Prepared:
     """Return the training tokens, the evaluation tokens and the tokenizer."""
     data = open_data(recipe, active)
-    if data.work.tokenizer.variant_chosen:
-        say(f"chats: {CHOSEN}; model/ keeps the model's own")
     if recipe.data.tokens:
         tokens = open_named_tokens(recipe, data, active)
         say(f"data: {summarize(tokens.facts, 'already prepared')}")
@@ -107,9 +106,18 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
     folder = _tokenizer_folder(recipe, sources, active)
     tokenizer = load_tokenizer(recipe.model, folder)
     plugins = token_plugins(active)
-    light = choose_template(lighten(tokenizer), recipe, sources, active)
+    light = data_tokenizer(tokenizer, recipe.model, day_of(recipe))
     work = ShardWriter(recipe.data, names, light, Path(), plugins, _hooks=active.hooks)
     return OpenData(work, sources, tokenizer, folder)
+
+
+def day_of(recipe: Recipe) -> str:
+    """Return the day that a template with a date writes: the first day of the run, or today."""
+    try:
+        record = read_json_object(recipe.folder / "run.json")
+        return str(record["data"]["key_parts"]["day"]) or str(date.today())
+    except (OSError, ValueError, LookupError, TypeError):
+        return str(date.today())
 
 
 def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Active) -> Path:
@@ -165,13 +173,11 @@ def open_named_tokens(recipe: Recipe, data: OpenData, active: Active) -> Tokens:
     key = key_of(data.work, data.sources, active)
     # All encoders give the same ids.
     stored_key["encoders"] = key["encoders"]
+    # The day of these tokens becomes the run's.
+    if key["day"]:
+        key["day"] = data.work.tokenizer.day = stored_key.get("day", "")
     if not data.sources:
         key["data"] = stored_key["data"]
-        # No row tells the template: the tokens do.
-        variant = variant_of(data.work.tokenizer)
-        wanted = recipe.model.chat_template == "auto" and stored_key.get("template")
-        if variant and template_key(variant) == wanted:
-            data.work.tokenizer, key["template"] = variant, wanted
     if lines := list(differences(stored_key, key)):
         raise RecipeError(
             [f"data.tokens: {folder} was prepared with other settings: {line}" for line in lines]
@@ -240,10 +246,18 @@ def summarize(facts: dict[str, Any], origin: str) -> str:
     share = facts["trained_tokens"] / facts["tokens"]
     bad = sum(entry["count"] for entry in facts["bad_rows"].values())
     engines = [name for name, count in facts["engines"].items() if count]
+    unrolled = ""
+    if facts["unrolled"]:
+        chats, times = facts["unrolled"]["chats"], facts["unrolled"]["tokens"]
+        times /= facts["unrolled"]["longest"]
+        unrolled = (
+            f"{format_count(chats, 'chat')} unrolled into {facts['unrolled']['examples']:,} "
+            f"examples at {times:.1f} times their tokens, "
+        )
     by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
     return (
         f"{format_count(facts['examples'], 'example')} of {format_count(facts['rows'], 'row')}, "
-        f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, "
+        f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, {unrolled}"
         f"{format_count(bad, 'bad row')}, {facts['truncated']['count']:,} truncated, {origin}"
     )
 
@@ -265,6 +279,7 @@ def _facts(
             reason: {"count": len(rows), "rows": rows[:10]} for reason, rows in total.bad.items()
         },
         "truncated": {"count": len(total.truncated), "rows": total.truncated[:10]},
+        "unrolled": total.unrolled,
         "warnings": total.warnings,
         "mask": total.mask,
         "engines": dict(sorted(total.engines.items())),

@@ -14,7 +14,7 @@ from .formats import READ, TEXTS, format_of, read_chat, read_text, read_weight
 from .messages import BadRow, check_order
 from .unread_columns import READERS, ensure_read
 
-Renderer = tuple[Callable[[Row], tuple[Text, list[str]]], Callable[[], str]]
+Renderer = tuple[Callable[[Row], tuple[list[Text], list[str]]], Callable[[], str]]
 """Functions that render a row, with warnings, and that describe its spans."""
 
 
@@ -29,20 +29,23 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
     weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
-            (text, spans), warnings = render_row(row)
+            examples, warnings = render_row(row)
             weights[number] = read_weight(row)
-            if not text.isascii():
-                text.encode("utf-16-le")  # the fastest codec that refuses lone surrogates
-            if not any(starmap(lt, spans)):
-                raise BadRow("no trained token")
+            for text, spans in examples:
+                if not text.isascii():
+                    text.encode("utf-16-le")  # the fastest codec that refuses lone surrogates
+                if not any(starmap(lt, spans)):
+                    raise BadRow("no trained token")
         except UnicodeEncodeError:
             result.bad[number] = "half a character (a lone surrogate)"
         except BadRow as error:
             result.bad[number] = str(error)
         else:
-            result.texts.append(text)
-            result.spans.append(spans)
-            result.rows.append(number)
+            for turn, (text, spans) in enumerate(examples):
+                result.texts.append(text)
+                result.spans.append(spans)
+                result.rows.append(number)
+                result.turns.append(turn)
             for warning in warnings:
                 result.warnings.setdefault(warning, []).append(number)
     result.mask = describe()
@@ -62,9 +65,10 @@ def readable_format(rows: list[Row]) -> str | None:
 def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
     chat = Chat(tokenizer, data)
 
-    def text_of(row: Row) -> tuple[Text, list[str]]:
+    def text_of(row: Row) -> tuple[list[Text], list[str]]:
         conversation = read_chat(kind, row)
-        return chat.render(conversation), check_order(conversation.messages)
+        rendered = chat.render(conversation)
+        return rendered.texts, [*check_order(conversation.messages), *rendered.warnings]
 
     return text_of, chat.describe
 
@@ -72,11 +76,11 @@ def _chats(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
 def _texts(kind: str, tokenizer: Tokenizer, data: Data) -> Renderer:
     whole, end = kind == "text", tokenizer.eos_token
 
-    def text_of(row: Row) -> tuple[Text, list[str]]:
+    def text_of(row: Row) -> tuple[list[Text], list[str]]:
         prompt = "" if whole else read_text(row, "prompt", allow_empty=True)
         text = prompt + read_text(row, kind)
         text = text if text.endswith(end) else text + end
-        return (text, [(0 if data.train_on == "all" else len(prompt), len(text))]), []
+        return [(text, [(0 if data.train_on == "all" else len(prompt), len(text))])], []
 
     every = whole or data.train_on == "all"
     mask = "every token of the text" if every else "the completion's end of the text"
@@ -113,6 +117,7 @@ def drop_bad_texts(rendered: Rendered) -> None:
         rendered.texts = [rendered.texts[index] for index in good]
         rendered.spans = [rendered.spans[index] for index in good]
         rendered.rows = [rendered.rows[index] for index in good]
+        rendered.turns = [rendered.turns[index] for index in good if rendered.turns]
 
 
 def check_columns(rendered: Rendered, count: int, where: str) -> None:

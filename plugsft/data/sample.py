@@ -11,13 +11,11 @@ from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..tokens.shards import write_index
 from ..tokens.store import Tokens
-from ..tokens.tokenizer import lighten
 from .cache_key import token_plugins
-from .load_tokenizer import load_tokenizer, train_tokenizer
-from .prepare import make_renderer
+from .load_tokenizer import data_tokenizer, load_tokenizer, train_tokenizer
+from .prepare import day_of, make_renderer
 from .slices import ShardWriter, merge
 from .sources import OpenSource
-from .template_choice import choose_template
 
 Sources = list[OpenSource]
 
@@ -51,8 +49,8 @@ def make_work(
         rows = [source.part(0, min(max_rows or len(source), len(source))) for source in sources]
         tokenizer = train_tokenizer(rows, make_renderer(recipe, active), model.scratch.vocab)
         tokenizer.save_pretrained(folder)
-    light = lighten(load_tokenizer(model, folder))
-    light, plugins = choose_template(light, recipe, sources, active), token_plugins(active)
+    light = data_tokenizer(load_tokenizer(model, folder), model, day_of(recipe))
+    plugins = token_plugins(active)
     return ShardWriter(data, data.all_sources(), light, folder, plugins, _hooks=active.hooks)
 
 

@@ -68,8 +68,7 @@ class ShardWriter:
             bad = describe_bad_rows(too_long, part.rows, part.start)
             raise DataError(f"{self.name(part)}: {bad}{CURE_LONG}")
         shard.examples, shard.tokens = len(examples.rows), len(examples.mask)
-        if not shard.ids:
-            shard.largest = int(examples.ids.max(initial=0))
+        shard.largest = int(examples.ids.max(initial=0))
         shard.trained, shard.columns = write_shard(path, examples), examples.types
         shard.stamp = [path.stat().st_size, file_digest(path)]
         # Written last: after a kill, a shard with this file is complete and need not be rebuilt.
@@ -232,6 +231,8 @@ def merge(shards: Sequence[Shard]) -> Shard:
         total.largest = max(total.largest, shard.largest)
         total.too_long += shard.too_long
         total.truncated += shard.truncated
+        for name, count in shard.unrolled.items():
+            total.unrolled[name] = total.unrolled.get(name, 0) + count
         for reason, rows in shard.bad.items():
             total.bad.setdefault(reason, []).extend(rows)
         for warning, counted in shard.warnings.items():
@@ -254,7 +255,8 @@ def make_examples(
     """
     mask = target_mask(encoded, rendered.texts, rendered.spans)
     align_pairs(encoded, rendered, mask)
-    rows, num_texts = np.unique(np.array(rendered.rows, np.int64), return_counts=True)
+    first, num_texts = examples_of(rendered)
+    rows = np.array(rendered.rows, np.int64)[first]
     counts = np.minimum(encoded.counts, data.max_length)
     within = np.ones(len(mask), np.bool_)
     if not np.array_equal(counts, encoded.counts):
@@ -272,6 +274,7 @@ def make_examples(
         shard.too_long += row_numbers[cut].tolist()
     if empty.any():
         shard.bad.setdefault("no trained token", []).extend(row_numbers[empty].tolist())
+    _count_unrolled(shard, rows[good], counts[np.repeat(good, num_texts)])
     good_texts = np.repeat(good, num_texts)
     keep = within & np.repeat(good_texts, encoded.counts)
     keep_all = bool(keep.all())  # the usual case needs no copy
@@ -287,6 +290,35 @@ def make_examples(
             if good.any()  # without examples, their types are unknown
         },
     )
+
+
+def examples_of(rendered: Rendered) -> tuple[Ints, Ints]:
+    """Return the first text of each example, and its number of texts.
+
+    The texts of an example follow each other, and so do the examples of a row.
+    """
+    rows = np.array(rendered.rows, np.int64)
+    turns = np.array(rendered.turns or np.zeros(len(rows)), np.int64)
+    begins = np.ones(len(rows), np.bool_)
+    begins[1:] = (np.diff(rows) != 0) | (np.diff(turns) != 0)
+    first = np.flatnonzero(begins)
+    return first, np.diff(np.append(first, len(rows)))
+
+
+def _count_unrolled(shard: Shard, rows: Ints, counts: Ints) -> None:
+    """Count the chats of several examples, and what these cost."""
+    if len(rows) != len(counts):
+        return  # pairs are one example
+    _, first, number = np.unique(rows, return_index=True, return_counts=True)
+    several = number > 1
+    if several.any():
+        tokens, longest = np.add.reduceat(counts, first), np.maximum.reduceat(counts, first)
+        shard.unrolled = {
+            "chats": int(several.sum()),
+            "examples": int(number[several].sum()),
+            "tokens": int(tokens[several].sum()),
+            "longest": int(longest[several].sum()),
+        }
 
 
 def _any_text(values: Mask, num_texts: Ints) -> Mask:
@@ -334,10 +366,9 @@ def align_pairs(encoded: Encoded, rendered: Rendered, mask: Mask) -> None:
     of a prompt with one answer and not with the other. A chat template may ask for an answer
     without reasoning where one of the answers has reasoning.
     """
-    rows, offsets = rendered.rows, offsets_of(encoded.counts)
-    for second in range(1, len(rows)):
-        if rows[second] != rows[second - 1]:
-            continue
+    offsets = offsets_of(encoded.counts)
+    first, num_texts = examples_of(rendered)
+    for second in (first[num_texts == 2] + 1).tolist():
         pair = slice(second - 1, second + 1)
         texts, spans = rendered.texts[pair], rendered.spans[pair]
         begin = min((start for text_spans in spans for start, _ in text_spans), default=0)

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..base.atomic import publish
 from ..base.errors import CheckpointError, RecipeError
-from ..data.load_tokenizer import end_generation, save_tokenizer
+from ..data.load_tokenizer import end_generation
 from ..model.load import persistent_buffers
 from ..model.tensor_shards import TensorShard, shard_of
 from ..model.weight_files import Weights, converted_shapes, find_weight_files, meta_copy
@@ -75,7 +75,7 @@ def save_model(
                     # transformers writes the type of the weights in memory.
                     plain.config.dtype = dtype
                     plain.config.save_pretrained(folder)
-                save_tokenizer(tokenizer, recipe.model, folder)
+                tokenizer.save_pretrained(folder)
                 if adapter:
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
                     for name in getattr(plain, "changed_in_files", ()):

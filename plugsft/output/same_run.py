@@ -18,7 +18,7 @@ STATE, LOCK = "state.json", ".lock"
 # Recipe keys that may differ when a run resumes: paths, batch layout and logging. Plugins name
 # their options that affect results themselves.
 MAY_DIFFER = (
-    *("output", "device", "model.save_template", "train.micro_batch"),
+    *("output", "device", "train.micro_batch"),
     *("train.keep_whole_gradients", "train.log_every", "checkpoint.", "eval.", "plugins."),
 )
 

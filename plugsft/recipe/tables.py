@@ -93,7 +93,7 @@ Place = Annotated[str, AfterValidator(_expand), PlainSerializer(_recorded, when_
 """A hub name, or a path with ~ and ${NAME} (environment variables) expanded."""
 Folder = Annotated[str, AfterValidator(_expand), PlainSerializer(_anchored, when_used="json")]
 """A folder that may not exist yet, with ~ and ${NAME} as in `Place`."""
-TEMPLATES = ("auto", "own", "trl")
+TEMPLATES = ("auto", "own")
 """Values of model.chat_template that are no files."""
 LOSSY = (
     'model.weights = "bfloat16": trained weights and optimizer states are stored in bfloat16, '
@@ -172,10 +172,8 @@ class Model(Table):
     tokenizer: Place | None = None
     """A hub name or a folder. Default: the model's own tokenizer."""
     chat_template: Place = "auto"
-    """The template that writes the rows. "own": the model's. "trl": trl's training variant of it.
-    "auto": the first of these that tells the answers apart. Or a Jinja file, as the model's."""
-    save_template: Literal["own", "training"] = "own"
-    """The template in `model/`: the model's own, or trl's training variant of it."""
+    """The template that writes the rows. "auto" or "own": the model's. Or a Jinja file, which also
+    becomes the model's; its {% generation %} blocks, if it has any, say what is trained."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Tokens to add to the tokenizer: ["<think>", "</think>"]. If the model's embeddings have too
     few rows, they get more, each the mean of the others."""

@@ -10,9 +10,6 @@ checksum   int64         checksum of its tokens and mask in the file
 
 Then come the columns of `render`, sorted by name: bool, int64 or float64.
 
-A shard of rows that hold their tokens already has `start` in place of `input_ids`: where an
-example's ids begin in the file of the rows, which facts.json names.
-
 index.arrow has flat columns of all examples: length, length of the first sequence, shared, trained,
 row, checksum and the columns of `render`. facts.json has the types of these, the checksum of the
 index, and its own.
@@ -40,7 +37,6 @@ SCHEMA = pa.schema(
         "checksum": pa.int64(),
     }
 )
-START = pa.field("start", pa.int64())
 INDEX_COLUMNS = ("length", "first", "shared", "trained", "row", "checksum")
 
 WEIGHT = "weight"
@@ -64,10 +60,9 @@ ARROW: dict[ColumnType, pa.DataType] = {
 }
 
 
-def shard_schema(types: Mapping[str, ColumnType], in_place: bool = False) -> pa.Schema:
-    """Return the columns of a shard; `in_place` if its ids stay in the file of the rows."""
-    own = [START, *[*SCHEMA][1:]] if in_place else SCHEMA
-    return pa.schema([*own, *((name, ARROW[types[name]]) for name in sorted(types))])
+def shard_schema(types: Mapping[str, ColumnType]) -> pa.Schema:
+    """Return the columns of a shard."""
+    return pa.schema([*SCHEMA, *((name, ARROW[types[name]]) for name in sorted(types))])
 
 
 def index_schema(types: Mapping[str, ColumnType]) -> pa.Schema:

@@ -37,7 +37,6 @@ class _ShardFacts(BaseModel):
     file: str = Field(pattern=r"^data-[\w-]+\.arrow$")
     examples: Number
     size: Number
-    ids: dict[str, int | str] | None = None
 
 
 class _SourceFacts(BaseModel):
@@ -73,8 +72,6 @@ class Examples:
     """Row of each example in the source."""
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """The columns of `render`."""
-    starts: NDArray[np.int64] | None = None
-    """If `ids` is a whole file of rows: where each example begins in it."""
 
     @property
     def types(self) -> dict[str, Any]:
@@ -88,9 +85,7 @@ def write_shard(path: Path, examples: Examples) -> int:
     with (
         replace_file(path) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
-        pa.ipc.new_stream(
-            sink, shard_schema(examples.types, examples.starts is not None)
-        ) as writer,
+        pa.ipc.new_stream(sink, shard_schema(examples.types)) as writer,
     ):
         for batch in _split(examples):
             writer.write_batch(_record_batch(batch))
@@ -103,28 +98,27 @@ def _split(examples: Examples) -> Iterator[Examples]:
     if len(examples.mask) <= MAX_TOKENS:
         yield examples
         return
-    first_sequence, starts = offsets_of(examples.num_sequences), examples.starts
+    first_sequence = offsets_of(examples.num_sequences)
     offsets = offsets_of(examples.counts)[first_sequence]
     cuts = np.searchsorted(offsets, np.arange(0, len(examples.mask), MAX_TOKENS))
     for start, stop in zip(cuts, [*cuts[1:], len(examples.rows)], strict=True):
         yield Examples(
-            examples.ids[offsets[start] : offsets[stop]] if starts is None else examples.ids,
+            examples.ids[offsets[start] : offsets[stop]],
             examples.mask[offsets[start] : offsets[stop]],
             examples.counts[first_sequence[start] : first_sequence[stop]],
             examples.num_sequences[start:stop],
             examples.rows[start:stop],
             {name: values[start:stop] for name, values in examples.columns.items()},
-            None if starts is None else starts[start:stop],
         )
 
 
 def _record_batch(examples: Examples) -> pa.RecordBatch:
     first_sequence = offsets_of(examples.num_sequences)
     offsets = offsets_of(examples.counts)[first_sequence]
-    trained, starts = count_true(examples.mask, np.diff(offsets)), examples.starts
+    trained = count_true(examples.mask, np.diff(offsets))
     return pa.record_batch(
         [
-            _lists(offsets, examples.ids) if starts is None else _arrow(starts),
+            _lists(offsets, examples.ids),
             _lists(offsets, examples.mask),
             _lists(first_sequence, examples.counts.astype(np.int32)),
             _arrow(_shared_prefixes(examples, offsets, first_sequence)),
@@ -133,15 +127,14 @@ def _record_batch(examples: Examples) -> pa.RecordBatch:
             _arrow(_checksums(examples, offsets)),
             *(_arrow(examples.columns[name]) for name in sorted(examples.columns)),
         ],
-        schema=shard_schema(examples.types, starts is not None),
+        schema=shard_schema(examples.types),
     )
 
 
 def _checksums(examples: Examples, offsets: Ints) -> Ints:
     bits = np.packbits(examples.mask, bitorder="little")
-    starts = offsets[:-1] if examples.starts is None else examples.starts
-    spans, ids = zip(starts.tolist(), pairwise(offsets.tolist()), strict=True), examples.ids
-    checksums = [checksum_of(ids[at : at + j - i], bits, i, j) for at, (i, j) in spans]
+    spans, ids = pairwise(offsets.tolist()), examples.ids
+    checksums = [checksum_of(ids[start:stop], bits, start, stop) for start, stop in spans]
     return np.array(checksums, np.uint64).view(np.int64)
 
 
@@ -181,7 +174,7 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     types = common_columns(shards, names)
     for shard in shards:
         if shard.columns != types:
-            _unify(folder / shard.file, types, bool(shard.ids))
+            _unify(folder / shard.file, types)
     state = {
         "_data_files": [{"filename": shard.file} for shard in shards],
         "_fingerprint": facts["key"],
@@ -191,10 +184,9 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
         "_output_all_columns": False,
         "_split": None,
     }
-    if not any(shard.ids for shard in shards):  # else `datasets` cannot open the folder
-        info = {"features": features(types)}
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
-        (folder / "dataset_info.json").write_text(json.dumps(info, indent=1))
+    info = {"features": features(types)}
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    (folder / "dataset_info.json").write_text(json.dumps(info, indent=1))
     shard_columns = [_index_columns(folder / shard.file, types) for shard in shards]
     columns = [np.concatenate(parts) for parts in zip(*shard_columns, strict=True)]
     pairs = int(np.count_nonzero(columns[1] < columns[0]))
@@ -208,7 +200,6 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
             "file": shard.file,
             "examples": shard.examples,
             "size": (folder / shard.file).stat().st_size,
-            **({"ids": shard.ids} if shard.ids else {}),
         }
         for shard in shards
     ]
@@ -222,9 +213,9 @@ def write_index(folder: Path, shards: list[Shard], facts: dict[str, Any]) -> Non
     (folder / "facts.json").write_text(json.dumps(add_checksum(facts), indent=1))
 
 
-def _unify(path: Path, types: Mapping[str, ColumnType], in_place: bool) -> None:
+def _unify(path: Path, types: Mapping[str, ColumnType]) -> None:
     """Give a shard the columns of all shards: floats for integers, and the weight 1."""
-    schema = shard_schema(types, in_place)
+    schema = shard_schema(types)
     with pa.memory_map(str(path)) as mapped:
         batches = [*pa.ipc.open_stream(mapped)]
         with (

@@ -25,7 +25,7 @@ from ..base.types import Ints
 from .schema import WEIGHT, index_schema, shard_schema
 from .shards import checksum_of, count_true, numpy_of, offsets_of, read_facts
 
-RecordBatch = tuple[NDArray[Any], NDArray[Any], NDArray[np.int32], NDArray[np.uint8]]
+RecordBatch = tuple[NDArray[Any], NDArray[np.int32], NDArray[np.uint8]]
 """Columns of a record batch: ids, where each example's begin, offsets in the mask, the mask as
 bits."""
 
@@ -105,8 +105,6 @@ class Tokens:
         shards = np.searchsorted(self._shard_offsets, numbers, "right") - 1
         for shard in set(shards.tolist()):
             self._ensure_size(self._files[shard], self._sizes[shard])
-            if elsewhere := self.facts["shards"][shard].get("ids"):
-                self._ensure_size(Path(elsewhere["file"]), elsewhere["size"])
         inside = numbers - self._shard_offsets[shards]
         columns = (shards, inside, skips, lengths, self._checksums[numbers])
         # Arrow stores eight booleans in a byte: gather all bytes, then unpack them at once.
@@ -115,17 +113,17 @@ class Tokens:
             *(column.tolist() for column in columns), strict=True
         ):
             batches = self._shards[shard] or self._open_shard(shard)
-            (ids, starts, offsets, bits), place = batches[0], number
+            (ids, offsets, bits), place = batches[0], number
             if len(batches) > 1:
-                (ids, starts, offsets, bits), place = _find_batch(batches, number)
-            begin, start, stop = starts.item(place), offsets.item(place), offsets.item(place + 1)
-            if checksum_of(ids[begin : begin + stop - start], bits, start, stop) != checksum:
+                (ids, offsets, bits), place = _find_batch(batches, number)
+            start, stop = offsets.item(place), offsets.item(place + 1)
+            if checksum_of(ids[start:stop], bits, start, stop) != checksum:
                 raise self._damaged(
                     self._files[shard], f"the checksum of example {number} is wrong"
                 )
-            begin, start = begin + skip, start + skip
+            start += skip
             first_byte, last_byte = start >> 3, (start + length + 7) >> 3
-            ids_parts.append(ids[begin : begin + length])
+            ids_parts.append(ids[start : start + length])
             bits_parts.append(bits[first_byte:last_byte])
             first_bit = 8 * num_bytes + (start & 7)
             spans.append(slice(first_bit, first_bit + length))
@@ -268,21 +266,14 @@ class Tokens:
             buffer = self._buffer(self._files[shard])
             if buffer.size != self._sizes[shard]:
                 raise ValueError("its size differs from facts.json")
-            types, ids = self.facts["columns"], self._ids_elsewhere(shard)
-            batches = [_views(batch, types, ids) for batch in pa.ipc.open_stream(buffer)]
-            lengths = [np.diff(offsets) for _, _, offsets, _ in batches]
+            types = self.facts["columns"]
+            batches = [_views(batch, types) for batch in pa.ipc.open_stream(buffer)]
+            lengths = [np.diff(offsets) for _, offsets, _ in batches]
             indexed = self._stored_lengths[slice(*self._shard_offsets[shard : shard + 2])]
             if not np.array_equal(np.concatenate([indexed[:0], *lengths]), indexed):
                 raise ValueError("the lengths of its examples differ from the index")
         self._shards[shard] = batches
         return batches
-
-    def _ids_elsewhere(self, shard: int) -> NDArray[Any] | None:
-        """Map the file of the rows if the shard's ids stay there."""
-        if (ids := self.facts["shards"][shard].get("ids")) is None:
-            return None
-        dtype = np.dtype(ids["dtype"])
-        return np.asarray(np.memmap(ids["file"], dtype, "r", shape=ids["size"] // dtype.itemsize))
 
     def _buffer(self, path: Path) -> pa.Buffer:
         """Map a file, or read all of it where mapping is slow."""
@@ -311,28 +302,22 @@ class Tokens:
 def _find_batch(batches: list[RecordBatch], number: int) -> tuple[RecordBatch, int]:
     """Find an example in a shard with several record batches (more than 2^30 tokens)."""
     for batch in batches:
-        count = len(batch[2]) - 1
+        count = len(batch[1]) - 1
         if number < count:
             return batch, number
         number -= count
     raise IndexError(number)
 
 
-def _views(batch: pa.RecordBatch, types: Any, elsewhere: NDArray[Any] | None) -> RecordBatch:
-    """Return numpy views of a record batch; `elsewhere` are ids in a file of the rows."""
-    _ensure_schema(batch, shard_schema(types, elsewhere is not None))
-    mask = batch.column("loss_mask")
-    bits = np.frombuffer(mask.values.buffers()[1] or b"", np.uint8)
-    if elsewhere is None:
-        own = batch.column("input_ids")
-        ids, offsets = numpy_of(own.values), numpy_of(own.offsets)
-        starts = offsets[:-1]
-    else:
-        ids, offsets, starts = elsewhere, numpy_of(mask.offsets), numpy_of(batch.column("start"))
-    last = (starts + np.diff(offsets)).max(initial=0)
-    if not (0 <= offsets[0] <= offsets[-1] <= 8 * len(bits) and last <= len(ids)):
+def _views(batch: pa.RecordBatch, types: Any) -> RecordBatch:
+    """Return numpy views of a record batch."""
+    _ensure_schema(batch, shard_schema(types))
+    bits = np.frombuffer(batch.column("loss_mask").values.buffers()[1] or b"", np.uint8)
+    own = batch.column("input_ids")
+    ids, offsets = numpy_of(own.values), numpy_of(own.offsets)
+    if not 0 <= offsets[0] <= offsets[-1] <= min(8 * len(bits), len(ids)):
         raise ValueError("its offsets point outside of its tokens")
-    return ids, starts, offsets, bits
+    return ids, offsets, bits
 
 
 def _ensure_schema(batch: pa.RecordBatch, schema: pa.Schema) -> None:

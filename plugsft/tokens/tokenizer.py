@@ -31,10 +31,12 @@ class Tokenizer:
     chat_template: str | None = None
     special_tokens_map: dict[str, str] | None = None
     """Names such as eos_token -> text."""
-    variant_chosen: bool = False
-    """Whether `chat_template` is trl's training variant, chosen in place of the model's own."""
-    unproved: str = ""
-    """Why trl's training variant of `chat_template` is not chosen."""
+    honours_blocks: bool = False
+    """Whether generation blocks of `chat_template` say what is trained: the recipe names it."""
+    more_stops: tuple[str, ...] = ()
+    """The tokens that end an answer, besides eos_token."""
+    day: str = ""
+    """The day that a template with a date writes: 2026-11-25."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Cached properties stay behind.
@@ -47,6 +49,11 @@ class Tokenizer:
     def eos_token(self) -> str:
         """The end-of-text token, or an empty string."""
         return (self.special_tokens_map or {}).get("eos_token", "")
+
+    @property
+    def stops(self) -> list[str]:
+        """The tokens that end an answer."""
+        return [*dict.fromkeys(filter(None, (self.eos_token, *self.more_stops)))]
 
     @cached_property
     def json(self) -> str:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # trl's own
 END, BEGIN, UNKNOWN = "<|im_end|>", "<|endoftext|>", "<unk>"
 SPECIAL = [
     *(BEGIN, "<|im_start|>", END, UNKNOWN),
-    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<end_of_turn>"),
 ]
 CORPUS = [TEXT] * 5 + ["6 x 7 is 42", "6 x 7 is forty", "who? 🦉 owls 🦊", "a\n\nb\n c"] * 20
 PLAIN = [text for text in CORPUS if text.isascii()]
@@ -164,6 +164,10 @@ KINDS = [
 ]
 
 
+NEWLINE = ("chatml", "qwen2_5", "gemma", "qwen3")
+"""Templates that write one behind the end of an answer, which TRL trains and we do not."""
+
+
 @pytest.mark.parametrize(("form", "kind", "template"), KINDS)
 def test_ids_and_masks_are_trl_s(tmp_path, form, kind, template):
     tokenizer, rows = tokenizer_of(kind, template), FORMATS[form]
@@ -175,7 +179,7 @@ def test_ids_and_masks_are_trl_s(tmp_path, form, kind, template):
             assert mask.index(True) == max(begin, 1), row
             end = max(place for place, trained in enumerate(mask) if trained) + 1
             assert sum(mask) == end - max(begin, 1), row
-            newline = "\n" if template == "chatml" else ""
+            newline = "\n" if template in NEWLINE else ""
             assert tokenizer.decode(ids[end:]).strip(" ") == newline, row
 
 
@@ -234,6 +238,8 @@ def test_no_template_lets_a_prompt_be_trained(name):
         tried += 1
         if name.startswith(BLIND) or (name.startswith("diffusion_gemma") and kind == "a result"):
             continue  # behind a result it asks for nothing, and writes the role all the same
+        if name.startswith("nemotron"):
+            continue  # TRL leaves the thought of the prompt open
         [expected] = of_trl_alone(tokenizer, [row])
         ids = encoded.ids.tolist()
         assert [one for one, _ in expected] == [ids[:first], ids[first:]], kind
@@ -263,7 +269,7 @@ def test_the_loss_and_its_gradients_are_trl_s(tmp_path, form, kind, template):
     trainer.model.load_state_dict({name: ours[name] for name in trainer.model.state_dict()})
     completion = batch["completion_mask"]
     completion[:, 0] = 0  # nothing stands before it, so that it is in no loss
-    if template == "chatml":
+    if template in NEWLINE:
         last = batch["attention_mask"].sum(1) - 1
         assert tokenizer.batch_decode(batch["input_ids"].gather(1, last[:, None])) == ["\n"] * len(
             last

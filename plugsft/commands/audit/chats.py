@@ -8,59 +8,32 @@ from ...base.types import Row
 from ...data.chat import Chat
 from ...data.formats import TEXTS, format_of, read_chat
 from ...data.jsonl import name_rows
-from ...data.messages import BadRow, Conversation, call_variants
+from ...data.messages import BadRow, Conversation
 from ...data.render import renamed, without
 from ...data.sample import Sample
 from ...data.slices import ShardWriter
 from ...data.sources import OpenSource
 from ...registry.active import Active
 
-MAX_CHECKED = 32
-"""Most answers of a chat that `is_stable` checks."""
-
-
-class AuditedChat(Chat):
-    """Also tells whether training and generation see the same text."""
-
-    def is_stable(self, chat: Conversation) -> bool:
-        """Return whether the text before each answer is the prompt that generation would use.
-
-        Checks a sample of a long chat's answers: each needs a rendering of all turns before it.
-        """
-        variables = self._variables_of(chat)
-        for messages in call_variants(chat.messages):
-            answers = [n for n, turn in enumerate(messages) if n and turn["role"] == "assistant"]
-            answers = answers[-1:] if self.train_on == "last" else answers
-            answers = answers[:: -(-len(answers) // MAX_CHECKED) or 1]
-            try:
-                text, _ = self._render(chat, messages)
-                prompts = [self.write_prompt(messages[:n], variables) for n in answers]
-            except BadRow:
-                continue
-            return all(text.startswith(prompt) for prompt in prompts)
-        return True
-
 
 def judge_chats(
     sample: Sample, work: ShardWriter, opened: OpenSource, active: Active
 ) -> tuple[str, list[str]]:
-    """Count the stable conversations; warn of text that the template drops or changes."""
+    """Count the chats that are one example; warn of text that the template drops."""
     if any(active.implements(name, ["render"]) for name in active.plugins):
         return "", []
-    count, unstable, with_special = 0, list[int](), dict[int, str]()
+    count, unrolled, with_special = 0, 0, dict[int, str]()
     dropped: dict[str, list[int]] = defaultdict(list)
     special = special_tokens(work)
-    chat = AuditedChat(work.tokenizer, work.data)
+    chat = Chat(work.tokenizer, work.data)
     for number, conversation in conversations(sample, work, opened):
         try:
-            text, spans = chat.render(conversation)
-            if not any(stop > start for start, stop in spans):
-                continue
-            if not chat.is_stable(conversation):
-                unstable.append(number)
+            texts = chat.render(conversation).texts
         except BadRow:
             continue
+        text = "\n".join(text for text, _ in texts)
         count += 1
+        unrolled += len(texts) > 1
         for part in dropped_parts(conversation.messages, text):
             dropped[part].append(number)
         contents = "\n".join(message.get("content") or "" for message in conversation.messages)
@@ -76,16 +49,11 @@ def judge_chats(
             f"{name_rows([*with_special], rows)}: the text contains special tokens, such as "
             f"'{next(iter(with_special.values()))}', which the model reads as control tokens"
         )
-    if unstable:
-        warnings.append(
-            f"{name_rows(unstable, rows)}: the text before an answer is not the prompt that the "
-            "chat template makes for generation, so training differs from use"
-        )
-    stable = (
-        f"{count - len(unstable):,} of {count:,} chats are stable: each answer follows the prompt "
-        "that the template makes for generation"
-    )
-    return stable if count else "", warnings
+    served = f"{count:,} chats as the template writes them for a server"
+    if unrolled:
+        served += f"; {unrolled:,} with an example for each trained turn, since the template writes"
+        served += " a turn otherwise once others follow"
+    return served if count else "", warnings
 
 
 def conversations(

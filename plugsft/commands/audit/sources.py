@@ -11,7 +11,6 @@ from ...data.prepare import open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
 from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
 from ...data.sources import OpenSource, ensure_columns, open_source
-from ...data.template_choice import CHOSEN
 from ...model.checks import check_weights
 from ...model.config import check_ids
 from ...recipe.tables import Recipe, Source
@@ -103,8 +102,6 @@ def _work(
             if where
             else "trained on the data, or read from the cache; with a ChatML template",
         )
-        if work.tokenizer.variant_chosen:
-            findings.ok("chats", CHOSEN)
         return work
     return None
 

@@ -50,8 +50,6 @@ def _trained_tokens(c: Conversion) -> None:
     completion, pairs = c.get("completion_only_loss"), {"prompt", "completion"} <= row.keys()
     if c.on("assistant_only_loss"):
         c.set("data.train_on", "assistant", "assistant_only_loss")
-        if not c.get("chat_template_path") and not c.get("chat_template"):
-            c.set("model.chat_template", "trl", comment="TRL's template marks the answers")
     elif c.on("completion_only_loss") or (completion is None and pairs):
         c.set("data.train_on", "assistant", "completion_only_loss", comment="the completion alone")
     else:

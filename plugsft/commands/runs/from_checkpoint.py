@@ -12,7 +12,7 @@ from ...base.errors import PlugsftError
 from ...base.machine import look
 from ...batches.defaults import BatchDefaults
 from ...data.defaults import DataDefaults
-from ...data.load_tokenizer import end_generation, load_tokenizer, new_ids, save_tokenizer
+from ...data.load_tokenizer import end_generation, load_tokenizer, new_ids
 from ...model.defaults import ModelDefaults
 from ...model.load import make_load
 from ...ranks.launch import silence_libraries
@@ -53,7 +53,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     end_generation(model, tokenizer)
     with publish(target) as building:
         model.save_pretrained(building)
-        save_tokenizer(tokenizer, recipe.model, building)
+        tokenizer.save_pretrained(building)
         add_card(building, path, name)
 
 

@@ -34,10 +34,9 @@ class DatasetRows:
         table = self._data.with_format("arrow")[start:stop]
         return [without_none(row) for row in table.to_pylist()]
 
-    def blocks(self) -> Iterator[tuple[pa.RecordBatch, str, None]]:
-        """Yield record batches; they have no file in which their tokens can stay."""
-        for batch in self._data.with_format("arrow")[:].to_batches():
-            yield batch, "", None
+    def blocks(self) -> Iterator[pa.RecordBatch]:
+        """Yield record batches."""
+        yield from self._data.with_format("arrow")[:].to_batches()
 
 
 class DatasetSource(DatasetRows):

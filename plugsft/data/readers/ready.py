@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...base.types import Ints, Rows, Shard, Slice
 from ...recipe.tables import FORMATS, Data
 from ...tokens.schema import WEIGHT
-from ...tokens.shards import Examples, count_true, numpy_of, offsets_of
+from ...tokens.shards import Examples, count_true, numpy_of
 from ...tokens.tokenizer import Tokenizer
 from ..jsonl import why_unreadable
 from ..messages import BadRow
@@ -56,13 +56,10 @@ class Reader:
     shard: Shard
     first: int
     """Number of the slice's first row in the source."""
-    file: tuple[str, pa.Buffer] | None = None
-    """The file in which the ids can stay, and its map."""
-    dtype: Any = None
     ids: list[NDArray[Any]] = field(default_factory=list)
     masks: list[NDArray[np.bool_]] = field(default_factory=list)
     columns: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
-    """Of each example: its length, its row, its start in the file, its weight."""
+    """Of each example: its length, its row, its weight."""
 
     def examples(self, rows: Rows) -> Examples:
         """Return the examples of a slice."""
@@ -70,19 +67,13 @@ class Reader:
             self._add(self._check(block))
         columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
         counts = columns.get("count", np.zeros(0, np.int64))
-        starts, ids = columns.get("start"), np.concatenate([np.zeros(0, np.int32), *self.ids])
-        if self.file is not None and starts is not None:
-            file, buffer = self.file
-            ids = np.frombuffer(buffer, self.dtype, buffer.size // self.dtype.itemsize)
-            self.shard.ids = {"file": file, "size": buffer.size, "dtype": str(self.dtype)}
         return Examples(
-            ids,
+            np.concatenate([np.zeros(0, np.int32), *self.ids]),
             np.concatenate([np.zeros(0, np.bool_), *self.masks]),
             counts,
             np.ones_like(counts),
             columns.get("row", counts) + self.first,
             {WEIGHT: columns[WEIGHT]} if WEIGHT in columns else {},
-            starts,
         )
 
     def _bad(self, numbers: Ints, why: str) -> None:
@@ -94,16 +85,12 @@ class Reader:
         if blocks is None:
             yield self._listed(rows)
             return
-        number, pending, files = 0, list[Block](), dict[str, pa.Buffer]()
-        for batch, file, buffer in blocks():
-            pending.append(self._mapped(batch, number, buffer))
+        number = 0
+        for batch in blocks():
+            yield self._mapped(batch, number)
             number += len(batch)
-            files[file] = buffer
-        if len(files) == 1 and all(block.starts is not None for block in pending):
-            [self.file] = files.items()
-        yield from pending
 
-    def _mapped(self, batch: pa.RecordBatch, number: int, buffer: pa.Buffer | None) -> Block:
+    def _mapped(self, batch: pa.RecordBatch, number: int) -> Block:
         """Return a record batch as arrays, without a copy."""
         numbers = np.arange(number, number + len(batch))
         batch = batch.select([n for n in batch.schema.names if n not in self.data.ignore])
@@ -125,13 +112,7 @@ class Reader:
             batch, numbers = batch.filter(pa.array(~null)), numbers[~null]
         lists = {name: flat_lists(batch[name]) for name in present}
         weights = _weights(batch[WEIGHT]) if WEIGHT in wanted else None
-        starts, ids = None, lists[IDS][0]
-        if buffer is not None and len(ids):
-            offset = ids.ctypes.data - buffer.address
-            if 0 <= offset < buffer.size and offset % ids.itemsize == 0 and ids.dtype.kind in "iu":
-                starts = offset // ids.itemsize + offsets_of(lists[IDS][1])[:-1]
-                self.dtype = ids.dtype
-        return Block(numbers, lists, weights, starts)
+        return Block(numbers, lists, weights)
 
     def _listed(self, rows: Rows) -> Block:
         """Return rows of JSON as arrays; record those that are no lists of numbers."""
@@ -199,7 +180,7 @@ class Reader:
 
     def _add(self, block: Block) -> None:
         """Add the examples of checked rows: one a document."""
-        ids, counts = block.lists[IDS]
+        ids = block.lists[IDS][0]
         starts, lengths, rows = documents_of(block)
         mask = self._mask(block)
         mask[starts] = False
@@ -210,13 +191,7 @@ class Reader:
         good = trained if self.data.too_long == "truncate" else trained & ~cut
         starts, fits, rows = starts[good], fits[good], rows[good]
         self.masks.append(cut_out(mask, starts, fits)[0])
-        if self.file is None:
-            self.ids.append(cut_out(ids, starts, fits)[0].astype(np.int32))
-        elif block.starts is not None:
-            inside = starts - offsets_of(counts)[:-1][rows]
-            self.columns.setdefault("start", []).append(block.starts[rows] + inside)
-        if len(fits):
-            self.shard.largest = max(self.shard.largest, int(ids.max()))
+        self.ids.append(cut_out(ids, starts, fits)[0].astype(np.int32))
         self.columns.setdefault("count", []).append(fits)
         self.columns.setdefault("row", []).append(block.numbers[rows])
         if block.weights is not None:

@@ -15,11 +15,6 @@ from ...base.types import Ints, Row
 from ...recipe.tables import Source
 from ..jsonl import without_none
 
-SLICE_TOKENS = 1 << 25
-"""Tokens of a slice, about: its masks are in memory."""
-FIRST_OF_FILE = 1 << 32
-"""A size that ends a slice before the first row of each file."""
-
 
 @dataclass(frozen=True)
 class MappedRows:
@@ -40,26 +35,25 @@ class MappedRows:
             offset += last - first
         return MappedRows(tuple(parts))
 
-    def blocks(self) -> Iterator[tuple[pa.RecordBatch, str, pa.Buffer]]:
-        """Yield record batches, with the file that each is in and its map."""
+    def blocks(self) -> Iterator[pa.RecordBatch]:
+        """Yield record batches."""
         for file, first, last in self.parts:
-            buffer, batches = map_file(file)
             offset = 0
-            for batch in batches:
+            for batch in map_file(file):
                 begin, end = max(first - offset, 0), min(last - offset, len(batch))
                 if begin < end:
-                    yield batch.slice(begin, end - begin), file, buffer
+                    yield batch.slice(begin, end - begin)
                 offset += len(batch)
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows; a field that is null counts as missing."""
-        rows = (row for batch, *_ in self.part(start, stop).blocks() for row in batch.to_pylist())
+        rows = (row for batch in self.part(start, stop).blocks() for row in batch.to_pylist())
         return [without_none(row) for row in rows]
 
 
 @dataclass(frozen=True)
 class SavedSource(MappedRows):
-    """A source of rows of tokens, which are trained on without a copy."""
+    """A source of rows of tokens."""
 
     files: tuple[str, ...]
     split: str
@@ -71,14 +65,9 @@ class SavedSource(MappedRows):
         return {"ready": digest(checksums), "split": self.split}
 
     def sizes(self) -> Ints:
-        """Return the size of each row, so that a slice has tokens of one file."""
-        sizes = []
-        for file, start, stop in self.parts:
-            rows = sum(map(len, map_file(file)[1]))
-            size = Path(file).stat().st_size // (4 * SLICE_TOKENS // 4_000_000 * max(1, rows))
-            sizes.append(np.full(stop - start, size))
-            sizes[-1][:1] = FIRST_OF_FILE
-        return np.concatenate([np.zeros(0, np.int64), *sizes])
+        """Return the size of each row in bytes, approximately."""
+        size = sum(Path(file).stat().st_size for file in self.files) // max(1, len(self))
+        return np.full(len(self), size)
 
 
 def open_saved(source: Source, where: str) -> SavedSource | None:
@@ -87,12 +76,12 @@ def open_saved(source: Source, where: str) -> SavedSource | None:
     try:
         splits = _files_of(path)
         files = [file for names in splits.values() for file in names]
-        if not files or not all("input_ids" in map_file(file)[1][0].schema.names for file in files):
+        if not files or not all("input_ids" in map_file(file)[0].schema.names for file in files):
             return None
     except (OSError, LookupError, ValueError, TypeError, pa.ArrowException):
         return None  # `datasets` opens it, or says why not
     counts = {
-        name: [sum(map(len, map_file(file)[1])) for file in names] for name, names in splits.items()
+        name: [sum(map(len, map_file(file))) for file in names] for name, names in splits.items()
     }
     every = {
         name: MappedRows(tuple((f, 0, n) for f, n in zip(names, counts[name], strict=True)))
@@ -127,17 +116,17 @@ def _files_of(path: Path) -> dict[str, list[str]]:
     return {"train": [str(path / file["filename"]) for file in state["_data_files"]]}
 
 
-def map_file(file: str) -> tuple[pa.Buffer, list[pa.RecordBatch]]:
-    """Map an Arrow file, a stream or with an index; return its bytes and its record batches."""
+def map_file(file: str) -> list[pa.RecordBatch]:
+    """Map an Arrow file, a stream or with an index; return its record batches."""
     facts = Path(file).stat()
     return _map_file(file, (facts.st_size, facts.st_mtime_ns, facts.st_ino))
 
 
 @lru_cache(maxsize=64)
-def _map_file(file: str, _version: tuple[int, ...]) -> tuple[pa.Buffer, list[pa.RecordBatch]]:
+def _map_file(file: str, _version: tuple[int, ...]) -> list[pa.RecordBatch]:
     with pa.memory_map(file) as mapped:
         buffer = mapped.read_buffer()
     if buffer[:6].to_pybytes() == b"ARROW1":
         opened = pa.ipc.open_file(buffer)
-        return buffer, [opened.get_batch(number) for number in range(opened.num_record_batches)]
-    return buffer, [*pa.ipc.open_stream(buffer)]
+        return [opened.get_batch(number) for number in range(opened.num_record_batches)]
+    return [*pa.ipc.open_stream(buffer)]

@@ -31,8 +31,6 @@ class Block:
     """Numbers of the rows in the slice."""
     lists: dict[str, Lists]
     weights: NDArray[Any] | None = None
-    starts: NDArray[np.int64] | None = None
-    """Where each row's ids begin in the file, as a number of ids."""
 
     def keep(self, good: NDArray[np.bool_]) -> "Block":
         """Return the block without some rows."""
@@ -43,7 +41,6 @@ class Block:
                 for name, (flat, counts) in self.lists.items()
             },
             None if self.weights is None else self.weights[good],
-            None if self.starts is None else self.starts[good],
         )
 
 

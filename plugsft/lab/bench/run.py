@@ -15,18 +15,16 @@ import tomli_w
 from ...base.atomic import write_text
 from ...base.console import format_count, progress, say
 from ...base.errors import PlugsftError, RecipeError
-from ...output.folder import ensure_page
 from ...recipe.parse import value_of
 from ...recipe.tables import Recipe
 from ...registry.active import Active
 from ..trials.runner import Trial, TrialRunner, run_process, trials, with_changes
 from .contenders import Contenders, choose_contenders, key
-from .page import write_page
 from .results import Bench, Figures, ensure_comparable, read_report, regressions
 from .tables import TITLE, duration, format_console, markdown, summary
 from .timing import UNKNOWN, as_json, head, in_rounds
 
-JSON, MARKDOWN, PAGE = "bench.json", "bench.md", "bench.html"
+JSON, MARKDOWN = "bench.json", "bench.md"
 AGAIN = "again"
 """Key of the seconds of a second preparation, by another run with the same cache."""
 
@@ -95,7 +93,7 @@ def bench(recipe: Recipe, active: Active, path: Path, options: Options) -> None:
     result = Bench(running.report)
     for text in format_console(result):
         say(text)
-    say(f"figures: {folder / JSON}\ntable: {folder / MARKDOWN}\npage: {folder / PAGE}")
+    say(f"figures: {folder / JSON}\ntable: {folder / MARKDOWN}")
     if earlier and min(len(bench.report["rounds"]) for bench in (result, earlier)) < 2:
         say(f"compared with {options.against}: memory and results; speed: {UNKNOWN}")
     if earlier and (problems := regressions(result, earlier, options.tolerance)):
@@ -110,8 +108,6 @@ def ensure_bench(folder: Path) -> None:
             raise RecipeError(
                 f"--out: {path} was not written by plugsft bench; give another folder"
             )
-    if folder.is_dir():
-        ensure_page(folder / PAGE, "--out")
 
 
 def new_report(
@@ -240,14 +236,13 @@ class BenchRun:
                 self.write("running")
 
     def write(self, status: str) -> None:
-        """Write the report so far: figures, table and page."""
+        """Write the report so far: figures and table."""
         self.report["status"] = status
         if self.report["rounds"] or self.report["preparations"]:
             result = Bench(self.report)
             self.report["summary"] = {line.plugin: summary(line) for line in result.lines()}
             write_text(self.folder / JSON, as_json(self.report))
             write_text(self.folder / MARKDOWN, markdown(result))
-            write_page(self.folder / PAGE, result)
 
 
 def read_figures(trial: Trial) -> Figures:

@@ -1,0 +1,295 @@
+"""What a served model reads and writes at a turn of a chat, found by what a template does.
+
+A server renders the messages before the turn with `add_generation_prompt`: the prompt. The model
+then writes the answer up to a stop token. No template says where its answers begin and end, and
+few write an answer as it is served once other turns follow. So no template is recognized, and none
+is searched for marks: each is rendered as a server would, and compared with itself.
+
+    prompt     the messages before the turn, with the generation prompt
+    written    the messages up to and with the turn
+    others     the same, where the turn has other words: what differs depends on the answer
+
+The answer is the rest of `written` where this begins with the prompt. Otherwise see `_begin`. It
+ends with the first stop token behind its last word, wherever the template writes that token.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..base.types import Row
+from .messages import REASONING, BadRow, calls_of
+
+Write = Callable[[list[Row], bool], str]
+"""(messages, whether to add the generation prompt) -> text."""
+THOUGHT = "!a thought that no row has!"
+"""Stands for a thought, to see where a template writes it."""
+TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{3,20}\]")
+"""Tokens such as <think>, <|im_end|>, [/THINK]."""
+ASK: Row = {"role": "user", "content": "!ask!"}
+RESULT: Row = {
+    "role": "tool",
+    "name": "look_up",
+    "tool_call_id": "abcdef123",
+    "content": "!result!",
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn as it is served."""
+
+    prompt: str
+    answer: str
+    """With the token that ends it."""
+
+
+class Unserved(BadRow):
+    """A turn that no served model writes so."""
+
+
+@dataclass(frozen=True)
+class TurnFinder:
+    """Finds the prompt and the answer of turns."""
+
+    write: Write
+    special: Sequence[str]
+    """The tokenizer's added tokens."""
+    stops: Sequence[str]
+    """The tokens that end an answer."""
+    end: str
+    """The stop token of templates that write none."""
+    _open_for_answers: set[str] = field(default_factory=set)
+    """Ends of prompts that leave no thought open: a header such as <|assistant|>."""
+
+    def find(self, messages: list[Row], number: int) -> Turn:
+        """Return the prompt and the answer of an assistant's turn."""
+        before, turn = messages[:number], messages[number]
+        prompt = self.write(before, True)
+        opening = _open_ending(prompt)
+        closed = None
+        if opening and not has_thought(turn):
+            closed = self._close_thought(before, turn, prompt, opening)
+        if closed is not None:
+            turn, written, answer = closed
+        else:
+            written = self.write([*before, turn], False)
+            if not written.startswith(prompt):
+                turn, written = self._split_thought(before, turn, prompt) or (turn, written)
+            start = len(prompt)
+            if not written.startswith(prompt):
+                start = self._begin(before, turn, prompt, written)
+            answer = written[start:]
+            if opening and has_thought(turn):
+                answer = _without_opening(answer, opening)
+                if _leaves_out_thought(turn, answer):
+                    return self.find(
+                        [*before, _without_thought(turn), *messages[number + 1 :]], number
+                    )
+        last = self._end_of_words(before, turn, written, answer)
+        inner = self._first_stop(answer[:last], 0)
+        if inner is not None and not any(stop in str(turn) for stop in self.stops):
+            raise Unserved("the chat template ends the turn before its last word")
+        return Turn(prompt, self._stop(messages, number, written, answer, last))
+
+    def _begin(self, before: list[Row], turn: Row, prompt: str, written: str) -> int:
+        """Return where the answer begins in a text that does not begin with the prompt."""
+        others = self._others(before, turn, written)
+        depends = common_prefix(written, others)
+        parted = min(common_prefix(prompt, written), depends)
+        # The header before the answer, though the template writes earlier turns otherwise.
+        at = max((prompt.rfind(token) for token in self.special), default=-1)
+        while at >= parted:
+            header = prompt[at:]
+            if (place := written.rfind(header, parted, depends)) >= 0:
+                return place + len(header)
+            at = max(prompt.rfind(token, 0, at) for token in self.special)
+        # The prompt ends with a closed block, an empty thought, that the answer comes without.
+        if written[parted:depends].strip() or not _is_closed(prompt[parted:]):
+            raise Unserved("the chat template asks for the answer with words that it then changes")
+        if has_thought(turn):
+            raise Unserved("the chat template's prompt ends the thought, and the turn has one")
+        return parted
+
+    def _close_thought(
+        self, before: list[Row], turn: Row, prompt: str, opening: str
+    ) -> tuple[Row, str, str] | None:
+        """Return the answer that closes the thought which the prompt leaves open.
+
+        With it, the turn with a thought and its text. None if the prompt leaves no thought open.
+        """
+        if opening in self._open_for_answers:
+            return None
+        for thoughtful in (with_thought(turn, THOUGHT), with_thought(turn, THOUGHT, inline=True)):
+            try:
+                written = self.write([*before, thoughtful], False)
+            except BadRow:
+                continue
+            rest = _without_opening(written.removeprefix(prompt), opening)
+            if written.startswith(prompt) and rest.lstrip().startswith(THOUGHT):
+                return thoughtful, written, rest.replace(THOUGHT, "", 1)
+        self._open_for_answers.add(opening)
+        return None
+
+    def _split_thought(self, before: list[Row], turn: Row, prompt: str) -> tuple[Row, str] | None:
+        """Return a turn with its <think> text as a field, if the template then writes the prompt.
+
+        The prompt has the opening tag already.
+        """
+        thought, closing, content = (turn.get("content") or "").partition("</think>")
+        if not closing or "<think>" not in thought:
+            return None
+        split = with_thought({**turn, "content": content.strip()}, _plain(thought))
+        written = self.write([*before, split], False)
+        return (split, written) if written.startswith(prompt) else None
+
+    def _end_of_words(self, before: list[Row], turn: Row, written: str, answer: str) -> int:
+        """Return where the answer's last word ends."""
+        words = (turn.get("content") or "").strip()
+        if words and not turn.get("tool_calls") and answer.startswith(words):
+            rest = answer[len(words) :].lstrip()
+            if not rest or any(map(rest.startswith, self.special)):
+                return len(words)
+        others = self._others(before, turn, written)
+        return max(0, len(answer) - common_prefix(written[::-1], others[::-1]))
+
+    def _others(self, before: list[Row], turn: Row, written: str) -> str:
+        """Return the text with other words in place of the turn's."""
+        others = self.write([*before, other_words(turn)], False)
+        if others == written:
+            raise Unserved("the chat template leaves out the words of the assistant")
+        return others
+
+    def _stop(self, messages: list[Row], number: int, written: str, answer: str, last: int) -> str:
+        """Return the answer up to and with its stop token."""
+        if (stop := self._first_stop(answer, last)) is not None:
+            return answer[:stop]
+        # Some templates write it only before the next message.
+        words = written[: len(written) - len(answer) + last]
+        for follower in self._followers(messages, number) if words.endswith(answer[:last]) else ():
+            try:
+                longer = self.write([*messages[: number + 1], follower], False)
+            except BadRow:
+                continue
+            if longer.startswith(words):
+                rest = longer[len(words) :]
+                stop = self._first_stop(rest, 0)
+                theirs = str(follower.get("content") or "").strip()
+                # A stop token behind the next message's words is that message's own.
+                if stop is not None and not (theirs and theirs in rest[:stop]):
+                    return answer[:last] + rest[:stop]
+        answer = answer.rstrip()
+        if len(answer) > last and answer.endswith(tuple(self.special)):
+            return answer
+        return answer + self.end
+
+    def _first_stop(self, text: str, start: int) -> int | None:
+        """Return the end of the first stop token from `start` on."""
+        found = [(text.find(token, start), token) for token in self.stops]
+        ends = [(place, place + len(token)) for place, token in found if place >= 0]
+        return min(ends)[1] if ends else None
+
+    def _followers(self, messages: list[Row], number: int) -> Iterator[Row]:
+        """Yield messages that may follow a turn."""
+        yield from messages[number + 1 : number + 2]
+        if messages[number].get("tool_calls"):
+            yield RESULT
+        yield ASK
+
+
+def common_prefix(first: Any, second: Any) -> int:
+    """Return the length of the common prefix of two texts or lists."""
+    same, longest = 0, min(len(first), len(second))
+    while same < longest:
+        middle = (same + longest + 1) // 2
+        if first[same:middle] == second[same:middle]:
+            same = middle
+        else:
+            longest = middle - 1
+    return same
+
+
+def has_thought(turn: Row) -> bool:
+    """Tell whether a turn holds a thought."""
+    return any(turn.get(name) for name in REASONING) or "<think>" in (turn.get("content") or "")
+
+
+def with_thought(turn: Row, thought: str, inline: bool = False) -> Row:
+    """Return a turn with a thought, in the fields that templates read or in its text."""
+    if inline:
+        content = turn.get("content") or ""
+        return {**turn, "content": f"<think>\n{thought}\n</think>\n\n{content}"}
+    return {**turn, "reasoning_content": thought, "thinking": thought}
+
+
+def _without_thought(turn: Row) -> Row:
+    return {name: value for name, value in turn.items() if name not in REASONING}
+
+
+def _leaves_out_thought(turn: Row, answer: str) -> bool:
+    """Tell whether the answer has none of the thought that a field of the turn holds."""
+    thoughts = [str(turn[name]).strip() for name in REASONING if turn.get(name)]
+    return bool(thoughts) and all(thought not in answer for thought in thoughts)
+
+
+def _without_opening(answer: str, opening: str) -> str:
+    """Return an answer without the tag with which the prompt ends already."""
+    rest = answer.lstrip().removeprefix(opening.strip())
+    return rest.lstrip() if len(rest) < len(answer.lstrip()) else answer
+
+
+def other_words(turn: Row) -> Row:
+    """Return a turn with other words, whose first and last letters differ too."""
+    other = dict(turn)
+    for name in REASONING:
+        if turn.get(name):
+            other[name] = _other(str(turn[name]))
+    thought, closing, content = (turn.get("content") or "").rpartition("</think>")
+    if content.strip():
+        content = _other(content)
+    if closing:
+        other["content"] = f"<think>\n{_other(_plain(thought))}\n</think>\n\n{content}"
+    elif content:
+        other["content"] = content
+    if turn.get("tool_calls"):
+        other["tool_calls"] = [
+            {"type": "function", "id": call.get("id", "abcdef123"), "function": function}
+            for call, function in zip(turn["tool_calls"], _other_functions(turn), strict=True)
+        ]
+    return other
+
+
+def _other_functions(turn: Row) -> Iterator[Row]:
+    for name, arguments in calls_of(turn):
+        if isinstance(arguments, dict):
+            arguments = {key: _other_value(value) for key, value in arguments.items()}
+        yield {"name": _other(name), "arguments": arguments}
+
+
+def _other_value(value: Any) -> Any:
+    return _other(value) if isinstance(value, str) else 9753 if value != 9753 else 8642
+
+
+def _other(text: str) -> str:
+    words = text.strip()
+    first = "q" if words[:1] == "z" else "z"
+    last = "q" if words[-1:] == "z" else "z"
+    return f"{first}other{last}"
+
+
+def _plain(thought: str) -> str:
+    return thought.replace("<think>", "", 1).strip()
+
+
+def _is_closed(block: str) -> bool:
+    """Tell whether a block of the prompt is closed: "<think></think>", "</think>"."""
+    tags = TAG.findall(block)
+    return len(tags) > 1 or any(tag[1] == "/" for tag in tags)
+
+
+def _open_ending(prompt: str) -> str:
+    """Return the tag that ends a prompt and may leave a thought open; "" if there is none."""
+    tags = TAG.findall(prompt[-60:])
+    ends = tags and tags[-1][1] != "/" and prompt.rstrip().endswith(tags[-1])
+    return prompt[prompt.rindex(tags[-1]) :] if ends else ""
