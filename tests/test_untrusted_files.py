@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
 from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
 
@@ -186,3 +188,46 @@ def test_a_server_does_not_decide_how_much_is_read(monkeypatch):
         content, _ = objects._get(f"http://127.0.0.1:{server.server_port}/a.jsonl", 0, 1)
         server.shutdown()
     assert len(content) == 2 and Endless.sent < 1 << 25
+
+
+def test_control_characters_of_rows_and_records_are_shown_and_not_obeyed(tmp_path, run):
+    evil = "\x1b[2J\x1b]0;title\x07\x9b\r"
+    rows = [{"text": f"{evil} a b c"}, {"text": "d e f"}]
+    path = write_recipe(tmp_path / "evil.toml", tiny_tables(tmp_path / "evil", rows))
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(facts | {"reason": evil, "status": evil}))
+    for words in (
+        ["inspect", path],
+        ["show", run],
+        ["diff", run, run.parent / "b"],
+    ):
+        if words[0] == "diff":
+            shutil.copytree(run, run.parent / "b")
+        result = run_plugsft(*words)
+        assert result.returncode == 0, result.stderr
+        assert not {*result.stdout} & {*"\x1b\x07\x9b\r"} and (
+            words[0] == "inspect" or "␛" in result.stdout
+        )
+
+
+@pytest.mark.parametrize("command", ["prepare", "train"])
+def test_damaged_lists_of_tokens_are_named_with_their_file(run, tmp_path, command):
+    rows = {"input_ids": [[1, 2, 3, 4, 5]] * 16, "labels": [[1, 2, 3, 4, 5]] * 16}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "ready")
+    [file] = (tmp_path / "ready").glob("*.arrow")
+    offsets = np.arange(0, 85, 5, np.int32)
+    wrong = offsets.copy()
+    wrong[3] = 105_000
+    assert offsets.tobytes() in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(offsets.tobytes(), wrong.tobytes()))
+    tables = tiny_tables(tmp_path / "tiny")
+    tables["data"]["source"] = str(tmp_path / "ready")
+    tables["model"]["tokenizer"] = str(run / "model")
+    error = refused(command, write_recipe(tmp_path / "ready.toml", tables))
+    assert f"{file}: its rows are damaged (" in error
+
+
+def test_the_umask_decides_who_reads_a_model_and_its_checkpoints(made):
+    folders = (made / "run/model", *(made / "run/checkpoints").glob("step-*"))
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(made / "run/run.json").stat().st_mode}

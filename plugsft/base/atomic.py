@@ -91,6 +91,10 @@ def finish(
             "all nodes must write to one file system",
         )
     write_text(building / MANIFEST, json.dumps(manifest, indent=1))
+    # Libraries write some files for their owner alone, whatever the umask.
+    mode = (building / MANIFEST).stat().st_mode
+    for path in files:
+        path.chmod(mode)
     for path in [*building.rglob("*"), building]:
         if str(path.relative_to(building)) not in known:
             sync(path)

@@ -8,15 +8,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from .machine import env_number
 
+CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
+CONTROLS |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+"""Control characters -> pictures of them, as many."""
+
+
+class _Console(Console):
+    """Shows control characters of rows and records; a terminal would obey them."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print strings and texts with their control characters made visible."""
+        for text in (it for it in objects if isinstance(it, Text)):
+            text.plain = text.plain.translate(CONTROLS)
+        shown = (it.translate(CONTROLS) if isinstance(it, str) else it for it in objects)
+        super().print(*shown, **options)
+
+
 # Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
 # In a notebook, lines are plain text too.
-_console = partial(Console, soft_wrap=True, highlight=False, emoji=False, force_jupyter=False)
+_console = partial(_Console, soft_wrap=True, highlight=False, emoji=False, force_jupyter=False)
 out = _console(quiet=os.environ.get("RANK", "0") != "0")
 err = _console(stderr=True)
 

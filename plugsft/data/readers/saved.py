@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...base.checksums import cached_file_digest, digest
-from ...base.errors import DataError
+from ...base.errors import DataError, reason_of
 from ...base.types import Ints, Row
 from ...recipe.tables import Source
 from ..jsonl import without_none
@@ -42,7 +42,14 @@ class MappedRows:
             for batch in map_file(file):
                 begin, end = max(first - offset, 0), min(last - offset, len(batch))
                 if begin < end:
-                    yield batch.slice(begin, end - begin)
+                    rows = batch.slice(begin, end - begin)
+                    try:
+                        rows.validate(full=True)  # a wrong offset would end the process
+                    except pa.ArrowException as error:
+                        raise DataError(
+                            f"{file}: its rows are damaged ({reason_of(error)}); write it again"
+                        ) from error
+                    yield rows
                 offset += len(batch)
 
     def read(self, start: int, stop: int) -> list[Row | None]:
