@@ -37,11 +37,12 @@ def launch(recipe, tmp_path, monkeypatch, capsys):
     def run(*words, recipe=recipe):
         became = []
 
-        def execute(program, command):
+        def execute(program, command, environment):
+            assert environment["PYTHONSAFEPATH"] == "1"
             became.extend(command)
             raise SystemExit(0)
 
-        monkeypatch.setattr(os, "execv", execute)
+        monkeypatch.setattr(os, "execve", execute)
         with pytest.raises(SystemExit) as ended:
             cli.main(["launch", str(recipe), *words])
         printed = capsys.readouterr()
@@ -59,14 +60,14 @@ def test_the_printed_line_is_the_one_that_runs(launch, recipe):
         f"-m plugsft {recipe} train.steps=3 'plugins.ema={{}}' --without=ema --resume=auto"
     )
     assert (code, lines) == (0, [line])
-    assert command[2:] == ["-m", "plugsft.commands.run_accelerate", *shlex.split(line)[2:]]
+    assert command[1:] == ["-m", "plugsft.commands.run_accelerate", *shlex.split(line)[2:]]
     assert cli.with_auto(cli.with_command(shlex.split(line)[8:]))[-1] == "--AUTO"
 
 
 def test_one_rank_needs_no_launcher(launch, recipe):
     _, lines, command = launch("--overwrite")
     assert lines[1:] == [f"plugsft {recipe} --overwrite"] and "1 rank" in lines[0]
-    assert command[3:] == ["plugsft", str(recipe), "--overwrite"]
+    assert command[2:] == ["plugsft", str(recipe), "--overwrite"]
 
 
 def test_a_machine_of_several_says_where_it_waits(launch):

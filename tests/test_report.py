@@ -21,7 +21,7 @@ DATA = {
     "bad_rows": {"no trained token": {"count": 1300, "rows": [4, 1009, 12]}},
     "truncated": {"count": 0, "rows": []},
     "lengths": LENGTHS,
-    "mask": "the chat template's generation blocks",
+    "mask": "each answer as a server would write it",
 }
 PLUGIN = {
     "name": "length_group",

@@ -208,7 +208,7 @@ def test_answers_alone_are_trained(prepared, column):
     sides = [(CHAT + "\n", f"{one['content']}<|im_end|>") for one in (GOOD, POOR)]
     assert words == [sides, sides[::-1]]
     assert tokens.facts["pairs"] == 2
-    assert "of two answers: the chat template's generation blocks" in tokens.facts["mask"]
+    assert "of two answers: each answer as a server would write it" in tokens.facts["mask"]
 
 
 def test_turns_of_an_answer_s_assistant_are_trained_and_none_of_the_prompt(prepared):
