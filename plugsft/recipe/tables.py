@@ -126,6 +126,7 @@ class Table(BaseModel):
     # defer_build: validators are built on first use, so that `import plugsft` stays fast.
     model_config = ConfigDict(
         extra="forbid",
+        ser_json_inf_nan="constants",  # TOML has nan and inf
         strict=True,
         frozen=True,
         use_attribute_docstrings=True,
