@@ -155,7 +155,7 @@ def test_what_a_template_leaves_out_is_warned_of(tiny, tmp_path, check):
     ask, tell = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "owls"}
     rows = [*chats(20), {"messages": [ask, {**tell, "reasoning_content": "at night"}]}]
     [line] = check(tiny(rows)).warn
-    left_out = "line 21: the chat template drops the reasoning of the assistant"
+    left_out = "line 21: the chat template leaves out thoughts of the assistant"
     assert line.endswith(f"{tmp_path / 'data.jsonl'}: {left_out}")
 
 

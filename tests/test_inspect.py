@@ -335,7 +335,7 @@ def test_words_that_a_template_leaves_out_are_a_warning(audited):
     thought = {**TELL, "reasoning_content": "at night"}
     shown, _ = audited(silent, [ASK, turn, TELL], [ASK, thought])
     assert "line 6: the chat template drops words of the tool" in shown
-    assert "line 7: the chat template drops the reasoning of the assistant" in shown
+    assert "line 7: the chat template leaves out thoughts of the assistant" in shown
 
 
 def test_special_tokens_among_the_words_are_a_warning(audited):

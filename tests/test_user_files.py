@@ -175,30 +175,27 @@ def test_a_run_writes_again_what_a_run_has_written(finished, tmp_path):
     assert (run / "notes.txt").read_text() == "mine" and (best / MANIFEST).is_file()
 
 
-@pytest.mark.parametrize("command", ["inspect", "bench"])
-def test_a_page_of_someone_else_is_never_replaced(finished, tmp_path, command):
+def test_a_page_of_someone_else_is_never_replaced(finished, tmp_path):
     recipe, _ = finished
-    mine = tmp_path / ("bench.html" if command == "bench" else "page.html")
-    words = {
-        "inspect": ["inspect", recipe, "--html", mine],
-        "bench": ["bench", recipe, "plugins.async_collate.depth=2", "--out", tmp_path],
-    }[command]
+    mine = tmp_path / "page.html"
+    words = ["inspect", recipe, "--html", mine]
     mine.write_text("<title>my own page</title>")
     done = run_plugsft(*words)
     assert done.returncode == 2, done.stdout
     assert f"{mine} exists and was not written by plugsft" in done.stderr
     assert mine.read_text() == "<title>my own page</title>"
-    if command != "bench":
-        mine.unlink()
-        for _ in range(2):  # our own is written again
-            assert run_plugsft(*words).returncode == 0
-    else:
-        mine.unlink()
-        for name in ("bench.md", "bench.json"):
-            (tmp_path / name).write_text("mine")
-            done = run_plugsft(*words, "--overwrite")
-            assert done.returncode == 2 and f"{name} was not written by plugsft" in done.stderr
-            (tmp_path / name).unlink()
+    mine.unlink()
+    for _ in range(2):  # our own is written again
+        assert run_plugsft(*words).returncode == 0
+
+
+def test_figures_of_someone_else_are_never_replaced(finished, tmp_path):
+    words = ["bench", finished[0], "plugins.async_collate.depth=2", "--out", tmp_path]
+    for name in ("bench.md", "bench.json"):
+        (tmp_path / name).write_text("mine")
+        done = run_plugsft(*words, "--overwrite")
+        assert done.returncode == 2 and f"{name} was not written by plugsft" in done.stderr
+        (tmp_path / name).unlink()
 
 
 def test_a_folder_that_appears_as_a_model_is_exported_is_left(finished, tmp_path):

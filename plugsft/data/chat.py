@@ -145,7 +145,11 @@ class Chat:
             return RenderedChat([(text, _complement(spans, len(text)))])
         chosen = self._trained(chat, answers)
         if self.blocks:
-            return RenderedChat([(text, self._marked(marks, answers, chosen))])
+            warnings = []
+            for answer in answers:
+                _ensure_calls(messages[answer], text)
+                warnings += _lost_thoughts(messages[answer], text)
+            return RenderedChat([(text, self._marked(marks, answers, chosen))], warnings)
         _ensure_context(chat, messages, text)
         turns = self._find(chat, messages, variables, chosen)
         for answer in set(answers) - {*chosen}:
@@ -210,10 +214,7 @@ class Chat:
         words = str(message.get("content") or "").rpartition("</think>")[2].strip()
         if words and not any(form in turn.answer for form in _forms(words)):
             raise BadRow(f"the chat template leaves out words of the assistant{ANOTHER}")
-        thoughts = (str(message[name]).strip() for name in REASONING if message.get(name))
-        if any(thought not in turn.answer for thought in thoughts):
-            return [DROPPED_THOUGHT]
-        return []
+        return _lost_thoughts(message, turn.answer)
 
     def _marked(self, marks: list[Span], answers: list[int], chosen: list[int]) -> list[Span]:
         """Return the spans of the blocks of the recipe's own template, as they are written."""
@@ -295,6 +296,12 @@ def _in_parts(message: Row) -> Row:
 
 
 ANOTHER = "; set model.chat_template to a template that writes them, or take them out of the row"
+
+
+def _lost_thoughts(message: Row, text: str) -> list[str]:
+    """Return a warning if a text lacks the thought of a message."""
+    thoughts = [str(message[name]).strip() for name in REASONING if message.get(name)]
+    return [DROPPED_THOUGHT] if any(thought not in text for thought in thoughts) else []
 
 
 def _span(turn: Turn) -> Span:

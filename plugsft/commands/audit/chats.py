@@ -90,6 +90,4 @@ def dropped_parts(messages: Sequence[Row], text: str) -> set[str]:
     for message in messages:
         if (message.get("content") or "").strip() not in text:
             dropped.add(f"words of the {message['role']}")
-        if str(message.get("reasoning_content") or "").strip() not in text:
-            dropped.add(f"the reasoning of the {message['role']}")
     return dropped
