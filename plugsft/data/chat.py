@@ -209,7 +209,7 @@ class Chat:
         return "; set model.chat_template to another template"
 
     def _ensure_whole(self, message: Row, turn: Turn) -> list[str]:
-        """Refuse a turn of which the template leaves out calls or words; warn of lost thoughts."""
+        """Refuse a turn if the template leaves out its calls or words; warn of lost thoughts."""
         _ensure_calls(message, turn.answer)
         words = str(message.get("content") or "").rpartition("</think>")[2].strip()
         if words and not any(form in turn.answer for form in _forms(words)):
