@@ -1,12 +1,11 @@
-"""Short commands and refusals answer soon: they import no torch. Times are only printed."""
+"""Short commands and refusals answer soon: they import no torch."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, tiny_tables, write_jsonl, write_recipe
+from conftest import ROOT, run_plugsft, tiny_tables, write_jsonl, write_recipe
 from other_tools import save_model
 from plugin_packages import LOUD, activate, install
 
@@ -19,53 +18,68 @@ TOKENIZING = HEAVY - {"transformers"}
 """transformers holds the tokenizer's class, and imports no torch for it."""
 
 
-def imported(*words):
-    """Run a command; return its exit code, and the packages that it has imported."""
-    return run_python("-m", "plugsft", *map(str, words))
+# Each command in a fork of a process that has imported what all commands do.
+FORKS = """
+import json, os, sys, traceback
+from plugsft import cli
+
+for number, (words, env) in enumerate(json.load(sys.stdin)):
+    if os.fork():
+        os.wait()
+        continue
+    for target, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{sys.argv[1]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), target)
+    os.environ.update(env)
+    code = 0
+    try:
+        cli.main(words)
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    packages = {name.partition(".")[0] for name, module in sys.modules.items() if module}
+    with open(f"{sys.argv[1]}/{number}.json", "w") as file:
+        json.dump([code, sorted(packages)], file)
+    sys.stdout.flush()
+    os._exit(0)
+"""
 
 
-def run_python(*words):
-    done, packages = run_with_imports(*words)
-    return done.returncode, packages
+def run_all(folder, commands, **env):
+    """Run commands; return the exit code, output, errors and imported packages of each."""
+    answers = folder / "answers"
+    answers.mkdir()
+    todo = json.dumps([[[*map(str, words)], env] for words in commands])
+    command = [sys.executable, "-c", FORKS, str(answers)]
+    subprocess.run(command, input=todo, text=True, cwd=ROOT, check=True)
+    for number in range(len(commands)):
+        code, packages = json.loads((answers / f"{number}.json").read_text())
+        texts = [(answers / f"{number}.{name}").read_text() for name in ("out", "err")]
+        yield code, *texts, {*packages}
 
 
-def run_with_imports(*words):
-    command = [sys.executable, "-X", "importtime", *words]
-    before = os.times()
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    after = os.times()
-    print(f"\n{sum(after[2:4]) - sum(before[2:4]):.2f} s of the processor")
-    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-    return done, {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["--help"], 0),
-        (["train", "--help"], 0),
-        ([QUICKSTART, "output={run}", "train.batchsize=4"], 2),
-        ([TULU, "output={run}", "plugins.lora.rr=4"], 2),
-        (["check", QUICKSTART, "train.batchsize=4"], 2),
-        (["prepare", QUICKSTART, "train.batchsize=4"], 2),
-        (["inspect", QUICKSTART, "train.batchsize=4"], 2),
-        (["bench", QUICKSTART, "train.batchsize=4"], 2),
-        (["tune", QUICKSTART, "train.batchsize=4"], 2),
-        (["plan", QUICKSTART, "train.batchsize=4"], 2),
-        (["nowhere.toml"], 2),
-        (["show", TULU], 0),
-        (["plugins", TULU], 0),
-        (["plugins"], 0),
-        (["schema"], 0),
-        (["cache", "ls", "--folder", "{run}"], 0),
-        (["chat", "{run}"], 2),
-        (["export", "{run}", "--to", "{run}/copy"], 2),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
-)
-def test_a_short_answer_imports_nothing_heavy(words, code, tmp_path):
-    done, packages = imported(*(word.format(run=tmp_path / "run") for word in words))
-    assert done == code and packages & HEAVY == set()
+def test_a_short_answer_imports_nothing_heavy(tmp_path):
+    run = str(tmp_path / "run")
+    wrong = ("check", "prepare", "inspect", "bench", "tune", "plan")
+    mistakes = [
+        [QUICKSTART, f"output={run}", "train.batchsize=4"],
+        [TULU, f"output={run}", "plugins.lora.rr=4"],
+        *([command, QUICKSTART, "train.batchsize=4"] for command in wrong),
+        ["nowhere.toml"],
+        ["chat", run],
+        ["export", run, "--to", f"{run}/copy"],
+    ]
+    answers = [
+        *(["--help"], ["train", "--help"], ["plugins", TULU], ["plugins"], ["schema"]),
+        ["cache", "ls", "--folder", run],
+        *(["show", recipe] for recipe in sorted(ROOT.glob("recipes/*.toml"))),
+    ]
+    words = mistakes + answers
+    for n, (code, _, problems, packages) in enumerate(run_all(tmp_path, words)):
+        assert code == 2 * (n < len(mistakes)) and not packages & HEAVY, (words[n], problems)
+        if n < 8:  # a mistake in a recipe
+            assert not packages & {"numpy", "pyarrow", "jinja2", "tokenizers"}, words[n]
 
 
 def files_of_a_new_user(folder):
@@ -84,106 +98,82 @@ def files_of_a_new_user(folder):
         (checkpoint / "state.json").write_text(json.dumps(state))
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["output={place}/finished"], "/finished holds a finished run: start again with"),
-        (["output={place}/foreign"], "notes.txt was not written by plugsft"),
-        (["output={place}/other"], "holds checkpoints up to step-000002"),
-        (["output={place}/other", "--resume"], "belongs to another recipe"),
-        (["--resume"], "there is no checkpoint in"),
-        (["--resume-from={place}/short"], "is no checkpoint"),
-        (["--resume", "--overwrite"], "choose one of them"),
-        (["train.schedule=constant"], "the schedule 'constant' has no warm-up"),
-        (["train.schedule=warmup_stable_decay"], "num_decay_steps"),
-        (["data.max_length=257"], "the model's context is 256 tokens"),
-        (["model={{path = '{place}/short'}}"], "the model's context is 100 tokens"),
-        (["data.source={place}/nowhere.jsonl"], "no such file"),
-        (["data.source={place}/empty.jsonl"], "the file is empty"),
-        (["data.source={place}/columns.jsonl"], "no format has these columns: answer, question"),
-        (["data.source={place}/pairs.jsonl"], "add [plugins.dpo]"),
-        (["eval.source={place}/columns.jsonl"], "no format has these columns: answer, question"),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
-)
-def test_a_mistake_is_refused_before_anything_heavy_is_imported(words, says, tmp_path):
+REFUSED = [
+    (["output={place}/finished"], "/finished holds a finished run: start again with"),
+    (["output={place}/foreign"], "notes.txt was not written by plugsft"),
+    (["output={place}/other"], "holds checkpoints up to step-000002"),
+    (["output={place}/other", "--resume"], "belongs to another recipe"),
+    (["--resume"], "there is no checkpoint in"),
+    (["--resume-from={place}/short"], "is no checkpoint"),
+    (["--resume", "--overwrite"], "choose one of them"),
+    (["train.schedule=constant"], "the schedule 'constant' has no warm-up"),
+    (["train.schedule=warmup_stable_decay"], "num_decay_steps"),
+    (["data.max_length=257"], "the model's context is 256 tokens"),
+    (["model={{path = '{place}/short'}}"], "the model's context is 100 tokens"),
+    (["data.source={place}/nowhere.jsonl"], "no such file"),
+    (["data.source={place}/empty.jsonl"], "the file is empty"),
+    (["data.source={place}/columns.jsonl"], "no format has these columns: answer, question"),
+    (["data.source={place}/pairs.jsonl"], "add [plugins.dpo]"),
+    (["eval.source={place}/columns.jsonl"], "no format has these columns: answer, question"),
+]
+
+
+def test_a_mistake_is_refused_before_anything_heavy_is_imported(tmp_path):
     files_of_a_new_user(tmp_path)
-    words = [f"output={tmp_path}/run", *(word.format(place=tmp_path) for word in words)]
-    done, packages = run_with_imports("-m", "plugsft", QUICKSTART, *words)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(errors) == 1 and says in errors[0], errors
-    assert packages & HEAVY == set() and not (tmp_path / "run").exists()
+    start = [QUICKSTART, f"output={tmp_path}/run"]
+    words = [[*start, *(word.format(place=tmp_path) for word in more)] for more, _ in REFUSED]
+    for (more, says), answer in zip(REFUSED, run_all(tmp_path, words), strict=True):
+        code, _, problems, packages = answer
+        errors = [line for line in problems.splitlines() if line.startswith("error: ")]
+        assert code == 2 and len(errors) == 1 and says in errors[0], (more, problems)
+        assert not packages & HEAVY, more
+    assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_refuses_a_finished_run_before_anything_heavy(rank, tmp_path, monkeypatch):
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_every_rank_refuses_a_finished_run_before_anything_heavy(rank, tmp_path):
     files_of_a_new_user(tmp_path)
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, packages = imported(QUICKSTART, f"output={tmp_path / 'finished'}")
-    assert code == 2 and packages & HEAVY == set()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [QUICKSTART, "train.batchsize=4"],
-        [TULU, "plugins.lora.rr=4"],
-        *(
-            [name, QUICKSTART, "train.batchsize=4"]
-            for name in ("check", "prepare", "bench", "plan")
-        ),
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_a_mistake_in_a_recipe_is_told_before_arrays_are_imported(words):
-    done, packages = imported(*words)
-    assert done == 2 and packages & {*HEAVY, "numpy", "pyarrow", "jinja2", "tokenizers"} == set()
-
-
-def test_preparing_and_checking_a_model_from_scratch_imports_no_torch(tmp_path):
-    words = QUICKSTART, f"output={tmp_path / 'run'}"
-    for command in ("check", "prepare", "prepare"):
-        done, packages = imported(command, *words)
-        assert done == 0 and packages & TOKENIZING == set()
+    words = [QUICKSTART, f"output={tmp_path / 'finished'}"]
+    [(code, _, _, packages)] = run_all(tmp_path, [words], RANK=rank, WORLD_SIZE="2")
+    assert code == 2 and not packages & HEAVY
 
 
 PAIR = {"prompt": "Say a letter.", "chosen": "This is a.", "rejected": "I say no."}
 RATED = {"prompt": "Say a letter.", "completion": "This is a.", "label": True}
 
 
-@pytest.mark.parametrize(
-    ("objective", "rows"),
-    [(None, None), ("dpo", [PAIR] * 24), ("reward", [PAIR] * 24), ("kto", [RATED] * 24)],
-)
-def test_prepare_imports_no_torch_for_a_model_and_a_run_finds_its_tokens(objective, rows, tmp_path):
+def test_preparing_and_checking_import_no_torch_and_a_run_finds_the_tokens(tmp_path, monkeypatch):
     save_model(tmp_path / "model")
-    tables = tiny_tables(tmp_path, rows) | {"model": {"path": str(tmp_path / "model")}}
-    tables["plugins"] = {objective: {}} if objective else {}
-    words = "prepare", str(write_recipe(tmp_path / "recipe.toml", tables))
-    done, packages = run_with_imports("-m", "plugsft", *words)
-    assert done.returncode == 0 and packages & TOKENIZING == set() and "24 rows" in done.stdout
-    code = "import torch; from plugsft.cli import main; main()"
-    done, packages = run_with_imports("-c", code, *words)
-    assert done.returncode == 0 and "torch" in packages and "from cache" in done.stdout
-
-
-def test_prepare_hides_no_torch_from_the_plugins_of_others(tmp_path, monkeypatch):
+    rows = {"": None, "dpo": [PAIR] * 24, "reward": [PAIR] * 24, "kto": [RATED] * 24}
+    recipes = []
+    for name, own in rows.items():
+        tables = tiny_tables(tmp_path / f"for{name}", own)
+        tables |= {"model": {"path": str(tmp_path / "model")}}
+        tables |= {"plugins": {name: {}} if name else {}}
+        recipes.append(write_recipe(tmp_path / f"for{name}.toml", tables))
+    # A plugin of others may import torch.
     with_torch = LOUD.replace("rendered = yield", "rendered = yield\n            import torch")
     activate(install(tmp_path / "site", loud=with_torch), monkeypatch)
-    tables = tiny_tables(tmp_path) | {"plugins": {"loud": {}}}
-    done, packages = imported("prepare", write_recipe(tmp_path / "recipe.toml", tables))
-    assert done == 0 and "torch" in packages
+    other = write_recipe(tmp_path / "loud.toml", tiny_tables(tmp_path) | {"plugins": {"loud": {}}})
+    scratch = QUICKSTART, f"output={tmp_path / 'run'}"
+    words = [*(["prepare", recipe] for recipe in recipes), ["prepare", other]]
+    words += [["check", *scratch], ["prepare", *scratch], ["prepare", *scratch]]
+    for n, (code, out, problems, packages) in enumerate(run_all(tmp_path, words)):
+        assert code == 0, problems
+        assert "torch" in packages if words[n][1] == other else not packages & TOKENIZING
+        assert "24 rows" in out or n > len(recipes)
+    for recipe in recipes:
+        done = run_plugsft("prepare", recipe)  # torch is imported here
+        assert done.returncode == 0 and "from cache" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda it: it.stem
-)
-def test_reading_a_shipped_recipe_imports_nothing_heavy(recipe):
-    assert imported("show", recipe)[1] & HEAVY == set()
-
-
-@pytest.mark.parametrize("name", [plugin.name for plugin in find().values()])
-def test_importing_a_plugin_imports_nothing_heavy(name):
-    done, packages = run_python("-c", f"import {find()[name].target.partition(':')[0]}")
-    assert done == 0 and packages & HEAVY == set()
+def test_importing_plugins_imports_nothing_heavy():
+    modules = [plugin.target.partition(":")[0] for plugin in find().values()]
+    code = f"""import importlib, sys
+for name in {modules}:
+    importlib.import_module(name)
+    heavy = {HEAVY} & {{*sys.modules}}
+    if heavy:
+        sys.exit(f"{{name}} imports {{heavy}}")"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert not done.returncode, done.stderr
