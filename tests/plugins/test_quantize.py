@@ -261,9 +261,8 @@ def test_chat_uses_the_base_that_was_trained(run):
     assert answer.returncode == 0, answer.stderr
     model, _ = load_for_chat(run / "model")
     expected = trained(run, torch.bfloat16)
-    assert (
-        float((logits(model) - expected).abs().max() / expected.abs().max()) < 2e-2
-    )  # bfloat16 rounds to 4e-3
+    # Measured: 5e-3 in bfloat16. With adapters that are rounded to bfloat16, too, it was 1.1e-2.
+    assert float((logits(model) - expected).abs().max() / expected.abs().max()) < 8e-3
 
 
 def test_checkpoints_hold_adapters_only(run):

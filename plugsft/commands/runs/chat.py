@@ -116,7 +116,7 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
         model: Any = AutoModelForCausalLM.from_pretrained(place, **options)
         if adapted:
             grow_embeddings(model, len(tokenizer))
-            model.load_adapter(str(folder))
+            model = add_adapters(model, folder)
     except Exception as error:  # transformers raises whatever its readers raise
         first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
