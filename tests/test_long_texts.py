@@ -24,7 +24,7 @@ from tokenizers import (
 
 from plugsft.base.types import Rendered, Shard
 from plugsft.data.long_texts import shorten
-from plugsft.data.slices import make_examples
+from plugsft.data.slices import make_examples, trained_mask
 from plugsft.recipe.tables import Data
 from plugsft.tokens import tokenizer as of_tokenizers
 from plugsft.tokens.tokenizer import encode
@@ -152,7 +152,8 @@ def outcome(tokenizer, rendered, data):
     shard = Shard("")
     encoded = encode(rendered.texts, tokenizer, rendered.special_tokens)
     numbers = np.arange(len(set(rendered.rows)))
-    examples = make_examples(encoded, rendered, numbers, data, shard)
+    mask = trained_mask(encoded, rendered)
+    examples = make_examples(encoded, mask, rendered, numbers, data, shard)
     return {name: np.asarray(one).tolist() for name, one in vars(examples).items()} | asdict(shard)
 
 

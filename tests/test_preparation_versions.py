@@ -22,7 +22,7 @@ from plugsft.data.cache_key import VERSIONS
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.jsonl import RowList
-from plugsft.data.slices import ShardWriter, make_examples, render
+from plugsft.data.slices import ShardWriter, make_examples, render, trained_mask
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
@@ -166,7 +166,8 @@ def mask(folder):
         for limit in (4, 64):
             shard, encoded = Shard(""), encode(texts, tokenizer(), False)
             data = Data(source="x", max_length=limit, too_long=too_long)
-            examples = make_examples(encoded, made, np.arange(7), data, shard)
+            targets = trained_mask(encoded, made)
+            examples = make_examples(encoded, targets, made, np.arange(7), data, shard)
             left_out = [shard.too_long, shard.truncated, sorted(shard.bad.values())]
             found[f"{too_long} {limit}"] = [arrays(examples), *left_out]
     return found

@@ -26,12 +26,14 @@ from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .long_texts import shorten
-from .readers.ready import CUT, UnusableRows, ready_examples
 from .render import check_columns, drop_bad_texts, judge_columns, without
+from .token_rows import LISTS, hold_tokens, read_tokens
 
 Mask = NDArray[np.bool_]
 """A boolean for each token, text or row."""
 
+CUT = "no trained token within data.max_length; left out"
+"""Reason of a row that is cut before its first trained token."""
 CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
 
 
@@ -120,33 +122,53 @@ class ShardWriter:
         return shard if complete and shard.rows == part.stop - part.start else None
 
     def _examples(self, part: Slice, shard: Shard) -> Examples:
-        renderer = with_plugins(self.hooks.render)
-        try:
-            ready = ready_examples(part, shard, self.data, self.tokenizer, renderer)
-        except UnusableRows as error:
-            raise DataError(f"{self.where(part)}: {error}") from error
-        if ready is not None:
-            return ready
-        numbers, rows = list[int](), list[Row]()
-        for number, row in enumerate(part.rows.read(0, part.stop - part.start)):
-            if row is None:
-                reason = why_unreadable(part.rows, number)
-                shard.bad.setdefault(reason, []).append(part.start + number)
-            else:
-                numbers.append(part.start + number)
-                rows.append(row)
-        source = self.sources[part.source].source
-        rendered = render(self.hooks, self.data, source, rows, self.tokenizer)
-        shard.mask, shard.unread = rendered.mask, rendered.unread
+        numbers, rows = self._read(part, shard)
+        if hold_tokens(rows, self.data):
+            rendered, encoded, mask = self._read_tokens(part, rows)
+        else:
+            source = self.sources[part.source].source
+            rendered = render(self.hooks, self.data, source, rows, self.tokenizer)
+            rendered, encoded = self._encode(rendered)
+            mask = trained_mask(encoded, rendered)
+        shard.mask, shard.unread, shard.engines = rendered.mask, rendered.unread, encoded.engines
         for number, reason in rendered.bad.items():
             shard.bad.setdefault(reason, []).append(numbers[number])
         for warning, batch_numbers in rendered.warnings.items():
             warned = sorted({numbers[n] for n in batch_numbers if n not in rendered.bad})
             if warned:
                 shard.warnings[warning] = {"count": len(warned), "rows": warned[:10]}
-        rendered, encoded = self._encode(rendered)
-        shard.engines = encoded.engines
-        return make_examples(encoded, rendered, np.array(numbers, np.int64), self.data, shard)
+        row_numbers = np.array(numbers, np.int64)
+        return make_examples(encoded, mask, rendered, row_numbers, self.data, shard)
+
+    def _read(self, part: Slice, shard: Shard) -> tuple[list[int], list[Row]]:
+        """Return the numbers of the rows that can be read, and the rows."""
+        numbers, rows = list[int](), list[Row]()
+        for number, row in enumerate(self._all_rows(part.rows)):
+            if row is None:
+                reason = why_unreadable(part.rows, number)
+                shard.bad.setdefault(reason, []).append(part.start + number)
+            else:
+                numbers.append(part.start + number)
+                rows.append(row)
+        return numbers, rows
+
+    def _all_rows(self, rows: Rows) -> list[Row | None]:
+        read_arrays = getattr(rows, "read_arrays", None)
+        if read_arrays and hold_tokens([row for row in rows.read(0, 1) if row], self.data):
+            return list(read_arrays([self.data.columns.get(name, name) for name in LISTS]))
+        return rows.read(0, len(rows))
+
+    def _read_tokens(self, part: Slice, rows: list[Row]) -> tuple[Rendered, Encoded, Mask]:
+        renderer = with_plugins(self.hooks.render)
+        try:
+            if " of plugin" in renderer:
+                raise DataError(
+                    f"rows of tokens cannot be used with {renderer}, which reads rows before they "
+                    "are tokens: name the rows that these were made of, or remove the plugin"
+                )
+            return read_tokens(rows, self.tokenizer, self.data)
+        except DataError as error:
+            raise DataError(f"{self.where(part)}: {error}") from error
 
     def _encode(self, rendered: Rendered) -> tuple[Rendered, Encoded]:
         """Encode texts; of a text far longer than data.max_length only its beginning."""
@@ -247,14 +269,12 @@ def merge(shards: Sequence[Shard]) -> Shard:
 
 
 def make_examples(
-    encoded: Encoded, rendered: Rendered, numbers: Ints, data: Data, shard: Shard
+    encoded: Encoded, mask: Mask, rendered: Rendered, numbers: Ints, data: Data, shard: Shard
 ) -> Examples:
-    """Mask the targets; truncate or leave out examples that are too long.
+    """Truncate or leave out examples that are too long.
 
     The texts of a row follow each other. If one text is left out, all texts of its row are.
     """
-    mask = target_mask(encoded, rendered.texts, rendered.spans)
-    align_pairs(encoded, rendered, mask)
     first, num_texts = examples_of(rendered)
     rows = np.array(rendered.rows, np.int64)[first]
     counts = np.minimum(encoded.counts, data.max_length)
@@ -324,6 +344,13 @@ def _count_unrolled(shard: Shard, rows: Ints, counts: Ints) -> None:
 def _any_text(values: Mask, num_texts: Ints) -> Mask:
     """Return for each row whether the value of any of its texts is true."""
     return count_true(values, num_texts) > 0
+
+
+def trained_mask(encoded: Encoded, rendered: Rendered) -> Mask:
+    """Return whether each token is a target."""
+    mask = target_mask(encoded, rendered.texts, rendered.spans)
+    align_pairs(encoded, rendered, mask)
+    return mask
 
 
 def target_mask(encoded: Encoded, texts: list[str], spans: list[list[Span]]) -> Mask:

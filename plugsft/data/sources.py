@@ -70,11 +70,6 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
     elif path.suffix in FILES or source.source.startswith((".", "/")):
         names = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
         raise DataError(f"{where}: no such file{did_you_mean(path.name, names)}")
-    if path.suffix == ".arrow" or path.is_dir():
-        from .readers.saved import open_saved
-
-        if saved := open_saved(source, where):
-            return saved
     from .readers.dataset import DatasetSource
 
     reader = FILES[path.suffix] if path.is_file() else None

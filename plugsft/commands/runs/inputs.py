@@ -4,11 +4,10 @@ from pathlib import Path
 
 from ...base.errors import DataError
 from ...base.limits import parse_json, read_json_object
-from ...data.jsonl import RowList
-from ...data.readers.ready import is_ready
 from ...data.render import readable_format, renamed, without
 from ...data.slices import describe_unknown_columns
 from ...data.sources import open_source
+from ...data.token_rows import hold_tokens
 from ...model.context import ensure_context
 from ...model.schedule import check_schedule
 from ...output.folder import ensure_inputs
@@ -75,7 +74,7 @@ def check_first_row(source: Source, data: Data) -> None:
         return  # reported with all other bad rows
     if not isinstance(row, dict) or not row.keys() >= {*data.columns.values()}:
         return
-    ready = is_ready(RowList([row]), data)
+    ready = hold_tokens([row], data)
     row = without(row, data.ignore)
     if not ready and readable_format([renamed(row, data.columns)]) is None:
         raise DataError(describe_unknown_columns([row], data, source.source))

@@ -1,7 +1,6 @@
 """Rows at s3://, gs://, hf:// and https:// addresses, read by ranges, never copied whole."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -42,19 +41,16 @@ class ParquetRows:
         stop = min(self.start + stop, self.stop)
         return ParquetRows(self.address, self.start + start, stop, self.size)
 
-    def blocks(self) -> Iterator[tuple[pa.RecordBatch, str, None]]:
-        """Yield record batches; they have no file in which their tokens can stay."""
-        for number, (first, last) in enumerate(pairwise(_groups(self.address))):
-            begin, end = max(self.start, first), min(self.stop, last)
-            if begin < end:
-                table = _read_group(self.address, number).slice(begin - first, end - begin)
-                for batch in table.to_batches():
-                    yield batch, "", None
-
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows; a field that is null counts as missing."""
-        blocks = self.part(start, stop).blocks()
-        return [without_none(row) for batch, *_ in blocks for row in batch.to_pylist()]
+        start, stop = self.start + start, min(self.start + stop, self.stop)
+        rows: list[Row] = []
+        for number, (first, last) in enumerate(pairwise(_groups(self.address))):
+            begin, end = max(start, first), min(stop, last)
+            if begin < end:
+                group = _read_group(self.address, number)
+                rows += group.slice(begin - first, end - begin).to_pylist()
+        return [without_none(row) for row in rows]
 
     def sizes(self) -> Ints:
         """Return the average size of a row in bytes, for each row."""
