@@ -158,10 +158,10 @@ def test_a_signal_that_comes_again_as_the_run_ends_is_the_same_one():
     """Else the message that the run was saved could be lost."""
     before = {number: signal.getsignal(number) for number in Stopping.SIGNALS}
     try:
-        with Stopping():
+        with Stopping(str):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # would raise KeyboardInterrupt
-        with pytest.raises(KeyboardInterrupt), Stopping() as stopping:
+        with pytest.raises(KeyboardInterrupt), Stopping(str) as stopping:
             os.kill(os.getpid(), signal.SIGINT)
             stopping._received -= Stopping.REPEATED
             os.kill(os.getpid(), signal.SIGINT)
