@@ -30,7 +30,7 @@ READ = {*LISTS, WEIGHT, "seq_lengths", "length", "token_type_ids", "num_truncate
 """Columns that are read, or say nothing new."""
 UNTRAINED = -100
 Mask = NDArray[np.bool_]
-Lists = dict[str, NDArray[np.int64]]
+Lists = dict[str, NDArray[Any]]
 """Column -> the values of all rows."""
 
 
@@ -52,11 +52,11 @@ def read_tokens(
     judge_columns(rows, result, data)
     if data.columns:
         rows = [renamed(row, data.columns) for row in rows]
-    others = [name for name in LISTS[1:] if any(row.get(name) is not None for row in rows)]
-    names = [IDS, *others]
+    present = {name for row in rows for name in row if row[name] is not None}
+    names = [name for name in LISTS if name == IDS or name in present]
     own = [name for name in names if name in (LABELS, *MASKS)]
     _ensure_trainable(own, data)
-    if any(row.get("seq_lengths") is not None for row in rows):
+    if "seq_lengths" in present:
         raise DataError(_packed("'seq_lengths'"))
     result.mask = f"the rows' own tokens, trained by {' and '.join(own) or 'train_on = all'}"
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
@@ -72,14 +72,11 @@ def read_tokens(
             result.rows.append(number)
             for name, values in zip(names, lists, strict=True):
                 parts[name].append(values)
-    if any(WEIGHT in row for row in rows):
+    if WEIGHT in present:
         result.columns[WEIGHT] = weights
     counts = np.array(list(map(len, parts[IDS])), np.int64)
-    start = [np.zeros(0, np.int64)]
-    flat: Lists = {
-        name: np.concatenate(start + parts[name], dtype=np.int64, casting="unsafe")
-        for name in names
-    }
+    start = [np.zeros(0, np.int8)]
+    flat: Lists = {name: np.concatenate(start + parts[name]) for name in names}
     return _masked(flat, counts, result, tokenizer)
 
 
@@ -154,7 +151,7 @@ def _list(row: Row, name: str) -> NDArray[Any]:
         values = np.zeros((1, 1))
     if values.ndim != 1 or values.dtype.kind not in "iub":
         raise BadRow(f"'{name}' is not a list of integers")
-    return values
+    return values if values.itemsize < 8 else values.astype(np.int64)  # not unsigned
 
 
 def _ensure_lengths(lengths: dict[str, int]) -> None:
