@@ -202,9 +202,9 @@ def test_resume_says_what_is_wrong(tiny, tmp_path):
     assert run_plugsft(recipe).returncode == 0
     again = run_plugsft(recipe)
     assert again.returncode == 2 and "--overwrite" in again.stderr
-    other = run_plugsft(recipe, "train.learning_rate=0.5", "--resume")
+    other = run_plugsft(recipe, "train.learning_rate=0.5", "train.seed=7", "--resume")
     assert other.returncode == 2
-    assert "train.learning_rate was 0.003 and is 0.5" in other.stderr
+    assert "train.learning_rate was 0.003 and is 0.5; train.seed was 0 and is 7" in other.stderr
     plugin = run_plugsft(recipe, "plugins.async_collate.depth=1", "--resume")
     assert plugin.returncode == 2, plugin.stdout
     assert "is finished, and had other options of plugins.async_collate" in plugin.stderr
