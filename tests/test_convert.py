@@ -244,6 +244,10 @@ ALIASES = "a0: &a0 [x]\n" + "\n".join(
         (ALIASES, [], "more than 100,000 values"),
         ("a: &a [*a]", [], "nested deeper"),
         (f"{AXOLOTL}\ndeepspeed: c.yaml", [], "c.yaml: cannot be read"),
+        (f"{AXOLOTL}\n2024-01-01: x", [], "cannot be read as YAML or JSON: keys must be str"),
+        (f"{AXOLOTL}\nwarmup_ratio: 1.5", [], "warmup_ratio = 1.5: it should be a share: at least"),
+        ("model_name_or_path: m\ndataset_name: d\nwarmup_ratio: 1e308", [], "should be a share"),
+        (f"{AXOLOTL}\nbf16: 1.5", [], "bf16 = 1.5: it should be true or false"),
     ],
 )
 def test_mistakes_are_named_with_their_cure(tmp_path, monkeypatch, capsys, text, words, says):
@@ -253,6 +257,13 @@ def test_mistakes_are_named_with_their_cure(tmp_path, monkeypatch, capsys, text,
     error = capsys.readouterr().err
     assert says in " ".join(error.split()) and "Traceback" not in error
     assert not (tmp_path / "c.toml").exists()
+
+
+def test_a_part_of_a_row_is_not_held_out(folder):
+    conversion = Conversion("axolotl", folder / "c.yaml", BASES["axolotl"] | {"val_set_size": 2.5})
+    apply(RULES["axolotl"](conversion), conversion)
+    assert "no split can be written" in conversion.left["val_set_size"]
+    assert "eval.split" not in conversion.lines
 
 
 def test_llama_factorys_added_tokens_are_all_converted(folder):

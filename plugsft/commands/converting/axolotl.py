@@ -6,7 +6,7 @@ from .axolotl_data import DATASET_RULES, chat_template, data
 from .axolotl_intervals import evaluation, saving
 from .axolotl_method import lora, objective
 from .axolotl_other import OTHERS
-from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name, real, whole
+from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name, real, share, whole
 from .shared_rules import SHARED
 
 
@@ -59,7 +59,7 @@ def warmup(c: Conversion) -> None:
     elif c.get("warmup_ratio") is None and total:
         steps.set_warmup(c, min(int(0.03 * total), 100), "warmup_ratio")
     else:
-        steps.set_warmup(c, c.number("warmup_ratio", 0.03), "warmup_ratio", rounds_up=False)
+        steps.set_warmup(c, c.read("warmup_ratio", 0.03, share), "warmup_ratio", rounds_up=False)
     line = c.lines["train.warmup"]
     line.value = 2.0 if line.value == 1 else line.value  # axolotl makes two of one
 
@@ -68,7 +68,7 @@ def precision(c: Conversion) -> None:
     """Write the type of computation."""
     key = c.first("bf16", "bfloat16")
     float16 = c.on("fp16") or c.on("float16")
-    bfloat16 = c.get(key, False if float16 else "auto") not in (False, "false")
+    bfloat16 = c.get(key) == "full" or c.on(key, not float16)
     steps.set_precision(c, bfloat16, key)
     if bfloat16 and not c.get("adapter"):
         c.remarks.append(

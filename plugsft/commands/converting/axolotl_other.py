@@ -116,12 +116,6 @@ OTHERS: dict[str, Rule] = {
     "loss_watchdog_patience": Named("see loss_watchdog_threshold; use a plugin with `logged`"),
     # Trackers.
     **dict.fromkeys(
-        ("use_comet", "comet_project_name", "comet_workspace"),
-        Named("[plugins.tracker] does not send to Comet; use wandb or tensorboard"),
-    ),
-    "mlflow_tracking_uri": Named("use the environment variable MLFLOW_TRACKING_URI"),
-    "mlflow_experiment_name": Named("use plugins.tracker.project"),
-    **dict.fromkeys(
         ("wandb_entity", "wandb_run_id", "wandb_log_model", "wandb_mode"),
         Named("use the environment variables of wandb"),
     ),

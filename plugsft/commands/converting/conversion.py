@@ -121,7 +121,7 @@ class Conversion:
 
     def on(self, key: str, default: bool = False) -> bool:
         """Tell whether a switch is on."""
-        return switch(self.get(key, default))
+        return self.read(key, default, switch)
 
     def set(self, to: str, value: Any, *keys: str, comment: str = "") -> None:
         """Write a line of the recipe, with the settings that it comes from as its comment."""
@@ -182,7 +182,17 @@ def whole(value: Any) -> int:
 
 def switch(value: Any) -> bool:
     """Read a switch, which may be written in quotes."""
-    return value in (True, "true", "True", "auto", 1)
+    if isinstance(value, int | float) and value not in (0, 1):
+        raise ValueError("it should be true or false")
+    return value in (True, "true", "True", "auto")
+
+
+def share(value: Any) -> float:
+    """Read a share of the run."""
+    read = number(value)
+    if not 0 <= read < 1:
+        raise ValueError("it should be a share: at least 0, and less than 1")
+    return read
 
 
 def name(value: Any) -> str:

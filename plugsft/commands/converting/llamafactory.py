@@ -146,7 +146,6 @@ OPTIMIZER = Named(
     "plugsft has no such optimizer, and trains with AdamW; use "
     "[plugins.torch_optimizer], or a plugin of your own"
 )
-SERVING = Named("for serving; use `plugsft chat`, or docs/serving.md")
 EXPORT = Named("use `plugsft export MODEL --merge --to OUT`")
 KT = Named("plugsft computes experts on the GPU alone; use plugins.lora.experts")
 RULES: dict[str, Rule] = {
@@ -208,17 +207,12 @@ RULES: dict[str, Rule] = {
     "tokenized_path": Named("use data.tokens = FOLDER of `plugsft prepare`"),
     "streaming": Same((False,), "rows are read once and kept as tokens; use `plugsft prepare`"),
     "mix_strategy": Same(("concat",), "use the weight of each of [[data.sources]]"),
-    "interleave_probs": Named("use the weight of each of [[data.sources]]"),
     "do_predict": Named("use `plugsft chat`, or [plugins.samples] while it trains"),
     "predict_with_generate": Named("use [plugins.samples], which writes answers while it trains"),
-    "compute_accuracy": Named("evaluations measure the loss; use a plugin with `add_metrics`"),
     "disable_shuffling": Same((False,), "use a plugin with `order_examples`"),
-    "create_new_adapter": Named("use `plugsft export --merge` first"),
     "rope_scaling": Named("use a copy of the model's folder with a changed config.json"),
     "moe_aux_loss_coef": Named("use [plugins.router_loss] weight; it counts per example"),
-    "upcast_layernorm": Named("norms are computed by autocast's rules; use model.dtype"),
     "ray_num_workers": Named("use `plugsft launch RECIPE --ranks N`"),
-    "use_ray": Named("use `plugsft launch`, or recipes/launch/ for Ray Train"),
     "fp8": Named("it rounds otherwise; use [plugins.fp8] with [plugins.compile]"),
     "fp8_backend": Named("use [plugins.fp8], which has torchao's kernels"),
     "fp8_enable_fsdp_float8_all_gather": Same(
@@ -252,8 +246,6 @@ RULES: dict[str, Rule] = {
     **{f"export_{name}": EXPORT for name in ("dir", "size", "device", "legacy_format")},
     "export_quantization_bit": Named("use a server's own quantization: see docs/serving.md"),
     "export_quantization_dataset": Named("use a server's own quantization: see docs/serving.md"),
-    "export_hub_model_id": Named("use [plugins.push]"),
-    **{f"vllm_{name}": SERVING for name in ("maxlen", "gpu_util", "enforce_eager", "config")},
 }
 """LLaMA-Factory's table. Functions run in its order."""
 

@@ -51,7 +51,7 @@ def read_settings(path: Path) -> tuple[dict[str, Any], str]:
             json.dumps(settings, default=str, ensure_ascii=False).encode()
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({reason_of(error)})") from error
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except (TypeError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"{path}: cannot be read as YAML or JSON: {reason_of(error)}") from error
     if not isinstance(settings, dict) or not settings:
         raise RecipeError(f"{path}: has no settings; name a configuration file of {_names()}")

@@ -46,8 +46,9 @@ def split_off(split: str, size: float, path: str) -> tuple[str, str] | None:
         return None
     name, start, stop = match[1], int(match[2] or 0), int(match[3] or 100)
     if size >= 1:
-        count = int(size)
-        return None if match[2] or match[3] else (f"{name}[:-{count}]", f"{name}[-{count}:]")
+        if match[2] or match[3] or size % 1:
+            return None
+        return f"{name}[:-{size}]", f"{name}[-{size}:]"
     share = round((stop - start) * size, 6)
     if share == int(share) and share:
         middle = stop - int(share)

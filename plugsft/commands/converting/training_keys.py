@@ -9,7 +9,7 @@ from typing import Any
 from ...base.errors import RecipeError, reason_of
 from ...base.limits import read_json_object
 from . import steps
-from .conversion import By, Conversion, Copy, Named, Rule, Same, name, real
+from .conversion import By, Conversion, Copy, Named, Rule, Same, name, real, share
 from .shared_rules import SHARED, SPEED
 
 
@@ -35,7 +35,7 @@ def schedule(c: Conversion) -> None:
 def warmup(c: Conversion) -> None:
     """Write the warm-up: steps win over the ratio."""
     count = c.number("warmup_steps", 0)
-    ratio = c.number("warmup_ratio", 0)
+    ratio = c.read("warmup_ratio", 0, share)
     key = "warmup_steps" if count > 0 else c.first("warmup_ratio", "warmup_steps")
     steps.set_warmup(c, count if count > 0 else ratio, key)
 
