@@ -43,8 +43,8 @@ SUPPORTED = {
     *("task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode", "runtime_config"),
     *("base_model_name_or_path", "revision", "lora_dropout", "init_lora_weights"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("fan_in_fan_out", "ensure_weight_tying", "target_parameters", "megatron_core"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    *("fan_in_fan_out", "ensure_weight_tying", "target_parameters"),
+    "eva_config",
 }
 """Settings of peft under which training goes on as it began."""
 RECORD = "quantization_config.json"
@@ -124,6 +124,7 @@ def settings_of(plugin: Lora) -> Lora:
     if not plugin.adapter:
         return plugin
     config, settings, defaults = read_config(plugin.adapter), copy.copy(plugin), type(plugin)()
+    read_weights(plugin.adapter)
     problems = []
     for option, name in OPTIONS.items():
         value, theirs = getattr(plugin, option), comparable(getattr(config, name) or [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from plugsft import Recipe, RecipeError
@@ -21,8 +20,6 @@ def ensure_options_work(plugin: Lora, recipe: Recipe) -> None:
         raise RecipeError(f'init = "{plugin.init}" cannot be used with dora; remove one')
     if plugin.train_new_tokens:
         _ensure_new_tokens(plugin, recipe)
-    if find_spec("peft") is None:
-        raise RecipeError("needs the package 'peft': pip install peft")
 
 
 def _ensure_new_tokens(plugin: Lora, recipe: Recipe) -> None:

@@ -66,6 +66,17 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
             "frozen weight; remove it from targets and modules_to_save, or remove "
             f"{plugin.fused_head.table}"
         )
+    widths = (
+        min(layer.in_features, layer.out_features)
+        for layer in map(adaptable.get, targets)
+        if isinstance(layer, Linear)
+    )
+    widest = max(widths, default=plugin.r)
+    if plugin.r > widest and not plugin.adapter:
+        raise RecipeError(
+            f"plugins.lora.r: given {plugin.r}, and no target has more than {widest} dimensions, "
+            "so that the rest would change nothing; lower it"
+        )
     return targets, whole
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from plugsft import child_environment, say
 
-FOLDER = "push"
-"""Folder in the output with the models that are not uploaded yet."""
 LAUNCHERS = (
     *("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_"),
     *("ACCELERATE_", "FSDP_", "SLURM_"),
@@ -24,7 +22,6 @@ REPORT_SECONDS = 60.0
 """The longest wait for the run's report, before its model is uploaded without the last figures."""
 PATIENCE = 600.0
 """Least seconds of pauses while the hub does not answer."""
-NICE = 10
 
 
 class Uploads:
@@ -37,7 +34,7 @@ class Uploads:
 
     def __init__(self, output: Path, name: str, options: list[str], wait: float) -> None:
         self._output, self._name, self._options, self._wait = output, name, options, wait
-        self._folder = output / FOLDER
+        self._folder = output / "push"  # models that are not uploaded yet
         self._lock = threading.Lock()
         self._waiting: Path | None = None
         self._current: Path | None = None
@@ -125,8 +122,7 @@ class Uploads:
         """Run `plugsft export`, and print its lines; return why it failed, if so."""
         patience = round(max(self._wait, PATIENCE))
         words = ["export", copy, "--to", f"hub:{self._name}", "--patience", patience]
-        words += [*self._options, "--without", "push"]
-        command = [sys.executable, "-m", "plugsft", *map(str, words)]
+        command = [sys.executable, "-m", "plugsft", *map(str, words), *self._options]
         environment = {
             name: value
             for name, value in child_environment().items()
@@ -140,7 +136,7 @@ class Uploads:
         ):
             self._process = process
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+                os.setpriority(os.PRIO_PROCESS, process.pid, 10)
             assert process.stdout
             for line in process.stdout:
                 say(f"push: {line.rstrip()}")
@@ -182,16 +178,13 @@ def link_copy(folder: Path, copy: Path) -> Path:
     building = copy.with_name(f".{copy.name}.tmp")
     for old in (building, copy):
         shutil.rmtree(old, ignore_errors=True)
-    building.mkdir(parents=True)
-    for path in folder.rglob("*"):
-        target = building / path.relative_to(folder)
-        if path.is_dir():
-            target.mkdir(parents=True, exist_ok=True)
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(path, target)
-        except OSError:
-            shutil.copy2(path, target)
+    shutil.copytree(folder, building, copy_function=_link)
     building.rename(copy)
     return copy
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -261,6 +261,7 @@ REFUSED = [
     ({"targets": ["q_proj"], "modules_to_save": ["q_proj"]}, "is also one of targets"),
     ({"modules_to_save": ["mlp"]}, "layers.0.mlp has submodules; name the submodules"),
     ({"init": "orthogonal", "r": 3}, "needs an even r; it is 3"),
+    ({"r": 100_000}, "r: given 100000, and no target has more than 4096 dimensions"),
 ]
 
 

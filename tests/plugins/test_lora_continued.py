@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from plugsft import RecipeError
 from plugsft.base.machine import look
+from plugsft.plugins.lora import Lora
 from plugsft.plugins.lora.continued import settings_of
 from plugsft.plugins.lora.targets import choose_modules
 from plugsft.registry.active import check
@@ -149,6 +150,9 @@ def test_what_holds_no_adapters_or_other_ones_is_refused(base, tmp_path):  # noq
     save_file({name: weight / 0 for name, weight in load_file(file).items()}, file)
     with pytest.raises(RecipeError, match=r"lora_A.weight has values that are not finite"):
         go_on(folder, file.parent)
+    file.rename(file.with_suffix(".bin"))
+    with pytest.raises(RecipeError, match=r"a pickle \(adapter_model.bin\) is not read"):
+        settings_of(Lora(adapter=str(file.parent)))
     (adapters / "adapter_config.json").write_text("[1]")
     with pytest.raises(RecipeError, match=r"adapter_config.json is damaged: Input should be"):
         go_on(folder, adapters)

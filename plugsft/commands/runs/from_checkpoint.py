@@ -37,7 +37,7 @@ def restore(path: Path, target: Path, without: Sequence[str], trusted: bool, nam
     recipe, active = load(output / "recipe.toml", overrides, without)
     hooks = active.attach(DataDefaults(recipe.folder), BatchDefaults(), ModelDefaults()).hooks
     with active.name_failing_plugin():
-        check(active, recipe, look())
+        check(active, recipe, look(), ["optimize_model"])  # no other hook is called here
         from_scratch = recipe.model.scratch is not None
         scratch = find_folder(output / "scratch", "model-*") if from_scratch else Path()
         trained_tokenizer = from_scratch and not recipe.model.tokenizer
