@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -165,7 +166,8 @@ def _leave(error: PlugsftError) -> None:
     if os.environ.get("RANK", "0") != "0":
         # If the main process has the same error, it prints it, and the launcher ends this process.
         # If this process still runs after the wait, only this rank failed.
-        time.sleep(5)
+        with suppress(KeyboardInterrupt):  # a third Ctrl-C
+            time.sleep(5)
         if isinstance(error, Stopped):
             sys.exit(error.exit_code)  # on every rank, and printed by the main process
     for line in (*str(error).splitlines(), *getattr(error, "__notes__", ())):

@@ -65,6 +65,7 @@ def test_questions_are_answered_in_order_and_nothing_else_is_said(run):
 
 def test_an_answer_without_a_word_is_told(run, tmp_path):
     mute = shutil.copytree(run / "model", tmp_path / "mute")
+    (mute / "manifest.json").unlink()
     config = json.loads((mute / "generation_config.json").read_text())
     config["eos_token_id"] = list(range(400))
     (mute / "generation_config.json").write_text(json.dumps(config))
@@ -151,6 +152,7 @@ def test_a_system_message_goes_before_every_chat_or_is_refused(run, tmp_path):
     assert short == told.ask("Who?")
     assert "Be brief." in told.tokenizer.decode(told.encode([short])["input_ids"][0])
     deaf = shutil.copytree(run / "model", tmp_path / "deaf")
+    (deaf / "manifest.json").unlink()
     template = deaf / "chat_template.jinja"
     for jinja, says in (
         ("{{ raise_exception('System role not supported') }}", "refuses a system message: System"),

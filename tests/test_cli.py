@@ -1,14 +1,17 @@
 """The command line: light, forgiving of typos, and without tracebacks."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from conftest import ROOT, run_plugsft
 
 from plugsft import __version__, cli
-from plugsft.base.errors import RecipeError
+from plugsft.base.errors import RecipeError, Stopped
 from plugsft.commands import load_recipe
 
 COMMANDS = [
@@ -164,3 +167,10 @@ def test_what_the_system_refuses_is_one_line(tiny, monkeypatch, capsys):
         cli.main(["check", str(tiny())])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: /secret: permission denied\n"
+
+
+def test_a_third_ctrl_c_ends_a_waiting_rank_without_a_traceback(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(SystemExit, match="130"):
+        cli._leave(Stopped("saved", 130))

@@ -116,6 +116,7 @@ def test_a_run_writes_it(tiny, tmp_path):
     """The base ends its texts otherwise than the template that it is trained with."""
     assert run_plugsft(tiny(train={"steps": 1}), f"output={tmp_path / 'base'}").returncode == 0
     base = tmp_path / "base/model"
+    (base / "manifest.json").unlink()
     for name in ("config.json", "generation_config.json"):
         table = json.loads((base / name).read_text())
         (base / name).write_text(json.dumps(table | {"eos_token_id": 0}))

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import sys
 import tempfile
 import tomllib
 
@@ -409,21 +410,28 @@ def test_a_checkpoint_of_a_step_that_the_run_has_not_is_refused(run, tmp_path, s
     assert "Traceback" not in result.stderr and not (folder / "model").exists()
 
 
-def test_without_a_home_the_cache_has_a_folder(monkeypatch, tmp_path):
+def test_without_a_home_the_cache_is_a_folder_of_this_user_alone(monkeypatch, tmp_path):
     for name in ("HOME", "XDG_CACHE_HOME", "PLUGSFT_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 987_654)  # a container's user without a name
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert cache_folder() == tmp_path / "plugsft-987654"
+    monkeypatch.setitem(sys.modules, "pwd", None)  # a container's user without a name
+    folder = tmp_path / f"plugsft-{os.getuid()}"
+    assert cache_folder() == cache_folder() == folder and folder.stat().st_mode & 0o77 == 0
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(PlugsftError, match=f"plugsft-{user + 1}: belongs to another user"):
+        cache_folder()
 
 
+WITHOUT_MANIFEST = shutil.ignore_patterns("manifest.json")
 SETTINGS = ["config.json", "tokenizer_config.json", "tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("text", ["", "null", "5", "[]", "{", "[" * 100_000, "\0", '"x"'])
 def test_a_model_with_a_broken_file_is_refused_by_its_name(run, tmp_path, capsys, name, text):
-    model = shutil.copytree(run.parent / "run/model", tmp_path / "model")
+    source = run.parent / "run/model"
+    model = shutil.copytree(source, tmp_path / "model", ignore=WITHOUT_MANIFEST)
     (model / name).write_text(text)
     tables = tiny_tables(tmp_path) | {"model": {"path": str(model)}}
     code, said = check(write_recipe(tmp_path / "recipe.toml", tables), [], capsys)
@@ -437,7 +445,7 @@ def test_odd_settings_of_a_model_break_no_command(run, tmp_path, capsys, name):
     facts = json.loads((source / name).read_text())
     for number in range(100 if FULL else 2):
         folder = tmp_path / str(number)
-        model = shutil.copytree(source, folder / "model")
+        model = shutil.copytree(source, folder / "model", ignore=WITHOUT_MANIFEST)
         changed = facts | {rng.choice([*facts]): rng.choice(ODD)}
         (model / name).write_text(json.dumps(changed))
         tables = tiny_tables(folder) | {"model": {"path": str(model)}}

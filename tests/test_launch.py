@@ -263,9 +263,10 @@ def test_a_process_that_a_shell_leaves_behind_goes_on(tiny, tmp_path):
     """Nobody launched it: neither its shell's end nor, under nohup, a hangup stops it."""
     recipe = tiny(rows=chats(21), train=TRAIN | {"steps": 200, "log_every": 200})
     run = tmp_path / "run"
-    run.mkdir()
-    left = run / f".model.{HOST_ID}-{2**22 + 1}.tmp"
-    left.mkdir()
+    names = (".model", ".samples.jsonl", "checkpoints/.step-000900")
+    left = [run / f"{name}.{HOST_ID}-{2**22 + 1}.tmp" for name in names]
+    for folder in left:
+        folder.mkdir(parents=True)
     mine = run / ".notes.tmp"
     mine.write_text("a user's")
     os.utime(mine, (0, 0))
@@ -280,7 +281,7 @@ def test_a_process_that_a_shell_leaves_behind_goes_on(tiny, tmp_path):
         time.sleep(0.1)
     record = json.loads((run / "run.json").read_text())
     assert (record["status"], record["steps"]["done"]) == ("completed", 200), record["reason"]
-    assert not left.exists() and mine.exists()
+    assert not any(folder.exists() for folder in left) and mine.exists()
 
 
 WATCH = """

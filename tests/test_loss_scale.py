@@ -231,11 +231,18 @@ def test_many_skipped_steps_in_a_row_are_told_once(capsys):
 def test_check_warns_of_bfloat16_on_a_gpu_without_it(plants, tmp_path, monkeypatch):
     """The driver's program answers for GPUs that are not here."""
     program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\necho "8.6, NVIDIA A10"\necho "7.5, Tesla T4"\n')
+    program.write_text(
+        '#!/bin/sh\n[ "$3" = --id=1 ] || echo "8.6, NVIDIA A10"\necho "7.5, Tesla T4"\n'
+    )
     program.chmod(0o755)
     recipe, _ = load(plants(dtype="bfloat16"))
     assert gpu_without_bfloat16(recipe) is None
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_without_bfloat16(recipe) is None  # they are hidden
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu_without_bfloat16(recipe) == "Tesla T4"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert gpu_without_bfloat16(recipe) == "Tesla T4"
     assert gpu_without_bfloat16(recipe.model_copy(update={"device": "cpu"})) is None
     program.write_text('#!/bin/sh\necho "8.6, NVIDIA A10"\n')

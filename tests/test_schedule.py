@@ -120,6 +120,13 @@ def test_a_warm_up_that_a_schedule_would_ignore_is_refused():
         check_schedule(train)
 
 
+def test_a_run_warns_of_a_warm_up_that_takes_all_of_it(tiny):
+    result = run_plugsft(tiny(), "train.steps=2", "train.warmup=3")
+    assert "warning: the warm-up takes 3 of 2 steps" in result.stdout
+    refused = run_plugsft("check", tiny(), "train.warmup=1e308")
+    assert refused.returncode == 2 and "train.warmup: given 1e+308" in refused.stderr
+
+
 def test_training_refuses_them_before_it_starts(tiny, tmp_path):
     result = run_plugsft(tiny(), "train.schedule_options={foo=1}")
     assert result.returncode == 2 and "train.schedule_options" in result.stderr

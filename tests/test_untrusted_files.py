@@ -1,5 +1,6 @@
 """Runs, models and records that someone else wrote: nothing outside of them is read or changed."""
 
+import errno
 import http.server
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from conftest import ROOT, run_plugsft, tiny_tables, write_recipe
+from conftest import ROOT, only_full, run_plugsft, tiny_tables, write_recipe
 
 from plugsft.base.errors import RecipeError
 from plugsft.data.readers import objects
@@ -231,3 +232,120 @@ def test_the_umask_decides_who_reads_a_model_and_its_checkpoints(made):
     folders = (made / "run/model", *(made / "run/checkpoints").glob("step-*"))
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert {path.stat().st_mode for path in files} == {(made / "run/run.json").stat().st_mode}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "place"),
+    [
+        ("run.json", '"format": 1', '"format"; 1', "Expecting ':' delimiter: line 2 column"),
+        ("recipe.toml", "[data]", "[data}", "(at line "),
+        ("metrics.jsonl", '{"step": 1', '{"stap": 1', ""),
+    ],
+)
+def test_a_damaged_record_is_named_with_its_place_and_written_again(
+    made, run, name, old, new, place
+):
+    shutil.rmtree(run / "model")  # it has not finished
+    text = (run / name).read_text()
+    assert text.count(old) == 1
+    (run / name).write_text(text.replace(old, new))
+    words = [made / "recipe.toml", f"output={run}", "--resume"]
+    if place:
+        error = refused(*words)
+        assert f"output: {run / name} (" in error and place in error and error.count(str(run)) == 1
+        (run / name).rename(run / "kept")
+    again = run_plugsft(*words)
+    assert again.returncode == 0, again.stderr
+    written = (run / name).read_text()
+    assert new not in written and (old in written) == bool(place)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_damaged_model_is_not_read(run, tmp_path, name):
+    path = run / "model" / name
+    path.write_bytes(path.read_bytes().replace(b"e", b"d", 1))
+    tables = tiny_tables(tmp_path / "next") | {"model": {"path": str(run / "model")}}
+    recipe = write_recipe(tmp_path / "next.toml", tables)
+    for words in (["chat", run, "--ask", "hi"], ["check", recipe], ["train", recipe]):
+        assert f"{run / 'model'}: {name} is not what was written" in refused(*words)
+
+
+def test_settings_of_other_types_are_refused_or_ignored(run, tmp_path):
+    """A model may come from anyone."""
+    model = run / "model"
+    (model / "manifest.json").unlink()
+    tables = tiny_tables(tmp_path / "next") | {"model": {"path": str(model)}}
+    recipe = write_recipe(tmp_path / "next.toml", tables)
+    (model / "generation_config.json").write_text('{"eos_token_id": {}}')
+    done = run_plugsft("train", recipe, "train.steps=1")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = "1e-5"
+    (model / "config.json").write_text(json.dumps(config))
+    assert "no causal language model could be loaded" in refused("plan", recipe)
+
+
+def test_words_that_change_nothing_are_refused(run):
+    assert "whose results are fixed" in refused("show", run, "train.steps=3")
+
+
+def test_an_export_to_a_folder_asks_no_hub(run, tmp_path):
+    with (run / "recipe.toml").open("a") as recipe:
+        recipe.write('\n[plugins.push]\nto = "me/tiny"\n')
+    words = ["export", run / "checkpoints/step-000002", "--to", tmp_path / "model"]
+    done = run_plugsft(*words, env={"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+FAILING = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+static int fails(const char *call, const char *path) {
+    if (strcmp(call, getenv("FAILS")) || !strstr(path, getenv("NAME"))) return 0;
+    errno = atoi(getenv("ERRNO"));
+    return 1;
+}
+int unlink(const char *path) {
+    int (*next)(const char *) = dlsym(RTLD_NEXT, "unlink");
+    return fails("unlink", path) ? -1 : next(path);
+}
+int rename(const char *old, const char *path) {
+    int (*next)(const char *, const char *) = dlsym(RTLD_NEXT, "rename");
+    return fails("rename", path) ? -1 : next(old, path);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    """Return a library that lets the system's unlink and rename fail, as a file server may."""
+    folder = tmp_path_factory.mktemp("failing")
+    (folder / "failing.c").write_text(FAILING)
+    command = ["cc", "-shared", "-fPIC", "-o", folder / "failing.so", folder / "failing.c", "-ldl"]
+    if not shutil.which("cc") or subprocess.run(command).returncode:
+        pytest.skip("no compiler")
+    return folder / "failing.so"
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "words"),
+    [
+        ("rename", "run.json", []),
+        pytest.param("rename", "checkpoints/step", ["--overwrite"], marks=only_full),
+        pytest.param("rename", "run/model", ["--overwrite"], marks=only_full),
+        pytest.param("unlink", "report.html", ["--overwrite"], marks=only_full),
+    ],
+)
+@pytest.mark.parametrize("number", [errno.EIO, pytest.param(errno.ESTALE, marks=only_full)])
+def test_a_file_server_that_fails_is_named_in_a_line(made, run, failing, call, name, words, number):
+    where = [] if words else [f"output={run.with_name('new')}"]
+    variables = {"LD_PRELOAD": str(failing), "FAILS": call, "NAME": name, "ERRNO": str(number)}
+    command = [sys.executable, "-m", "plugsft", made / "recipe.toml", f"output={run}", *words]
+    done = subprocess.run(
+        [*command, *where], env=os.environ | variables, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert name in done.stderr and os.strerror(number)[1:] in done.stderr

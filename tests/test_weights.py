@@ -98,8 +98,7 @@ def test_weight_1_everywhere_is_no_weight_bit_for_bit(tiny, tmp_path, monkeypatc
     activate(install(tmp_path / "site", looks=LOOKS), monkeypatch)
     for name, weights in (("without", [None]), ("with", [1, 1.0, None])):
         rows = weighted(chats(24), weights)
-        tables = {"output": str(tmp_path / name), "eval": {"every": 2, "split": "train[:8]"}}
-        recipe = tiny(rows, plugins={"looks": {}}, **tables)
+        recipe = tiny(rows, output=str(tmp_path / name), eval={"every": 2}, plugins={"looks": {}})
         result = run_plugsft(recipe)
         assert result.returncode == 0, result.stderr
     for part in ("loss", "grad_norm"):

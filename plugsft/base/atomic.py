@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ def _host_id() -> str:
 
 
 HOST_ID = _host_id()
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}-(\d+)\.tmp")
+"""A temporary name of any machine; no other program makes such names."""
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of writes to an open file, for which Python names no file."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -58,9 +60,10 @@ def publish(
 
     `stamps` are for files that other processes wrote and synced; filled in before the end.
     """
-    building = folder.with_name(f".{folder.name}.{HOST_ID}-{os.getpid()}.tmp")
+    building = folder.with_name(f".{folder.name}{temporary_ending()}")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        sweep(folder.parent)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         try:
@@ -172,8 +175,8 @@ def damage(
 ) -> str | None:
     """Compare a published folder with its manifest; return what is wrong, or None.
 
-    `quick` compares all sizes, but only the bytes of *.json. `share` is (rank, ranks): each rank
-    compares other files, about equal numbers of bytes. `names` selects files.
+    `quick` compares all sizes, but only the bytes of *.json and *.jinja. `share` is (rank, ranks):
+    each rank compares other files, about equal numbers of bytes. `names` selects files.
     """
     rank, ranks = share
     try:
@@ -189,7 +192,7 @@ def damage(
             path = path_inside(folder, name)
             if not path.is_file():
                 return f"{name} is missing"
-            read = not quick or path.suffix == ".json"
+            read = not quick or path.suffix in (".json", ".jinja")
             if path.stat().st_size != size or (read and file_digest(path) != checksum):
                 return f"{name} is not what was written"
     except (PlugsftError, OSError, ValueError, TypeError, AttributeError) as error:
@@ -236,23 +239,30 @@ def discard(folder: Path) -> Path | None:
             "the folder is damaged",
             "move the folder away",
         )
-    removed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.{HOST_ID}-{os.getpid()}.tmp")
+    removed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}{temporary_ending()}")
     with suppress(FileNotFoundError):
         folder.rename(removed)
     remove(removed)
     return removed if removed.exists() else None
 
 
-def sweep(parent: Path, names: Sequence[str] = ("*",)) -> None:
-    """Remove unfinished builds of dead processes; other machines' after a day."""
-    for path in [path for name in names for path in parent.glob(f".{name}.tmp")]:
-        pid = path.name.removesuffix(".tmp").rpartition("-")[2]
+def temporary_ending() -> str:
+    """Return the end of a temporary name: it names this process, so that `sweep` knows its end."""
+    # Processes of two hosts may have the same number.
+    return f".{HOST_ID}-{os.getpid()}.tmp"
+
+
+def sweep(parent: Path) -> None:
+    """Remove what dead processes left under temporary names; other machines' after a day."""
+    for path in parent.glob(".*.tmp"):
+        match = TEMPORARY.fullmatch(path.name)
+        if match is None:
+            continue
         with suppress(OSError):
-            if f".{HOST_ID}-" in path.name and pid.isdigit():
-                dead = not is_alive(int(pid))
+            if f".{HOST_ID}-" in path.name:
+                dead = not is_alive(int(match[1]))
             else:
-                times = (inner.lstat().st_mtime for inner in [path, *path.rglob("*")])
-                dead = time.time() - max(times) > STALE_SECONDS
+                dead = time.time() - path.lstat().st_mtime > STALE_SECONDS
             if dead:
                 remove(path)
 
@@ -282,8 +292,7 @@ def write_json(path: Path, facts: Mapping[str, Any]) -> Stamp:
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; then give the file its real name."""
-    # Processes of two hosts may have the same number.
-    temporary = path.with_name(f".{path.name}.{HOST_ID}-{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}{temporary_ending()}")
     try:
         yield temporary
         temporary.replace(path)

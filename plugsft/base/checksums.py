@@ -57,6 +57,10 @@ def cache_folder() -> Path:
     if folder.startswith("~"):
         # Some containers have no HOME, and no name for the user.
         folder = f"{tempfile.gettempdir()}/plugsft-{os.getuid()}"
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        if os.lstat(folder).st_uid != os.getuid():
+            raise PlugsftError(f"{folder}: belongs to another user; set PLUGSFT_CACHE or HOME")
     return Path(folder)
 
 

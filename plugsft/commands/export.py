@@ -1,7 +1,5 @@
 """`plugsft export`: copy, upload or merge a trained model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
@@ -64,9 +62,12 @@ def export(
         if has_model(output) and not merge:
             upload_model(repository, output)
             return
-        with temporary_folder(output) as folder:
-            from .runs import export
+        from ..base.atomic import temporary_ending
+        from .runs import export
 
+        parent = output.absolute().parent
+        with TemporaryDirectory(temporary_ending(), ".export-", parent) as temporary:
+            folder = Path(temporary, "model")
             export.export(
                 output, merge, folder, without or [], trust_remote_code, repository.name, dtype
             )
@@ -80,10 +81,3 @@ def export(
     from .runs import export
 
     export.export(output, merge, target, without or [], trust_remote_code, dtype=dtype)
-
-
-@contextmanager
-def temporary_folder(output: Path) -> Iterator[Path]:
-    """Yield a path for a model, and remove it after the upload."""
-    with TemporaryDirectory(dir=output.absolute().parent, prefix=".export-") as temporary:
-        yield Path(temporary, "model")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.errors import RecipeError
 from .options import Overrides
 
 
@@ -15,6 +16,8 @@ def show(
     overrides: Overrides = None,
 ) -> None:
     """Show a recipe with all its defaults, or the results of a run."""
+    if place.is_dir() and overrides:
+        raise RecipeError(f"{overrides[0]}: {place} is a run's folder, whose results are fixed")
     if place.is_dir():
         from .runs.results import show_run
 

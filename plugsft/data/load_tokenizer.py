@@ -91,10 +91,14 @@ def _stops_of_generation(model: Model, tokenizer: Any) -> tuple[str, ...]:
     )
     if file is None:
         return ()
-    ids = read_json_object(Path(file)).get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    tokens = (tokenizer.convert_ids_to_tokens(number) for number in ids if type(number) is int)
-    return tuple(token for token in tokens if token)
+    ids = _ids_in(read_json_object(Path(file)).get("eos_token_id"))
+    return tuple(filter(None, tokenizer.convert_ids_to_tokens(ids)))
+
+
+def _ids_in(setting: Any) -> list[int]:
+    """Return the ids of a model's setting: one, several, or what is none."""
+    ids = setting if isinstance(setting, list) else [setting]
+    return [number for number in ids if type(number) is int]
 
 
 def add_tokens(tokenizer: Any, tokens: list[str]) -> None:
@@ -140,8 +144,7 @@ def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every token that ends an answer: the model's, the tokenizer's, the template's."""
     stops: list[int] = []
     for config in (model.generation_config, model.config, tokenizer):
-        ids = getattr(config, "eos_token_id", None)
-        stops += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        stops += _ids_in(getattr(config, "eos_token_id", None))
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!answer!"}]
         with suppress(Exception):  # a template may refuse this conversation

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import transformers
 
+from ..base.atomic import MANIFEST, damage, manifest_sizes
 from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory, reason_of
 from ..base.limits import path_inside, read_json_object
 from ..base.load_errors import explain_load_error
@@ -70,8 +71,15 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
 
 
 def ensure_safetensors(path: str, revision: str | None = None) -> None:
-    """Refuse weights that are only pickled: loading a pickle can run code."""
+    """Refuse weights that are only pickled: loading a pickle can run code; and damaged files."""
     ensure_weights_inside(Path(path))
+    # A comparison of all weights would take as long as reading them.
+    wrong = damage(Path(path), quick=True) if manifest_sizes(Path(path)) else None
+    if wrong:
+        raise RecipeError(
+            f"model.path: {path}: {wrong}; copy the model again, or remove its {MANIFEST} if you "
+            "have changed it yourself"
+        )
     try:
         if Path(path).is_dir():
             names = [file.name for file in Path(path).iterdir()]
@@ -127,7 +135,7 @@ def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
     A load-balancing loss is a product of two means over the tokens of one forward pass, so its
     gradient depends on how a step is split into micro-batches and ranks.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config()
     if getattr(text, "output_router_logits", False):
         raise RecipeError(
             f"model.path: {path}/config.json has output_router_logits = true, which asks for a "
@@ -146,7 +154,7 @@ def ensure_plain_loss(config: PretrainedConfig, path: str) -> None:
 
 def max_context(config: PretrainedConfig) -> int | None:
     """Return the model's longest sequence, if its configuration names it."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     # XLNet says -1: no limit.
     return context if context is None or context > 0 else None

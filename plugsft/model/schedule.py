@@ -104,6 +104,17 @@ def warmup_steps(train: Train, total: int) -> int:
     return math.ceil(train.warmup * total) if train.warmup < 1 else int(train.warmup)
 
 
+def long_warmup(train: Train, total: int) -> str:
+    """Return a warning if the warm-up ends no earlier than the run."""
+    warmup = warmup_steps(train, total)
+    if warmup < total:
+        return ""
+    return (
+        f"the warm-up takes {warmup:,} of {total:,} steps, so the learning rate never reaches "
+        "train.learning_rate; lower train.warmup"
+    )
+
+
 def schedule_factor(train: Train, total: int) -> Factor:
     """Return the recipe's schedule of a run of `total` steps."""
     steps = Steps(total, warmup_steps(train, total), train.learning_rate)

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..base.atomic import Stamp, damage, discard, is_published, publish, sweep, write_json, writing
+from ..base.atomic import Stamp, damage, discard, is_published, publish, write_json, writing
 from ..base.console import say
 from ..base.errors import CheckpointError, DiskError, RecipeError, did_you_mean, reason_of
 from ..base.step_folders import list_checkpoints, parse_step, step_folder
@@ -59,10 +59,6 @@ class Checkpoints:
         """The step of the last checkpoint, which may still be in the background."""
         self.best: Best | None = None
         """The best evaluation, if the recipe keeps it."""
-        self.published = 0
-        """The step of the last checkpoint that is complete."""
-        self.evaluated = 0
-        """The step of the last evaluation that came to its end."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
         self._thread, self._memory = ThreadPoolExecutor(1), dict[str, Tensor]()
         self._warned = False
@@ -71,12 +67,10 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after this step."""
-        best = self.best and self.best.step
-        return step in (best, self._steps) or (self._every > 0 and step % self._every == 0)
+        return self._every > 0 and step % self._every == 0
 
     def compare(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note an evaluation; compare it with the best one, if the recipe keeps it."""
-        self.evaluated = step
+        """Compare an evaluation with the best one, if the recipe keeps it."""
         checkpoint = self._recipe.checkpoint
         if checkpoint.keep_best is None:
             return
@@ -90,6 +84,10 @@ class Checkpoints:
         sign = 1 if checkpoint.best == "lowest" else -1
         if math.isfinite(value) and (self.best is None or sign * value < sign * self.best.value):
             self.best = Best(step, value)
+
+    def is_best(self, step: int) -> bool:
+        """Tell whether the evaluation of this step is the best so far."""
+        return self.best is not None and self.best.step == step
 
     @contextmanager
     def best_restored(self, step: int) -> Iterator[int]:
@@ -110,7 +108,8 @@ class Checkpoints:
 
         with agreed(self._accelerator, "copying the state of the plugins"):
             plugin_states = copy_state(self._active.state_dicts(), to_host)
-        self._load([step_folder(self.folder, best.step)])
+        self.restore([step_folder(self.folder, best.step)])
+        self.saved, self.best = step, best
         yield best.step
         with agreed(self._accelerator, "restoring the state of the plugins"):
             states = copy_state(plugin_states, lambda tensor: tensor.to(devices[tensor]))
@@ -137,7 +136,6 @@ class Checkpoints:
             self._task = None  # also if the next line fails
             self._task = next(self._saving, None)
             if self._task is None:
-                self.published = self.saved
                 return self.saved
         return None
 
@@ -156,7 +154,6 @@ class Checkpoints:
             building = None
             with agreed(accelerator, operation):
                 if accelerator.is_main_process:
-                    sweep(self.folder)
                     building = stack.enter_context(publish(target, True, stamps))
             # All ranks write into the same folder.
             folder = gathered(accelerator, building)[0]
@@ -164,7 +161,6 @@ class Checkpoints:
                 "format": FORMAT,
                 "step": step,
                 "best": self.best,
-                "evaluated": self.evaluated,
                 "data": self._data,
                 "recipe": keys_affecting_results(self._recipe, self._active),
                 "plugins": self._recipe.plugins,
@@ -233,21 +229,14 @@ class Checkpoints:
                 say(f"warning: {left} could not be removed ({reason}); it still takes disk space")
 
     def restore(self, checkpoints: Sequence[Path]) -> None:
-        """Go on from the first undamaged checkpoint, if any."""
-        if saved := self._load(checkpoints):
-            self.saved = self.published = saved["step"]
-            self.evaluated = saved.get("evaluated", self.saved)
-            self.best = self._best_of(saved)
-
-    def _load(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
-        """Load the first undamaged checkpoint, if any, into model, optimizer and plugins."""
+        """Load the first undamaged checkpoint, if any, into model and optimizer."""
         # Each rank has listed the folder itself.
         names = ", ".join(path.name for path in checkpoints) or "none"
         facts = {"the checkpoints to resume from": names}
         ensure_alike(self._accelerator, facts, "All nodes must see one output folder")
         path = first_undamaged(self._accelerator, checkpoints)
         if path is None:
-            return {}
+            return
         state = self._state
         with (
             ShardReader(path, state.rank, state.ranks) as reader,
@@ -261,7 +250,7 @@ class Checkpoints:
                 )
             plugin_states = state.restore(reader, *read_description(path, saved, state))
             self._active.load_state_dicts(plugin_states)
-        return saved
+        self.saved, self.best = int(saved["step"]), self._best_of(saved)
 
     def _best_of(self, saved: dict[str, Any]) -> Best | None:
         """Return the best evaluation that a checkpoint knows, if its checkpoint is there."""

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ import tomli_w
 
 from ..base.atomic import HOST_ID, foreign_files, is_published, writing
 from ..base.console import say
-from ..base.errors import PlugsftError, RecipeError, did_you_mean
-from ..base.limits import parse_toml, read_json_object, read_text
+from ..base.errors import PlugsftError, RecipeError, did_you_mean, reason_of
+from ..base.limits import parse_json, parse_toml, read_json_object, read_text
 from ..base.step_folders import list_checkpoints, parse_step
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
@@ -216,11 +217,23 @@ def ensure_ours(folder: Path) -> None:
     foreign += [folder / name for name in FILES if not is_result(folder / name)]
     if foreign:
         more = f" and {len(foreign) - 5:,} more" if foreign[5:] else ""
+        names = ", ".join(f"{path}{_damage(path)}" for path in foreign[:5])
         raise RecipeError(
-            f"output: {', '.join(map(str, foreign[:5]))}{more} {'were' if foreign[1:] else 'was'} "
-            "not written by plugsft, or changed since, and a run would replace it; move it away, "
-            "or give another folder (output=...)"
+            f"output: {names}{more} {'were' if foreign[1:] else 'was'} "
+            "not written by plugsft, or changed since, and a run would replace it; move it away "
+            "(a run that resumes writes its own again), or give another folder (output=...)"
         )
+
+
+def _damage(path: Path) -> str:
+    """Return where a result cannot be parsed, in brackets."""
+    parse = {"run.json": parse_json, "recipe.toml": parse_toml}.get(path.name)
+    try:
+        if parse:
+            parse(read_text(path))
+    except (OSError, ValueError) as error:
+        return f" ({reason_of(error)})"
+    return ""
 
 
 def is_result(path: Path) -> bool:
@@ -231,7 +244,7 @@ def is_result(path: Path) -> bool:
     if path.name == "run.json":
         return "format" in read_run(path.parent)
     if path.name in ("metrics.jsonl", SAMPLES):
-        return not begin or begin.startswith('{"step": ')
+        return not begin or re.search(r'^\{"step": ', begin, re.M) is not None
     if path.name == "report.html":
         return is_page(begin)
     # A run writes its recipe next to its record, in a format that nobody writes by hand.
@@ -240,7 +253,8 @@ def is_result(path: Path) -> bool:
         canonical = tomli_w.dumps(parse_toml(text)) == text
     except (OSError, ValueError):
         return False
-    return canonical and "format" in read_run(path.parent)
+    own = "format" in read_run(path.parent) or list_checkpoints(path.parent / "checkpoints")
+    return canonical and bool(own)
 
 
 def read_beginning(path: Path) -> str:

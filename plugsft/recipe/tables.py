@@ -306,7 +306,7 @@ class Train(Table):
     """Name of the learning-rate schedule in transformers."""
     schedule_options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the schedule: {min_lr_rate = 0.1} for cosine_with_min_lr."""
-    warmup: float = Field(0.0, ge=0, allow_inf_nan=False)
+    warmup: float = Field(0.0, ge=0, lt=2**31)
     """Warm-up: below 1 a share of all steps, else a number of steps."""
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay; not applied to norms and biases."""
@@ -383,15 +383,10 @@ class Recipe(Table):
     """Capability -> the active plugins that provide it, with the option that tunes it."""
 
     @model_validator(mode="after")
-    def _evaluates_on_rows_of_its_own(self) -> Self:
-        trained = [(source.source, source.split) for source in self.data.all_sources()]
-        if self.eval and (
-            (source := self.eval.source or self.data.source) is None
-            or (source, self.eval.split) in trained
-        ):
+    def _evaluates_on_something(self) -> Self:
+        if self.eval and not self.eval.source and not self.data.source:
             raise ValueError(
-                'eval.source: no rows of its own; set source = "eval.jsonl", or hold rows out: '
-                'split = "train[95%:]" here, and split = "train[:95%]" in [data]'
+                'eval.source: missing; without data.source, set it: source = "eval.jsonl"'
             )
         if self.checkpoint.keep_best and not self.eval:
             raise ValueError(
@@ -449,9 +444,9 @@ class Recipe(Table):
         copy._provided = provided
         return copy
 
-    def evaluates(self, step: int, steps: int) -> bool:
-        """Tell whether an evaluation follows this step of a run."""
-        return self.eval is not None and (step == steps or step % self.eval.every == 0)
+    def evaluates(self, step: int) -> bool:
+        """Tell whether a regular evaluation follows this step."""
+        return self.eval is not None and step % self.eval.every == 0
 
     @property
     def folder(self) -> Path:

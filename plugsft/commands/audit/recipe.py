@@ -17,7 +17,7 @@ from ...batches.plan import small_data
 from ...data.cache_key import TOKEN_HOOKS
 from ...data.defaults import DataDefaults
 from ...model.config import check_context
-from ...model.schedule import ScheduleDefaults, check_schedule, factors_of, warmup_steps
+from ...model.schedule import ScheduleDefaults, check_schedule, factors_of, long_warmup
 from ...output.disk_space import (
     TOKEN_BYTES,
     may_train_few_weights,
@@ -114,10 +114,12 @@ def _ensure_whole_weights(model: Model) -> None:
 
 def gpu_without_bfloat16(recipe: Recipe) -> str | None:
     """Return the name of a GPU here that is too old for bfloat16."""
-    if recipe.device == "cpu":
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if recipe.device == "cpu" or visible == "":
         return None
     # Importing torch to ask it would take seconds.
     command = ["nvidia-smi", "--query-gpu=compute_cap,name", "--format=csv,noheader"]
+    command += [f"--id={visible}"] if visible else []  # it shows hidden ones, too
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -181,14 +183,7 @@ def _steps(
         for warning in warnings:
             findings.warn("batches", warning)
     findings.ok("checkpoints", recipe.checkpoint.describe(steps))
-    warmup = warmup_steps(train, steps)
-    if warmup >= steps:
-        findings.warn(
-            "steps",
-            f"the warm-up takes {warmup:,} of {steps:,} steps, so the learning rate never reaches "
-            "train.learning_rate; lower train.warmup",
-        )
-    if warning := small_data(train, examples):
+    for warning in filter(None, (long_warmup(train, steps), small_data(train, examples))):
         findings.warn("steps", warning)
     return steps
 

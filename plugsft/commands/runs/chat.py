@@ -53,12 +53,12 @@ def chat(folder: Path, ask: Sequence[str], options: Answers, trusted: bool = Fal
 
 def open_speaker(folder: Path, options: Answers, trusted: bool = False) -> Speaker:
     """Load the model of a folder to answer with these options."""
+    ensure_safetensors(str(folder))
     if is_reward_model(folder):
         raise PlugsftError(
             f"{folder} is a reward model: it scores answers, and cannot generate. Load it with "
             "transformers' AutoModelForSequenceClassification"
         )
-    ensure_safetensors(str(folder))
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
     return make_speaker(*load(folder, trusted), options)

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ...base.atomic import MANIFEST, publish
+from ...base.atomic import MANIFEST, publish, temporary_ending
 from ...base.checksums import file_digest
 from ...base.console import say
 from ...base.errors import CheckpointError, PlugsftError
@@ -72,7 +72,7 @@ def export(
         assert checkpoint is not None, "ensure_exportable found one"
         result = f"model of {checkpoint.name}"
         if merge:
-            with TemporaryDirectory(dir=target.parent, prefix=".export-") as temporary:
+            with TemporaryDirectory(temporary_ending(), ".export-", target.parent) as temporary:
                 adapters = Path(temporary, "model")
                 restore(checkpoint, adapters, without, trusted, name)
                 merged = merge_into(adapters, target, trusted, checkpoint, name, dtype)
@@ -164,10 +164,7 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
         base, revision = base_model(folder)
     if not base:
         raise PlugsftError(f"{folder}: is a whole model without adapters; remove --merge")
-    try:
-        peft: Any = importlib.import_module("peft")
-    except ImportError as error:
-        raise PlugsftError("--merge needs the package 'peft': pip install peft") from error
+    peft: Any = importlib.import_module("peft")
     quantized = quantization(folder)
     try:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trusted}

@@ -26,9 +26,6 @@ from ...recipe.tables import Recipe
 from ...registry.active import Active
 from .resume import Resume
 
-RESULTS = ("model.*", "checkpoints.*", "run.json.*", "recipe.toml.*", "metrics.jsonl.*")
-"""Results that a run writes under a temporary name first."""
-
 
 @contextmanager
 def output_folder(
@@ -42,7 +39,8 @@ def output_folder(
     with lock_output(recipe) if machine.is_main else nullcontext():
         ensure_ours(recipe.folder)
         if machine.is_main:
-            sweep(recipe.folder, RESULTS)
+            for folder in (recipe.folder, recipe.folder / "checkpoints"):
+                sweep(folder)
         checkpoints = checkpoints_to_resume(recipe, active, resume)
         if checkpoints is None:
             yield None

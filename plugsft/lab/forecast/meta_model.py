@@ -18,6 +18,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ...base.errors import PlugsftError, RecipeError
 from ...base.types import Batch
 from ...batches.labels import IGNORED, model_inputs
+from ...model.config import load_error
 from ...model.defaults import ModelDefaults
 from ...model.for_plugins import decoder_layers
 from ...model.fused_head import LogitTransform, Positions, fused_loss
@@ -49,7 +50,10 @@ class _ConfigLoad(Load):
         rest = {name: value for name, value in self.kwargs.items() if name != "revision"}
         quantization = rest.pop("quantization_config", None)
         make: Any = AutoModelForCausalLM.from_config
-        model = make(self.config, **rest)
+        try:
+            model = make(self.config, **rest)
+        except Exception as error:  # of a model's own class, from settings of other types
+            raise load_error(self.path, error) from error
         if quantization is not None:
             quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
             quantizer.preprocess_model(model, device_map=None)
