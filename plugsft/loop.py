@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .base.console import progress
 from .base.errors import PluginError, TrainError
 from .base.types import Batch
 from .output.record import memory_gib
@@ -25,6 +26,7 @@ from .run import OpenRun
 def train(run: OpenRun) -> None:
     """Train to the last step, from step 1 or from the step after a checkpoint."""
     with run.lifecycle(), closing(run.global_batches()) as global_batches, saving_at_failure(run):
+        evaluate(run)  # if a stop cut the last evaluation short
         for batch in global_batches:
             seed_step(run.recipe.train.seed, batch.step, batch.rank)
             learning_rate = run.schedule.set(batch.step)
@@ -44,13 +46,10 @@ def train(run: OpenRun) -> None:
             facts = {"learning_rate": learning_rate, "memory_gib": round(memory_gib(), 3)}
             run.unread = batch, numbers, facts
             run.notify("stepped")
-            if not run.reads_late or run.evaluation_due() or run.checkpoint_due():
+            if not run.reads_late or run.evaluation_due() or run.checkpoints.due(run.step):
                 log_step(run)
-            if run.evaluation_due():
-                run.notify("logged", step=run.step, metrics=(evaluation := evaluate(run)))
-                run.checkpoints.compare(run.step, evaluation)
-                run.notify("evaluated", metrics=evaluation)
-            if run.checkpoint_due():
+            evaluate(run)
+            if run.checkpoints.due(run.step):
                 run.save_checkpoint()
             run.publish_checkpoint()  # once all ranks have written it
         log_step(run)
@@ -205,36 +204,48 @@ def read_numbers(run: OpenRun, meanwhile: GlobalBatch | None = None) -> dict[str
     }
 
 
-@torch.no_grad()
-def evaluate(run: OpenRun) -> dict[str, Any]:
-    """Return the mean loss and metrics of the evaluation data."""
+def evaluate(run: OpenRun) -> None:
+    """Evaluate after the last finished step, if that is due; a signal cuts it short."""
 
     def work() -> dict[str, Any]:
         with evaluating(run.module):
             losses = evaluation_losses(run)
-        return evaluation_metrics(run, losses)
+            return {} if run.stopping.signal else evaluation_metrics(run, losses)
 
-    metrics: dict[str, Any] = work_with_weights(run.hooks, run, "evaluate", work)
-    return metrics
+    if not run.evaluation_due():
+        return
+    with torch.no_grad():
+        metrics = work_with_weights(run.hooks, run, "evaluate", work)
+    if metrics:
+        run.notify("logged", step=run.step, metrics=metrics)
+        run.checkpoints.compare(run.step, metrics)
+        run.notify("evaluated", metrics=metrics)
 
 
 def evaluation_losses(run: OpenRun) -> list[Tensor]:
     """Return this rank's losses of the evaluation data, summed over targets."""
     losses: list[Tensor] = []
-    with closing(run.evaluation_batches()) as global_batches:
+    with (
+        closing(run.evaluation_batches()) as global_batches,
+        progress("evaluation", len(run.evaluation_tokens), "examples") as advance,
+    ):
         for batch in global_batches:
             batch_losses: list[Tensor] = []
             with explain_out_of_memory(run.recipe, batch, batch_losses, "evaluation, "):
                 for micro_batch in batch.micro_batches:
+                    with run.agreed("evaluating a micro-batch"):
+                        pass  # the ranks stop before the same one
+                    if run.stopping.signal:
+                        return losses
                     batch_losses.append(compute_loss(run, micro_batch, denominator=1))
             losses += batch_losses
+            advance(batch.plan.examples, f"after step {run.step}")
     return losses
 
 
 def evaluation_metrics(run: OpenRun, losses: list[Tensor]) -> dict[str, Any]:
     """Sum losses and metrics over all ranks; return their means over the targets."""
     tokens = run.evaluation_tokens
-    assert tokens is not None
     sums = all_reduce(run, losses).send().read()
     del sums["grad_norm"], sums["loss_scale"]
     denominator = tokens.divisor()

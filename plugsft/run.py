@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .base.build_once import once
 from .base.checksums import digest
-from .base.console import say
+from .base.console import format_count, say
 from .base.errors import Stopped
 from .base.machine import Machine
 from .base.step_folders import step_folder
@@ -76,7 +76,7 @@ class OpenRun:
         """The last finished step."""
         self.unread: Any = None
         """The last finished step's batch, numbers and facts, until they are logged."""
-        self.stopping = Stopping()
+        self.stopping = Stopping(self.describe_stop)
         self.record = Record(recipe, machine, active)
         self.facts = self.record.run
         self.packed = packed_model(recipe)
@@ -112,7 +112,7 @@ class OpenRun:
             self.packed.prove(self.module, self.model.exact)
         add_columns = partial(self.hooks.add_columns, model=self.model, ranks=self.ranks)
         self.tokens = add_columns(tokens=data.tokens)
-        self.evaluation_tokens = data.evaluation and add_columns(tokens=data.evaluation)
+        self.evaluation_tokens: Any = data.evaluation and add_columns(tokens=data.evaluation)
         self.plan, self.schedule = self._plan_steps()
         self.checkpoints = Checkpoints(
             recipe, active, self.tokens, self.accelerator, self.train_state, self.plan.steps
@@ -131,6 +131,22 @@ class OpenRun:
     def stop(self, reason: str) -> None:
         """End the run after this step, with checkpoint, model and report."""
         self.stopping.request(reason)
+
+    def describe_stop(self, at_once: bool) -> str:
+        """Describe what ends the run at a signal, and what it loses if it ends at once."""
+        saved = self.checkpoints.published
+        lost = f"{format_count(self.step - saved, 'step')} since " + (
+            f"the checkpoint of step {saved}, from which --resume goes on"
+            if saved
+            else "the beginning: there is no checkpoint to resume from"
+        )
+        if at_once:
+            return f"ended at once: lost {lost}"
+        work = "micro-batch of the evaluation" if self.evaluation_due() else "step"
+        return (
+            f"stopping after this {work}; then the run is saved, and can be resumed. A second "
+            f"signal ends it at once, and loses {lost}"
+        )
 
     def notify(self, hook: str, **arguments: Any) -> None:
         """Call a notice of all plugins; if one fails, all ranks end at their next agreement."""
@@ -181,7 +197,7 @@ class OpenRun:
             }
             self.notify("ready")
         with self.agreed("beginning the record"):
-            self.record.open(self.step)
+            self.record.open(self.step, evaluates=self.evaluation_due())
 
     def _end_early(self, error: BaseException, notified: bool) -> None:
         """Record how the run failed or was stopped; errors in here must not hide the reason.
@@ -210,7 +226,6 @@ class OpenRun:
 
     def evaluation_batches(self) -> Generator[GlobalBatch, None, None]:
         """Load the evaluation data once."""
-        assert self.evaluation_tokens is not None
         with self.agreed("planning the evaluation"):
             ranks = self.accelerator.num_processes
             plan = Plan.once_through(self.evaluation_tokens, self.recipe, ranks, self.hooks)
@@ -219,14 +234,9 @@ class OpenRun:
         )
 
     def evaluation_due(self) -> bool:
-        """Tell whether the model is evaluated after this step."""
-        due = self.step == self.plan.steps or self.recipe.evaluates(self.step)
-        return due and self.evaluation_tokens is not None
-
-    def checkpoint_due(self) -> bool:
-        """Tell whether a checkpoint is written after this step."""
-        due = self.step == self.plan.steps or self.checkpoints.due(self.step)
-        return due or self.checkpoints.is_best(self.step)
+        """Tell whether the model is evaluated after this step, and has not been yet."""
+        due = self.recipe.evaluates(self.step, self.plan.steps)
+        return due and self.checkpoints.evaluated < self.step
 
     def save_checkpoint(self) -> None:
         """Begin a checkpoint of the last finished step, which is written in the background."""
@@ -342,7 +352,7 @@ def describe(run: OpenRun) -> None:
         "dtypes": dtypes,
         "model": model,
         "data": data_facts(run.tokens),
-        "eval": None if run.evaluation_tokens is None else data_facts(run.evaluation_tokens),
+        "eval": run.evaluation_tokens and data_facts(run.evaluation_tokens),
         "plugins": record.plugins(),
     }
     say(

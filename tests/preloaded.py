@@ -11,13 +11,15 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without this, its import looks
 with suppress(ImportError):
     importlib.import_module("deepspeed")
 
+import datasets  # noqa: F401
 import forks  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import plugsft.commands.runs.start
 import plugsft.lab.bench.run
 import plugsft.lab.tune.run
-import plugsft.loop  # noqa: F401
+import plugsft.loop
+import plugsft.plugins.lora.adapters  # noqa: F401  # peft: two thirds of a tiny run with adapters
 
 # This compiles a thousand patterns, which the first model of a process needs.
 get_checkpoint_conversion_mapping("llama")

@@ -268,7 +268,6 @@ def test_steps_and_warm_up_are_counted(tiny, check):
     assert any("warm-up takes 9 of 9 steps" in line for line in found.warn)
     assert not check(tiny(), "train.epochs=3", "train.warmup=8").warn
     assert any("larger than the data" in line for line in check(tiny(), "train.batch_size=32").warn)
-    assert any("same as the training rows" in line for line in check(tiny(eval={})).warn)
 
 
 def test_plugins_may_object_to_the_ranks_asked_about(tiny, tmp_path, monkeypatch, check):

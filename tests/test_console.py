@@ -51,8 +51,8 @@ def test_a_bar_where_somebody_does(terminal):
 
 def test_what_pairs_show_stands_beside_the_loss(tiny):
     rows = [{"prompt": "who? ", "chosen": f"owls {n}", "rejected": f"elks {n}"} for n in range(16)]
-    data = {"train": {"steps": 2}, "eval": {"every": 2}, "plugins": {"dpo": {}}}
-    result = run_plugsft(tiny(rows=rows, **data))
+    held_out = {"every": 2, "split": "train[:8]"}
+    result = run_plugsft(tiny(rows, train={"steps": 2}, eval=held_out, plugins={"dpo": {}}))
     assert result.returncode == 0, result.stderr
     beside = r"  accuracy [01]\.\d{3}  margin -?\d\.\d{3}"
     assert (

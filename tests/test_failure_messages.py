@@ -90,7 +90,8 @@ def test_a_plugin_that_fails_is_named_and_its_run_has_failed(
 ):
     activate(install(tmp_path, fails=FAILS), monkeypatch)
     options = {"hook": hook, "call": call, "opens": opens}
-    recipe = tiny(train={"steps": 3}, eval={"every": 3}, plugins={"fails": options})
+    held_out = {"every": 3, "split": "train[:8]"}
+    recipe = tiny(train={"steps": 3}, eval=held_out, plugins={"fails": options})
     done = run_plugsft(recipe)
     says = "a mistake of the plugin"
     if opens:

@@ -37,7 +37,7 @@ def run(tmp_path_factory):
     tables = tiny_tables(folder, chats(20))
     tables["train"] |= {"steps": 4}
     tables["checkpoint"] = {"every": 2}
-    tables["eval"] = {"source": tables["data"]["source"]}
+    tables["eval"] = {"split": "train[:8]"}
     tables["plugins"] = {"bfd_packing": {}}
     del tables["train"]["micro_batch"]
     result = run_plugsft(write_recipe(folder / "recipe.toml", tables))

@@ -158,10 +158,10 @@ def test_a_signal_that_comes_again_as_the_run_ends_is_the_same_one():
     """Else the message that the run was saved could be lost."""
     before = {number: signal.getsignal(number) for number in Stopping.SIGNALS}
     try:
-        with Stopping():
+        with Stopping(str):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # would raise KeyboardInterrupt
-        with pytest.raises(KeyboardInterrupt), Stopping() as stopping:
+        with pytest.raises(KeyboardInterrupt), Stopping(str) as stopping:
             os.kill(os.getpid(), signal.SIGINT)
             stopping._received -= Stopping.REPEATED
             os.kill(os.getpid(), signal.SIGINT)
@@ -202,9 +202,9 @@ def test_resume_says_what_is_wrong(tiny, tmp_path):
     assert run_plugsft(recipe).returncode == 0
     again = run_plugsft(recipe)
     assert again.returncode == 2 and "--overwrite" in again.stderr
-    other = run_plugsft(recipe, "train.learning_rate=0.5", "--resume")
+    other = run_plugsft(recipe, "train.learning_rate=0.5", "train.seed=7", "--resume")
     assert other.returncode == 2
-    assert "train.learning_rate was 0.003 and is 0.5" in other.stderr
+    assert "train.learning_rate was 0.003 and is 0.5; train.seed was 0 and is 7" in other.stderr
     plugin = run_plugsft(recipe, "plugins.async_collate.depth=1", "--resume")
     assert plugin.returncode == 2, plugin.stdout
     assert "is finished, and had other options of plugins.async_collate" in plugin.stderr

@@ -27,7 +27,9 @@ MEASURES = """
 @pytest.fixture
 def company(tiny, tmp_path, monkeypatch):
     activate(install(tmp_path, one=MEASURES, two=MEASURES), monkeypatch)
-    return tiny(train={"steps": 2}, eval={"every": 2}, plugins={"one": {}, "two": {"metric": "x"}})
+    held_out = {"every": 2, "split": "train[:8]"}
+    plugins = {"one": {}, "two": {"metric": "x"}}
+    return tiny(train={"steps": 2}, eval=held_out, plugins=plugins)
 
 
 def test_the_core_s_metrics_are_those_that_a_run_logs(company, tmp_path):

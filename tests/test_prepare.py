@@ -243,7 +243,7 @@ def test_evaluation_data_is_prepared_like_the_rest(run, tmp_path):
     assert (len(tokens), len(evaluation)) == (9, 5) and evaluation.folder != tokens.folder
     _, tokens, evaluation = run([GOOD] * 9, eval={"split": "train[-2:]"})
     assert len(evaluation) == 2
-    with pytest.raises(RecipeError, match=r"eval.source: missing"):
+    with pytest.raises(RecipeError, match=r"eval.source: no rows of its own"):
         run(None, sources=[{"source": str(other)}], eval={})
 
 

@@ -304,7 +304,7 @@ def test_yaml_and_json_say_what_toml_says(tmp_path):
     tables = {
         **tiny_tables(tmp_path),
         "checkpoint": {"every": 0, "keep_best": "eval_loss"},
-        "eval": {"every": 8},
+        "eval": {"every": 8, "split": "train[:9]"},
         "plugins": {"bfd_packing": {"capacity": 512}, "async_collate": {}},
     }
     tables["data"] |= {"ignore": texts, "columns": {"label": "on"}, "template_kwargs": {"a": True}}
@@ -377,6 +377,7 @@ def test_overrides_set_any_key(tiny):
             "output=runs/here and there",
             'data.columns={messages = "talk"}',
             "eval.every=7",
+            "eval.split=train[5:]",
             "checkpoint.keep = 9",
         ],
     )
@@ -467,12 +468,17 @@ def test_a_split_beside_a_mixture_is_refused(tmp_path):
     assert "data: split belongs into each of [[data.sources]]" in line
 
 
-def test_a_mixture_says_what_it_is_evaluated_on(tmp_path):
+@pytest.mark.parametrize("mixture", [False, True])
+def test_an_evaluation_has_rows_of_its_own(tmp_path, mixture):
     tables = tiny_tables(tmp_path)
-    tables["data"]["sources"] = [{"source": tables["data"].pop("source")}]
-    tables["eval"] = {}
-    (line,) = problems(write_recipe(tmp_path / "recipe.toml", tables))
-    assert "eval.source: missing; without data.source, set it: source = " in line
+    source = tables["data"]["source"]
+    if mixture:
+        tables["data"]["sources"] = [{"source": tables["data"].pop("source"), "weight": 2.0}]
+    for table in ({}, {"source": source}, {"every": 9, "split": "train"}):
+        (line,) = problems(write_recipe(tmp_path / "recipe.toml", tables | {"eval": table}))
+        assert "eval.source: no rows of its own; set source =" in line and "train[95%:]" in line
+    tables["eval"] = {"source": source, "split": "train[5:]"}
+    load(write_recipe(tmp_path / "recipe.toml", tables))
 
 
 def places_of(table, prefix=""):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -147,6 +148,121 @@ def test_the_best_checkpoint_is_kept_and_becomes_the_model(tiny, tmp_path, monke
     assert any(not torch.equal(model[name], last[name]) for name in expected)
 
 
+CUTS = """
+    import os, signal
+    import torch
+
+    @plugin()
+    class Cuts:
+        at: int
+        rank: int = state(0)
+        seen: int = state(0)
+
+        @hookimpl
+        def ready(self, run):
+            self.rank = run.ranks.rank
+
+        @hookimpl(wrapper=True)
+        def step(self):
+            self.seen += not torch.is_grad_enabled()
+            if self.seen == self.at and self.rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return (yield)
+
+        @hookimpl
+        def summary(self):
+            return f"{self.seen} seen"
+"""
+SPEED = {"tokens_per_second", "step_seconds", "memory_gib", "data_wait_seconds"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_cuts_an_evaluation_short_and_a_resume_begins_with_it(
+    tiny, tmp_path, monkeypatch, ranks
+):
+    """Metrics, samples, the best model and an early stop are those of a run without a stop."""
+    activate(install(tmp_path / "site", told=BEST, cuts=CUTS), monkeypatch)
+    of_told = {"metric": "eval_told", "best": "highest", "patience": 2}
+    recipe = tiny(
+        rows=chats(24),
+        train=TRAIN | {"batch_size": 4, "micro_batch": 1},
+        eval={"split": "train[:12]", "every": 1},
+        checkpoint={"keep_best": "eval_told", "best": "highest"},
+        plugins={
+            "told": {"values": [1.0, 3.0, 2.0, 2.5, 0.0, 0.5]},
+            "early_stopping": of_told,
+            "samples": {"prompts": ["Who?"], "every": 2, "max_tokens": 4},
+            "cuts": {"at": -1},
+        },
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    def ended(run, *words):
+        started = start_ranks(
+            ranks, recipe, f"output={run}", *words, env={"PLUGSFT_PROGRESS_SECONDS": "0"}
+        )
+        return [process.wait() for process in started]
+
+    def left_by(run):
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        metrics = [{key: line[key] for key in line if key not in SPEED} for line in lines]
+        samples = (run / "samples.jsonl").read_text()
+        return metrics, samples, record_of(run)["best"], load_file(run / "model/model.safetensors")
+
+    done = ended(whole)[0]
+    assert done.returncode == 0 and done.stdout.count("4 of 12 examples, after step 1, about") == 1
+    assert [line["step"] for line in left_by(whole)[0]] == [1, 1, 2, 2, 3, 3, 4, 4]
+    at = 12 // ranks + 2
+    for stopped in ended(parts, f"plugins.cuts.at={at}"):
+        assert stopped.returncode == 143, stopped.stderr
+        said = "stopping after this micro-batch of the evaluation; then" in stopped.stderr
+        assert said == (ranks == 1), "the main process says it, and here the last rank is stopped"
+    assert {"cuts": f"{at} seen"}.items() <= {
+        one["name"]: one["summary"] for one in record_of(parts)["plugins"]
+    }.items()
+    assert [path.name for path in (parts / "checkpoints").glob("*2")] == ["step-000002"]
+    for _ in range(2):  # the second time as if killed after that evaluation
+        for resumed in ended(parts, "--resume"):
+            assert resumed.returncode == 0, resumed.stderr
+        assert str(left_by(parts)) == str(left_by(whole))
+        for name in ("model", "checkpoints/step-000003", "checkpoints/step-000004"):
+            shutil.rmtree(parts / name)
+
+
+TWICE = """
+    import os, signal, time
+
+    @plugin()
+    class Twice:
+        last: int = state(0)
+
+        @hookimpl
+        def saved(self, step):
+            self.last = step
+
+        @hookimpl
+        def stepped(self):
+            for _ in range(2 if self.last else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(2.1)
+"""
+
+
+def test_each_ctrl_c_says_what_it_does_and_what_is_lost(tiny, tmp_path, monkeypatch):
+    activate(install(tmp_path / "site", twice=TWICE), monkeypatch)
+    recipe = tiny(train=TRAIN | {"steps": 40}, checkpoint={"every": 2}, plugins={"twice": {}})
+    ended = run_plugsft(recipe)
+    assert ended.returncode == 130 and "Traceback" not in ended.stderr, ended.stderr
+    loss = r"(\d+ steps? since the checkpoint of step \d+, from which --resume goes on)"
+    first = re.search(
+        f"^stopping after this step; .* ends it at once, and loses {loss}$", ended.stderr, re.M
+    )
+    assert f"\nended at once: lost {first[1]}\n" in ended.stderr
+    record = record_of(tmp_path / "run")
+    assert (record["status"], record["reason"]) == ("stopped", f"ended at once: lost {first[1]}")
+    assert run_plugsft(recipe, "--resume", "--without", "twice").returncode == 0
+
+
 WORST = """
     from typing import Any
     import torch
@@ -235,7 +351,8 @@ def test_a_best_checkpoint_that_is_missing_is_named(tiny, tmp_path, monkeypatch)
 
 
 def test_a_metric_that_evaluations_lack_is_named(tiny):
-    recipe = tiny(train=TRAIN, eval={"every": 2}, checkpoint={"keep_best": "eval_los"})
+    held_out = {"every": 2, "split": "train[:8]"}
+    recipe = tiny(train=TRAIN, eval=held_out, checkpoint={"keep_best": "eval_los"})
     result = run_plugsft(recipe)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "evaluations have no metric 'eval_los'; did you mean 'eval_loss'?" in result.stderr

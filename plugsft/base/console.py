@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,6 +45,13 @@ QUERY = re.compile(r"(https?://[^\s?\"'`<>]*)\?[^\s\"'`<>|\\]*")
 def say(text: str) -> None:
     """Print one line, on the main process only."""
     out.print(text, markup=False)
+
+
+def say_at_once(text: str) -> None:
+    """Print a line out of a signal's handler, where buffers may be in use; on the main process."""
+    if not out.quiet:
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"\n{text}\n".encode())
 
 
 def print_error(text: str) -> None:

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..tokens.tokenizer import Tokenizer
 from .jinja import CompiledTemplate, compile_template
 from .jinja import render as render_chat
 from .messages import REASONING, BadRow, Conversation, call_variants, calls_of
+from .outlines import Outlines, RenderedChat, Text
 from .turns import ASK, Turn, TurnFinder, Unserved
 
 CHATML = Path(__file__).with_name("chatml.jinja")
@@ -49,19 +49,9 @@ THINKING: tuple[Row, ...] = (
 """Variables by which templates let a model think."""
 ANSWER: Row = {"role": "assistant", "content": "!answer!"}
 
-Text = tuple[str, list[Span]]
-
 
 class TemplateRefusal(BadRow):
     """A row that the chat template refuses."""
-
-
-@dataclass
-class RenderedChat:
-    """The examples of a conversation: one, or one for each trained turn."""
-
-    texts: list[Text]
-    warnings: list[str] = field(default_factory=list)
 
 
 class Chat:
@@ -73,6 +63,7 @@ class Chat:
                 "the data holds chats, but the tokenizer has no chat template. Set "
                 'model.chat_template = "FILE.jinja", or use rows with prompt and completion'
             )
+        self.tokenizer = tokenizer
         self.template = _compile(tokenizer.chat_template)
         self.blocks = tokenizer.honours_blocks and self.template.marked
         if unknown := data.template_kwargs.keys() - self.template.variables:
@@ -103,6 +94,22 @@ class Chat:
             self.needs_parts = self._writes_answers()
 
     @cached_property
+    def outlines(self) -> Outlines:
+        """What is known of the tokenizer's chats from earlier ones."""
+        kept: dict[str, Outlines] = self.tokenizer.kept
+        key = repr((self.train_on, self.variables))
+        if key not in kept:
+            source = self.tokenizer.chat_template or ""
+            tokens = (token for token in self.special if token in source)
+            kept[key] = Outlines(
+                lambda messages: self._write(messages, self.variables)[0],
+                self.render_alone,
+                {*self.stops, *tokens, "<think>", "</think>"},
+                {*self.template.searched},
+            )
+        return kept[key]
+
+    @cached_property
     def header(self) -> str:
         """The text that the template writes before an answer: the assistant's role."""
         try:
@@ -114,6 +121,13 @@ class Chat:
 
     def render(self, chat: Conversation) -> RenderedChat:
         """Return the texts of a conversation and their trained spans."""
+        if self.blocks or self.train_on == "all":
+            return self.render_alone(chat)
+        self.methods.add(SERVED)
+        return self.outlines.find(chat)
+
+    def render_alone(self, chat: Conversation) -> RenderedChat:
+        """Render a conversation without what is known of others."""
         if not chat.has_calls:
             return self._render(chat, chat.messages)
         errors = []
@@ -157,7 +171,6 @@ class Chat:
         warnings = []
         for number, turn in zip(chosen, turns, strict=True):
             warnings += self._ensure_whole(messages[number], turn)
-        self.methods.add(SERVED)
         # Behind the last trained turn, the template may write no stop token.
         whole = turns[-1].prompt + turns[-1].answer if turns else text
         whole = text if text.startswith(whole) else whole

@@ -39,6 +39,8 @@ class CompiledTemplate:
     """Whether it has generation blocks."""
     variables: frozenset[str]
     """Names of the variables that it reads."""
+    searched: frozenset[str]
+    """Texts that it may compare with others or look for in them."""
 
 
 class _Generation(Extension):
@@ -135,7 +137,12 @@ def compile_template(source: str) -> CompiledTemplate:
     # Each rendering copies the globals, and a plain dict is copied faster than Jinja's ChainMap.
     template.globals = dict(template.globals)
     marked = any(node.data == BEGIN_MARK for node in tree.find_all(nodes.TemplateData))
-    return CompiledTemplate(template, marked, frozenset(find_undeclared_variables(tree)))
+    variables = frozenset(find_undeclared_variables(tree))
+    # Not those that it writes.
+    users = (nodes.Assign, nodes.Call, nodes.Compare, nodes.Filter, nodes.Test)
+    constants = (value for node in tree.find_all(users) for value in node.find_all(nodes.Const))
+    searched = frozenset(one.value for one in constants if isinstance(one.value, str))
+    return CompiledTemplate(template, marked, variables, searched - {""})
 
 
 def render(

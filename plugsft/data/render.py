@@ -9,9 +9,10 @@ from ..base.types import Rendered, Row
 from ..recipe.tables import Data, short
 from ..tokens.schema import SCHEMA, WEIGHT, WEIGHT_RANGE, common_type, is_weight, type_of
 from ..tokens.tokenizer import Tokenizer
-from .chat import Chat, Text
+from .chat import Chat
 from .formats import READ, TEXTS, format_of, read_chat, read_text, read_weight
 from .messages import BadRow, check_order
+from .outlines import Text
 from .unread_columns import READERS, ensure_read
 
 Renderer = tuple[Callable[[Row], tuple[list[Text], list[str]]], Callable[[], str]]

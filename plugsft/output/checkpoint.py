@@ -59,6 +59,10 @@ class Checkpoints:
         """The step of the last checkpoint, which may still be in the background."""
         self.best: Best | None = None
         """The best evaluation, if the recipe keeps it."""
+        self.published = 0
+        """The step of the last checkpoint that is complete."""
+        self.evaluated = 0
+        """The step of the last evaluation that came to its end."""
         self._every, self._steps = recipe.checkpoint.interval(steps), steps
         self._thread, self._memory = ThreadPoolExecutor(1), dict[str, Tensor]()
         self._warned = False
@@ -67,10 +71,12 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after this step."""
-        return self._every > 0 and step % self._every == 0
+        best = self.best and self.best.step
+        return step in (best, self._steps) or (self._every > 0 and step % self._every == 0)
 
     def compare(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Compare an evaluation with the best one, if the recipe keeps it."""
+        """Note an evaluation; compare it with the best one, if the recipe keeps it."""
+        self.evaluated = step
         checkpoint = self._recipe.checkpoint
         if checkpoint.keep_best is None:
             return
@@ -84,10 +90,6 @@ class Checkpoints:
         sign = 1 if checkpoint.best == "lowest" else -1
         if math.isfinite(value) and (self.best is None or sign * value < sign * self.best.value):
             self.best = Best(step, value)
-
-    def is_best(self, step: int) -> bool:
-        """Tell whether the evaluation of this step is the best so far."""
-        return self.best is not None and self.best.step == step
 
     @contextmanager
     def best_restored(self, step: int) -> Iterator[int]:
@@ -108,8 +110,7 @@ class Checkpoints:
 
         with agreed(self._accelerator, "copying the state of the plugins"):
             plugin_states = copy_state(self._active.state_dicts(), to_host)
-        self.restore([step_folder(self.folder, best.step)])
-        self.saved, self.best = step, best
+        self._load([step_folder(self.folder, best.step)])
         yield best.step
         with agreed(self._accelerator, "restoring the state of the plugins"):
             states = copy_state(plugin_states, lambda tensor: tensor.to(devices[tensor]))
@@ -136,6 +137,7 @@ class Checkpoints:
             self._task = None  # also if the next line fails
             self._task = next(self._saving, None)
             if self._task is None:
+                self.published = self.saved
                 return self.saved
         return None
 
@@ -161,6 +163,7 @@ class Checkpoints:
                 "format": FORMAT,
                 "step": step,
                 "best": self.best,
+                "evaluated": self.evaluated,
                 "data": self._data,
                 "recipe": keys_affecting_results(self._recipe, self._active),
                 "plugins": self._recipe.plugins,
@@ -229,14 +232,21 @@ class Checkpoints:
                 say(f"warning: {left} could not be removed ({reason}); it still takes disk space")
 
     def restore(self, checkpoints: Sequence[Path]) -> None:
-        """Load the first undamaged checkpoint, if any, into model and optimizer."""
+        """Go on from the first undamaged checkpoint, if any."""
+        if saved := self._load(checkpoints):
+            self.saved = self.published = saved["step"]
+            self.evaluated = saved.get("evaluated", self.saved)
+            self.best = self._best_of(saved)
+
+    def _load(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
+        """Load the first undamaged checkpoint, if any, into model, optimizer and plugins."""
         # Each rank has listed the folder itself.
         names = ", ".join(path.name for path in checkpoints) or "none"
         facts = {"the checkpoints to resume from": names}
         ensure_alike(self._accelerator, facts, "All nodes must see one output folder")
         path = first_undamaged(self._accelerator, checkpoints)
         if path is None:
-            return
+            return {}
         state = self._state
         with (
             ShardReader(path, state.rank, state.ranks) as reader,
@@ -250,7 +260,7 @@ class Checkpoints:
                 )
             plugin_states = state.restore(reader, *read_description(path, saved, state))
             self._active.load_state_dicts(plugin_states)
-        self.saved, self.best = int(saved["step"]), self._best_of(saved)
+        return saved
 
     def _best_of(self, saved: dict[str, Any]) -> Best | None:
         """Return the best evaluation that a checkpoint knows, if its checkpoint is there."""

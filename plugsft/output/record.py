@@ -63,10 +63,11 @@ class Record:
             "warnings": [],
         }
 
-    def open(self, done: int) -> None:
+    def open(self, done: int, evaluates: bool) -> None:
         """Begin in place of an earlier run's results, or resume after step `done`.
 
-        Lines of steps after `done` are removed. Prepared data stays.
+        Lines of steps after `done` are removed, and those of its evaluation if the run begins with
+        it. Prepared data stays.
         """
         if not self.writes:
             return
@@ -77,8 +78,8 @@ class Record:
         (self.folder / "report.html").unlink(missing_ok=True)
         write_text(self.folder / "recipe.toml", resolved(self._recipe))
         path = self.folder / "metrics.jsonl"
-        lines = keep_lines(path, done)
-        if not keep_lines(samples := self.folder / SAMPLES, done):
+        lines = keep_lines(path, done, evaluates)
+        if not keep_lines(samples := self.folder / SAMPLES, done, evaluates):
             samples.unlink()
         # The means at the end count the steps before a resume, too.
         known = [line for line in lines if all(line.get(name) is not None for name in AVERAGED)]
@@ -177,9 +178,16 @@ class Record:
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def keep_lines(path: Path, done: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after `done` from a file of JSON lines; return the others."""
-    lines = [line for line in read_metrics(path) if line["step"] <= done] if done else []
+def keep_lines(path: Path, done: int, evaluates: bool = False) -> list[dict[str, Any]]:
+    """Remove the lines of steps after `done` from a file of JSON lines; return the others.
+
+    `evaluates`: remove those of the evaluation of step `done` too, which have no loss.
+    """
+    lines = [
+        line
+        for line in (read_metrics(path) if done else [])
+        if (line["step"], "loss" not in line) <= (done, not evaluates)
+    ]
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     return lines
 

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, fsdp2_prepare_model
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -118,6 +119,8 @@ def shard_frozen_model(accelerator: Accelerator, load: Load, model: Any) -> Modu
 def _shard_by_rows(model: Any, accelerator: Accelerator, names: dict[str, str], load: Load) -> None:
     """Shard a model by FSDP2; read this rank's rows of the weights that are not loaded yet."""
     fsdp2_prepare_model(accelerator, model)
+    if hasattr(model, "generate"):  # adapters' goes to the model inside, past the forward's hooks
+        register_fsdp_forward_method(model, "generate")
     if not names:
         return
     present = {

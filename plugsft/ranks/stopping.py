@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
 from types import FrameType
@@ -10,8 +10,9 @@ from typing import Any, Self
 
 from accelerate import Accelerator
 
+from ..base.console import say_at_once
 from ..base.errors import Stopped
-from .agree import Report, Vote, raise_failures, vote
+from .agree import Vote, raise_failures, vote
 from .launcher import launcher_ended
 
 
@@ -25,15 +26,18 @@ class Stopping:
     REPEATED = 2.0
     """Seconds: Ctrl-C comes from the terminal, and a moment later from the launcher too."""
 
-    def __init__(self) -> None:
+    def __init__(self, describe: Callable[[bool], str]) -> None:
+        """`describe`: what to print at a signal; true is given at one that ends the run at once."""
+        self._describe = describe
         self.reason = ""
         """Why all ranks end the run: set once they agreed."""
+        self.signal = ""
+        """The signal that ends the run: set once all ranks agreed."""
         self.can_save = False
         """Whether every rank can save a checkpoint after the failure that they agreed on."""
         self._request = ""
         """Why a plugin on this rank asked to stop."""
         self._signal, self._received = "", 0.0
-        self._agreed_signal = ""
         self._error: Exception | None = None
         self._fatal = False
         self._handlers: dict[int, Any] = {}
@@ -62,8 +66,8 @@ class Stopping:
             caught = raised
         error = self._error or caught
         fatal = self._fatal or caught is not None
-        ballot = Vote(operation, error, fatal, self._request, self._own_signal())
-        reports = vote(accelerator, ballot)
+        own = self._signal or ("the end of its launcher" if launcher_ended() else "")
+        reports = vote(accelerator, Vote(operation, error, fatal, self._request, own))
         if not reports:
             return
         failed = [report for report in reports if report.failure is not None]
@@ -71,28 +75,18 @@ class Stopping:
         together = len({report.operation for report in reports}) == 1
         self.can_save = together and bool(failed) and not any(report.fatal for report in failed)
         raise_failures(reports, error)
-        self._agree_on_reason(reports)
+        self.signal = next((report.signal for report in reports if report.signal), "")
+        self.reason = self.signal or next(report.stop for report in reports if report.stop)
 
     def raise_stopped(self, step: int, output: str) -> None:
         """End the run on all ranks, if a signal asked for it."""
-        if self._agreed_signal:
-            number = getattr(signal, self._agreed_signal, signal.SIGTERM)
+        if self.signal:
+            number = getattr(signal, self.signal, signal.SIGTERM)
             raise Stopped(
                 f"stopped by {self.reason} after step {step}: saved; "
                 f"resume with --resume ({output})",
                 128 + number,
             )
-
-    def _own_signal(self) -> str:
-        """Return the signal that this rank received, if any."""
-        return self._signal or ("the end of its launcher" if launcher_ended() else "")
-
-    def _agree_on_reason(self, reports: list[Report]) -> None:
-        """Take the same reason on all ranks: a signal, or the first request."""
-        signals = [report.signal for report in reports if report.signal]
-        requests = [report.stop for report in reports if report.stop]
-        self.reason = (signals or requests)[0]
-        self._agreed_signal = signals[0] if signals else ""
 
     def __enter__(self) -> Self:
         # Python allows no handlers in other threads.
@@ -110,5 +104,7 @@ class Stopping:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._signal:
             self._signal, self._received = signal.Signals(number).name, time.monotonic()
+            say_at_once(self._describe(False))
         elif time.monotonic() - self._received > self.REPEATED:
-            raise KeyboardInterrupt
+            say_at_once(lost := self._describe(True))
+            raise KeyboardInterrupt(lost)

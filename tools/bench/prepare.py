@@ -69,6 +69,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", default="auto,transformers")
     parser.add_argument("--folder", type=Path, help="folder that keeps the data for the next call")
+    parser.add_argument(
+        "--template", default="auto", help="model.chat_template of plugsft's recipe"
+    )
     parser.add_argument("--child", choices=[*CHILDREN], help=argparse.SUPPRESS)
     parser.add_argument("--engine", default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
@@ -102,6 +105,7 @@ def measure(name: str, options: argparse.Namespace, **changes: object) -> dict:
         "rows": options.rows,
         "processes": options.processes,
         "folder": options.folder,
+        "template": options.template,
         **changes,
     }
     words = [f"--{key}={value}" for key, value in arguments.items()]
@@ -122,7 +126,10 @@ def run_plugsft(options: argparse.Namespace) -> dict:
         raw = shared.tables(
             options.keep or output,
             source_path(options),
-            model={"tokenizer": str(options.folder / "tokenizer")},
+            model={
+                "tokenizer": str(options.folder / "tokenizer"),
+                "chat_template": options.template,
+            },
             plugins={
                 "fast_tokenizer": {"engine": options.engine},
                 "multiprocess_tokenize": {"workers": options.processes},

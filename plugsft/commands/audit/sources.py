@@ -52,9 +52,8 @@ def check_data(
         if recipe.eval is not None and recipe.eval.source not in wrong:
             with findings.about("eval"):
                 evaluation = recipe.eval_source()
-                if evaluation in [each.model_copy(update={"weight": 1.0}) for each in sources]:
-                    findings.warn("eval", "the rows are the same as the training rows")
-                elif (rows := _open(findings, "eval", evaluation)) is not None and work:
+                rows = _open(findings, "eval", evaluation)
+                if rows is not None and work:
                     work.sources = [evaluation]
                     with findings.about("rows"):
                         evaluated = _rows(findings, recipe, active, work, [rows], 0)

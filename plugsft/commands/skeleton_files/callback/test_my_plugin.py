@@ -8,7 +8,8 @@ def test_it_changes_nothing_that_is_learned() -> None:
 
 
 def test_it_resumes() -> None:
-    testing.resumes("my_plugin", {"below": 0.0}, tables={"eval": {"every": 3}})
+    tables = {"eval": {"every": 3, "split": "train[:8]"}}
+    testing.resumes("my_plugin", {"below": 0.0}, tables=tables)
 
 
 def test_it_stops_the_run_on_one_and_on_two_ranks() -> None:
