@@ -53,10 +53,10 @@ class Samples:
             raise RecipeError("prompts: an empty prompt has no answer; remove it")
 
     @hookimpl
-    def logged(self, run: Run, metrics: dict[str, Any]) -> None:
+    def logged(self, run: Run) -> None:
         """Answer the prompts every so many steps, once the time of the step is known."""
         due = self.every and (run.step % self.every == 0 or run.step == run.steps)
-        if due and "loss" in metrics:
+        if due and self.answered != run.step:
             self._answer(run)
 
     @hookimpl

@@ -32,8 +32,9 @@ from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, testing
 from plugsft.base.machine import look
-from plugsft.loop import evaluate, forward_backward, plugin_metrics
+from plugsft.loop import evaluation_losses, evaluation_metrics, forward_backward, plugin_metrics
 from plugsft.plugins.kto.steps import Mismatched, lay_out
+from plugsft.ranks.trained_model import evaluating
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
 from plugsft.run import OpenRun
@@ -77,7 +78,7 @@ class Run:
         tables["plugins"] = {**(plugins or {}), "kto": options}
         tables["train"] |= {"batch_size": len(self.rows)} | (train or {})
         if evaluates:
-            tables["eval"] = {"source": tables["data"]["source"]}
+            tables["eval"] = {"split": "train[:100%]"}
         recipe, active = resolve(tables)
         self.run = OpenRun(recipe, active, look())
         self.folder, self.tokenizer = Path(self.run.load.path), self.run.tokenizer
@@ -466,7 +467,7 @@ def test_each_source_of_answers_counts_with_its_weight(tiny, tmp_path):
     sources = [{"source": str(path), "weight": n + 2} for n, path in enumerate(paths)]
     tables = tomllib.loads(tiny(plugins={"kto": {}}).read_text(encoding="utf8"))
     tables["data"] = {"sources": sources, "max_length": 256}
-    tables["eval"] = {"source": str(paths[0])}
+    tables["eval"] = {"source": str(paths[0]), "split": "train[:4]"}
     recipe = write_recipe(tmp_path / "recipe.toml", tables)
     result = run_plugsft("prepare", recipe)
     assert result.returncode == 0, result.stderr
@@ -512,7 +513,9 @@ def test_an_evaluation_s_metrics_are_means_over_the_answers_of_a_label(tmp_path)
     labels = [True] * 4 + [False] * 7
     rows = [row | {"label": label} for row, label in zip(rows_of(11), labels, strict=True)]
     run = Run(tmp_path, rows, train={"batch_size": 8}, evaluates=True)
-    metrics, tokens = evaluate(run.run), run.run.evaluation_tokens
+    tokens = run.run.evaluation_tokens
+    with torch.no_grad(), evaluating(run.run.module):
+        metrics = evaluation_metrics(run.run, evaluation_losses(run.run))
     log_probs = [-float(run.run.model.score(tokens, np.array([n])).sum()) for n in range(11)]
     assert metrics["eval_logp_desirable"] == pytest.approx(np.mean(log_probs[:4]), rel=1e-5)
     assert metrics["eval_logp_undesirable"] == pytest.approx(np.mean(log_probs[4:]), rel=1e-5)

@@ -16,6 +16,7 @@ LEARNING = {
     "dpo": {},
     "lora": {"r": 4},
     "ema": {"decay": 0.3},
+    "samples": {"prompts": ["hello"], "every": 2, "max_tokens": 9, "temperature": 1.0},
 }
 """Their results are compared."""
 LAYOUT = ("bfd_packing.capacity=256", "fused_loss.chunk=7", "gradient_checkpointing.every=1")
@@ -43,5 +44,7 @@ def test_many_plugins_on_sharded_ranks_learn_what_one_process_does(tiny, tmp_pat
         load_file(one / "model/adapter_model.safetensors") for one in (run, alone)
     )
     assert_close(averages, expected, rtol=0, atol=1e-4)
+    answers = (run / "samples.jsonl").read_text()
+    assert answers == (alone / "samples.jsonl").read_text() and answers.count("\n") == 4
     plugins = json.loads((run / "run.json").read_text())["plugins"]
-    assert len(plugins) == 8
+    assert len(plugins) == 9

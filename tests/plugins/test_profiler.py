@@ -108,7 +108,8 @@ def test_time_is_told_where_it_was_spent(tiny, tmp_path, sleeper):
 def test_nothing_else_is_learned(tiny, tmp_path):
     curves = []
     for name, plugins in (("plain", {}), ("profiled", {"profiler": {}})):
-        recipe = tiny(train=TRAIN | {"micro_batch": 3}, eval={"every": 4}, plugins=plugins)
+        held_out = {"every": 4, "split": "train[:8]"}
+        recipe = tiny(train=TRAIN | {"micro_batch": 3}, eval=held_out, plugins=plugins)
         result = run_plugsft(recipe, f"output={tmp_path / name}")
         assert result.returncode == 0, result.stderr
         curves.append([(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)])
@@ -118,7 +119,7 @@ def test_nothing_else_is_learned(tiny, tmp_path):
 def test_checkpoints_and_evaluations_are_told_from_logging(tiny, sleeper):
     recipe = tiny(
         train=TRAIN | {"steps": 6},
-        eval={"every": 1},
+        eval={"every": 1, "split": "train[:8]"},
         checkpoint={"every": 1},
         plugins={"profiler": {}, "sleeper": {"slow": {"logging": 30.0}}},
     )

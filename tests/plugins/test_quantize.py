@@ -208,7 +208,7 @@ def run(tmp_path_factory, request):
     tables["model"] |= {"dtype": "bfloat16"}
     tables["train"] |= {"steps": 4, "learning_rate": 1e-2}
     tables["checkpoint"] = {"every": 2}
-    tables["eval"] = {"source": tables["data"]["source"], "every": 2}
+    tables["eval"] = {"split": "train[:8]", "every": 2}
     tables["plugins"] = {
         "quantize": {"kind": request.param},
         "lora": {"r": 4},

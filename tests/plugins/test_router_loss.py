@@ -157,8 +157,8 @@ def numbers(run):
 def test_every_layout_learns_the_same(tmp_path, tokenizer, family, kind):
     model = save_model(tmp_path / "model", family)
     plugins = {"router_loss": {"weight": 1.0}}
-    tables = {"train": {"learning_rate": 1e-2}, "eval": {"every": 3}, "plugins": plugins}
-    recipe = recipe_of(tmp_path, model, tokenizer, **tables)
+    tables = {"train": {"learning_rate": 1e-2}, "eval": {"every": 3, "split": "train[:8]"}}
+    recipe = recipe_of(tmp_path, model, tokenizer, plugins=plugins, **tables)
     alone, run = tmp_path / "alone", tmp_path / kind
     done = run_plugsft(recipe, f"output={alone}")
     assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def ran(tmp_path_factory):
     recipe = recipe_of(
         folder,
         checkpoint={"every": 2},
-        eval={"source": str(folder / "data.jsonl"), "every": 2},
+        eval={"split": "train[:8]", "every": 2},
     )
     result = run_plugsft(recipe, env=places(folder))
     assert result.returncode == 0, result.stderr
