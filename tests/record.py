@@ -197,7 +197,7 @@ class Recorder:
         """Train each short run."""
         more = [{"source": str(self.folder / "more.jsonl"), "weight": 1.5}]
         sources = [{"source": str(self.folder / "chats.jsonl")}, *more]
-        held_out = {"every": 3, "source": str(self.folder / "more.jsonl")}
+        held_out = {"every": 3, "source": str(self.folder / "more.jsonl"), "split": "train[:100%]"}
         sft = self.tables(eval=held_out, checkpoint={"every": 2})
         del sft["data"]["source"]
         sft["data"]["sources"] = sources
