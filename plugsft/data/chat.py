@@ -3,10 +3,10 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ THINKING: tuple[Row, ...] = (
 )
 """Variables by which templates let a model think."""
 ANSWER: Row = {"role": "assistant", "content": "!answer!"}
+
+
+Known = dict[str, Turn] | None
+"""The turns that were found in other chats with the same beginning."""
 
 
 class TemplateRefusal(BadRow):
@@ -126,10 +130,10 @@ class Chat:
         self.methods.add(SERVED)
         return self.outlines.find(chat)
 
-    def render_alone(self, chat: Conversation) -> RenderedChat:
-        """Render a conversation without what is known of others."""
+    def render_alone(self, chat: Conversation, known: Known = None) -> RenderedChat:
+        """Render a conversation turn by turn, but for turns that are known."""
         if not chat.has_calls:
-            return self._render(chat, chat.messages)
+            return self._render(chat, chat.messages, known)
         errors = []
         for messages in call_variants(chat.messages):
             try:
@@ -143,7 +147,7 @@ class Chat:
         methods = (BLOCKS, SERVED, WHOLE)
         return ", or ".join(method for method in methods if method in self.methods)
 
-    def _render(self, chat: Conversation, messages: list[Row]) -> RenderedChat:
+    def _render(self, chat: Conversation, messages: list[Row], known: Known = None) -> RenderedChat:
         variables = self._variables_of(chat)
         text, marks = self._write(messages, variables)
         answers = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
@@ -155,7 +159,7 @@ class Chat:
             if not untrained:
                 self.methods.add(WHOLE)
                 return RenderedChat([(text, [(0, len(text))])])
-            spans = self._spans(text, self._find(chat, messages, variables, untrained))
+            spans = self._spans(text, self._find(messages, variables, untrained))
             return RenderedChat([(text, _complement(spans, len(text)))])
         chosen = self._trained(chat, answers)
         if self.blocks:
@@ -165,7 +169,7 @@ class Chat:
                 warnings += _lost_thoughts(messages[answer], text)
             return RenderedChat([(text, self._marked(marks, answers, chosen))], warnings)
         _ensure_context(chat, messages, text)
-        turns = self._find(chat, messages, variables, chosen)
+        turns = self._find(messages, variables, chosen, known)
         for answer in set(answers) - {*chosen}:
             _ensure_calls(messages[answer], text)
         warnings = []
@@ -188,7 +192,11 @@ class Chat:
         return [_span(turn) for turn in turns]
 
     def _find(
-        self, chat: Conversation, messages: list[Row], variables: dict[str, Any], chosen: list[int]
+        self,
+        messages: list[Row],
+        variables: dict[str, Any],
+        chosen: list[int],
+        known: Known = None,
     ) -> list[Turn]:
         """Return the turns as they are served."""
         if len(chosen) > MAX_ANSWERS:
@@ -198,8 +206,10 @@ class Chat:
             )
 
         try:
-            finder = self._finder(variables)
-            return [finder.find(messages, number) for number in chosen]
+            find = self._finder(variables).find
+            if known is not None:
+                find = partial(_find_once, find, known)
+            return [find(messages, number) for number in chosen]
         except Unserved as error:
             raise BadRow(f"{error}{self._cure(messages, variables, chosen)}") from None
 
@@ -289,6 +299,16 @@ class Chat:
             return "!answer!" in self._write([ASK, ANSWER], self.variables)[0]
         except BadRow:
             return False
+
+
+def _find_once(
+    find: Callable[[list[Row], int], Turn], known: dict[str, Turn], messages: list[Row], number: int
+) -> Turn:
+    # What is behind the next message changes nothing.
+    beginning = f"{number} {messages[: number + 2]}"
+    if beginning not in known:
+        known[beginning] = find(messages, number)
+    return known[beginning]
 
 
 def _compile(source: str) -> CompiledTemplate:

@@ -11,12 +11,14 @@ and compared.
 """
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ..base.types import Row, Span
 from .messages import BadRow, Conversation
+from .turns import Turn
 
 OPEN, CLOSE = "\u2045", "\u2046"
 """Around the number of a message while an outline is made: brackets that no template writes."""
@@ -62,14 +64,16 @@ class Outlines:
     """The outlines of chats under one template."""
 
     write: Callable[[list[Row]], str]
-    render: Callable[[Conversation], RenderedChat]
-    """Renders a chat as a server would, turn by turn."""
+    render: Callable[..., RenderedChat]
+    """Renders a chat as a server would, turn by turn, but for turns that are known."""
     harmful: set[str]
     """What changes more than itself where it stands among words: stop tokens, for instance."""
     searched: set[str]
     """What the template looks for, and has not been tried."""
     known: dict[str, Outline | None] = field(default_factory=dict)
     """Shape -> outline; None where there is none."""
+    turns: dict[str, Turn] = field(default_factory=dict)
+    """The beginning of a chat with places for words -> its last turn."""
     filled: int = 0
     """Number of chats."""
 
@@ -97,8 +101,8 @@ class Outlines:
         roles = [message["role"] for message in chat.messages]
         shape = repr((roles, around, chat.num_prompt, chat.flags))
         if shape not in self.known:
-            if len(self.known) >= MAX_OUTLINES:
-                return None
+            if len(self.known) == MAX_OUTLINES:
+                self.known, self.turns = {}, {}
             self.known[shape] = self._make(chat, words)
         everything = "\n".join(words)
         for text in [text for text in self.searched if text in everything]:
@@ -113,14 +117,14 @@ class Outlines:
         places = [f"{OPEN}{number}{CLOSE}" for number in range(len(words))]
         sample = _with_words(chat, words, places)
         try:
-            rendered = self.render(sample)
+            rendered = self.render(sample, self.turns)
         except BadRow:
             return None
         texts = []
         for text, spans in rendered.texts:
             cuts = [0, *(end for span in spans for end in span), len(text)]
             parts = [text[cut:end] for cut, end in pairwise(cuts)]
-            texts.append([_outlined(part) for part in parts])
+            texts.append([sys.intern(_outlined(part)) for part in parts])
         outline = Outline(_outlined(self.write(sample.messages)), texts, rendered.warnings)
         return outline if outline.fill(places) == rendered else None
 
