@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from .base.types import (
         Batch,
         Build,
-        CacheEntry,
         Encoded,
         Ints,
         Layouts,
@@ -88,13 +87,13 @@ PLUGIN = "__plugsft__"
 class Contract:
     """The arguments of @plugin(...)."""
 
-    after: tuple[str, ...]
-    before: tuple[str, ...]
-    requires: tuple[str, ...]
+    after: Sequence[str]
+    before: Sequence[str]
+    requires: Sequence[str]
     conflicts: dict[str, str]
     provides: dict[str, str | None]
-    affects_results: tuple[str, ...]
-    affects_tokens: tuple[str, ...] | None
+    affects_results: Sequence[str]
+    affects_tokens: Sequence[str] | None
 
 
 T = TypeVar("T")
@@ -126,13 +125,7 @@ def plugin(
     if EVERY in (*before, *requires, *(conflicts or ())):
         raise PluginError(f'@plugin(...): "{EVERY}" is for `after` only')
     contract = Contract(
-        tuple(after),
-        tuple(before),
-        tuple(requires),
-        dict(conflicts or {}),
-        dict(provides or {}),
-        tuple(affects_results),
-        None if affects_tokens is None else tuple(affects_tokens),
+        after, before, requires, conflicts or {}, provides or {}, affects_results, affects_tokens
     )
     config = ConfigDict(
         extra="forbid",
@@ -320,8 +313,8 @@ class Hooks(Protocol):
 
     @stage
     def cache(
-        self, key: dict[str, Any], build: Fill, read: Callable[..., CacheEntry], share: Share
-    ) -> CacheEntry:
+        self, key: dict[str, Any], build: Fill, read: Callable[..., Any], share: Share
+    ) -> Any:
         """Return `read(folder, in_memory)` of a key's cache entry; its result is usually tokens.
 
         If the entry is missing, `build(folder)` fills a new one first. With `share`, several

@@ -240,12 +240,11 @@ def test_noise_of_any_size_is_taken_for_nothing_else(heavy, size):
 
 def test_a_round_alone_makes_nothing_faster_and_little_is_nothing():
     assert times_as_fast([1.0], [3.0]).word == UNKNOWN
-    assert times_as_fast([1.0], [3.0]).phrase == "3.00 x as fast, one round: cannot tell"
     assert times_as_fast([1.0, 1.0], [3.0, 3.0]).word == FASTER
     assert times_as_fast([1.0] * 5, [1.015] * 5).word == NOISE
     assert times_as_fast([1.03] * 5, [1.0] * 5).word == SLOWER
     assert str(times_as_fast([1.0, 2.0], [2.0, 4.0])) == "2.00 x (2.00 to 2.00)"
-    assert times_as_fast([1.0] * 3, [250.0] * 3).phrase == "250 x (250 to 250) as fast, faster"
+    assert str(times_as_fast([1.0] * 3, [250.0] * 3)) == "250 x (250 to 250)"
     assert str(times_as_fast([8.0], [2.0])) == "0.25 x"
     assert slowdown([2.0, 2.1, 2.0], [1.0, 1.0, 1.1]) == pytest.approx(1.97, rel=0.01)
     assert slowdown([2.0, 9.0, 1.0], [1.0, 1.0, 1.1]) == slowdown([2.0], [1.0]) == 1.0

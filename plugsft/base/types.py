@@ -221,13 +221,6 @@ class WeightSlice:
     values: Tensor
 
 
-class CacheEntry(Protocol):
-    """A cache entry: tokens, or a plugin's artefact."""
-
-    facts: dict[str, Any]
-    """Facts about the entry; `key_parts` is the key that it was built for."""
-
-
 class ModelLoad(Protocol):
     """How to load the model; wrappers of `optimize_model` edit this before their yield."""
 

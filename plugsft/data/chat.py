@@ -118,7 +118,7 @@ class Chat:
         """The text that the template writes before an answer: the assistant's role."""
         try:
             question = self._write([ASK], self.variables)[0]
-            prompt = self.write_prompt([ASK], self.variables)
+            prompt = self._write([ASK], {**self.variables, "add_generation_prompt": True})[0]
         except BadRow:
             return ""
         return prompt.removeprefix(question) if prompt.startswith(question) else ""
@@ -281,10 +281,6 @@ class Chat:
                 "model whose template does, or take the tools out)"
             )
         return {**self.variables, "tools": chat.tools, **(chat.variables or {})}
-
-    def write_prompt(self, messages: list[Row], variables: dict[str, Any]) -> str:
-        """Return the text that a model would continue to answer these messages."""
-        return self._write(messages, {**variables, "add_generation_prompt": True})[0]
 
     def _write(self, messages: list[Row], variables: dict[str, Any]) -> Text:
         if self.needs_parts:

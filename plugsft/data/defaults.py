@@ -9,7 +9,7 @@ from typing import Any
 from ..base.build_once import Fill, Share, once
 from ..base.checksums import digest
 from ..base.console import say
-from ..base.types import CacheEntry, Encoded, Rendered, Row, Shard, Slice, Work
+from ..base.types import Encoded, Rendered, Row, Shard, Slice, Work
 from ..hooks import hookimpl
 from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
@@ -45,8 +45,8 @@ class DataDefaults:
 
     @hookimpl
     def cache(
-        self, key: dict[str, Any], build: Fill, read: Callable[..., CacheEntry], share: Share
-    ) -> CacheEntry:
+        self, key: dict[str, Any], build: Fill, read: Callable[..., Any], share: Share
+    ) -> Any:
         """Store tokens in the run's output folder."""
         say_once = functools.cache(lambda: say("waiting for another process to prepare the data"))
         return read(once(self.output / "tokens" / digest(key), build, say_once, share=share), False)

@@ -4,14 +4,17 @@ Rows may differ in their fields, which Arrow's reader of JSON refuses. A line th
 one bad row and does not stop the reading of the file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from ..base.errors import DataError
 from ..base.limits import NestedTooDeep, parse_json
 from ..base.types import Ints, Row, Rows
+
+T = TypeVar("T", bound=Sized)
 
 CHUNK = 1 << 20
 """Bytes to read at a time."""
@@ -29,13 +32,13 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def select(self, rows: Ints) -> "JsonLines":
+    def select(self, rows: "Ints | slice") -> "JsonLines":
         """Return the rows of these numbers."""
         return JsonLines(self.path, self.starts[rows], self.stops[rows])
 
     def part(self, start: int, stop: int) -> "JsonLines":
         """Return a range of the rows; only offsets are sent to other processes."""
-        return JsonLines(self.path, self.starts[start:stop], self.stops[start:stop])
+        return self.select(slice(start, stop))
 
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows, or None for a row that is not a JSON object."""
@@ -92,6 +95,37 @@ class RowList:
     def sizes(self) -> Ints:
         """Return the average size of a row in bytes, for each row."""
         return np.full(len(self), self._size)
+
+
+class LateRows:
+    """A source that finds its rows at the first access: prepared data is not read again."""
+
+    _rows: Any
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return a range of the rows."""
+        part: Rows = self._rows.part(start, stop)
+        return part
+
+    def read(self, start: int, stop: int) -> list[Row | None]:
+        """Return rows, or None for a row that is not a JSON object."""
+        rows: list[Row | None] = self._rows.read(start, stop)
+        return rows
+
+    def sizes(self) -> Ints:
+        """Return the size of each row in bytes, approximately."""
+        sizes: Ints = self._rows.sizes()
+        return sizes
+
+
+def ensure_rows(rows: T, where: str, split: str) -> T:
+    """Refuse a source without rows."""
+    if not len(rows):
+        raise DataError(f"{where} (split '{split}'): has no rows; set another split")
+    return rows
 
 
 def _parse(line: bytes) -> Row | None:

@@ -1,7 +1,7 @@
 """Render rows as text with trained spans: the core's answer to `render`."""
 
 from collections.abc import Callable, Collection
-from itertools import starmap
+from itertools import compress, starmap
 from operator import lt
 
 from ..base.errors import DataError, PluginError
@@ -113,12 +113,11 @@ def judge_columns(rows: list[Row], rendered: Rendered, data: Data) -> None:
 
 def drop_bad_texts(rendered: Rendered) -> None:
     """Drop the texts of bad rows: a wrapper of `render` may mark rows that have texts."""
-    good = [index for index, row in enumerate(rendered.rows) if row not in rendered.bad]
-    if len(good) < len(rendered.rows):
-        rendered.texts = [rendered.texts[index] for index in good]
-        rendered.spans = [rendered.spans[index] for index in good]
-        rendered.rows = [rendered.rows[index] for index in good]
-        rendered.turns = [rendered.turns[index] for index in good if rendered.turns]
+    good = [row not in rendered.bad for row in rendered.rows]
+    rendered.texts = [*compress(rendered.texts, good)]
+    rendered.spans = [*compress(rendered.spans, good)]
+    rendered.rows = [*compress(rendered.rows, good)]
+    rendered.turns = [*compress(rendered.turns, good)]
 
 
 def check_columns(rendered: Rendered, count: int, where: str) -> None:

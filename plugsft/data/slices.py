@@ -21,7 +21,14 @@ from ..hooks import Hooks, with_plugins
 from ..recipe.tables import Data, Source
 from ..registry.active import rebuild
 from ..tokens.schema import column_of
-from ..tokens.shards import Examples, count_true, offsets_of, shared_prefix, write_shard
+from ..tokens.shards import (
+    Examples,
+    count_true,
+    offsets_of,
+    places_of,
+    shared_prefix,
+    write_shard,
+)
 from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
@@ -253,8 +260,9 @@ def merge(shards: Sequence[Shard]) -> Shard:
         total.largest = max(total.largest, shard.largest)
         total.too_long += shard.too_long
         total.truncated += shard.truncated
-        for name, count in shard.unrolled.items():
-            total.unrolled[name] = total.unrolled.get(name, 0) + count
+        for sums, counts in ((total.unrolled, shard.unrolled), (total.engines, shard.engines)):
+            for name, count in counts.items():
+                sums[name] = sums.get(name, 0) + count
         for reason, rows in shard.bad.items():
             total.bad.setdefault(reason, []).extend(rows)
         for warning, counted in shard.warnings.items():
@@ -262,8 +270,6 @@ def merge(shards: Sequence[Shard]) -> Shard:
             entry["count"] += counted["count"]
             entry["rows"] = (entry["rows"] + counted["rows"])[:10]
         total.unread = sorted({*total.unread, *shard.unread})
-        for name, count in shard.engines.items():
-            total.engines[name] = total.engines.get(name, 0) + count
     total.mask = "; ".join(sorted({shard.mask for shard in shards if shard.examples}))
     return total
 
@@ -280,8 +286,7 @@ def make_examples(
     counts = np.minimum(encoded.counts, data.max_length)
     within = np.ones(len(mask), np.bool_)
     if not np.array_equal(counts, encoded.counts):
-        places = np.arange(len(mask)) - np.repeat(offsets_of(encoded.counts)[:-1], encoded.counts)
-        within = places < np.repeat(counts, encoded.counts)
+        within = places_of(encoded.counts) < np.repeat(counts, encoded.counts)
     cut = _any_text(counts < encoded.counts, num_texts)
     trained = ~_any_text(count_true(mask & within, encoded.counts) == 0, num_texts)
     row_numbers, good, empty = numbers[rows], trained, ~trained & ~cut

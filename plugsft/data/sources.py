@@ -4,11 +4,11 @@ Importing `datasets` takes a second. Most recipes name jsonl files, so the reade
 in readers/, are imported when a recipe names one.
 """
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -16,11 +16,10 @@ from ..base.checksums import cached_file_digest
 from ..base.console import hide_queries
 from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
-from ..base.types import Ints, Row, Rows, Slice
+from ..base.types import Ints, Rows, Slice
 from ..recipe.tables import Data, Source
-from .jsonl import JsonLines, RowList, find_lines
+from .jsonl import JsonLines, LateRows, RowList, ensure_rows, find_lines
 
-T = TypeVar("T", bound=Sized)
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 SLICE_BYTES = 4_000_000
 """Size of a slice: small enough to balance workers and to fit in memory."""
@@ -73,26 +72,23 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
     from .readers.dataset import DatasetSource
 
     reader = FILES[path.suffix] if path.is_file() else None
-    return _ensure_rows(DatasetSource(source, reader, where), where, source.split)
+    return ensure_rows(DatasetSource(source, reader, where), where, source.split)
 
 
 def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
     """Refuse configured columns that no row of any source has."""
+    named = [("columns", name, f" (for {ours})") for ours, name in data.columns.items()]
+    named += [("ignore", name, "") for name in data.ignore]
     columns, start = set[str](), 0
-    while not columns.issuperset([*data.columns.values(), *data.ignore]):
+    while missing := [it for it in named if it[1] not in columns]:
         if start >= max(map(len, sources), default=0):
             known = ", ".join(sorted(columns)) or "none"
-            lines = [
-                f"data.columns: no row has the column '{yours}' (for {ours}); columns: {known}"
-                for ours, yours in data.columns.items()
-                if yours not in columns
-            ]
-            lines += [
-                f"data.ignore: no row has the column '{name}'; columns: {known}"
-                for name in data.ignore
-                if name not in columns
-            ]
-            raise RecipeError(lines)
+            raise RecipeError(
+                [
+                    f"data.{key}: no row has the column '{name}'{use}; columns: {known}"
+                    for key, name, use in missing
+                ]
+            )
         stop = start + COLUMN_ROWS
         columns.update(*(row for source in sources for row in source.read(start, stop) if row))
         start = stop
@@ -111,11 +107,8 @@ def slices_of(sources: Sequence[OpenSource]) -> list[Slice]:
     return slices
 
 
-class FileSource:
-    """A jsonl or json file, which is one split.
-
-    Its lines are searched at the first access, so that prepared data is not read again.
-    """
+class FileSource(LateRows):
+    """A jsonl or json file, which is one split."""
 
     def __init__(self, path: Path, split: str, where: str, rows: RowList | None = None) -> None:
         self._path, self._split, self._where, self._array = path, split, where, rows
@@ -126,27 +119,12 @@ class FileSource:
         if not len(rows):
             raise DataError(f"{self._where}: only blank lines; name a file with rows")
         selected = rows.select(_row_numbers(self._split, len(rows), self._where))
-        return _ensure_rows(selected, self._where, self._split)
+        return ensure_rows(selected, self._where, self._split)
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """The checksum of the file."""
         return {"file": cached_file_digest(self._path), "split": self._split}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return a range of the rows."""
-        return self._rows.part(start, stop)
-
-    def read(self, start: int, stop: int) -> list[Row | None]:
-        """Return rows, or None for a row that is not a JSON object."""
-        return self._rows.read(start, stop)
-
-    def sizes(self) -> Ints:
-        """Return the size of each row in bytes, approximately."""
-        return self._rows.sizes()
 
 
 def _read_array(path: Path, where: str) -> RowList | None:
@@ -160,12 +138,6 @@ def _read_array(path: Path, where: str) -> RowList | None:
         return None
     rows = rows if isinstance(rows, list) else [rows]
     return RowList(rows, len(content) // max(1, len(rows)))
-
-
-def _ensure_rows(rows: T, where: str, split: str) -> T:
-    if not len(rows):
-        raise DataError(f"{where} (split '{split}'): has no rows; set another split")
-    return rows
 
 
 def _row_numbers(split: str, count: int, where: str) -> Ints:

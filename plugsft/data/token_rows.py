@@ -17,7 +17,7 @@ from ..base.types import Encoded, Ints, Rendered, Row
 from ..recipe.capabilities import Capability
 from ..recipe.tables import FORMATS, Data
 from ..tokens.schema import WEIGHT
-from ..tokens.shards import count_true, offsets_of
+from ..tokens.shards import count_true, places_of
 from ..tokens.tokenizer import Tokenizer
 from .formats import read_weight
 from .messages import BadRow
@@ -31,7 +31,7 @@ READ = {*LISTS, WEIGHT, "seq_lengths", "length", "token_type_ids", "num_truncate
 UNTRAINED = -100
 Mask = NDArray[np.bool_]
 Lists = dict[str, NDArray[Any]]
-"""Column -> the values of all rows."""
+"""Column -> the values of a row, or of all rows."""
 
 
 def hold_tokens(rows: list[Row], data: Data) -> bool:
@@ -63,14 +63,14 @@ def read_tokens(
     weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
-            lists = [_list(row, name) for name in names]
-            _ensure_lengths(dict(zip(names, map(len, lists), strict=True)))
+            lists = {name: _list(row, name) for name in names}
+            _ensure_lengths(lists)
             weights[number] = read_weight(row)
         except BadRow as error:
             result.bad.setdefault(number, str(error))
         if number not in result.bad:
             result.rows.append(number)
-            for name, values in zip(names, lists, strict=True):
+            for name, values in lists.items():
                 parts[name].append(values)
     if WEIGHT in present:
         result.columns[WEIGHT] = weights
@@ -84,7 +84,7 @@ def _masked(
     lists: Lists, counts: Ints, result: Rendered, tokenizer: Tokenizer
 ) -> tuple[Rendered, Encoded, Mask]:
     """Leave out wrong rows and padding; return the rest with its mask."""
-    ids, places = lists[IDS], _places(counts)
+    ids, places = lists[IDS], places_of(counts)
     shown = lists.get(PADDING, np.ones_like(ids)) > 0
     if (shown & (lists.get(PLACES, places) != places)).any():
         raise DataError(_packed(f"'{PLACES}' that do not count up from 0"))
@@ -130,11 +130,6 @@ def _wrong_tokens(
     yield f"'{PADDING}' is 0 before its last token", shown & hidden_before & (places > 0)
 
 
-def _places(counts: Ints) -> Ints:
-    """Return the place of each token in its row."""
-    return np.arange(counts.sum()) - np.repeat(offsets_of(counts)[:-1], counts)
-
-
 def _vocabulary(tokenizer: Tokenizer) -> int:
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     return max(len(tokenizer), *(number + 1 for number in added), 0)
@@ -154,11 +149,11 @@ def _list(row: Row, name: str) -> NDArray[Any]:
     return values if values.itemsize < 8 else values.astype(np.int64)  # not unsigned
 
 
-def _ensure_lengths(lengths: dict[str, int]) -> None:
-    if not lengths[IDS]:
+def _ensure_lengths(lists: Lists) -> None:
+    if not len(lists[IDS]):
         raise BadRow("no token")
-    for name, length in lengths.items():
-        if length != lengths[IDS]:
+    for name, values in lists.items():
+        if len(values) != len(lists[IDS]):
             raise BadRow(f"'{name}' is not as long as '{IDS}'")
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from transformers import PreTrainedModel
 
@@ -26,6 +25,7 @@ from ..base.types import Ints
 from ..batches.packed_rows import ATTENTION, attend_per_document, documents_of
 from ..recipe.capabilities import Capability
 from .small_copy import NO_LIMIT_REACHED, Longest, build_small_copy, limits
+from .weight_files import model_class_of
 
 VERSION = 2
 """Raise it when the probe of the small copy changes: cached results are then not used."""
@@ -143,11 +143,6 @@ def cached_probe(causal: Any, longest: Longest) -> dict[str, Any]:
     except (DiskError, OSError, ValueError):
         return probe_copy(model_class, causal.config, longest)
     return facts
-
-
-def model_class_of(causal: Any) -> type[Any]:
-    """Return a model's class; FSDP2 replaces it by a subclass."""
-    return next(cls for cls in type(causal).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def probe_copy(model_class: type[Any], config: Any, longest: Longest) -> dict[str, Any]:

@@ -27,15 +27,19 @@ NOT_LIMITS = re.compile(r"layer|pattern|feed_forward|lm_head|mamba")
 """Names that only look like attention limits."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 PERIODS = re.compile(r"period|interval|offset|every|pattern$|_step$|k_dense|dense_layers|start")
+HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")
 HEAD_COUNTS = re.compile(r"^(num_attention_heads|n_heads?|num_heads|\w*num_attention_heads)$")
 KV_HEAD_COUNTS = re.compile(r"^(\w*num_key_value_heads|num_kv_heads)$")
-EXPERT_COUNTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
-CHOSEN_EXPERTS = re.compile(r"^(num_experts_per_tok\w*|moe_topk|moe_k|top_k_experts)$")
 WIDTH_NAMES = re.compile(
     r"^(hidden_size|n_embd|d_model|emb_dim|embedding_dim|\w*intermediate_size\w*|ffn_hidden_size|\w*ffn_dim|n_inner|"
     r"[qo]_lora_rank|hidden_size_per_layer_input|expert_ffn_hidden_size)$"
 )
-VOCABULARY_NAMES = re.compile(r"^\w*vocab_size\w*$")
+MOST = {
+    re.compile(r"^\w*vocab_size\w*$"): VOCABULARY,
+    re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$"): NUM_EXPERTS,
+    re.compile(r"^(num_experts_per_tok\w*|moe_topk|moe_k|top_k_experts)$"): 2,
+}
+"""Names of counts -> the most of them: entries of the vocabulary, experts, experts of a token."""
 
 
 class Longest(NamedTuple):
@@ -128,13 +132,9 @@ def _shrink(config: PretrainedConfig, reached: dict[str, int], layers: bool, wid
     if isinstance(ropes, dict):
         for name in {*reached} & {*ropes}:
             ropes[name] = LIMIT
-    for name, value in numbers.items():
-        if VOCABULARY_NAMES.match(name):
-            setattr(config, name, min(value, VOCABULARY))
-        elif EXPERT_COUNTS.match(name):
-            setattr(config, name, min(value, NUM_EXPERTS))
-        elif CHOSEN_EXPERTS.match(name):
-            setattr(config, name, min(value, 2))
+    for names, most in MOST.items():
+        for name in filter(names.match, numbers):
+            setattr(config, name, min(numbers[name], most))
     if layers:
         _drop_layers(config, numbers)
     if widths:
@@ -174,9 +174,7 @@ def _drop_layers(config: PretrainedConfig, numbers: dict[str, int]) -> None:
 def _narrow(config: PretrainedConfig, numbers: dict[str, int]) -> None:
     """Reduce the number of heads and all widths."""
     heads = next((value for name, value in numbers.items() if HEAD_COUNTS.match(name)), 0)
-    hidden = next(
-        (numbers[name] for name in ("hidden_size", "n_embd", "d_model") if name in numbers), 0
-    )
+    hidden = next((numbers[name] for name in HIDDEN_NAMES if name in numbers), 0)
     split = bool(heads and hidden and hidden % heads == 0)
     own = vars(config).get("head_dim")
     free = own and own * heads != hidden
@@ -190,8 +188,4 @@ def _narrow(config: PretrainedConfig, numbers: dict[str, int]) -> None:
         elif KV_HEAD_COUNTS.match(name):
             setattr(config, name, NUM_HEADS if value == heads else NUM_KV_HEADS)
         elif WIDTH_NAMES.match(name):
-            setattr(
-                config,
-                name,
-                min(value, width if name in ("hidden_size", "n_embd", "d_model") else WIDTH),
-            )
+            setattr(config, name, min(value, width if name in HIDDEN_NAMES else WIDTH))

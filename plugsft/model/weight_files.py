@@ -137,11 +137,14 @@ def converted_shapes(
     return converted
 
 
+def model_class_of(model: Any) -> type[Any]:
+    """Return a model's class; FSDP2 replaces it by a subclass."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
 def meta_copy(model: Any, model_class: Any = None) -> PreTrainedModel:
     """Return an unsharded copy of the model on the meta device, or one of another class."""
-    model_class = model_class or next(
-        cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)
-    )
+    model_class = model_class or model_class_of(model)
     config = copy.deepcopy(model.config)
     # Saving replaces dtypes in configurations by their names, but some layers need the dtypes.
     nested = [getattr(config, name, None) for name in config.sub_configs]

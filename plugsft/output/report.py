@@ -98,14 +98,19 @@ def render(
 ) -> str:
     """Return a run's page."""
     series = series_of(metrics)
-    parts = {key: _numeric(table_of(run, key)) for key in ("steps", "data", "eval")}
-    numbers = {**curves_of(series), "parts": parts}
-    sections = samples_section(samples) + _sections(run)
-    return fill(_show(run.get("name", "run")), _head(run, series), sections, numbers)
+    tables = {key: _numeric(table_of(run, key)) for key in ("steps", "data", "eval")}
+    figures = json.dumps({**_curves(series), "parts": tables}).replace("<", "\\u003c")
+    parts = {
+        "name": _show(run.get("name", "run")),
+        "head": _head(run, series),
+        "sections": samples_section(samples) + _sections(run),
+        "numbers": figures,
+    }
+    return fill_page(SKELETON, scripts="; script-src 'unsafe-inline'", **parts)
 
 
-def curves_of(series: dict[str, Points]) -> dict[str, Any]:
-    """Return the points of a page's curves, and smoothed points of noisy ones."""
+def _curves(series: dict[str, Points]) -> dict[str, Any]:
+    """Return the points of the curves, and smoothed points of noisy ones."""
     shown = dict(islice(series.items(), MAX_CURVES))
     noisy = {k: v for k, v in shown.items() if len(v) >= 60 and not k.startswith(STEADY)}
     limit = min(1200, MAX_POINTS // max(1, len(shown)))
@@ -114,13 +119,6 @@ def curves_of(series: dict[str, Points]) -> dict[str, Any]:
         "smooth": {key: _curve(_smooth(points), limit // 4) for key, points in noisy.items()},
         "whole": {key: len(points) for key, points in series.items()},
     }
-
-
-def fill(name: str, head: str, sections: str, numbers: dict[str, Any]) -> str:
-    """Return a page with curves; its texts are escaped."""
-    figures = json.dumps(numbers).replace("<", "\\u003c")
-    parts = {"name": name, "head": head, "sections": sections, "numbers": figures}
-    return fill_page(SKELETON, scripts="; script-src 'unsafe-inline'", **parts)
 
 
 def fill_page(skeleton: Path, scripts: str = "", **parts: str) -> str:

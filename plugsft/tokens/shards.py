@@ -279,6 +279,11 @@ def offsets_of(counts: Any) -> Ints:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
+def places_of(counts: Ints) -> Ints:
+    """Return the place of each value in its list."""
+    return np.arange(counts.sum()) - np.repeat(offsets_of(counts)[:-1], counts)
+
+
 def _index_columns(path: Path, types: Mapping[str, ColumnType]) -> tuple[NDArray[Any], ...]:
     """Read the columns of the index from a shard."""
     with pa.memory_map(str(path)) as mapped:

@@ -14,7 +14,7 @@ from ...base.checksums import digest
 from ...base.errors import DataError
 from ...base.types import Ints, Row, Rows
 from ...recipe.tables import Source
-from ..jsonl import JsonLines, find_lines, without_none
+from ..jsonl import JsonLines, LateRows, ensure_rows, find_lines, without_none
 from .objects import ENDINGS, Address, explained, find_objects, path_of
 
 SCAN = 8 << 20
@@ -87,7 +87,7 @@ class JoinedRows:
         return np.concatenate([np.zeros(0, np.int64), *(rows.sizes() for rows in self.parts)])
 
 
-class RemoteSource:
+class RemoteSource(LateRows):
     """The rows of one object, of a folder or of a pattern."""
 
     def __init__(self, source: Source, where: str) -> None:
@@ -113,11 +113,7 @@ class RemoteSource:
 
             ranges = ranges_of(self._split, {"train": len(rows)}, self._where)
             rows = JoinedRows(tuple(rows.part(each.start, each.stop) for _, each in ranges))
-        if not len(rows):
-            raise DataError(
-                f"{self._where} (split '{self._split}'): has no rows; set another split"
-            )
-        return rows
+        return ensure_rows(rows, self._where, self._split)
 
     def _open(self, address: Address) -> JsonLines | ParquetRows:
         if path_of(address.url).endswith(".parquet"):
@@ -133,20 +129,9 @@ class RemoteSource:
                 return JsonLines(address, lines.starts, lines.stops)  # type: ignore[arg-type]
             size *= 4
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return a range of the rows."""
-        return self._rows.part(start, stop)
-
     def read(self, start: int, stop: int) -> list[Row | None]:
         """Return rows, or None for a row that is not a JSON object."""
-        return explained(lambda: self._rows.read(start, stop), self._where)
-
-    def sizes(self) -> Ints:
-        """Return the size of each row in bytes, approximately."""
-        return self._rows.sizes()
+        return explained(lambda: super(RemoteSource, self).read(start, stop), self._where)
 
 
 @lru_cache(maxsize=16)

@@ -63,11 +63,6 @@ class Ratio:
         )
         return f"{median} x ({least} to {most})" if len(self.rounds) > 1 else f"{median} x"
 
-    @property
-    def phrase(self) -> str:
-        """The ratio and its word, for a line."""
-        return f"{self} as fast, {self.word}"
-
 
 def margin_of_error(*samples: Sequence[float]) -> float:
     """Return half of the 98 % interval of a mean, or of the difference of two."""
