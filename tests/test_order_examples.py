@@ -56,7 +56,8 @@ def orders(recipe, tokens):
 
 @pytest.mark.parametrize("name", ["curriculum", "mixture"])
 def test_a_third_party_orders_the_epochs(write, tmp_path, name):
-    recipe = write(name, eval={"source": str(tmp_path / "b/data.jsonl")})
+    rows = shutil.copy(tmp_path / "b/data.jsonl", tmp_path / "evaluation.jsonl")
+    recipe = write(name, eval={"source": str(rows)})
     run = tmp_path / name
     result = run_ranks(2, recipe)
     assert result.returncode == 0, result.stderr
