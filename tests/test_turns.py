@@ -204,6 +204,13 @@ def test_glm_trains_the_token_that_it_writes_only_before_the_next_message():
     assert called.endswith("</tool_call><|observation|>") and told.endswith("there.<|user|>")
 
 
+@pytest.mark.parametrize("words", ["sunny", "a", "ob", "observation", "<|observation|>"])
+def test_words_of_the_next_message_do_not_change_how_a_turn_ends(words):
+    turns = [ASK, answer("I look."), {"role": "tool", "content": words}, answer("Sunny.")]
+    (_, looked), _ = examples_of(chat_of(TEMPLATES["glm4moe"]), turns)
+    assert looked.endswith("I look.<|observation|>")
+
+
 def test_gpt_oss_ends_each_answer_as_a_server_does():
     chat = chat_of(TEMPLATES["gptoss"])
     first, second = (words for _, words in examples_of(chat, CHATS["plain"]))

@@ -175,9 +175,8 @@ class TurnFinder:
             if longer.startswith(words):
                 rest = longer[len(words) :]
                 stop = self._first_stop(rest, 0)
-                theirs = str(follower.get("content") or "").strip()
                 # A stop token behind the next message's words is that message's own.
-                if stop is not None and not (theirs and theirs in rest[:stop]):
+                if stop is not None and follower["content"] not in rest[:stop]:
                     return answer[:last] + rest[:stop]
         answer = answer.rstrip()
         if len(answer) > last and answer.endswith(tuple(self.special)):
@@ -192,7 +191,8 @@ class TurnFinder:
 
     def _followers(self, messages: list[Row], number: int) -> Iterator[Row]:
         """Yield messages that may follow a turn."""
-        yield from messages[number + 1 : number + 2]
+        # Their words are replaced: the token that ends a turn does not depend on what follows.
+        yield from ({**turn, "content": "!next!"} for turn in messages[number + 1 : number + 2])
         if messages[number].get("tool_calls"):
             yield RESULT
         yield ASK
