@@ -5,7 +5,9 @@ import random
 import pytest
 from test_turns import TEMPLATES, answer, chat_of, conversation
 
+from plugsft.data.chat import Chat
 from plugsft.data.messages import BadRow
+from plugsft.recipe.tables import Data
 
 WORDS = ("hello there", "z", "Yes, I do.")
 # Words that templates or Python's formats may look into.
@@ -63,6 +65,13 @@ def test_later_chats_of_a_shape_are_rendered_once(monkeypatch):
         counts.append(len(written))
     assert counts[0] > 16 and [counts[n - 1] for n in (3, 5, 6, 7)] == [1] * 4, counts
     assert counts[7] > 16, "the chat whose number is a power of two is compared"
+
+
+def test_the_next_slice_of_rows_has_the_outlines_of_the_last():
+    chat = chat_of(TEMPLATES["qwen3"], day="2026-11-25")
+    again = Chat(chat.tokenizer, Data(source="x"))
+    assert again.outlines is chat.outlines and len(chat.tokenizer.kept) == 1
+    assert Chat(chat.tokenizer, Data(source="x", train_on="last")).outlines is not chat.outlines
 
 
 def test_a_template_that_looks_into_words_unseen_is_found():

@@ -75,7 +75,7 @@ class Chat:
                 f"data.template_kwargs: the chat template reads no '{min(unknown)}'; it reads "
                 f"{', '.join(sorted(self.template.variables))}"
             )
-        self.train_on = data.train_on
+        self.train_on, self.template_kwargs = data.train_on, data.template_kwargs
         self.variables: dict[str, Any] = {
             "tools": None,
             "documents": None,
@@ -101,7 +101,7 @@ class Chat:
     def outlines(self) -> Outlines:
         """What is known of the tokenizer's chats from earlier ones."""
         kept: dict[str, Outlines] = self.tokenizer.kept
-        key = repr((self.train_on, self.variables))
+        key = repr((self.train_on, self.template_kwargs))
         if key not in kept:
             source = self.tokenizer.chat_template or ""
             tokens = (token for token in self.special if token in source)
