@@ -72,6 +72,7 @@ class Base:
         self.path = base / "model"
         model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.bfloat16)
         model.save_pretrained(self.path)
+        (self.path / "manifest.json").unlink()  # of what the run has written
         self.weights = {name: one.detach().float() for name, one in model.named_parameters()}
         tokens = Tokens(next((base / "tokens").glob("*/facts.json")).parent)
         batch = ModelDefaults().collate(tokens, np.arange(len(tokens)), 0)
