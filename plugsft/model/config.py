@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import transformers
 
-from ..base.atomic import MANIFEST, damage, manifest_sizes
+from ..base.atomic import damage, manifest_sizes
+from ..base.console import say
 from ..base.errors import PlugsftError, RecipeError, TrainError, out_of_memory, reason_of
 from ..base.limits import path_inside, read_json_object
 from ..base.load_errors import explain_load_error
@@ -71,15 +72,12 @@ def ensure_one_rope(config: PretrainedConfig, recipe: Recipe) -> None:
 
 
 def ensure_safetensors(path: str, revision: str | None = None) -> None:
-    """Refuse weights that are only pickled: loading a pickle can run code; and damaged files."""
+    """Refuse weights that are only pickled: loading a pickle can run code. Warn of changes."""
     ensure_weights_inside(Path(path))
     # A comparison of all weights would take as long as reading them.
     wrong = damage(Path(path), quick=True) if manifest_sizes(Path(path)) else None
     if wrong:
-        raise RecipeError(
-            f"model.path: {path}: {wrong}; copy the model again, or remove its {MANIFEST} if you "
-            "have changed it yourself"
-        )
+        say(f"warning: {path}: {wrong}. If you have not changed it, copy the model again")
     try:
         if Path(path).is_dir():
             names = [file.name for file in Path(path).iterdir()]
