@@ -46,7 +46,7 @@ def test_options_are_strict_and_named():
 
 def test_a_contract_is_kept_with_the_class():
     contract = getattr(Squeeze, PLUGIN)
-    assert (contract.after, contract.requires) == (("a",), ("b",))
+    assert (contract.after, contract.requires) == (["a"], ["b"])
     assert contract.conflicts == {"c": "because"}
 
 

@@ -57,7 +57,7 @@ def test_frozen_layers_8_bit_states_gradient_noise_mirrored_checkpoints_and_a_qu
         "mirror": {"to": str(hub)},
         "quiz": {"questions": {"What is 1 + 1?": "2", "Who?": "owls"}},
     }
-    more = {"eval": {"every": 2}, "checkpoint": {"every": 2}}
+    more = {"eval": {"every": 2, "split": "train[:8]"}, "checkpoint": {"every": 2}}
     run, losses = train(tmp_path, plugins, **more)
     assert [path.name for path in sorted(hub.iterdir())] == [
         "checkpoint-2",

@@ -346,7 +346,7 @@ def compare_loading_ahead(work: Work, options: argparse.Namespace) -> dict:
     print(
         f"slow collation: {share_waited(median_steps(runs['slow'])):.1%} of the time serially; "
         f"ahead, {shared.spread(waits, '.2%')} after the first step, and the run is "
-        f"{faster.phrase}"
+        f"{faster} as fast, {faster.word}"
     )
     overhead = shared.times_as_fast(run_seconds["fast ahead"], run_seconds["fast"])
     extra_share = (
@@ -356,7 +356,7 @@ def compare_loading_ahead(work: Work, options: argparse.Namespace) -> dict:
     print(
         f"fast collation: {share_waited(median_steps(runs['fast'])):.2%} of the time; the thread "
         f"costs {extra_share:.2%} (each step's median of {options.rounds} rounds; round by round "
-        f"{overhead.phrase})"
+        f"{overhead} as fast, {overhead.word})"
     )
     words = {"faster": faster.rounds, "extra": overhead.rounds}
     return {**words, "waits": waits, "middle": extra_share, "runs": runs}

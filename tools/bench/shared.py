@@ -133,7 +133,8 @@ def in_rounds(rounds: int, **contenders: Callable[[], object]) -> dict[str, list
 
 def compare_speed(seconds: Sequence[float], others: Sequence[float]) -> str:
     """Describe the speed relative to another contender, from the seconds of each round."""
-    return timing.times_as_fast(seconds, others).phrase
+    ratio = timing.times_as_fast(seconds, others)
+    return f"{ratio} as fast, {ratio.word}"
 
 
 def draw_lengths(count: int, mean: float, sigma: float, shortest: int, longest: int) -> Ints:
