@@ -73,7 +73,7 @@ def run_program(words: list[str], env: dict[str, str], cwd: str, out: str, err: 
     console.out.quiet = env.get("RANK", "0") != "0"
     if FORK_TRIALS in env:
         trial_runner.run_process = bench_runner.run_process = run_fork
-        # Else a fork that forks starts a server of its own, which imports everything anew.
+        # A fork uses this server: one of its own would import everything again.
         forkserver._forkserver.ensure_running = lambda: None
     if words[:1] == ["-m"] and words[1] != "plugsft":
         sys.argv = words[1:]

@@ -101,7 +101,7 @@ def run(path: Path, limit: int, in_order: bool) -> dict[str, Any]:
         pass
     except (PlugsftError, MemoryError, RuntimeError) as error:
         result["error"] = str(error) or type(error).__name__
-        no_stack = limit > 0 and NO_STACK in str(error)
+        no_stack = limit and NO_STACK in str(error)
         result["out_of_memory"] = no_stack or out_of_memory(error)
     result["before"] = trial.before
     result["host"] = peak_memory()
@@ -116,8 +116,10 @@ def limit_memory(limit: int) -> None:
     """Limit the memory of this process (0: no limit)."""
     used = psutil.Process().memory_info()
     if limit and sys.platform == "linux":
+        if used.rss >= limit:  # a thread that gets no memory would be waited for, for ever
+            raise MemoryError
         # Libraries reserve gigabytes that they never touch; these do not count.
-        data = max(0, limit + used.data - used.rss)
+        data = limit + used.data - used.rss
         resource.setrlimit(resource.RLIMIT_DATA, (data, data))
 
 
