@@ -211,7 +211,8 @@ def test_a_bad_row_is_told_apart_from_its_good_neighbours(tokenizer, row, reason
 def test_a_template_that_refuses_a_row_is_quoted_in_one_line(with_template):
     refuses = "{{ raise_exception('roles must\nalternate') }}{% generation %}{% endgeneration %}"
     result = rendered(with_template(refuses), {"messages": [ASK, TELL]})
-    assert result.bad == {0: "the chat template refuses it: roles must alternate"}
+    cure = "; set model.chat_template to another template"
+    assert result.bad == {0: f"the chat template refuses it: roles must alternate{cure}"}
     for broken in ("{{ 1 / 0 }}", "{{ messages[0]['x']['y'] }}", "{{ messages.nothing() }}"):
         bad = rendered(with_template(broken), {"messages": [ASK, TELL]}).bad[0]
         assert bad.startswith("the chat template refuses it: ")
@@ -351,6 +352,7 @@ def test_a_block_inside_a_macro_is_found_too(with_template):
 def test_blocks_inside_each_other_are_refused(with_template):
     block = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
     reason = "the chat template refuses it: its generation blocks are nested"
+    reason += "; set model.chat_template to another template"
     assert rendered(with_template(block), {"messages": [ASK, TELL]}).bad == {0: reason}
 
 
@@ -556,7 +558,7 @@ def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
     lost = re.compile("the chat template leaves out ('look_up' of a call|the words of the assist)")
     for content in ("", None, "let me see"):
         called = {"messages": [ASK, {**CALL, "content": content}, RESULT, TELL]}
-        for train_on in ("assistant", "all"):
+        for train_on in ("assistant", "last", "all"):
             assert lost.match(rendered(tokenizer, called, train_on=train_on).bad[0])
     (reason,) = rendered(tokenizer, CHATS["tools"]).bad.values()
     assert reason == (
@@ -564,7 +566,7 @@ def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
         "whose template does, or take the tools out)"
     )
     # That its name stands among the tools does not count.
-    for train_on in ("assistant", "all"):
+    for train_on in ("assistant", "last", "all"):
         assert lost.match(rendered(with_template(TEMPLATES["lfm2"]), row, train_on=train_on).bad[0])
     assert trained(with_template(TEMPLATES["lfm2_v2"]), row)
 

@@ -18,9 +18,9 @@ from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
 from .jinja import CompiledTemplate, compile_template
 from .jinja import render as render_chat
-from .messages import REASONING, BadRow, Conversation, call_variants, calls_of
+from .messages import BadRow, Conversation, call_variants, calls_of
 from .outlines import Outlines, RenderedChat, Text
-from .turns import ASK, Turn, TurnFinder, Unserved
+from .turns import ASK, Turn, TurnFinder, Unserved, thoughts_of
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 """Template of models from scratch."""
@@ -217,7 +217,9 @@ class Chat:
         def write(turns: list[Row], prompt: bool) -> str:
             return self._write(turns, {**variables, "add_generation_prompt": prompt})[0]
 
-        return TurnFinder(write, self.special, self.stops, self.end)
+        stops = sorted(map(re.escape, self.stops), key=len, reverse=True)
+        stop = re.compile("|".join(stops) or "(?!)")
+        return TurnFinder(write, self.special, stop, self.end)
 
     def _cure(self, messages: list[Row], variables: dict[str, Any], chosen: list[int]) -> str:
         """Return the variable with which the template writes a chat, after trying; else a hint."""
@@ -288,7 +290,10 @@ class Chat:
         try:
             return render_chat(self.template, messages, variables)
         except (TemplateError, *TEMPLATE_ERRORS) as error:
-            raise TemplateRefusal(f"the chat template refuses it: {_one_line(error)}") from error
+            reason = f"the chat template refuses it: {_one_line(error)}"
+            raise TemplateRefusal(
+                f"{reason}; set model.chat_template to another template"
+            ) from error
 
     def _writes_answers(self) -> bool:
         try:
@@ -329,8 +334,8 @@ ANOTHER = "; set model.chat_template to a template that writes them, or take the
 
 def _lost_thoughts(message: Row, text: str) -> list[str]:
     """Return a warning if a text lacks the thought of a message."""
-    thoughts = [str(message[name]).strip() for name in REASONING if message.get(name)]
-    return [DROPPED_THOUGHT] if any(thought not in text for thought in thoughts) else []
+    lost = any(thought not in text for thought in thoughts_of(message))
+    return [DROPPED_THOUGHT] if lost else []
 
 
 def _span(turn: Turn) -> Span:

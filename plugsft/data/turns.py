@@ -27,6 +27,12 @@ THOUGHT = "!a thought that no row has!"
 """Stands for a thought, to see where a template writes it."""
 TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{3,20}\]")
 """Tokens such as <think>, <|im_end|>, [/THINK]."""
+CLOSED = re.compile(r"(<[^<>\s]{1,40}>[^<>]*<[^<>\s]{1,40}>|</[^<>\s]{1,40}>)\s*$")
+"""A block that ends a text and is closed: <think></think>, </think>."""
+ENDED = re.compile(r"</think[^<>]*>\s*$")
+ENDS_THOUGHT = "the chat template's prompt ends the thought, and the turn has one"
+BEGUN = re.compile(r"<[^<>\s]{0,40}$")
+"""The beginning of a tag that ends a text."""
 ASK: Row = {"role": "user", "content": "!ask!"}
 RESULT: Row = {
     "role": "tool",
@@ -56,8 +62,8 @@ class TurnFinder:
     write: Write
     special: Sequence[str]
     """The tokenizer's added tokens."""
-    stops: Sequence[str]
-    """The tokens that end an answer."""
+    stop: re.Pattern[str]
+    """Finds a token that ends an answer."""
     end: str
     """The stop token of templates that write none."""
     _open_for_answers: set[str] = field(default_factory=set)
@@ -69,7 +75,7 @@ class TurnFinder:
         prompt = self.write(before, True)
         opening = _open_ending(prompt)
         closed = None
-        if opening and not has_thought(turn):
+        if opening and not thoughts_of(turn):
             closed = self._close_thought(before, turn, prompt, opening)
         if closed is not None:
             turn, written, answer = closed
@@ -81,15 +87,16 @@ class TurnFinder:
             if not written.startswith(prompt):
                 start = self._begin(before, turn, prompt, written)
             answer = written[start:]
-            if opening and has_thought(turn):
+            if opening and thoughts_of(turn):
                 answer = _without_opening(answer, opening)
-                if _leaves_out_thought(turn, answer):
+                if not any(thought in answer for thought in thoughts_of(turn)):
                     return self.find(
                         [*before, _without_thought(turn), *messages[number + 1 :]], number
                     )
+        if answer.lstrip().startswith("<think>") and ENDED.search(prompt):
+            raise Unserved(ENDS_THOUGHT)
         last = self._end_of_words(before, turn, written, answer)
-        inner = self._first_stop(answer[:last], 0)
-        if inner is not None and not any(stop in str(turn) for stop in self.stops):
+        if self.stop.search(answer[:last]) and not self.stop.search(str(turn)):
             raise Unserved("the chat template ends the turn before its last word")
         return Turn(prompt, self._stop(messages, number, written, answer, last))
 
@@ -98,6 +105,7 @@ class TurnFinder:
         others = self._others(before, turn, written)
         depends = common_prefix(written, others)
         parted = min(common_prefix(prompt, written), depends)
+        parted = len(BEGUN.sub("", prompt[:parted]))  # they part before a tag, not within it
         # The header before the answer, though the template writes earlier turns otherwise.
         at = max((prompt.rfind(token) for token in self.special), default=-1)
         while at >= parted:
@@ -106,10 +114,18 @@ class TurnFinder:
                 return place + len(header)
             at = max(prompt.rfind(token, 0, at) for token in self.special)
         # The prompt ends with a closed block, an empty thought, that the answer comes without.
-        if written[parted:depends].strip() or not _is_closed(prompt[parted:]):
-            raise Unserved("the chat template asks for the answer with words that it then changes")
-        if has_thought(turn):
-            raise Unserved("the chat template's prompt ends the thought, and the turn has one")
+        block, between = prompt[parted:], written[parted:depends]
+        closed = CLOSED.search(block)
+        if closed and thoughts_of(turn):
+            raise Unserved(ENDS_THOUGHT)
+        # Only a call may begin with words that do not depend on it.
+        words = not turn.get("tool_calls") and TAG.sub("", between).strip()
+        again = {*TAG.findall(block)} & {*TAG.findall(between)}
+        if not closed or closed.start() or words or again:
+            raise Unserved(
+                f"the chat template asks for the answer with {block[-60:]!r}, and then writes it "
+                "otherwise"
+            )
         return parted
 
     def _close_thought(
@@ -121,7 +137,8 @@ class TurnFinder:
         """
         if opening in self._open_for_answers:
             return None
-        for thoughtful in (with_thought(turn, THOUGHT), with_thought(turn, THOUGHT, inline=True)):
+        for inline in (False, True)[: 1 if turn.get("tool_calls") else 2]:
+            thoughtful = with_thought(turn, THOUGHT, inline)
             try:
                 written = self.write([*before, thoughtful], False)
             except BadRow:
@@ -163,9 +180,11 @@ class TurnFinder:
 
     def _stop(self, messages: list[Row], number: int, written: str, answer: str, last: int) -> str:
         """Return the answer up to and with its stop token."""
-        if (stop := self._first_stop(answer, last)) is not None:
-            return answer[:stop]
+        if stop := self.stop.search(answer, last):
+            return answer[: stop.end()]
         # Some templates write it only before the next message.
+        if THOUGHT in written:
+            written = self.write(messages[: number + 1], False)
         words = written[: len(written) - len(answer) + last]
         for follower in self._followers(messages, number) if words.endswith(answer[:last]) else ():
             try:
@@ -174,20 +193,14 @@ class TurnFinder:
                 continue
             if longer.startswith(words):
                 rest = longer[len(words) :]
-                stop = self._first_stop(rest, 0)
+                stop = self.stop.search(rest)
                 # A stop token behind the next message's words is that message's own.
-                if stop is not None and follower["content"] not in rest[:stop]:
-                    return answer[:last] + rest[:stop]
+                if stop and follower["content"] not in rest[: stop.start()]:
+                    return answer[:last] + rest[: stop.end()]
         answer = answer.rstrip()
         if len(answer) > last and answer.endswith(tuple(self.special)):
             return answer
         return answer + self.end
-
-    def _first_stop(self, text: str, start: int) -> int | None:
-        """Return the end of the first stop token from `start` on."""
-        found = [(text.find(token, start), token) for token in self.stops]
-        ends = [(place, place + len(token)) for place, token in found if place >= 0]
-        return min(ends)[1] if ends else None
 
     def _followers(self, messages: list[Row], number: int) -> Iterator[Row]:
         """Yield messages that may follow a turn."""
@@ -210,11 +223,6 @@ def common_prefix(first: Any, second: Any) -> int:
     return same
 
 
-def has_thought(turn: Row) -> bool:
-    """Tell whether a turn holds a thought."""
-    return any(turn.get(name) for name in REASONING) or "<think>" in (turn.get("content") or "")
-
-
 def with_thought(turn: Row, thought: str, inline: bool = False) -> Row:
     """Return a turn with a thought, in the fields that templates read or in its text."""
     if inline:
@@ -223,14 +231,17 @@ def with_thought(turn: Row, thought: str, inline: bool = False) -> Row:
     return {**turn, "reasoning_content": thought, "thinking": thought}
 
 
+def thoughts_of(turn: Row) -> list[str]:
+    """Return the thoughts that a turn holds, in fields or in its text."""
+    text, closing, _ = (turn.get("content") or "").rpartition("</think>")
+    texts = [str(turn[name]).strip() for name in REASONING if turn.get(name)]
+    return [*texts, *([_plain(text)] if closing else [])]
+
+
 def _without_thought(turn: Row) -> Row:
-    return {name: value for name, value in turn.items() if name not in REASONING}
-
-
-def _leaves_out_thought(turn: Row, answer: str) -> bool:
-    """Tell whether the answer has none of the thought that a field of the turn holds."""
-    thoughts = [str(turn[name]).strip() for name in REASONING if turn.get(name)]
-    return bool(thoughts) and all(thought not in answer for thought in thoughts)
+    rest = {name: value for name, value in turn.items() if name not in REASONING}
+    content = turn.get("content") or ""
+    return {**rest, "content": content.rpartition("</think>")[2].lstrip()}
 
 
 def _without_opening(answer: str, opening: str) -> str:
@@ -241,34 +252,32 @@ def _without_opening(answer: str, opening: str) -> str:
 
 def other_words(turn: Row) -> Row:
     """Return a turn with other words, whose first and last letters differ too."""
-    other = dict(turn)
-    for name in REASONING:
-        if turn.get(name):
-            other[name] = _other(str(turn[name]))
     thought, closing, content = (turn.get("content") or "").rpartition("</think>")
-    if content.strip():
-        content = _other(content)
+    content = _other(content) if content.strip() else content
     if closing:
-        other["content"] = f"<think>\n{_other(_plain(thought))}\n</think>\n\n{content}"
-    elif content:
+        content = f"<think>\n{_other(_plain(thought))}\n</think>\n\n{content}"
+    other = {**turn, **{name: _other(str(turn[name])) for name in REASONING if turn.get(name)}}
+    if turn.get("content"):
         other["content"] = content
     if turn.get("tool_calls"):
+        functions = [
+            {"name": _other(name), "arguments": _other_values(arguments)}
+            for name, arguments in calls_of(turn)
+        ]
         other["tool_calls"] = [
             {"type": "function", "id": call.get("id", "abcdef123"), "function": function}
-            for call, function in zip(turn["tool_calls"], _other_functions(turn), strict=True)
+            for call, function in zip(turn["tool_calls"], functions, strict=True)
         ]
     return other
 
 
-def _other_functions(turn: Row) -> Iterator[Row]:
-    for name, arguments in calls_of(turn):
-        if isinstance(arguments, dict):
-            arguments = {key: _other_value(value) for key, value in arguments.items()}
-        yield {"name": _other(name), "arguments": arguments}
-
-
-def _other_value(value: Any) -> Any:
-    return _other(value) if isinstance(value, str) else 9753 if value != 9753 else 8642
+def _other_values(arguments: Any) -> Any:
+    if not isinstance(arguments, dict):
+        return arguments
+    return {
+        key: _other(value) if isinstance(value, str) else 9753 if value != 9753 else 8642
+        for key, value in arguments.items()
+    }
 
 
 def _other(text: str) -> str:
@@ -280,12 +289,6 @@ def _other(text: str) -> str:
 
 def _plain(thought: str) -> str:
     return thought.replace("<think>", "", 1).strip()
-
-
-def _is_closed(block: str) -> bool:
-    """Tell whether a block of the prompt is closed: "<think></think>", "</think>"."""
-    tags = TAG.findall(block)
-    return len(tags) > 1 or any(tag[1] == "/" for tag in tags)
 
 
 def _open_ending(prompt: str) -> str:

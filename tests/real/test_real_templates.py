@@ -1,0 +1,107 @@
+"""Published chat templates: each turn is trained as a server writes it, or refused with a cure."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+from conftest import FULL
+from downloads import TOKENIZERS, llama_cpp_templates, real_chats, unpack_tokenizer
+from served import CHATS, TEMPLATES, WITH_TOOLS, chat_of, compare, examples_of, served, words_lost
+
+from plugsft.data.load_tokenizer import data_tokenizer, load_tokenizer
+from plugsft.data.messages import BadRow
+from plugsft.data.render import render_rows
+from plugsft.recipe.tables import Data, Model
+
+ENDED = re.compile(r"(</think[^<>]*>|<\|END_THINKING\|>|<channel\|>)\s*$")
+CURE = re.compile(r"set data\.template_kwargs = \{ (\w+) = (\S+) \}$")
+
+
+def published(name, folder):
+    """Return the folder of a published tokenizer, and its chat template: gpt-oss' is in TRL."""
+    config = json.loads((unpack_tokenizer(name, folder) / "tokenizer_config.json").read_text())
+    return folder, config.get("chat_template", TEMPLATES["gptoss"])
+
+
+def collection(folder):
+    """Return llama.cpp's templates, those of five tokenizers, and TRL's: each text once."""
+    named = [(name, text) for name, text in llama_cpp_templates().items()]
+    named += [(f"published {name}", published(name, folder)[1]) for name in TOKENIZERS]
+    named += [(f"trl {name}", text) for name, text in TEMPLATES.items()]
+    return {name: text for text, name in {text: name for name, text in named[::-1]}.items()}
+
+
+def unwritable(chat, turns, tools):
+    """Why no served model writes a chat so; "" if one does."""
+    for number, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        try:
+            prompt = served(chat, turns[:number], tools, True)
+            whole = served(chat, turns[: number + 1], tools, False)
+        except Exception as error:  # a template raises what it likes
+            return f"raises {error}"
+        results = [other["content"] for other in turns[:number] if other["role"] == "tool"]
+        if (tools and "weather" not in prompt) or any(one not in prompt for one in results):
+            return "loses the tools, or a result"
+        if words_lost(turn, whole.partition(turns[0]["content"])[2] or whole):
+            return "loses words or calls"
+        thinks = "thinking" in turn or "<think>" in turn["content"]
+        if thinks and ENDED.search(prompt):
+            return "ends the thought before the model writes it"
+    return ""
+
+
+def test_published_templates_train_what_a_server_writes_or_refuse_with_a_cure(tmp_path):
+    counts, reasons, wrong = Counter(), Counter(), []
+    for name, source in [*collection(tmp_path).items()][:: 1 if FULL else 6]:
+        chat = chat_of(source)
+        for kind, turns in CHATS.items():
+            tools = kind in WITH_TOOLS
+            try:
+                difference = compare(chat, turns, tools, examples_of(chat, turns, tools))
+            except BadRow as error:
+                reason, _, cure = str(error).partition("; ")
+                possible = not unwritable(chat, turns, tools)
+                counts["refused" if possible else "not writable"] += 1
+                reasons[reason] += possible
+                assert cure.startswith("set ") or "takes none" in reason, (name, kind, error)
+                difference = cured(source, turns, tools, CURE.search(cure))
+            else:
+                counts["differing" if difference else "exact"] += 1
+            wrong += [(name, kind, difference)] * bool(difference)
+    share = counts["exact"] / (counts["exact"] + counts["refused"])
+    print(f"{dict(counts)}: of what a served model can write, {share:.1%} are exact")
+    print(*(f"{count} refused: {reason}" for reason, count in (+reasons).items()), sep="\n")
+    assert not wrong, "\n".join(map(str, wrong))
+    assert share > 0.94 or not FULL
+    assert counts == {"exact": 745, "refused": 46, "not writable": 209} or not FULL
+
+
+def cured(source, turns, tools, cure):
+    """Compare the turns once the cure of the message is applied."""
+    if cure is None:
+        return ""
+    chat = chat_of(source)
+    chat.options = {cure[1]: json.loads(cure[2])}
+    chat.variables |= chat.options
+    return compare(chat, turns, tools, examples_of(chat, turns, tools))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_no_real_chat_is_refused_without_a_cure(name, tmp_path):
+    folder, source = published(name, tmp_path)
+    (folder / "chat_template.jinja").write_text(source)
+    model = Model(path=str(folder))
+    tokenizer = data_tokenizer(load_tokenizer(model, folder), model, "2026-11-25")
+    rows = real_chats()[: 1000 if FULL else 50]
+    rendered = render_rows(rows, tokenizer, Data(source="x"))
+    print(name, len(rows), "chats,", len(rendered.texts), "examples,", len(rendered.bad), "refused")
+    # One of the thousand has a turn without a word, which no template can give.
+    uncured = {reason for reason in rendered.bad.values() if "; set " not in reason}
+    assert uncured <= {"an empty turn of the assistant"}, uncured
+    assert len({*rendered.rows}) == len(rows) - len(rendered.bad)
+    chat = chat_of(source)
+    for row in rows[:10]:
+        assert not compare(chat, row["messages"], False, examples_of(chat, row["messages"]))
