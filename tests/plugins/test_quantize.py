@@ -13,12 +13,12 @@ import pytest
 import torch
 from conftest import chats, only_full, read_metrics, run_plugsft, tiny_tables, write_recipe
 from peft import LoraConfig, PeftModel, get_peft_model
+from restored_base import NF4, restored
 from saved_runs import read
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn import Linear
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -29,7 +29,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     modeling_utils,
 )
-from transformers.pytorch_utils import Conv1D
 
 from plugsft import PluginError, RecipeError, testing
 from plugsft.base.machine import look
@@ -66,7 +65,6 @@ KIND, WITH_LORA = {"kind": "nf4"}, {"plugins": {"lora": {"r": 4}}}
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 INT8 = {"kind": "int8"}
 KINDS = pytest.mark.parametrize("kind", [KIND, pytest.param(INT8, marks=only_full)], ids=str)
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 @pytest.fixture
@@ -100,37 +98,6 @@ def adapt(folder, quantize=(), empty=False, dtype="float32", **lora):
     load = Load(str(folder), {"dtype": torch.float32}, empty)
     model = active.hooks.optimize_model(load=load)
     return model.train(), active.plugins.get("quantize")
-
-
-def restored(folder, dtype=torch.float32, skip=None, kind="nf4"):
-    """Return the base with rounded weights, by transformers alone or by a loop."""
-    if kind == "int8":
-        return rounded_to_int8(folder, dtype, skip or [])
-    config = BitsAndBytesConfig(
-        **NF4, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=skip and ["lm_head", *skip]
-    )
-    load = AutoModelForCausalLM.from_pretrained
-    rounded = load(folder, quantization_config=config, dtype=dtype).dequantize(dtype=dtype)
-    plain = load(folder, dtype=dtype)
-    for module, other in zip(plain.modules(), rounded.modules(), strict=True):
-        # transformers turns GPT-2's Conv1D into linear layers.
-        turned = type(module) is not type(other)
-        for name, weight in module.named_parameters(recurse=False):
-            values = getattr(other, name).detach()
-            weight.data.copy_(values.T if turned and name == "weight" else values)
-    return plain
-
-
-def rounded_to_int8(folder, dtype, skip):
-    """Return the base with each output's weights rounded to 255 equidistant values."""
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    for name, module in plain.named_modules():
-        if isinstance(module, Linear | Conv1D) and not name.endswith(("lm_head", *skip)):
-            weight = module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
-            for row in weight:
-                scale = (row.float().abs().max() / 127).to(dtype)
-                row.copy_((row.float() / scale.float()).round().clamp(-127, 127) * scale.float())
-    return plain
 
 
 def shake(*models):

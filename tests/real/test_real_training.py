@@ -3,7 +3,10 @@
 The rows are real chats; each step trains all of them, so that their order plays no part.
 """
 
+import json
 import math
+from contextlib import nullcontext
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +14,13 @@ import torch
 from conftest import only_full, read_metrics, run_plugsft, write_jsonl, write_recipe
 from downloads import real_chats, smollm2
 from peft import LoraConfig, PeftModel, get_peft_model
+from restored_base import restored
 from torch.nn.functional import cross_entropy, logsigmoid
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+from plugsft import Capability, RecipeError
+from plugsft.batches.packed_rows import ATTENTION, attend, attend_per_document
+from plugsft.model.document_probe import prove_on_model
 
 # Of transformers: what peft still calls by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -30,14 +38,11 @@ def real():
     """Return the folder of the model, its tokenizer, and three short chats."""
     folder = smollm2()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    short = []
-    for row in real_chats():
-        # The template writes a long system message where a chat has none.
-        messages = [{"role": "system", "content": "Be brief."}, *row["messages"][:4]]
-        ids = encode(tokenizer, messages)[0]
-        if len(messages) == 5 and len(ids) <= 48:
-            short.append(messages)
-    return SimpleNamespace(folder=folder, tokenizer=tokenizer, chats=short[:3])
+    # The template writes a long system message where a chat has none.
+    system = {"role": "system", "content": "Be brief."}
+    chats = ([system, *row["messages"][:4]] for row in real_chats() if len(row["messages"]) > 3)
+    short = (chat for chat in chats if len(encode(tokenizer, chat)[0]) <= 48)
+    return SimpleNamespace(folder=folder, tokenizer=tokenizer, chats=[*islice(short, 3)])
 
 
 def encode(tokenizer, messages):
@@ -97,10 +102,11 @@ def train(real, folder, rows, **plugins):
         "output": str(folder / "run"),
         "model": {"path": str(real.folder)},
         "data": {"source": str(write_jsonl(folder / "rows.jsonl", rows)), "max_length": 256},
-        "train": {"batch_size": len(rows), "micro_batch": 2, "learning_rate": RATE},
+        "train": {"batch_size": len(rows), "learning_rate": RATE, "steps": STEPS, "log_every": 1},
         "plugins": plugins,
     }
-    tables["train"] |= {"steps": STEPS, "log_every": 1}
+    if "bfd_packing" not in plugins:
+        tables["train"]["micro_batch"] = 2
     tables["checkpoint"] = {"every": 0}
     done = run_plugsft(write_recipe(folder / "recipe.toml", tables))
     assert done.returncode == 0, done.stderr
@@ -135,17 +141,43 @@ def assert_logits_equal(found, expected, ids):
     torch.testing.assert_close(found, expected, rtol=0, atol=LOGITS)
 
 
-@only_full
-def test_real_model_learns_as_in_plain_torch(real, tmp_path):
+@pytest.fixture(scope="session")
+def plain(real):
+    """Return what a plain loop learns: the rows, the start, the model and the curve."""
     rows = [encode(real.tokenizer, chat) for chat in real.chats]
-    run, curve = train(real, tmp_path, [{"messages": chat} for chat in real.chats])
     model = load(real.folder)
     start = {name: weight.clone() for name, weight in model.state_dict().items()}
-    expected = train_plainly(model, lambda model: sft_loss(model, rows))
-    assert_same_curve(curve, expected)
+    curve = train_plainly(model, lambda model: sft_loss(model, rows))
+    return SimpleNamespace(rows=rows, start=start, model=model, curve=curve)
+
+
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=only_full)])
+def test_real_model_learns_as_in_plain_torch(real, plain, tmp_path, packed):
+    plugins = {"bfd_packing": {}} if packed else {}
+    run, curve = train(real, tmp_path, [{"messages": chat} for chat in real.chats], **plugins)
+    assert_same_curve(curve, plain.curve)
     saved = load(run / "model")
-    assert_same_change(start, saved.state_dict(), model.state_dict())
-    assert_logits_equal(saved, model, rows[0][0])
+    assert_same_change(plain.start, saved.state_dict(), plain.model.state_dict())
+    assert_logits_equal(saved, plain.model, plain.rows[0][0])
+    if packed:
+        record = json.loads((run / "run.json").read_text())
+        assert "documents proved apart (a change moves no neighbour)" in record["packed_rows"]
+        assert [line["examples_per_micro_batch"] for line in read_metrics(run)] == [3] * STEPS
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_proof_of_packing_finds_a_leak_in_a_real_model(real, monkeypatch, leaks):
+    def leaky(module, query, key, value, mask, *, documents, **options):
+        lengths = (documents[0], sum(documents[1:])) if module.layer_idx == 29 else documents
+        return attend(module, query, key, value, mask, documents=lengths, **options)
+
+    attend_per_document()
+    if leaks:  # between the second document and the third, in the last of 30 layers
+        monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION, leaky)
+    model = AutoModelForCausalLM.from_pretrained(real.folder, attn_implementation=ATTENTION)
+    packing = Capability("bfd_packing", "capacity", None)
+    with pytest.raises(RecipeError, match="cannot be trained") if leaks else nullcontext():
+        assert "a change moves no neighbour" in prove_on_model(model.float(), True, packing)
 
 
 @only_full
@@ -163,23 +195,34 @@ def test_real_model_answers_word_for_word_as_greedy_transformers(real):
     assert answer and done.stdout.strip() == answer
 
 
-def test_lora_on_a_real_model_learns_as_peft_does(real, tmp_path):
+@pytest.mark.parametrize(
+    "kind", [None, pytest.param("nf4", marks=only_full), pytest.param("int8", marks=only_full)]
+)
+def test_lora_on_a_real_model_learns_as_peft_does(real, tmp_path, kind):
+    def base():
+        return restored(real.folder, kind=kind) if kind else load(real.folder)
+
     rows = [encode(real.tokenizer, chat) for chat in real.chats]
     torch.manual_seed(0)
     # Both halves are random, so that both learn from the first step.
     config = LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False
     )
-    model = get_peft_model(load(real.folder), config)
+    model = get_peft_model(base(), config)
     model.save_pretrained(tmp_path / "adapters")
     start = adapter_weights(model)
-    chats = [{"messages": chat} for chat in real.chats]
-    run, curve = train(real, tmp_path, chats, lora={"adapter": str(tmp_path / "adapters")})
+    plugins = {"lora": {"adapter": str(tmp_path / "adapters")}}
+    if kind:
+        plugins["quantize"] = {"kind": kind}
+    run, curve = train(real, tmp_path, [{"messages": chat} for chat in real.chats], **plugins)
     expected = train_plainly(model, lambda model: sft_loss(model, rows))
     assert_same_curve(curve, expected)
-    saved = PeftModel.from_pretrained(load(real.folder), run / "model")
+    saved = PeftModel.from_pretrained(base(), run / "model")
     assert_same_change(start, adapter_weights(saved), adapter_weights(model))
     assert_logits_equal(saved, model, rows[0][0])
+    done = run_plugsft("export", run, "--merge", "--to", tmp_path / "merged")
+    assert done.returncode == 0, done.stderr
+    assert_logits_equal(load(tmp_path / "merged"), model, rows[0][0])
 
 
 def adapter_weights(model):
