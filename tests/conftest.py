@@ -200,10 +200,10 @@ def run_launch(
 
 
 def start_plugsft(
-    *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None
+    *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None, typed: str = ""
 ) -> Running:
-    """Start `plugsft ...` as a separate process."""
-    return Running(arguments, env or {}, cwd or ROOT)
+    """Start `plugsft ...` as a separate process, which reads what is typed."""
+    return Running(arguments, env or {}, cwd or ROOT, typed)
 
 
 def run_plugsft(
@@ -211,9 +211,10 @@ def run_plugsft(
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float = 300,
+    typed: str = "",
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `plugsft ...` as a separate process."""
-    return start_plugsft(*arguments, env=env, cwd=cwd).wait(timeout)
+    """Run `plugsft ...` as a separate process, which reads what is typed."""
+    return start_plugsft(*arguments, env=env, cwd=cwd, typed=typed).wait(timeout)
 
 
 def start_ranks(

@@ -3,6 +3,7 @@
 This module imports no tests, because each fork imports it to find its function.
 """
 
+import io
 import multiprocessing
 import os
 import runpy
@@ -39,11 +40,14 @@ def start_fork_server() -> None:
 class Running:
     """A started `plugsft` process."""
 
-    def __init__(self, arguments: tuple[object, ...], env: dict[str, str], cwd: Path) -> None:
+    def __init__(
+        self, arguments: tuple[object, ...], env: dict[str, str], cwd: Path, typed: str = ""
+    ) -> None:
         self._files = Path(tempfile.mkdtemp())
         self._out, self._err = (self._files / name for name in ("out", "err"))
+        (self._files / "in").write_text(typed)
         words = list(map(str, arguments))
-        child_arguments = (words, {**os.environ, **env}, str(cwd), str(self._out), str(self._err))
+        child_arguments = (words, {**os.environ, **env}, str(cwd), str(self._files))
         start_fork_server()
         self.process = FORKS.Process(target=run_program, args=child_arguments)
         self.process.start()
@@ -64,12 +68,14 @@ class Running:
         return subprocess.CompletedProcess([], self.process.exitcode, *texts)
 
 
-def run_program(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+def run_program(words: list[str], env: dict[str, str], cwd: str, files: str) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    for number, name in ((1, out), (2, err)):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(os.open(f"{files}/in", os.O_RDONLY), 0)
+    sys.stdin = io.TextIOWrapper(io.FileIO(0))  # multiprocessing has set it to /dev/null
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{files}/{name}", os.O_WRONLY | os.O_CREAT), number)
     console.out.quiet = env.get("RANK", "0") != "0"
     if FORK_TRIALS in env:
         trial_runner.run_process = bench_runner.run_process = run_fork

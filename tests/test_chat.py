@@ -71,9 +71,7 @@ def test_an_answer_without_a_word_is_told(run, tmp_path):
     (mute / "generation_config.json").write_text(json.dumps(config))
     said = run_plugsft("chat", mute, "--ask", "Who?").stdout
     assert said == f"{talk.EMPTY}\n"
-    command = [sys.executable, "-m", "plugsft", "chat", str(mute)]
-    done = subprocess.run(command, input="Who?\n", capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == f"{talk.EMPTY}\n"
+    assert run_plugsft("chat", mute, typed="Who?\n").stdout == f"{talk.EMPTY}\n"
 
 
 def test_a_streamed_answer_without_a_word_is_told_and_any_other_is_not(speaker, capsys):
@@ -223,9 +221,7 @@ def test_the_talk_is_remembered_until_the_context_is_full(speaker):
 
 
 def test_piped_lines_are_answered_until_they_end(run):
-    command = [sys.executable, "-m", "plugsft", "chat", str(run)]
-    lines = "Who?\n\nWhat is red?\nexit\nWho?\n"
-    result = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
+    result = run_plugsft("chat", run, typed="Who?\n\nWhat is red?\nexit\nWho?\n")
     assert result.returncode == 0 and not result.stderr, result.stderr
     first, *_ = result.stdout.splitlines()
     assert first == "Me." and result.stdout.count("Me.") == 1
