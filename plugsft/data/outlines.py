@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..base.types import Row, Span
 from .messages import BadRow, Conversation
@@ -52,9 +52,7 @@ class Outline:
         texts = []
         for parts in self.texts:
             filled = [part.format(*words) for part in parts]
-            ends = [0]
-            for part in filled:
-                ends.append(ends[-1] + len(part))
+            ends = [*accumulate(map(len, filled), initial=0)]
             texts.append(("".join(filled), list(zip(ends[1::2], ends[2::2], strict=False))))
         return RenderedChat(texts, self.warnings)
 
@@ -102,15 +100,17 @@ class Outlines:
         shape = repr((roles, around, chat.num_prompt, chat.flags))
         if shape not in self.known:
             if len(self.known) == MAX_OUTLINES:
-                self.known, self.turns = {}, {}
+                self.known = {}
+                self.turns = {}
             self.known[shape] = self._make(chat, words)
         everything = "\n".join(words)
         for text in [text for text in self.searched if text in everything]:
             self.searched.discard(text)
             if TAG_SIGNS.search(text) or not self._is_harmless(text, chat):
                 self.harmful.add(text)
-        harmed = any(text in everything for text in self.harmful)
-        return None if harmed else self.known[shape]
+        if any(text in everything for text in self.harmful):
+            return None
+        return self.known[shape]
 
     def _make(self, chat: Conversation, words: list[str]) -> Outline | None:
         """Make the outline of a chat's shape; None where its words have no single place."""
@@ -130,24 +130,23 @@ class Outlines:
 
     def _is_harmless(self, text: str, chat: Conversation) -> bool:
         """Tell whether a text may stand among the words: a short chat with it fills its outline."""
-        system = [message for message in chat.messages[:1] if message["role"] == "system"]
-        turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
-        short = Conversation([*({**message, "content": "a"} for message in system), *turns])
-        outline = self._make(short, ["a"] * len(short.messages))
+        roles = [message["role"] for message in chat.messages[:1] if message["role"] == "system"]
+        roles += ["user", "assistant"] * 2
+        short = Conversation([{"role": role, "content": "a"} for role in roles])
+        outline = self._make(short, ["a"] * len(roles))
         end = text.strip()
-        words = [
-            f"{end} a{text}{number}{text}a {end}".strip() for number in range(len(short.messages))
-        ]
+        words = [f"{end} a{text}{number}{text}a {end}".strip() for number in range(len(roles))]
         try:
-            rendered = self.render(_with_words(short, ["a"] * len(words), words))
+            rendered = self.render(_with_words(short, ["a"] * len(roles), words))
         except BadRow:
             return False
         return outline is not None and outline.fill(words) == rendered
 
 
 def _is_plain(chat: Conversation, words: list[str]) -> bool:
-    plain = all(len(message) == 2 for message in chat.messages)
-    return plain and all(words) and chat.tools is None and not chat.variables
+    if chat.tools is not None or chat.variables:
+        return False
+    return all(words) and all(len(message) == 2 for message in chat.messages)
 
 
 def _with_words(chat: Conversation, words: list[str], others: list[str]) -> Conversation:

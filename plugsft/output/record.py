@@ -183,11 +183,9 @@ def keep_lines(path: Path, done: int, evaluates: bool = False) -> list[dict[str,
 
     `evaluates`: remove those of the evaluation of step `done` too, which have no loss.
     """
-    lines = [
-        line
-        for line in (read_metrics(path) if done else [])
-        if (line["step"], "loss" not in line) <= (done, not evaluates)
-    ]
+    lines = [line for line in read_metrics(path) if line["step"] <= done] if done else []
+    if evaluates:
+        lines = [line for line in lines if line["step"] < done or "loss" in line]
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     return lines
 
