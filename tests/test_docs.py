@@ -120,6 +120,11 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == test
 
 
+def test_check_runs_files_that_exist():
+    names = re.search(r"core=\(([^)]*)\)", (ROOT / "tools/check").read_text())[1].split()
+    assert names and all((ROOT / f"tests/test_{name}.py").is_file() for name in names)
+
+
 def test_one_page_says_that_plugsft_is_not_on_pypi():
     saying = [page.name for page, text in TEXTS.items() if "not on pypi" in text.lower()]
     assert saying == ["start.md"]
