@@ -24,7 +24,7 @@ OPEN, CLOSE = "\u2045", "\u2046"
 """Around the number of a message while an outline is made: brackets that no template writes."""
 PLACE = re.compile(f"{OPEN}(\\d+){CLOSE}")
 TAG_SIGNS = re.compile(r"[<\[|]")
-MAX_OUTLINES = 512
+MAX_OUTLINES = 4096
 
 Text = tuple[str, list[Span]]
 
