@@ -50,6 +50,8 @@ TEMPLATES = {
     "deepseek_v3": "deepseekv3",
 }
 """Tokenizer -> TRL's training template for it; "" for ChatML."""
+REFUSED = ("deepseek_v3",)
+"""Where the template's prompt opens a thought that these chats have not."""
 TYPES = {
     "qwen3": "qwen3",
     "gemma3": "gemma3_text",
@@ -105,6 +107,8 @@ def measure(name: str, options: argparse.Namespace) -> dict:
         "plugsft, own": partial(run_plugsft, folder, options.rows, options.processes),
         "plugsft, one row": partial(run_plugsft, folder, 1, options.processes, template),
     }
+    if name in REFUSED:
+        del contenders["plugsft, own"]
     timed = {key: partial(seconds_of, command) for key, command in contenders.items()}
     rounds = shared.collect_rounds(options.rounds, timed)
     seconds = {key: [wall for wall, _ in pairs] for key, pairs in rounds.items()}
@@ -149,6 +153,7 @@ def measure_engines(folder: Path) -> dict:
     from plugsft.tokens.tokenizer import lighten
 
     tokenizer = lighten(AutoTokenizer.from_pretrained(folder / "tokenizer"))
+    tokenizer.honours_blocks = True
     path = folder / f"chats-{COMPARED}.jsonl"
     chat = Chat(tokenizer, Data(source=str(path), max_length=shared.MAX_LENGTH))
     rows = [json.loads(line) for line in path.open()]
@@ -244,10 +249,12 @@ def table(report: dict) -> str:
         chosen = next(key for key, found in engines.items() if "tokens_per_second" in found)
         speeds = (engines[key]["tokens_per_second"] / 1e6 for key in (chosen, "transformers"))
         fast, own = (f"{speed:.1f} million" for speed in speeds)
-        trl, whole, own_template, start = map(statistics.median, figures["seconds"].values())
+        median = {key: statistics.median(found) for key, found in figures["seconds"].items()}
+        trl, whole, start = (median[key] for key in ("trl", "plugsft", "plugsft, one row"))
+        own_template = f"{median['plugsft, own']:.1f} s" if name not in REFUSED else "refused"
         lines.append(
             f"| {name} | {chosen} | {fast} | {own} | {trl:.0f} s | {whole:.1f} s "
-            f"| {trl / whole:.1f} | {own_template:.1f} s | {start:.1f} s |"
+            f"| {trl / whole:.1f} | {own_template} | {start:.1f} s |"
         )
     return "\n".join(lines) + "\n"
 
