@@ -22,6 +22,7 @@ from plugin_packages import LOUD, activate, install
 from plugsft import DataError, RecipeError
 from plugsft.base.types import Slice
 from plugsft.data import prepare, sources
+from plugsft.data.cache_key import key_of
 from plugsft.data.chat import CHATML
 from plugsft.data.defaults import DataDefaults
 from plugsft.registry.load import load, resolve
@@ -467,3 +468,20 @@ def test_lines_are_counted_with_blank_ones_and_rows_of_other_files_from_0(run, t
     path.write_text(json.dumps([GOOD, NOBODY]))
     with pytest.raises(DataError, match=r"row 1 \(counting from 0\): unknown .*\. Correct it, or"):
         run(None, source=str(path))
+
+
+def test_a_template_with_a_date_writes_the_first_day_of_the_run(tiny, tmp_path):
+    """Also in a later resume or inspection; and tokens of another day are others."""
+    template, record = tmp_path / "dated.jinja", tmp_path / "run/run.json"
+    template.write_text("{{ strftime_now('%Y-%m-%d') }}" + CHATML.read_text())
+    path = tiny(model={"chat_template": str(template)})
+    recipe, active = load(path)
+    active.attach(DataDefaults(recipe.folder))
+    keys = [key_of(prepare.open_data(recipe, active).work, [], active)]
+    record.parent.mkdir(exist_ok=True)
+    for day in ("2001-02-03", "2002-03-04"):
+        record.write_text(json.dumps({"data": {"key_parts": {"day": day}}}))
+        keys.append(key_of(prepare.open_data(recipe, active).work, [], active))
+        assert keys[-1]["day"] == day and keys[-1] != keys[-2]
+        shown = run_plugsft("inspect", path)
+        assert shown.returncode == 0 and day in shown.stdout, shown

@@ -556,7 +556,8 @@ def test_a_block_without_words_trains_nothing(with_template):
 def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
     row = {"messages": CHATS["tools"]["messages"]}
     lost = re.compile("the chat template leaves out ('look_up' of a call|the words of the assist)")
-    for content in ("", None, "let me see"):
+    # Words beside a call may name the tool and the value: they are no call.
+    for content in ("", None, "let me see", "I look_up the owl"):
         called = {"messages": [ASK, {**CALL, "content": content}, RESULT, TELL]}
         for train_on in ("assistant", "last", "all"):
             assert lost.match(rendered(tokenizer, called, train_on=train_on).bad[0])
@@ -569,6 +570,12 @@ def test_calls_that_a_template_leaves_out_are_no_row(tokenizer, with_template):
     for train_on in ("assistant", "last", "all"):
         assert lost.match(rendered(with_template(TEMPLATES["lfm2"]), row, train_on=train_on).bad[0])
     assert trained(with_template(TEMPLATES["lfm2_v2"]), row)
+    # Where the template writes the call, it is trained whatever stands beside it.
+    function = {"name": "look_up", "arguments": {"word": "owl", "in": "", "by": ""}}
+    called = {**CALL, "tool_calls": [{"type": "function", "function": function}]}
+    beside = {"content": "I look_up the owl", "reasoning_content": "owl?", "thinking": "owl?"}
+    for name in ("qwen2_5", "qwen3"):
+        assert trained(with_template(TEMPLATES[name]), {"messages": [ASK, {**called, **beside}]})
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "glm4moe", "gptoss"])

@@ -18,7 +18,7 @@ from ..recipe.tables import Data
 from ..tokens.tokenizer import Tokenizer
 from .jinja import CompiledTemplate, compile_template
 from .jinja import render as render_chat
-from .messages import BadRow, Conversation, call_variants, calls_of
+from .messages import BadRow, Conversation, call_variants, calls_of, parse_arguments
 from .outlines import Outlines, RenderedChat, Text
 from .turns import ASK, Turn, TurnFinder, Unserved, thoughts_of
 
@@ -236,7 +236,7 @@ class Chat:
     def _ensure_whole(self, message: Row, turn: Turn) -> list[str]:
         """Refuse a turn if the template leaves out its calls or words; warn of lost thoughts."""
         _ensure_calls(message, turn.answer)
-        words = str(message.get("content") or "").rpartition("</think>")[2].strip()
+        words = _words_of(message)
         if words and not any(form in turn.answer for form in _forms(words)):
             raise BadRow(f"the chat template leaves out words of the assistant{ANOTHER}")
         return _lost_thoughts(message, turn.answer)
@@ -349,38 +349,37 @@ def _ensure_context(chat: Conversation, messages: list[Row], text: str) -> None:
         if name not in text:
             raise BadRow(f"the chat template leaves out the tool '{name}'{ANOTHER}")
     for message in messages:
-        result = str(message.get("content") or "").strip()
+        result = _words_of(message)
         if message["role"] == "tool" and not any(form in text for form in _forms(result)):
             raise BadRow(f"the chat template leaves out a result of a tool{ANOTHER}")
+
+
+def _words_of(message: Row) -> str:
+    return str(message.get("content") or "").rpartition("</think>")[2].strip()
 
 
 def _ensure_calls(message: Row, text: str) -> None:
     """Refuse a template that leaves out a call, or a value of its arguments.
 
-    Each name and each value is in the text as often as the message has it.
+    Each name and each value is in the text as often as the message has it, not counting the words
+    and thoughts beside the call.
     """
+    words = {_words_of(message), *thoughts_of(message)}
+    beside = "\n".join(part for part in words if part in text)
     values: Counter[Any] = Counter()
     for name, arguments in calls_of(message):
         values[name] += 1
         values.update(_scalars(arguments))
     for value, count in values.items():
-        if max(_count(form, text) for form in _forms(value)) < count:
+        if max(_count(form, text) - _count(form, beside) for form in _forms(value)) < count:
             raise BadRow(f"the chat template leaves out {value!r} of a call{ANOTHER}")
 
 
 def _scalars(value: Any) -> Iterator[Any]:
     """Yield the texts, numbers and booleans of a call's arguments."""
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            parsed = None
-        if isinstance(parsed, dict | list):
-            yield from _scalars(parsed)
-        else:
-            yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
+    parts = parse_arguments(value)
+    if isinstance(parts, dict | list):
+        for part in parts.values() if isinstance(parts, dict) else parts:
             yield from _scalars(part)
     elif value is not None:
         # True equals 1, and is another value.
@@ -391,7 +390,7 @@ def _count(form: str, text: str) -> int:
     """Count a value in a text; a number stands between other characters than digits."""
     if re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", form):
         return len(re.findall(rf"(?<![\d.]){re.escape(form)}(?![\d]|\.\d)", text))
-    return text.count(form) if form else 1
+    return text.count(form)
 
 
 def _forms(value: Any) -> list[str]:

@@ -91,7 +91,7 @@ def call_variants(messages: list[Row]) -> Iterator[list[Row]]:
     A call's arguments are an object, as servers give them to templates, or JSON; a call without
     content has an empty or a null content.
     """
-    for arguments_of in (_parsed, _as_json):
+    for arguments_of in (parse_arguments, _as_json):
         for empty in ("", None):
             yield [
                 _with_calls(turn, empty, arguments_of) if turn.get("tool_calls") else turn
@@ -161,7 +161,7 @@ def _with_calls(message: Row, empty: str | None, arguments_of: Callable[[Any], A
     return {**message, "content": message.get("content") or empty, "tool_calls": calls}
 
 
-def _parsed(arguments: Any) -> Any:
+def parse_arguments(arguments: Any) -> Any:
     """Return arguments as an object; as they are if they are none."""
     if not isinstance(arguments, str):
         return arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -113,11 +114,10 @@ def open_data(recipe: Recipe, active: Active) -> OpenData:
 
 def day_of(recipe: Recipe) -> str:
     """Return the day that a template with a date writes: the first day of the run, or today."""
-    try:
-        record = read_json_object(recipe.folder / "run.json")
-        return str(record["data"]["key_parts"]["day"]) or str(date.today())
-    except (OSError, ValueError, LookupError, TypeError):
-        return str(date.today())
+    day: Any = ""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        day = read_json_object(recipe.folder / "run.json")["data"]["key_parts"]["day"]
+    return str(day or date.today())
 
 
 def _tokenizer_folder(recipe: Recipe, sources: Sequence[OpenSource], active: Active) -> Path:
