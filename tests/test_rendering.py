@@ -219,7 +219,7 @@ def test_a_template_that_refuses_a_row_is_quoted_in_one_line(with_template):
 
 
 def test_a_template_that_is_no_jinja_is_refused(with_template):
-    for broken in ("{% if", "{% generation %}", "{{ x | nothing }}"):
+    for broken in ("{% if", "{% generation %}", "{{ x | nothing }}", "{{ (9**99999) | string }}"):
         with pytest.raises(DataError, match="the chat template is not Jinja: "):
             rendered(with_template(broken), {"messages": [ASK, TELL]})
 

@@ -34,10 +34,10 @@ UNROLLED = (
 )
 DROPPED_THOUGHT = "the chat template leaves out thoughts of the assistant"
 
-# A template is a program: these are the errors that it may raise for a row.
+# A template is a program: these are the errors that it may raise.
 TEMPLATE_ERRORS = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
-    *(RecursionError, TypeError, ValueError),
+    *(RecursionError, TemplateError, TypeError, ValueError),
 )
 MAX_ANSWERS = 1000
 """Most trained answers of a chat; each needs renderings of all turns before it."""
@@ -289,7 +289,7 @@ class Chat:
             messages = [_in_parts(message) for message in messages]
         try:
             return render_chat(self.template, messages, variables)
-        except (TemplateError, *TEMPLATE_ERRORS) as error:
+        except TEMPLATE_ERRORS as error:
             reason = f"the chat template refuses it: {_one_line(error)}"
             raise TemplateRefusal(
                 f"{reason}; set model.chat_template to another template"
@@ -315,7 +315,7 @@ def _find_once(
 def _compile(source: str) -> CompiledTemplate:
     try:
         return compile_template(source)
-    except (TemplateError, RecursionError) as error:
+    except TEMPLATE_ERRORS as error:
         raise DataError(f"the chat template is not Jinja: {_one_line(error)}") from error
 
 
