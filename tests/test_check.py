@@ -172,7 +172,7 @@ def test_columns_that_nothing_knows_are_problems(tiny, tmp_path, monkeypatch, ch
     activate(install(tmp_path, own=OWN), monkeypatch)
     columns = {"words": "messages"}
     [problem] = check(tiny(data={"columns": columns}, plugins={"own": {}})).problems
-    assert 'messages (with [data.columns] words = "messages")' in problem
+    assert "words (renamed by [data.columns])" in problem
 
 
 def test_plugins_of_the_data_tell_what_they_lack(tiny, tmp_path, monkeypatch, check):

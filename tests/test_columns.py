@@ -112,6 +112,49 @@ def row(number, **columns):
     return {"text": f"owls see {number} mice", **columns}
 
 
+ASK, TELL = [{"role": "user", "content": "who?"}], [{"role": "assistant", "content": "owls"}]
+TEXT, CHAT = {"text": "owls hunt at night"}, {"messages": ASK + TELL}
+PAIR = {"prompt": "who? ", "chosen": "owls", "rejected": "elks"}
+READY = {"input_ids": [300, 301], "labels": [-100, 301]}
+MIXED = {
+    "": [
+        (CHAT, TEXT),
+        (TEXT, CHAT),
+        (TEXT, {"review": "good"}),
+        ({"prompt": ASK, "completion": TELL}, {"prompt": "who?", "completion": "owls"}),
+        (READY, READY | {"attention_mask": [1, 1]}),
+        (READY | {"attention_mask": [1, 1]}, READY),
+        (READY, TEXT),
+    ],
+    "dpo": [
+        (PAIR, {"prompt": ASK, "chosen": TELL, "rejected": ASK}),
+        (PAIR, {"prompt": "who? ", "completion": "owls"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("plugin", MIXED)
+def test_the_first_rows_of_a_source_decide_how_all_are_read(plugin, tmp_path, monkeypatch):
+    tiny = tmp_path / "tokenizer"
+    tiny.mkdir()
+    prepared(tiny, [chats(24)], {})
+    monkeypatch.setattr(sources, "FIRST_ROWS", 10)
+    files, kept = [[one] * 10 + [other] * 20 + [one] * 3 for one, other in MIXED[plugin]], []
+    for size, workers in ((1000, 1), (7, 2)):
+        monkeypatch.setattr(sources, "SLICE_ROWS", size)
+        plugins = {"multiprocess_tokenize": {"workers": workers}} | ({plugin: {}} if plugin else {})
+        (tmp_path / f"{size}").mkdir()
+        tokens = prepared(
+            tmp_path / f"{size}",
+            files,
+            plugins,
+            {"tokenizer": made_tokenizer(tiny)},
+            on_bad_row="drop",
+        )
+        kept.append(tokens.rows.tolist())
+    assert kept[0] == kept[1] == [*range(10), 30, 31, 32] * len(files)
+
+
 @pytest.fixture
 def tells(tmp_path, monkeypatch):
     activate(install(tmp_path / "site", tells=TELLS), monkeypatch)

@@ -26,18 +26,17 @@ def reason(row, kind="messages"):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_format_is_told_by_its_columns(kind):
     row = dict.fromkeys(FORMATS[kind], "")
-    assert format_of([{"id": 1}, row]) == kind
-    assert format_of([{column: ""} for column in FORMATS[kind]]) == kind, "over all rows"
+    assert format_of({"id": 1, **row}) == kind
     for column in row:
-        assert format_of([{name: "" for name in row if name != column}]) is None
+        assert format_of({name: "" for name in row if name != column}) is None
 
 
 def test_the_richest_format_is_taken():
     every = [column for columns in FORMATS.values() for column in columns]
     for kind, columns in FORMATS.items():
-        assert format_of([dict.fromkeys(every)]) == kind
+        assert format_of(dict.fromkeys(every)) == kind
         every = [column for column in every if column not in columns]
-    assert format_of([{"zzz": 1}]) is None and format_of([{}]) is None
+    assert format_of({"zzz": 1}) is None and format_of({}) is None
 
 
 def test_plain_messages_are_not_copied():
@@ -159,7 +158,7 @@ def test_wishes_that_are_not_understood():
 
 def test_prompts_are_never_trained():
     row = {"prompt": [ASK, TELL, ASK], "completion": [TELL]}
-    assert format_of([{"prompt": "a", "completion": "b"}, row]) == "chat completion"
+    assert format_of(row) == "chat completion"
     talk = read_chat("chat completion", row)
     assert talk.messages == [ASK, TELL, ASK, TELL] and talk.num_prompt == 3
 

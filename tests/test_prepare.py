@@ -194,7 +194,7 @@ def test_columns_that_nobody_has_stop_before_a_row_is_rendered(run, tmp_path):
     nope = "data.columns: no row has the column 'nope' (for tools); columns: dialog, id"
     with pytest.raises(RecipeError, match=re.escape(nope)):
         run(rows, columns={"messages": "dialog", "tools": "nope"})
-    with pytest.raises(DataError, match=re.escape('dialog, id (with [data.columns] tools = "id")')):
+    with pytest.raises(DataError, match=re.escape("dialog, tools (renamed by [data.columns])")):
         run(rows, columns={"tools": "id"})
     # What is evaluated on may lack what the rest has.
     other = write_jsonl(tmp_path / "other.jsonl", rows)

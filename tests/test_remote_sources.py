@@ -31,7 +31,7 @@ from plugsft.data.prepare import prepare
 from plugsft.data.readers import objects, remote
 from plugsft.data.sources import open_source, slices_of
 from plugsft.output.folder import ensure_inputs
-from plugsft.recipe.tables import Source
+from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
 
 moto = pytest.importorskip("moto.server", reason="pip install -e '.[dev]'")
@@ -148,7 +148,7 @@ def test_rows_are_read_by_ranges(files, bucket, web, asked, name, where):
     if name == "rows.parquet":
         assert sum(asked) <= 1 << 16 < size / 10  # the footer alone
     # Another process reads a slice.
-    part = pickle.loads(pickle.dumps(slices_of([rows])[1]))
+    part = pickle.loads(pickle.dumps(slices_of([rows], Data(source="x"))[1]))
     asked.clear()
     remote._read_group.cache_clear()
     assert part.rows.read(5, 8) == ROWS[part.start + 5 : part.start + 8]
@@ -264,7 +264,7 @@ def test_an_object_that_changes_between_two_slices_is_refused(files, bucket, web
 
     put(content)
     url = f"s3://rows/{name}" if where == "s3" else f"{web}/{name}"
-    part = pickle.loads(pickle.dumps(slices_of([opened(url)])[1]))
+    part = pickle.loads(pickle.dumps(slices_of([opened(url)], Data(source="x"))[1]))
     put(content.replace(b"owls", b"OWLS"))
     with pytest.raises(DataError, match=f"{url}: has changed while it was read; start again"):
         part.rows.read(5, 8)

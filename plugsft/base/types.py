@@ -101,6 +101,8 @@ class Slice:
     start: int
     stop: int
     rows: Rows
+    lead_row: Row = field(default_factory=dict, compare=False)
+    """The fullest of the source's first rows: all rows are read as it is."""
 
 
 @dataclass

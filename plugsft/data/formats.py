@@ -23,11 +23,10 @@ READ = {
 """Format -> the columns that are read."""
 
 
-def format_of(rows: list[Row]) -> str | None:
-    """Return the format of rows by their columns; None if no format has them."""
-    columns = {column for row in rows for column in row}
-    name = next((name for name, needed in FORMATS.items() if columns.issuperset(needed)), None)
-    if name == "completion" and any(isinstance(row.get(name), list) for row in rows):
+def format_of(row: Row) -> str | None:
+    """Return the format of rows with the columns of this one; None if no format has them."""
+    name = next((name for name, needed in FORMATS.items() if row.keys() >= {*needed}), None)
+    if name == "completion" and isinstance(row[name], list):
         return "chat completion"
     return name
 

@@ -9,7 +9,7 @@ from ..tokens.schema import WEIGHT
 from ..tokens.tokenizer import Tokenizer
 from .formats import read_weight
 from .messages import BadRow
-from .render import render_rows
+from .render import lead_row, render_as
 from .turns import common_prefix
 from .unread_columns import READERS
 
@@ -24,6 +24,7 @@ SHARED = ("tools", "chat_template_kwargs")
 
 def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
     """Render the chosen and the rejected answer of each row, both with the prompt."""
+    first = lead_row(rows, data)
     answers: list[Row] = []
     pair_rows: list[int] = []
     bad: dict[int, str] = {}
@@ -36,18 +37,20 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
             pair_rows.append(number)
         except BadRow as error:
             bad[number] = str(error)
-    columns = {column for row in rows for column in row}
-    if bad and not columns.issuperset(data.columns.get(name, name) for name in ANSWERS):
+    if not first.keys() >= {*ANSWERS}:
+        why = next(iter(bad.values()), "the first rows lack them")
         raise DataError(
-            f"no row has two answers to compare: {next(iter(bad.values()))}. Pairs have columns "
+            f"no row has two answers to compare: {why}. Pairs have columns "
             "chosen and rejected, with a prompt or a common beginning; name yours in "
             '[data.columns], for instance chosen = "good"; single answers with a label are for '
             + READERS["label"]
         )
+    weighted = any(data.columns.get(WEIGHT, WEIGHT) in row for row in rows)
     if not pair_rows:
         return Rendered(bad=bad)
-    rendered = render_rows(answers, tokenizer, data.model_copy(update={"columns": {}}))
-    assert rendered is not None, "the format of prompt and completion is known"
+    texts = isinstance(first["chosen"], str) and not isinstance(first.get("prompt"), list)
+    kind = "completion" if texts else "chat completion"
+    rendered = render_as(kind, answers, tokenizer, data)
     for answer, reason in rendered.bad.items():
         bad[pair_rows[answer // 2]] = f"{ANSWERS[answer % 2]}: {reason}"
     for answer, turn in zip(rendered.rows, rendered.turns, strict=True):
@@ -66,7 +69,7 @@ def render_pairs(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
             for warning, numbers in rendered.warnings.items()
         },
         read={*ANSWERS, "prompt", "system", *SHARED, WEIGHT},
-        columns={WEIGHT: weights} if data.columns.get(WEIGHT, WEIGHT) in columns else {},
+        columns={WEIGHT: weights} if weighted else {},
     )
 
 

@@ -27,7 +27,7 @@ from ..tokens.tokenizer import OWN, Tokenizer
 from .cache_key import differences, key_of, plugin_versions, token_plugins
 from .load_tokenizer import Render, data_tokenizer, load_tokenizer, train_tokenizer
 from .slices import ShardWriter, cure_bad, describe_bad_rows, describe_warnings, merge, render
-from .sources import OpenSource, ensure_columns, open_source, slices_of
+from .sources import OpenSource, open_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,10 +193,7 @@ def _prepare_tokens(
 
     def build(folder: Path) -> None:
         built.append(folder)
-        if work.sources == work.data.all_sources():
-            ensure_columns(work.data, sources)  # evaluation data may lack columns
-        work.folder = folder
-        slices = slices_of(sources)
+        work.folder, slices = folder, work.cut(sources)
         # Finished shards of a killed build.
         finished = {part: shard for part in slices if (shard := work.finished(part))}
         missing = [part for part in slices if part not in finished]

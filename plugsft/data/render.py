@@ -1,6 +1,6 @@
 """Render rows as text with trained spans: the core's answer to `render`."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import compress, starmap
 from operator import lt
 
@@ -21,10 +21,15 @@ Renderer = tuple[Callable[[Row], tuple[list[Text], list[str]]], Callable[[], str
 
 def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered | None:
     """Render rows of a format of formats.py; None for rows of another format."""
+    if (kind := readable_format(lead_row(rows, data))) is None:
+        return None
     if data.columns:
         rows = [renamed(row, data.columns) for row in rows]
-    if (kind := readable_format(rows)) is None:
-        return None
+    return render_as(kind, rows, tokenizer, data)
+
+
+def render_as(kind: str, rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered:
+    """Render rows of a format under its own names of columns."""
     result = Rendered(special_tokens=kind in TEXTS, read=READ[kind])
     render_row, describe = (_texts if kind in TEXTS else _chats)(kind, tokenizer, data)
     weights = [1.0] * len(rows)
@@ -55,11 +60,11 @@ def render_rows(rows: list[Row], tokenizer: Tokenizer, data: Data) -> Rendered |
     return result
 
 
-def readable_format(rows: list[Row]) -> str | None:
+def readable_format(first: Row) -> str | None:
     """Return the format of rows; None if no format has their columns. Refuse preferences."""
-    kind = format_of(rows)
+    kind = format_of(first)
     if kind == "preference":
-        raise DataError(_refuse_preferences(rows))
+        raise DataError(_refuse_preferences(first))
     return kind
 
 
@@ -148,14 +153,23 @@ def check_columns(rendered: Rendered, count: int, where: str) -> None:
                     )
 
 
+def lead_row(rows: Iterable[Row | None], data: Data) -> Row:
+    """Return the row that decides how rows are read: that of their source, or their fullest."""
+    if data._lead_row:
+        return data._lead_row
+    fullest = max(
+        filter(None, rows), key=lambda row: len([*filter(None, row.values())]), default={}
+    )
+    return renamed(without(fullest, data.ignore), data.columns)
+
+
 def renamed(row: Row, columns: dict[str, str]) -> Row:
     """Rename a row's columns to the names of the formats."""
     others = {name: value for name, value in row.items() if name not in columns.values()}
     return others | {ours: row[yours] for ours, yours in columns.items() if yours in row}
 
 
-def _refuse_preferences(rows: list[Row]) -> str:
-    row = next(row for row in rows if "chosen" in row)
+def _refuse_preferences(row: Row) -> str:
     answers = isinstance(row.get("prompt"), list) or isinstance(row["chosen"], str)
     column = ("completion" if "prompt" in row else "text") if answers else "messages"
     return (

@@ -15,7 +15,7 @@ from .cache_key import token_plugins
 from .load_tokenizer import data_tokenizer, load_tokenizer, train_tokenizer
 from .prepare import day_of, make_renderer
 from .slices import ShardWriter, merge
-from .sources import OpenSource
+from .sources import OpenSource, read_lead_row
 
 Sources = list[OpenSource]
 
@@ -68,12 +68,12 @@ def sample_rows(work: ShardWriter, sources: Sources, source: int, start: int, st
 def sample_ranges(work: ShardWriter, sources: Sources, source: int, ranges: list[range]) -> Sample:
     """Prepare several ranges of rows of a source."""
     folder, work.folder = work.folder, Path(mkdtemp(dir=work.folder))
-    shards = []
+    shards, lead = [], read_lead_row(sources[source], work.data)
     try:
         with progress("reading", sum(map(len, ranges)), "rows") as advance:
             for rows in ranges:
                 part = sources[source].part(rows.start, rows.stop)
-                shards.append(work(Slice(source, rows.start, rows.stop, part)))
+                shards.append(work(Slice(source, rows.start, rows.stop, part, lead)))
                 advance(len(rows), "")
         write_index(work.folder, shards, {"key": ""})
         return Sample(ranges, merge(shards), Tokens(work.folder))

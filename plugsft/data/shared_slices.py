@@ -27,7 +27,7 @@ from ..base.console import format_count, say
 from ..base.errors import DataError
 from ..base.types import Shard, Slice
 from .slices import ShardWriter
-from .sources import OpenSource, ensure_columns, slices_of
+from .sources import OpenSource
 
 MEMBER = "-000000"
 """Ending of a member's claim; claims of processes that publish are counted from 1."""
@@ -94,9 +94,7 @@ def share_slices(
     work: ShardWriter, sources: Sequence[OpenSource], folder: Path, is_complete: IsComplete
 ) -> None:
     """Prepare slices together with other processes until all shards of a folder are finished."""
-    if work.sources == work.data.all_sources():
-        ensure_columns(work.data, sources)  # evaluation data may lack columns
-    slices, watch = slices_of(sources), Watch()
+    slices, watch = work.cut(sources), Watch()
     try:
         with writing(folder), _join(folder, watch) as member:
             if member is not None and not is_complete(folder):

@@ -5,7 +5,7 @@ import pickle
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..base.errors import PlugsftError
 from ..base.types import Shard, Slice, Work
@@ -58,10 +58,10 @@ def tokenize_slice(part: Slice, work: Work) -> Shard:
         except PlugsftError:
             raise  # its message names the rows
         except Exception as error:
-            for row in range(part.start, part.stop):
-                offset = row - part.start
+            for offset in range(len(part.rows)):
+                row, one = part.start + offset, part.rows.part(offset, offset + 1)
                 try:
-                    work(Slice(part.source, row, row + 1, part.rows.part(offset, offset + 1)))
+                    work(replace(part, start=row, stop=row + 1, rows=one))
                 except Exception as row_error:
                     row_error.add_note(f"at {work.where(part)}: it was row {row:,}")
                     raise row_error from None

@@ -33,7 +33,8 @@ from ..tokens.tokenizer import Tokenizer, num_bytes
 from .defaults import DataDefaults
 from .jsonl import name_rows, why_unreadable
 from .long_texts import shorten
-from .render import check_columns, drop_bad_texts, judge_columns, without
+from .render import check_columns, drop_bad_texts, judge_columns, lead_row, without
+from .sources import OpenSource, ensure_columns, slices_of
 from .token_rows import LISTS, hold_tokens, read_tokens
 
 Mask = NDArray[np.bool_]
@@ -84,6 +85,12 @@ class ShardWriter:
         write_text(path.with_suffix(".json"), json.dumps(add_checksum(asdict(shard))))
         return shard
 
+    def cut(self, sources: Sequence[OpenSource]) -> list[Slice]:
+        """Cut sources into slices; refuse configured columns that no row has."""
+        if self.sources == self.data.all_sources():
+            ensure_columns(self.data, sources)  # evaluation data may lack columns
+        return slices_of(sources, self.data)
+
     def path(self, part: Slice) -> Path:
         """Return the file of a slice's shard; its facts are in a .json file of the same name."""
         return self.folder / f"data-{part.source:02d}-{part.start:012d}.arrow"
@@ -130,11 +137,13 @@ class ShardWriter:
 
     def _examples(self, part: Slice, shard: Shard) -> Examples:
         numbers, rows = self._read(part, shard)
-        if hold_tokens(rows, self.data):
-            rendered, encoded, mask = self._read_tokens(part, rows)
+        data = self.data.model_copy()
+        data._lead_row = part.lead_row
+        if hold_tokens(lead_row(rows, data)):
+            rendered, encoded, mask = self._read_tokens(part, rows, data)
         else:
             source = self.sources[part.source].source
-            rendered = render(self.hooks, self.data, source, rows, self.tokenizer)
+            rendered = render(self.hooks, data, source, rows, self.tokenizer)
             rendered, encoded = self._encode(rendered)
             mask = trained_mask(encoded, rendered)
         shard.mask, shard.unread, shard.engines = rendered.mask, rendered.unread, encoded.engines
@@ -150,7 +159,12 @@ class ShardWriter:
     def _read(self, part: Slice, shard: Shard) -> tuple[list[int], list[Row]]:
         """Return the numbers of the rows that can be read, and the rows."""
         numbers, rows = list[int](), list[Row]()
-        for number, row in enumerate(self._all_rows(part.rows)):
+        read_arrays = getattr(part.rows, "read_arrays", None)
+        if read_arrays and hold_tokens(part.lead_row):
+            found = read_arrays([self.data.columns.get(name, name) for name in LISTS])
+        else:
+            found = part.rows.read(0, len(part.rows))
+        for number, row in enumerate(found):
             if row is None:
                 reason = why_unreadable(part.rows, number)
                 shard.bad.setdefault(reason, []).append(part.start + number)
@@ -159,13 +173,9 @@ class ShardWriter:
                 rows.append(row)
         return numbers, rows
 
-    def _all_rows(self, rows: Rows) -> list[Row | None]:
-        read_arrays = getattr(rows, "read_arrays", None)
-        if read_arrays and hold_tokens([row for row in rows.read(0, 1) if row], self.data):
-            return list(read_arrays([self.data.columns.get(name, name) for name in LISTS]))
-        return rows.read(0, len(rows))
-
-    def _read_tokens(self, part: Slice, rows: list[Row]) -> tuple[Rendered, Encoded, Mask]:
+    def _read_tokens(
+        self, part: Slice, rows: list[Row], data: Data
+    ) -> tuple[Rendered, Encoded, Mask]:
         renderer = with_plugins(self.hooks.render)
         try:
             if " of plugin" in renderer:
@@ -173,7 +183,7 @@ class ShardWriter:
                     f"rows of tokens cannot be used with {renderer}, which reads rows before they "
                     "are tokens: name the rows that these were made of, or remove the plugin"
                 )
-            return read_tokens(rows, self.tokenizer, self.data)
+            return read_tokens(rows, self.tokenizer, data)
         except DataError as error:
             raise DataError(f"{self.where(part)}: {error}") from error
 
@@ -202,20 +212,19 @@ def render(
         rows = [without(row, data.ignore) for row in rows]
     rendered = hooks.render(rows=rows, tokenizer=tokenizer, data=data)
     if rendered is None:
-        raise DataError(describe_unknown_columns(rows, data, source))
+        raise DataError(describe_unknown_columns(lead_row(rows, data), data, source))
     judge_columns(rows, rendered, data)
     drop_bad_texts(rendered)
     check_columns(rendered, len(rows), f"{source}: {with_plugins(hooks.render)}")
     return rendered
 
 
-def describe_unknown_columns(rows: list[Row], data: Data, source: str) -> str:
-    """Describe the columns of rows that no format reads."""
-    columns = ", ".join(sorted({column for row in rows for column in row})) or "none"
+def describe_unknown_columns(row: Row, data: Data, source: str) -> str:
+    """Describe columns that no format reads."""
+    columns = ", ".join(sorted(row)) or "none"
     if data.columns:
-        renamed = ", ".join(f'{ours} = "{yours}"' for ours, yours in data.columns.items())
-        columns += f" (with [data.columns] {renamed})"
-    if any({"input_ids", "prompt_ids"} & row.keys() for row in rows):
+        columns += " (renamed by [data.columns])"
+    if {"input_ids", "prompt_ids"} & row.keys():
         columns += (
             ". Rows of tokens need input_ids with labels or a mask; with [model.scratch], set "
             "model.tokenizer too"

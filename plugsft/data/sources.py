@@ -16,9 +16,10 @@ from ..base.checksums import cached_file_digest
 from ..base.console import hide_queries
 from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
-from ..base.types import Ints, Rows, Slice
+from ..base.types import Ints, Row, Rows, Slice
 from ..recipe.tables import Data, Source
 from .jsonl import JsonLines, LateRows, RowList, ensure_rows, find_lines
+from .render import lead_row
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 SLICE_BYTES = 4_000_000
@@ -27,6 +28,8 @@ SLICE_ROWS = 10_000
 """Maximum number of rows in a slice."""
 COLUMN_ROWS = 1_000
 """Number of rows of each source that are read at a time to find columns."""
+FIRST_ROWS = 100
+"""Number of rows at the beginning of a source; the fullest decides how all rows are read."""
 
 
 class OpenSource(Rows, Protocol):
@@ -94,16 +97,22 @@ def ensure_columns(data: Data, sources: Sequence[OpenSource]) -> None:
         start = stop
 
 
-def slices_of(sources: Sequence[OpenSource]) -> list[Slice]:
+def read_lead_row(rows: Rows, data: Data) -> Row:
+    """Return the fullest of a source's first rows: all its rows are read as it is."""
+    return lead_row(rows.read(0, FIRST_ROWS), data)
+
+
+def slices_of(sources: Sequence[OpenSource], data: Data) -> list[Slice]:
     """Cut sources into slices of about equal size, independent of the machine."""
     slices = []
     for number, rows in enumerate(sources):
         by_bytes = np.cumsum(rows.sizes()) // SLICE_BYTES
         by_rows = np.arange(len(rows)) // SLICE_ROWS
+        lead = read_lead_row(rows, data)
         cuts = np.flatnonzero(np.diff(by_bytes) | np.diff(by_rows)) + 1
         for start, stop in pairwise([0, *cuts.tolist(), len(rows)]):
             if stop > start:
-                slices.append(Slice(number, start, stop, rows.part(start, stop)))
+                slices.append(Slice(number, start, stop, rows.part(start, stop), lead))
     return slices
 
 

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from ..base.errors import DataError
 from ..base.types import Encoded, Ints, Rendered, Row
 from ..recipe.capabilities import Capability
-from ..recipe.tables import FORMATS, Data
+from ..recipe.tables import Data
 from ..tokens.schema import WEIGHT
 from ..tokens.shards import count_true, places_of
 from ..tokens.tokenizer import Tokenizer
-from .formats import read_weight
+from .formats import format_of, read_weight
 from .messages import BadRow
-from .render import judge_columns, renamed, without
+from .render import judge_columns, lead_row, renamed, without
 
 IDS, LABELS, PADDING, PLACES = "input_ids", "labels", "attention_mask", "position_ids"
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
@@ -34,12 +34,10 @@ Lists = dict[str, NDArray[Any]]
 """Column -> the values of a row, or of all rows."""
 
 
-def hold_tokens(rows: list[Row], data: Data) -> bool:
-    """Tell whether rows hold their tokens already, by the first row that has columns."""
-    first = without(next(filter(None, rows), {}), data.ignore)
-    columns = renamed(first, data.columns).keys()
-    formatted = any(columns >= {*needed} for needed in FORMATS.values())
-    return IDS in columns and (not formatted or not columns.isdisjoint((LABELS, *MASKS)))
+def hold_tokens(row: Row) -> bool:
+    """Tell whether rows with the columns of this one hold their tokens already."""
+    masked = not row.keys().isdisjoint((LABELS, *MASKS))
+    return IDS in row and (masked or format_of(row) is None)
 
 
 def read_tokens(
@@ -53,7 +51,9 @@ def read_tokens(
     if data.columns:
         rows = [renamed(row, data.columns) for row in rows]
     present = {name for row in rows for name in row if row[name] is not None}
-    names = [name for name in LISTS if name == IDS or name in present]
+    first = lead_row(rows, data)
+    names = [name for name in LISTS if name == IDS or first.get(name) is not None]
+    late = present.intersection(LISTS).difference(names)
     own = [name for name in names if name in (LABELS, *MASKS)]
     _ensure_trainable(own, data)
     if "seq_lengths" in present:
@@ -63,6 +63,9 @@ def read_tokens(
     weights = [1.0] * len(rows)
     for number, row in enumerate(rows):
         try:
+            for name in late:
+                if row.get(name) is not None:
+                    raise BadRow(f"'{name}', which the first rows of the source lack")
             lists = {name: _list(row, name) for name in names}
             _ensure_lengths(lists)
             weights[number] = read_weight(row)

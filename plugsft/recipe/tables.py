@@ -257,6 +257,9 @@ class Data(Table):
     template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables for the chat template."""
 
+    _lead_row: dict[str, Any] = {}
+    """The fullest of the first rows of one source: all its rows are read as it is."""
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.source and self.sources:

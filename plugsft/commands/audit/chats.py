@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from ...base.types import Row
 from ...data.chat import Chat
@@ -12,7 +13,7 @@ from ...data.messages import BadRow, Conversation
 from ...data.render import renamed, without
 from ...data.sample import Sample
 from ...data.slices import ShardWriter
-from ...data.sources import OpenSource
+from ...data.sources import OpenSource, read_lead_row
 from ...registry.active import Active
 
 
@@ -60,20 +61,16 @@ def conversations(
     sample: Sample, work: ShardWriter, opened: OpenSource
 ) -> Iterator[tuple[int, Conversation]]:
     """Yield the number and the conversation of each row that holds one."""
+    kind = format_of(read_lead_row(opened, work.data))
+    if kind is None or kind in TEXTS:
+        return
     for numbers in sample.ranges:
-        rows = {
-            number: renamed(without(row, work.data.ignore), work.data.columns)
-            for number, row in zip(numbers, opened.read(numbers.start, numbers.stop), strict=True)
-            if row is not None
-        }
-        kind = format_of([*rows.values()])
-        if kind is None or kind in TEXTS:
-            continue
-        for number, row in rows.items():
-            try:
-                yield number, read_chat(kind, row)
-            except BadRow:
-                continue
+        rows = opened.read(numbers.start, numbers.stop)
+        for number, row in zip(numbers, rows, strict=True):
+            if row is not None:
+                named = renamed(without(row, work.data.ignore), work.data.columns)
+                with suppress(BadRow):
+                    yield number, read_chat(kind, named)
 
 
 def special_tokens(work: ShardWriter) -> re.Pattern[str]:

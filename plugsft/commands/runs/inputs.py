@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ...base.errors import DataError
 from ...base.limits import parse_json, read_json_object
-from ...data.render import readable_format, renamed, without
+from ...data.render import lead_row, readable_format
 from ...data.slices import describe_unknown_columns
 from ...data.sources import open_source
 from ...data.token_rows import hold_tokens
@@ -74,7 +74,6 @@ def check_first_row(source: Source, data: Data) -> None:
         return  # reported with all other bad rows
     if not isinstance(row, dict) or not row.keys() >= {*data.columns.values()}:
         return
-    ready = hold_tokens([row], data)
-    row = without(row, data.ignore)
-    if not ready and readable_format([renamed(row, data.columns)]) is None:
-        raise DataError(describe_unknown_columns([row], data, source.source))
+    named = lead_row([row], data)
+    if not hold_tokens(named) and readable_format(named) is None:
+        raise DataError(describe_unknown_columns(named, data, source.source))
