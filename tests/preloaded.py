@@ -28,7 +28,7 @@ import plugsft.commands.runs.start
 import plugsft.lab.bench.run
 import plugsft.lab.tune.run
 import plugsft.loop
-import plugsft.plugins.lora.adapters  # noqa: F401  # peft: two thirds of a tiny run with adapters
+import plugsft.plugins.lora.adapters  # peft: two thirds of a tiny run with adapters
 from plugsft.api.isolation import isolated
 
 MESSAGES = [{"role": role, "content": "hello"} for role in ("user", "assistant")]

@@ -189,12 +189,20 @@ def test_a_command_of_the_pages(place, command, forked_trials):
 
 
 def prepare_for(command, run, place):
-    """Make the runs that a command needs."""
+    """Make the runs that a command needs; each is trained once, and a copy of it is used."""
     if "--resume" in command or "--overwrite" in command or " runs/my-model" in command:
-        adapters = " plugins.lora.r=4" if "--merge" in command else ""
-        assert run(place, f"plugsft my.toml{adapters}").returncode == 0
+        give_run(place, run, "my-model", " plugins.lora.r=4" if "--merge" in command else "")
     if " diff " in command:
-        assert run(place, "plugsft my.toml output=runs/other").returncode == 0
+        give_run(place, run, "other", " output=runs/other")
+
+
+def give_run(place, run, name, words):
+    trained = place / f"trained{words.replace('/', '-')}"
+    if trained.exists():
+        shutil.copytree(trained, place / "runs" / name)
+    else:
+        assert run(place, f"plugsft my.toml{words}").returncode == 0
+        shutil.copytree(place / "runs" / name, trained)
 
 
 def plugsft(place, command):
