@@ -117,6 +117,21 @@ def test_qwen3_gives_an_example_for_each_answer():
     ]
 
 
+def test_a_chat_may_begin_with_the_assistant_where_the_template_has_a_system_prompt():
+    # As SmolLM2's: the prompt of no message has no system prompt.
+    source = (
+        "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\n"
+        "Be brief.<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    header = "<|im_start|>assistant\n"
+    first, second = examples_of(chat_of(source), [answer("Welcome."), ASK, answer("It is 4.")])
+    assert first == (header, "Welcome.<|im_end|>")
+    written = f"<|im_start|>system\nBe brief.<|im_end|>\n{header}Welcome.<|im_end|>\n"
+    asked = f"<|im_start|>user\nWhat is 2+2?<|im_end|>\n{header}"
+    assert second == (written + asked, "It is 4.<|im_end|>")
+
+
 def test_an_answer_closes_the_thought_that_the_prompt_leaves_open():
     # As Nemotron's: the prompt opens a thought, and an answer without one is written without it.
     source = (

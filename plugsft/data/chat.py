@@ -229,7 +229,7 @@ class Chat:
                 with suppress(BadRow):
                     for number in chosen:
                         self._ensure_whole(messages[number], finder.find(messages, number))
-                    name, value = next(iter(option.items()))
+                    [(name, value)] = option.items()
                     return f"; set data.template_kwargs = {{ {name} = {json.dumps(value)} }}"
         return "; set model.chat_template to another template"
 
@@ -257,8 +257,10 @@ class Chat:
     def _trained(self, chat: Conversation, answers: list[int]) -> list[int]:
         """Return the assistant's messages that are trained."""
         if wrong := [n for n, flag in chat.flags.items() if flag and n not in answers]:
-            role = chat.messages[wrong[0]]["role"]
-            raise BadRow(f"a turn of the {role} is to be trained; only the assistant's are")
+            raise BadRow(
+                f"a turn of the {chat.messages[wrong[0]]['role']} is to be trained; only the "
+                "assistant's are"
+            )
         last = answers[-1:] if self.train_on == "last" else answers
         candidates = [n for n in last if n >= chat.num_prompt]
         trained = [n for n in candidates if chat.flags.get(n, True)]
@@ -334,8 +336,7 @@ ANOTHER = "; set model.chat_template to a template that writes them, or take the
 
 def _lost_thoughts(message: Row, text: str) -> list[str]:
     """Return a warning if a text lacks the thought of a message."""
-    lost = any(thought not in text for thought in thoughts_of(message))
-    return [DROPPED_THOUGHT] if lost else []
+    return [DROPPED_THOUGHT for thought in thoughts_of(message) if thought not in text][:1]
 
 
 def _span(turn: Turn) -> Span:

@@ -33,6 +33,7 @@ ENDED = re.compile(r"</think[^<>]*>\s*$")
 ENDS_THOUGHT = "the chat template's prompt ends the thought, and the turn has one"
 BEGUN = re.compile(r"<[^<>\s]{0,40}$")
 """The beginning of a tag that ends a text."""
+TAG_BEFORE = re.compile(r"<[^<>\s]{1,40}>$")
 ASK: Row = {"role": "user", "content": "!ask!"}
 RESULT: Row = {
     "role": "tool",
@@ -108,7 +109,8 @@ class TurnFinder:
         parted = len(BEGUN.sub("", prompt[:parted]))  # they part before a tag, not within it
         # The header before the answer, though the template writes earlier turns otherwise.
         at = max((prompt.rfind(token) for token in self.special), default=-1)
-        while at >= parted:
+        # A header may begin with the tag before the place where they part.
+        while at >= len(TAG_BEFORE.sub("", prompt[:parted])):
             header = prompt[at:]
             if (place := written.rfind(header, parted, depends)) >= 0:
                 return place + len(header)
