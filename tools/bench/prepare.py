@@ -1,19 +1,24 @@
 """Preparing data, from a file of chats to mapped tokens: plugsft against TRL and a lower bound.
 
     .venv/bin/python tools/bench/prepare.py [--rows 20000] [--processes 2] [--rounds 5]
-        [--engines auto,transformers] [--folder DIR] [--json FILE]
+        [--engines auto,transformers] [--folder DIR] [--against CHECKOUT] [--json FILE]
 
 Each round runs every contender once, in a fresh process, which imports before the clock starts;
 the start of the workers counts. The ids and masks of all rows are compared with TRL's before the
 rounds. The script prints medians with their spread, the stages of the lower bound (reading, Jinja
 and the engine, each alone on one core), and the ratios. TRL is the preparation of its SFTTrainer
 with assistant_only_loss, from a cold cache.
+
+--against compares with another commit instead, whose tokens must be equal. It takes the processor
+time of one process: with --processes 1 that is all of it.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from functools import partial
@@ -37,6 +42,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
         write_data(options)
+        if options.against:
+            compare_commits(options)
+            return
         contenders = ["trl", *(f"plugsft-{name}" for name in options.engines.split(","))]
         floor = measure("floor", options)
         equal = compare(options)
@@ -72,6 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--template", default="auto", help="model.chat_template of plugsft's recipe"
     )
+    parser.add_argument("--against", type=Path, help="checkout of another commit, with its .venv")
     parser.add_argument("--child", choices=[*CHILDREN], help=argparse.SUPPRESS)
     parser.add_argument("--engine", default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
@@ -96,7 +105,27 @@ def write_data(options: argparse.Namespace) -> None:
             shared.train_tokenizer(options.folder, Path(file.name), VOCAB)
 
 
-def measure(name: str, options: argparse.Namespace, **changes: object) -> dict:
+def compare_commits(options: argparse.Namespace) -> None:
+    """Prepare with another commit and with this one, in turns."""
+    pythons = {"before": options.against.resolve() / ".venv/bin/python", "now": sys.executable}
+    rounds = shared.collect_rounds(
+        options.rounds,
+        {name: partial(measure, "plugsft", options, python) for name, python in pythons.items()},
+    )
+    report = {"rows": options.rows, "processes": options.processes}
+    for clock in ("processor", "seconds"):
+        report[clock] = {name: [run[clock] for run in runs] for name, runs in rounds.items()}
+        for name, seconds in report[clock].items():
+            print(f"{clock:<10}{name:<8}{shared.spread(seconds, '.2f')} s")
+        print(f"now {shared.compare_speed(report[clock]['now'], report[clock]['before'])}")
+    report["digests"] = sorted({run["digest"] for runs in rounds.values() for run in runs})
+    assert len(report["digests"]) == 1, "other tokens"
+    shared.write_report(report, options.json)
+
+
+def measure(
+    name: str, options: argparse.Namespace, python: Path | str = sys.executable, **changes: object
+) -> dict:
     """Run one contender in a separate process."""
     kind, _, engine = name.partition("-")
     arguments = {
@@ -111,9 +140,10 @@ def measure(name: str, options: argparse.Namespace, **changes: object) -> dict:
     words = [f"--{key}={value}" for key, value in arguments.items()]
     with tempfile.TemporaryDirectory() as cache:
         quiet = {"TOKENIZERS_PARALLELISM": "true", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
-        return shared.run_python(
-            __file__, *words, **quiet, HF_DATASETS_CACHE=cache, PLUGSFT_CACHE=cache
+        output = shared.run(
+            python, __file__, *words, **quiet, HF_DATASETS_CACHE=cache, PLUGSFT_CACHE=cache
         )
+        return json.loads(output.splitlines()[-1])
 
 
 def run_plugsft(options: argparse.Namespace) -> dict:
@@ -135,12 +165,17 @@ def run_plugsft(options: argparse.Namespace) -> dict:
                 "multiprocess_tokenize": {"workers": options.processes},
             },
         )
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         recipe, active = resolve(raw)
         active.attach(DataDefaults(recipe.folder))
         tokens = prepare.prepare(recipe, active).tokens
         tokens.example(len(tokens) // 2)
-        return {"seconds": time.perf_counter() - started, "facts": tokens.facts["engines"]}
+        seconds, processor = time.perf_counter() - started, time.process_time() - worked
+        digest = hashlib.sha256()
+        for number in range(len(tokens)):
+            for part in tokens.example(number):
+                digest.update(np.asarray(part, np.int32))
+        return {"seconds": seconds, "processor": processor, "digest": digest.hexdigest()}
 
 
 def run_trl(options: argparse.Namespace) -> dict:
