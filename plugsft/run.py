@@ -105,7 +105,9 @@ class OpenRun:
         self.reads_late = can_skip_steps(self.optimizer) and not recipe.provides("early_stop")
         self.train_state = train_state_of(self.accelerator, self.module, self.optimizer)
         self.loss_scale = self.train_state.loss_scale
-        self.loader = BatchLoader(self.hooks, self.accelerator, pad_id(self.tokenizer))
+        self.loader = BatchLoader(
+            self.hooks, self.accelerator, pad_id(self.tokenizer), bool(self.packed)
+        )
         self.ranks = RankGroup(self.accelerator, self.hooks)
         self.model = TrainedModel(self, self.module, self.loader, self.load, self.train_state)
         if self.packed:  # not a plugin's hook, which another plugin could replace

@@ -147,7 +147,7 @@ def test_a_limit_that_nothing_can_prove_is_refused(home):
     config.sliding_window, config.vocab_size = 64, 100
     model = AutoModelForCausalLM.from_config(MODELS["llama"])
     model.config = config
-    with pytest.raises(RecipeError, match=r"sliding_window = 64 cannot be proved .* below 64"):
+    with pytest.raises(RecipeError, match=r"sliding_window = 64 is not proved .* below 64"):
         prove_on_small_copy(model, Longest(64, 64), PACKING)
     assert "not proved on a small copy" in prove_on_small_copy(model, Longest(63, 63), PACKING)
 

@@ -57,10 +57,39 @@ class Rows:
 """
 
 
+PACK = "return pack(tokens, examples)"
+WITHOUT = """batch = pack(tokens, examples)
+        del batch["documents"]
+        return batch"""
+REVERSED = """from plugsft.kit import documents_of
+
+        return pack(tokens, examples) | documents_of(tokens.lengths[examples][::-1])"""
+LOADED = """return pack(tokens, examples)
+
+    @hookimpl
+    def load_batches(self, build, steps):
+        return (self.drop_documents(build(step)) for step in steps)
+
+    def drop_documents(self, loaded):
+        for batch in loaded.batches:
+            del batch["documents"]
+        return loaded"""
+LONGER = """import numpy as np
+        import torch
+        from plugsft.kit import documents_of
+
+        batch, lengths = pack(tokens, examples), tokens.lengths[examples]
+        for name, value in (("input_ids", 1), ("labels", -100)):
+            inserted = np.insert(batch[name][0].numpy(), np.cumsum(lengths), value)
+            batch[name] = torch.from_numpy(inserted)[None]
+        return batch | documents_of(lengths + 1)"""
+
+
 @pytest.fixture
-def recipe(tiny, tmp_path, monkeypatch):
+def recipe(tiny, tmp_path, monkeypatch, request):
     """Return a recipe whose rows a stranger's plugin packs."""
-    activate(install(tmp_path / "site", rows=ROWS), monkeypatch)
+    rows = ROWS.replace(PACK, getattr(request, "param", PACK))
+    activate(install(tmp_path / "site", rows=rows), monkeypatch)
     train = {"batch_size": 8, "micro_batch": 1, "steps": 6}
     return tiny(rows=chats(21), train=train, plugins={"rows": {}})
 
@@ -96,6 +125,21 @@ def test_a_model_that_leaks_is_refused_with_its_name(recipe, tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "this model cannot be trained on packed rows: changing one document" in result.stderr
     assert "remove [plugins.rows]" in result.stderr and "bfd_packing" not in result.stderr
+
+
+@pytest.mark.parametrize("recipe", [WITHOUT, REVERSED, LOADED], indirect=True)
+def test_rows_with_wrong_documents_are_refused(recipe, request):
+    result = run_plugsft(recipe)
+    assert result.returncode == 2 and "step 1/" not in result.stdout
+    hook = "load_batches" if LOADED in request.node.callspec.params.values() else "collate"
+    message = f"error: '{hook}' of plugin 'rows' packed examples that attend to each other: their "
+    assert result.stderr.startswith(message) and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("recipe", [LONGER], indirect=True)
+def test_a_plugin_may_add_tokens_to_its_documents(recipe):
+    result = run_plugsft(recipe, "train.steps=1")
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("refuses", ["true", "false"])

@@ -10,14 +10,17 @@ from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ..base.errors import RecipeError, TrainError
+from ..base.errors import PluginError, RecipeError, TrainError
 from ..base.types import Batch, Ints
+from ..tokens.store import Tokens
 from .labels import buffer
 
 ATTENTION = "plugsft_documents"
 """Name of this attention in transformers."""
 IGNORABLE = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "keys"}
 """Tensors that attention per document does not need: `documents` has the same information."""
+SHOWN = 8
+"""Most documents that a message names."""
 
 
 def documents_of(
@@ -61,6 +64,26 @@ def _documents_with_shared_prompts(lengths: Ints, positions: Tensor, seen: Ints)
     batch["cu_seq_lens_k"] = documents_of(key_lengths)["cu_seq_lens_q"]
     batch["max_length_k"] = int(key_lengths.max())
     return batch | {"seen": tuple(seen.tolist()), "keys": torch.from_numpy(keys)}
+
+
+def ensure_documents(batch: Batch, tokens: Tokens, examples: Ints, maker: str) -> None:
+    """Refuse a packed row in which a sequence of the examples is not a document of its own.
+
+    If `maker` has changed the tokens, documents may have other lengths, but be no fewer.
+    """
+    lengths = tokens.sequences(examples)[0].tolist()
+    last = len(lengths) - 1
+    # Without boundaries, a row is one document. The last one may contain the padding.
+    given = [*batch.get("documents", [sum(lengths)])][: last + 1]
+    if given[:last] == lengths[:last] and given[last:] >= lengths[last:]:
+        return
+    ids = tokens.gather(examples)[0]
+    if len(given) <= last or np.array_equal(batch["input_ids"][0, : len(ids)].cpu(), ids):
+        raise PluginError(
+            f"{maker} packed examples that attend to each other: their 'documents' begin with "
+            f"{given[:SHOWN]} tokens in place of {lengths[:SHOWN]}; return "
+            "plugsft.kit.pack(tokens, examples), or add plugsft.kit.documents_of(...)"
+        )
 
 
 def attend_per_document() -> str:
@@ -177,14 +200,11 @@ def _attend_document(
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     length, num_keys = query.shape[2], key.shape[2]
-    if limits.allow_all(num_keys) and softcap is None and length == num_keys:
+    causal = limits.allow_all(num_keys) and softcap is None and length == num_keys
+    mask = None if causal else limits.mask(length, num_keys, query.device)
+    if softcap is None or mask is None:
         return scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
-    mask = limits.mask(length, num_keys, query.device)
-    if softcap is None:
-        return scaled_dot_product_attention(
-            query, key, value, mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+            query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped
         )
     if grouped:
         group = query.shape[1] // key.shape[1]

@@ -5,8 +5,6 @@ every attention limit, with a small float32 copy of the model.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from ..recipe.capabilities import Capability
 from .small_copy import NO_LIMIT_REACHED, Longest, build_small_copy, limits
 from .weight_files import model_class_of
 
-VERSION = 2
+VERSION = 3
 """Raise it when the probe of the small copy changes: cached results are then not used."""
 SHORT = (7, 9, 5)
 """Tokens of each document in the probe of the run's model; the first one is changed."""
@@ -61,18 +59,6 @@ def unpack(packing: Capability) -> str:
     return f"remove {packing.table}; {sort} lowers the padding of separate rows"
 
 
-@contextmanager
-def refuse_own_attention(packing: Capability) -> Iterator[None]:
-    """Refuse a model that does not support attention per document."""
-    try:
-        yield
-    except RecipeError as error:
-        # Such a model looks up the name in its own table of attention functions.
-        if repr(error.__cause__) != repr(KeyError(ATTENTION)):
-            raise
-        raise RecipeError(f"{REFUSED}: {OWN_CODE}; {unpack(packing)}") from error
-
-
 def prove_on_small_copy(model: Any, longest: Longest, packing: Capability) -> str:
     """Prove on a small copy that packed documents are separate; return the result in words.
 
@@ -81,20 +67,19 @@ def prove_on_small_copy(model: Any, longest: Longest, packing: Capability) -> st
     causal, row, cure = unwrap(model), longest.row, unpack(packing)
     reached = limits(causal.config, longest)
     facts = cached_probe(causal, longest)
-    if facts["unbuilt"] and reached:
+    unbuilt, problem = facts["unbuilt"], find_problem(facts)
+    if (
+        problem
+        and reached
+        and (unbuilt or not find_problem(cached_probe(causal, NO_LIMIT_REACHED)))
+    ):
+        named = " and ".join(f"{name} = {value:,}" for name, value in sorted(reached.items()))
         raise RecipeError(
-            f"{REFUSED} of {row:,} tokens: {_named(reached)} cannot be proved to count per "
-            f"document, because no small copy of the model can be built ({facts['unbuilt']}); "
-            f"set {packing.key} below {min(reached.values()):,}, or {cure}"
+            f"{REFUSED} of {row:,} tokens: {named} is not proved to count per document "
+            f"({problem}); set {packing.key} below {min(reached.values()):,}, or {cure}"
         )
-    if facts["unbuilt"]:
-        return f"not proved on a small copy, which cannot be built ({facts['unbuilt']})"
-    problem = find_problem(facts)
-    if problem and reached and not find_problem(cached_probe(causal, NO_LIMIT_REACHED)):
-        raise RecipeError(
-            f"{REFUSED} of {row:,} tokens: {_named(reached)} does not count per "
-            f"document ({problem}); set {packing.key} below {min(reached.values()):,}, or {cure}"
-        )
+    if unbuilt:
+        return f"not proved on a small copy: {problem}"
     if problem:
         raise RecipeError(f"{REFUSED}: {problem}; {cure}")
     beyond = f", beyond its {' and '.join(sorted(reached))}" if reached else ""
@@ -147,12 +132,12 @@ def cached_probe(causal: Any, longest: Longest) -> dict[str, Any]:
 
 def probe_copy(model_class: type[Any], config: Any, longest: Longest) -> dict[str, Any]:
     """Build a small copy and probe it."""
-    facts: dict[str, Any] = {"unbuilt": "", "fails": "", "leak": 0.0, "strange": 0.0}
+    facts: dict[str, Any] = {"unbuilt": False, "fails": ""}
     for gain in GAINS:
         try:
             small = build_small_copy(model_class, config, longest, gain)
         except ValueError as error:
-            return facts | {"routed": False, "unbuilt": str(error)}
+            return {"unbuilt": True, "fails": f"it cannot be built: {error}"}
         with torch.device("cpu"), torch.no_grad():
             facts |= {"routed": is_routed(small)} | _compare_logits(small)
         if facts["fails"] or facts["rounding"] <= ROUNDING[1]:
@@ -176,15 +161,14 @@ def _compare_logits(small: PreTrainedModel) -> dict[str, Any]:
     if small.config.get_text_config()._attn_implementation != ATTENTION:
         return {"fails": OWN_CODE}
     try:
-        packed, change = _change_first(small, texts, vocabulary, torch.device("cpu"))
+        packed, change = _change_first(small, texts, vocabulary)
     except PlugsftError as error:
         return {"fails": str(error).partition(";")[0]}
     except Exception as error:  # from the model's own code
         first = str(error).strip().partition("\n")[0]
         return {"fails": f"its code fails on several documents ({type(error).__name__}: {first})"}
-    own_change = float(change[: LONG[0]].max())
     return {
-        "leak": float(change[LONG[0] :].max()) / own_change if own_change > 0 else float("inf"),
+        "leak": float(change[LONG[0] :].max() / change[: LONG[0]].max()),  # NaN without a change
         "strange": float((alone - packed).abs().max()) / size,
         "rounding": 20 * float(noise.abs().max()) / size,
     }
@@ -211,16 +195,15 @@ def prove_on_model(model: Module, exact: bool, packing: Capability) -> str:
 
     All ranks call it together. `exact`: the model computes in float32.
     """
-    training, device = model.training, next(model.parameters()).device
-    cure = unpack(packing)
+    training, cure = model.training, unpack(packing)
     vocabulary = unwrap(model).config.get_text_config().vocab_size
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, vocabulary, length) for length in SHORT]
     model.eval()
     try:
-        packed, change = _change_first(model, texts, vocabulary, device)
-        again = (_logits(model, texts, device) - packed).abs()
-        alone = (_logits(model, texts[-1:], device) - packed[-SHORT[-1] :]).abs()
+        packed, change = _change_first(model, texts, vocabulary)
+        again = (_logits(model, texts) - packed).abs()
+        alone = (_logits(model, texts[-1:]) - packed[-SHORT[-1] :]).abs()
     # The model's own code refuses packed rows by any of these; PLUGSFT_DEBUG=1 shows its traceback.
     except (TypeError, ValueError, NotImplementedError) as error:
         raise RecipeError(f"{REFUSED}: its code fails on them ({error}); {cure}") from error
@@ -255,20 +238,15 @@ def _moves(leak: float) -> str:
     return f"its neighbours by {leak:.0e} of its own: rounding" if leak else "no neighbour"
 
 
-def _named(reached: dict[str, int]) -> str:
-    return " and ".join(f"{name} = {value:,}" for name, value in sorted(reached.items()))
-
-
-def _change_first(
-    model: Module, texts: list[Ints], vocabulary: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _change_first(model: Module, texts: list[Ints], vocabulary: int) -> tuple[Tensor, Tensor]:
     """Return a packed row's logits, and their change when the first document changes."""
-    packed = _logits(model, texts, device)
+    packed = _logits(model, texts)
     changed = (texts[0] + 1) % vocabulary
-    return packed, (_logits(model, [changed, *texts[1:]], device) - packed).abs()
+    return packed, (_logits(model, [changed, *texts[1:]]) - packed).abs()
 
 
-def _logits(model: Module, texts: list[Ints], device: torch.device) -> Tensor:
+def _logits(model: Module, texts: list[Ints]) -> Tensor:
+    device = next(model.parameters()).device
     batch = {
         "input_ids": torch.from_numpy(np.concatenate(texts))[None],
         **documents_of(np.array([len(text) for text in texts])),

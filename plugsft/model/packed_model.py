@@ -3,10 +3,11 @@
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from ..batches.packed_rows import attend_per_document
+from ..base.errors import RecipeError
+from ..batches.packed_rows import ATTENTION, attend_per_document
 from ..recipe.capabilities import Capability
 from ..recipe.tables import Recipe
-from .document_probe import prove_on_model, prove_on_small_copy, refuse_own_attention
+from .document_probe import OWN_CODE, REFUSED, prove_on_model, prove_on_small_copy, unpack
 from .load import Load
 from .small_copy import Longest
 
@@ -16,23 +17,25 @@ class PackedModel:
 
     def __init__(self, packing: Capability, longest: Longest) -> None:
         self._packing, self._longest = packing, longest
-        self._small_proof = ""
         self.proof = ""
         """The results of both proofs in words."""
 
     def load(self, load: Load) -> PreTrainedModel:
         """Load it, with attention per document where no plugin has chosen a kernel."""
         load.kwargs.setdefault("attn_implementation", attend_per_document())
-        with refuse_own_attention(self._packing):
+        try:
             model = load.build()
-        self._small_proof = prove_on_small_copy(model, self._longest, self._packing)
+        except RecipeError as error:
+            # A model without attention per document looks up the name in a table of its own.
+            if repr(error.__cause__) != repr(KeyError(ATTENTION)):
+                raise
+            raise RecipeError(f"{REFUSED}: {OWN_CODE}; {unpack(self._packing)}") from error
+        self.proof = prove_on_small_copy(model, self._longest, self._packing)
         return model
 
     def prove(self, model: Module, exact: bool) -> None:
-        """Prove it once on the run's model, on all ranks together."""
-        if not self.proof:
-            proof = prove_on_model(model, exact, self._packing)
-            self.proof = f"{proof}, {self._small_proof}"
+        """Prove it on the run's model, on all ranks together."""
+        self.proof = f"{prove_on_model(model, exact, self._packing)}, {self.proof}"
 
 
 def packed_model(recipe: Recipe) -> PackedModel | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base.errors import PluginError
 from ..base.types import Batch, Build, Ints, LoadedStep, StepPlan
 from ..batches.labels import trained_rows
+from ..batches.packed_rows import ensure_documents
 from ..hooks import Hooks, with_plugins
 from ..tokens.store import Tokens
 
@@ -65,8 +66,8 @@ class GlobalBatch:
 class BatchLoader:
     """Loads this rank's micro-batches of each step."""
 
-    def __init__(self, hooks: Hooks, accelerator: Accelerator, pad: int) -> None:
-        self.accelerator, self.hooks, self._pad = accelerator, hooks, pad
+    def __init__(self, hooks: Hooks, accelerator: Accelerator, pad: int, packed: bool) -> None:
+        self.accelerator, self.hooks, self._pad, self._packed = accelerator, hooks, pad, packed
         self._rank, self._device = accelerator.process_index, accelerator.device
 
     def load(
@@ -81,14 +82,19 @@ class BatchLoader:
         A batch is yielded once all ranks agree that they have made theirs, or all ranks raise.
         """
         batches = iter(self.hooks.load_batches(build=self._builder(plan_step, tokens), steps=steps))
+        loader = with_plugins(self.hooks.load_batches)
         try:
             for expected in [*steps, None]:
                 started = time.perf_counter()
                 with agree("making batches"):
                     loaded = next(batches, None)
-                    ensure_step(loaded, expected, with_plugins(self.hooks.load_batches))
-                if loaded is None:
-                    return
+                    ensure_step(loaded, expected, loader)
+                    if loaded is None:
+                        return
+                    layout = loaded.plan.layout[self._rank]
+                    for batch, examples in zip(loaded.batches, layout, strict=True):
+                        if self._packed:
+                            ensure_documents(batch, tokens, examples, loader)
                 waited = time.perf_counter() - started
                 yield GlobalBatch(loaded.plan, loaded.batches, tokens, self._rank, started, waited)
         finally:
@@ -121,6 +127,8 @@ class BatchLoader:
 
     def _collate(self, tokens: Tokens, examples: Ints) -> Batch:
         batch = self.hooks.collate(tokens=tokens, examples=examples, pad=self._pad)
+        if self._packed:
+            ensure_documents(batch, tokens, examples, with_plugins(self.hooks.collate))
         if getattr(batch.get("labels"), "ndim", 0) == 2:  # a plugin's step may have others
             batch = batch | {"_rows": trained_rows(batch)}
         weights = tokens.weights(examples)

@@ -90,7 +90,7 @@ class TrainedModel:
         if half := half_dtype(self._accelerator):
             kwargs["dtype"] = half  # it is not trained
         if path:
-            kwargs = {name: value for name, value in kwargs.items() if name != "revision"}
+            kwargs.pop("revision", None)
             kwargs |= {"revision": revision} if revision else {}
         with together(self._accelerator, f"loading {path or 'the initial model'}"):
             load = Load(path or self.load.path, kwargs, is_sharded(self._accelerator))

@@ -56,7 +56,7 @@ class World:
         plan = Plan(self.tokens, recipe, ranks, hook)
         assert plan.steps == len(STEPS) or "bfd_packing" in plugins
         steps = range(steps.start, min(steps.stop, plan.steps + 1))
-        loader = BatchLoader(hook, place, pad=0)
+        loader = BatchLoader(hook, place, pad=0, packed="bfd_packing" in plugins)
         return loader.load(plan.plan_step, self.tokens, steps, lambda operation: nullcontext())
 
     def build(self):

@@ -23,7 +23,7 @@ from transformers import __version__ as transformers_version
 
 from plugsft import PluginError, RecipeError
 from plugsft.base.machine import look
-from plugsft.commands.runs.chat import add_adapters
+from plugsft.commands.runs.quantized import add_adapters
 from plugsft.model.load import Load
 from plugsft.plugins.lora import Lora
 from plugsft.registry.active import check
@@ -217,7 +217,7 @@ def test_every_reader_finds_all_that_is_saved(base, tmp_path, monkeypatch, tied,
     assert float((plain(IDS).logits.detach() - expected).abs().max()) > 0.1
     peft = PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    readers = [peft, add_adapters(whole, tmp_path / "adapters").eval()]
+    readers = [peft, add_adapters(whole, tmp_path / "adapters").get_base_model().eval()]
     if READS_MODULES_TO_SAVE or "modules_to_save" not in options:
         readers.append(AutoModelForCausalLM.from_pretrained(tmp_path / "adapters").eval())
     for reader in readers:

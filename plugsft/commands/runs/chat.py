@@ -1,8 +1,6 @@
 """`plugsft chat`: talk to a trained model."""
 
-import importlib
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...base.console import is_terminal, out, say
 from ...base.errors import PlugsftError
-from ...base.load_errors import TRUST, trust_hint
+from ...base.load_errors import TRUST, explain_load_error
 from ...data.load_tokenizer import pad_id
 from ...model.config import ensure_safetensors
 from ...model.generate import Speaker, Turns
@@ -28,7 +26,7 @@ from ...model.load import grow_embeddings
 from ...output.folder import ADAPTER, base_model
 from .answers import Answers
 from .model_folder import is_reward_model
-from .quantized import keep_stored_weights, quantization
+from .quantized import add_adapters, keep_stored_weights, quantization
 
 with suppress(ImportError):  # Windows has none
     import readline  # noqa: F401  # gives input() arrow keys and a history
@@ -116,30 +114,15 @@ def load(folder: Path, trusted: bool = False) -> tuple[PreTrainedModel, PreTrain
         model: Any = AutoModelForCausalLM.from_pretrained(place, **options)
         if adapted:
             grow_embeddings(model, len(tokenizer))
-            model = add_adapters(model, folder)
+            model = add_adapters(model, folder).get_base_model()
     except Exception as error:  # transformers raises whatever its readers raise
-        first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
-            f"{folder}: no model could be loaded: {type(error).__name__}: {first}"
-            + trust_hint(error)
+            f"{folder}: no model could be loaded: {explain_load_error(place, error)}"
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))
     device = torch.accelerator.current_accelerator(check_available=True)
     return keep_stored_weights(model).to(device or "cpu").eval(), tokenizer
-
-
-def add_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Add the adapters of a folder to their base model.
-
-    By peft: transformers 5.17 leaves the modules of modules_to_save at random values.
-    """
-    peft: Any = importlib.import_module("peft")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # GPT-2's layers
-        adapted: PreTrainedModel = peft.PeftModel.from_pretrained(model, folder).get_base_model()
-    return adapted
 
 
 class Streamer(TextStreamer):

@@ -1,8 +1,6 @@
 """`plugsft export`: copy a trained model and verify the copy, or merge its adapters."""
 
-import importlib
 import shutil
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +19,7 @@ from ...base.atomic import MANIFEST, publish, temporary_ending
 from ...base.checksums import file_digest
 from ...base.console import say
 from ...base.errors import CheckpointError, PlugsftError
-from ...base.load_errors import trust_hint
+from ...base.load_errors import explain_load_error
 from ...data.load_tokenizer import end_generation
 from ...model.load import grow_embeddings
 from ...output.folder import ADAPTER, base_model
@@ -30,7 +28,7 @@ from ...recipe.read import read
 from .card import add_card, run_of
 from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, is_reward_model
-from .quantized import copy_restored_weights, keep_stored_weights, quantization
+from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
 from .verified import source_of
 
 TOKENS = 32
@@ -164,8 +162,7 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
         base, revision = base_model(folder)
     if not base:
         raise PlugsftError(f"{folder}: is a whole model without adapters; remove --merge")
-    peft: Any = importlib.import_module("peft")
-    quantized = quantization(folder)
+    quantized, trained = quantization(folder), None
     try:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trusted}
         options |= {"num_labels": 1} if is_reward_model(folder) else {}
@@ -175,24 +172,16 @@ def load_adapters(folder: Path, trusted: bool) -> tuple[Any, str, Tensor | None]
         dtype = str(plain.dtype).removeprefix("torch.")
         rows = num_tokens(folder, trusted)
         grow_embeddings(plain, rows)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
-            # GPT-2's layers are stored transposed, unless they are quantized.
-            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
-            warnings.filterwarnings("error", "Found missing adapter keys")
-            trained = None
-            if quantized:
-                model = auto_class(folder).from_pretrained(base, **options | quantized)
-                grow_embeddings(model, rows)
-                copy_restored_weights(model, plain)
-                adapted = peft.PeftModel.from_pretrained(keep_stored_weights(model), folder)
-                trained = compute_logits(adapted)
-            model = peft.PeftModel.from_pretrained(plain.float(), folder)
+        if quantized:
+            model = auto_class(folder).from_pretrained(base, **options | quantized)
+            grow_embeddings(model, rows)
+            copy_restored_weights(model, plain)
+            trained = compute_logits(add_adapters(keep_stored_weights(model), folder))
+        model = add_adapters(plain.float(), folder)
     except Exception as error:  # peft and transformers raise whatever their readers raise
-        first = str(error).strip().partition("\n")[0]
         raise PlugsftError(
             f"{folder}: the adapters cannot be loaded onto their base model {base}: "
-            f"{type(error).__name__}: {first}{trust_hint(error)}"
+            f"{explain_load_error(base, error)}"
         ) from error
     if not hasattr(model, "merge_and_unload"):
         raise PlugsftError(f"{folder}: adapters of the kind {model.peft_type} cannot be merged")

@@ -1,5 +1,6 @@
 """The quantized base of a run's adapters, and the same base with whole weights."""
 
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,20 @@ def quantization(folder: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file, or a kind that transformers does not know
         raise PlugsftError(f"{path}: cannot be read: {error}; copy the folder again") from error
     return {"quantization_config": config, "dtype": dtype}
+
+
+def add_adapters(model: Any, folder: Path) -> Any:
+    """Return a model with the adapters of a folder.
+
+    By peft: transformers 5.17 leaves the modules of modules_to_save at random values.
+    """
+    peft: Any = import_module("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers renamed
+        # GPT-2's layers are stored transposed, unless they are quantized.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        return peft.PeftModel.from_pretrained(model, folder)
 
 
 def keep_stored_weights(model: Any) -> Any:
