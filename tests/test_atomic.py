@@ -22,6 +22,7 @@ from plugsft.base.atomic import (
     MANIFEST,
     damage,
     discard,
+    foreign_files,
     is_published,
     is_whole,
     publish,
@@ -188,6 +189,10 @@ def test_who_comes_second_keeps_what_is_there_unless_told_to_replace(place):
             "its manifest cannot be read",
         ),
         (lambda folder: (folder / MANIFEST).unlink(), "its manifest cannot be read"),
+        (
+            lambda folder: (folder / MANIFEST).write_text(f'{{"a": [1{"0" * 400}, ""]}}'),
+            "its manifest cannot be read",
+        ),
     ],
 )
 def test_damage_is_found(place, harm, expected):
@@ -229,7 +234,10 @@ def test_a_damaged_folder_is_built_again(place, harm):
     once(place, build=None)
 
 
-@pytest.mark.parametrize("manifest", ["{", None])
+ENDLESS = f'{{"a": [Infinity, "{"0" * 32}"]}}'
+
+
+@pytest.mark.parametrize("manifest", ["{", None, ENDLESS])
 def test_a_folder_without_a_readable_manifest_is_not_replaced(place, manifest):
     once(place, lambda building: (building / "a").write_text("text"))
     (place / MANIFEST).unlink() if manifest is None else (place / MANIFEST).write_text(manifest)
@@ -248,6 +256,14 @@ def test_a_folder_that_may_not_stay_stays_until_the_new_one_is_there(place):
 
     once(place, build, is_complete=lambda folder: (folder / "a").read_text() == "new")
     assert (place / "a").read_text() == "new" and left_over(place) == []
+
+
+def test_a_link_to_nothing_is_not_what_was_written(place):
+    with publish(place) as building:
+        (building / "a").write_text("text")
+    (place / "a").unlink()
+    (place / "a").symlink_to(place / "b")
+    assert foreign_files(place, sized=True) == [place / "a"]
 
 
 def test_discarding(place):

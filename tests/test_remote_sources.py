@@ -214,7 +214,7 @@ def test_no_recipe_sends_a_variable_to_a_server(web, tiny, key, command, written
 
 
 def test_no_record_holds_a_signature_and_the_run_resumes(web, tiny, tmp_path):
-    query = "?X-Amz-Signature=hunter2"
+    query = "?a b|'c&X-Amz-Signature=hunter2"
     path = tiny(
         data={"source": f"{web}/part-0.jsonl{query}"},
         eval={"source": f"{web}/part-1.jsonl{query}"},

@@ -134,6 +134,12 @@ def test_a_wrong_number_of_the_environment_is_named(made, tmp_path, variables, s
     assert not (tmp_path / "run/model").exists()
 
 
+def test_a_rank_left_in_the_environment_silences_no_command(run):
+    command = [sys.executable, "-m", "plugsft", "show", run]
+    done = subprocess.run(command, env=os.environ | {"RANK": "1"}, cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and b"completed" in done.stdout
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[plugsft]\nno value\n"])
 def test_a_package_with_broken_metadata_is_named(made, tmp_path, content):
     folder = tmp_path / "site/other-1.0.dist-info"

@@ -141,8 +141,8 @@ def _error_number(error: Exception) -> int | None:
         return error.errno
     # shutil copies several files, and raises a list of their errors.
     reason = str(error.args[0][0][2] if isinstance(error, shutil.Error) else error)
-    match = ERROR_NUMBER.search(reason)
-    return int(match[1]) if match else None
+    numbers = ERROR_NUMBER.findall(reason)
+    return int(numbers[0]) if numbers else None
 
 
 def _concerns(error: Exception, path: Path) -> bool:
@@ -195,7 +195,7 @@ def damage(
             read = not quick or path.suffix in (".json", ".jinja")
             if path.stat().st_size != size or (read and file_digest(path) != checksum):
                 return f"{name} is not what was written"
-    except (PlugsftError, OSError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # a manifest that somebody else wrote raises nearly every type
         return f"its manifest cannot be read ({reason_of(error)})"
     return None
 
@@ -203,12 +203,12 @@ def damage(
 def manifest_sizes(folder: Path) -> dict[Path, int] | None:
     """Return the paths and sizes of a manifest's files; None if plugsft wrote no manifest."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
+        manifest = parse_json(read_text(folder / MANIFEST))
         # A web app, too, has a manifest.json: no other program's lists sizes and such checksums.
         own = all(re.fullmatch("[0-9a-f]{32}", checksum) for _, checksum in manifest.values())
         sizes = {path_inside(folder, name): int(size) for name, (size, _) in manifest.items()}
         return sizes if own else None
-    except (AttributeError, OSError, RecursionError, TypeError, ValueError):
+    except Exception:  # as above
         return None
 
 
@@ -224,7 +224,7 @@ def foreign_files(folder: Path, sized: bool = False) -> list[Path]:
         path
         for path in files
         if path != folder / MANIFEST
-        and (path not in sizes or (sized and path.stat().st_size != sizes[path]))
+        and (path not in sizes or (sized and path.lstat().st_size != sizes[path]))
     ]
 
 
@@ -284,7 +284,7 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, facts: Mapping[str, Any]) -> Stamp:
     """Write and sync a file atomically; return its stamp."""
     with replace_file(path) as temporary:
-        temporary.write_text(json.dumps(facts, indent=1), encoding="utf8")
+        temporary.write_text(json.dumps(facts, indent=1))
     sync(path)
     return stamp(path)
 

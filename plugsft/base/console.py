@@ -35,7 +35,8 @@ class _Console(Console):
 # Soft wrap: programs that read the output see whole lines. No emoji: ":100:" is a row number.
 # In a notebook, lines are plain text too.
 _console = partial(_Console, soft_wrap=True, highlight=False, emoji=False, force_jupyter=False)
-out = _console(quiet=os.environ.get("RANK", "0") != "0")
+# A RANK that was left in the environment, without other ranks, silences nothing.
+out = _console(quiet="WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0")
 err = _console(stderr=True)
 
 QUERY = re.compile(r"(https?://[^\s?\"'`<>]*)\?[^\s\"'`<>|\\]*")
@@ -56,12 +57,17 @@ def say_at_once(text: str) -> None:
 
 def print_error(text: str) -> None:
     """Print an error, on any process."""
-    err.print(text, markup=False, style="red" if err.is_terminal else "")
+    err.print(text, markup=False, style="red")
 
 
 def hide_queries(text: str) -> str:
     """Return a text for a record: web addresses without their query, which may be a signature."""
     return QUERY.sub(r"\1", text)
+
+
+def hide_query(address: str) -> str:
+    """Return one address for a record; here its path and query may hold any letters."""
+    return re.sub(r"(?s)(https?://[^?]*)\?.*", r"\1", address)
 
 
 def is_terminal() -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.atomic import IsComplete
 from ..base.build_once import once
 from ..base.checksums import digest
-from ..base.console import format_count, hide_queries, say
+from ..base.console import format_count, hide_query, say
 from ..base.errors import DataError, PlugsftError, RecipeError, reason_of
 from ..base.limits import read_json_object
 from ..base.types import Rendered, Row, Shard
@@ -234,7 +234,7 @@ def _name_sources(tokens: Tokens, work: ShardWriter) -> Tokens:
     """Give tokens the names and weights of this recipe's sources."""
     # The tokens do not depend on them, so the stored values may differ.
     for facts, source in zip(tokens.facts["sources"], work.sources, strict=bool(work.sources)):
-        facts.update(name=hide_queries(source.source), weight=source.weight)
+        facts.update(name=hide_query(source.source), weight=source.weight)
     return tokens
 
 
@@ -282,7 +282,7 @@ def _facts(
         "engines": dict(sorted(total.engines.items())),
         "sources": [
             {
-                "name": hide_queries(source.source),
+                "name": hide_query(source.source),
                 "weight": source.weight,
                 "examples": sum(shard.examples for shard in shards if shard.source == number),
             }

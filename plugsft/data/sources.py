@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from ..base.checksums import cached_file_digest
-from ..base.console import hide_queries
+from ..base.console import hide_query
 from ..base.errors import DataError, RecipeError, did_you_mean
 from ..base.limits import parse_json
 from ..base.types import Ints, Row, Rows, Slice
@@ -48,7 +48,7 @@ def open_source(source: Source, key: str = "data.source") -> OpenSource:
 
     `key` is the recipe's key that names it, for messages.
     """
-    path, where = Path(source.source), f"{key}: {hide_queries(source.source)}"
+    path, where = Path(source.source), f"{key}: {hide_query(source.source)}"
     if "://" in source.source:
         from .readers.remote import RemoteSource
 

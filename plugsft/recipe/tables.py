@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..base.console import hide_queries
+from ..base.console import hide_query
 from ..base.errors import reason_of
 from .capabilities import Capability, ensure_known
 
@@ -80,7 +80,7 @@ def absolute(place: str) -> str:
 
 
 def _recorded(place: str) -> str:
-    return hide_queries(absolute(place))
+    return hide_query(absolute(place))
 
 
 def _anchored(place: str) -> str:
