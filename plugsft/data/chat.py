@@ -144,8 +144,7 @@ class Chat:
 
     def describe(self) -> str:
         """Describe the methods that found the spans."""
-        methods = (BLOCKS, SERVED, WHOLE)
-        return ", or ".join(method for method in methods if method in self.methods)
+        return ", or ".join(it for it in (BLOCKS, SERVED, WHOLE) if it in self.methods)
 
     def _render(self, chat: Conversation, messages: list[Row], known: Known = None) -> RenderedChat:
         variables = self._variables_of(chat)
@@ -272,8 +271,10 @@ class Chat:
         """Return the messages that are not trained although `train_on` is "all"."""
         untrained = [n for n, flag in chat.flags.items() if not flag]
         if wrong := [n for n in untrained if n not in answers]:
-            role = chat.messages[wrong[0]]["role"]
-            raise BadRow(f"a turn of the {role} is not to be trained; only the assistant's can be")
+            raise BadRow(
+                f"a turn of the {chat.messages[wrong[0]]['role']} is not to be trained; only the "
+                "assistant's can be"
+            )
         return untrained
 
     def _variables_of(self, chat: Conversation) -> dict[str, Any]:
