@@ -144,7 +144,9 @@ class OpenRun:
         )
         if at_once:
             return f"ended at once: lost {lost}"
-        work = "micro-batch of the evaluation" if self.evaluation_due() else "step"
+        seconds = self.record.step_seconds()
+        work = f"step (about {seconds:.1f} s)" if seconds else "step"
+        work = "micro-batch of the evaluation" if self.evaluation_due() else work
         return (
             f"stopping after this {work}; then the run is saved, and can be resumed. A second "
             f"signal ends it at once, and loses {lost}"

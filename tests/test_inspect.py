@@ -57,10 +57,11 @@ def inspect(capsys):
 
 
 def read_view(shown):
-    """Return the text of the rows in a view, and its trained text."""
+    """Return the text of the rows in a view, without the names of its parts; its trained text."""
     text = trained = ""
-    lines = [line[2:] for line in shown.splitlines() if line.startswith("  ")]
-    lines = [line for line in lines if not re.match(r" *\d+( - +\d+)? +\d+  ", f"  {line}")]
+    named = r"  (?:prompt  |answer  |text    |rest    |        )"
+    lines = [line[10:] for line in shown.splitlines() if re.match(named, line)]
+    lines = [line for line in lines if not re.match(r" *\d+( - +\d+)? +\d+  ▇", line)]
     for line, marks in zip(lines, [*lines[1:], ""], strict=True):
         if re.fullmatch("[ ^~]+", line):
             continue
@@ -257,7 +258,7 @@ def test_sound_data_is_not_complained_of(audited):
     shown, complaint = audited(CHATML.read_text(), [ASK], on_bad_row="drop")
     assert shown.count("warning") == 1 and "warning    line 6: no trained token" in shown
     assert not complaint
-    assert "chats as the template writes them for a server" in shown
+    assert "chats      5; each is one example\n" in shown
     assert "duplicates none" in shown
 
 
@@ -323,7 +324,7 @@ def test_a_template_that_writes_earlier_turns_otherwise_is_shown(audited):
     forgets = CHATML.read_text().replace("{% generation %}", first)
     forgets = forgets.replace("{% endgeneration %}", "")
     shown, _ = audited(forgets, [ASK, TELL, ASK, TELL])
-    assert "1 with an example for each trained turn, since the template writes" in shown
+    assert "chats      6; 1 chat unrolled into 2 examples, one for each trained turn, at" in shown
 
 
 def test_words_that_a_template_leaves_out_are_a_warning(audited):
@@ -411,14 +412,14 @@ def test_the_page_tells_what_the_terminal_tells(tiny, tmp_path, inspect):
     path = tiny([*chats(30), {"messages": []}], data={"on_bad_row": "drop"})
     shown = inspect(path, "data.max_length=40", html=html)
     said = " ".join(" ".join(Page(html.read_text()).words).split())
-    for label in ("trained", "mask", "duplicates", "template", "bad rows", "truncated"):
+    for label in ("trained", "mask", "duplicates", "chats", "bad rows", "truncated"):
         line = next(one for one in shown.splitlines() if one.startswith(f"{label:<11}"))
         assert line.removeprefix(f"{label:<11}") in said
     for warning in re.findall(r"^warning +(.*)$", shown, re.MULTILINE):
         assert warning in said
     bins = re.findall(r"^ *(\d+ - +\d+) +(\d+)  ▇*$", shown, re.MULTILINE)
     assert bins and all(f"{span} {count}" in said for span, count in bins)
-    assert "31 of 31 rows examined" in said and "max_length is 40" in said
+    assert "31 of 31 rows examined" in said and "max_length 40" in said
 
 
 def test_a_page_of_many_tokens_is_cut(tiny, tmp_path, inspect, monkeypatch):
@@ -472,21 +473,40 @@ PIECES = [
 
 
 def test_marks_stand_below_their_tokens_and_tokens_stay_whole():
-    lines = [line.plain for line in draw(PIECES, 30, colour=False)]
+    lines = [line.plain for line in draw(PIECES, 38, colour=False)]
     assert lines == [
-        "  <s>␣␣a 東京e\u0301◌\u0301b⇥c␣⏎",
-        "     ~~~~~~~~^~",
-        f"  {'owl' * 9}",
-        f"  {'~' * 27}",
+        "  text    <s>␣␣a 東京e\u0301◌\u0301b⇥c␣⏎",
+        "             ~~~~~~~~^~",
+        f"          {'owl' * 9}",
+        f"          {'~' * 27}",
     ]
-    assert all(cell_len(line.plain) <= 22 for line in draw(PIECES, 22, colour=False))
-    painted = [*draw(PIECES, 30, colour=True)]
+    assert all(cell_len(line.plain) <= 30 for line in draw(PIECES, 30, colour=False))
+    painted = [*draw(PIECES, 38, colour=True)]
     assert [line.plain for line in painted] == lines[::2]
-    styles = [str(painted[0].get_style_at_offset(Console(), at)) for at in (2, 5, 11, 12)]
+    styles = [str(painted[0].get_style_at_offset(Console(), at)) for at in (10, 13, 19, 20)]
     assert "bold" in styles[0] and styles[1].replace("157", "78") == styles[2]
     assert all("on color" in style for style in styles[1:3])
     blank = Piece("x y", [1], True), Piece("⏎\n", [2], False), Piece("z ", [3], True)
-    assert [line.plain for line in draw(blank, 80, colour=True)] == ["  x y⏎", "  z␣"]
+    assert [line.plain for line in draw(blank, 80, colour=True)] == [
+        "  text    x y⏎",
+        "          z␣",
+    ]
+
+
+def test_prompts_and_answers_are_drawn_by_name(tiny, inspect):
+    chat = [ASK, TELL, ASK, {**TELL, "content": "\nelks"}, {**ASK, "content": "why?"}]
+    shown = inspect(tiny([{"messages": chat}, *chats(20)]), rows=1)
+    lines = [line for line in shown.splitlines() if not re.fullmatch("[ ^~]+", line)]
+    asked = ["<|im_start|>user⏎", "who?<|im_end|>⏎", "<|im_start|>assistant⏎"]
+    drawn = [("prompt", asked), ("answer", ["owls<|im_end|>⏎"]), ("prompt", asked)]
+    drawn += [("answer", ["⏎", "elks<|im_end|>⏎"])]
+    drawn += [("rest", ["<|im_start|>user⏎", "why?<|im_end|>⏎"])]
+    wanted = [
+        f"  {'' if n else name:<8}{line}" for name, part in drawn for n, line in enumerate(part)
+    ]
+    assert lines[3 : 3 + len(wanted)] == wanted
+    text = inspect(tiny([{"text": "once upon a time"}] * 3), rows=1)
+    assert "\n  text    once upon a time<|im_end|>\n" in text
 
 
 @pytest.mark.slow

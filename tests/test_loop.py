@@ -110,7 +110,7 @@ def test_the_time_left_after_a_resume_is_that_of_steps_since_it(tiny, tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     resumed = run_plugsft(recipe, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert re.search(r"step 3/4 .* left 0:\d\d$", resumed.stdout, re.MULTILINE), resumed.stdout
+    assert re.search(r"step 3/4 .* left 0:00:\d\d$", resumed.stdout, re.MULTILINE), resumed.stdout
 
 
 def test_the_resolved_recipe_runs_again_and_gives_the_same(tiny, tmp_path):

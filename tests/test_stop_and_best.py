@@ -255,7 +255,9 @@ def test_each_ctrl_c_says_what_it_does_and_what_is_lost(tiny, tmp_path, monkeypa
     assert ended.returncode == 130 and "Traceback" not in ended.stderr, ended.stderr
     loss = r"(\d+ steps? since the checkpoint of step \d+, from which --resume goes on)"
     first = re.search(
-        f"^stopping after this step; .* ends it at once, and loses {loss}$", ended.stderr, re.M
+        rf"^stopping after this step \(about \d+\.\d s\); .* ends it at once, and loses {loss}$",
+        ended.stderr,
+        re.M,
     )
     assert f"\nended at once: lost {first[1]}\n" in ended.stderr
     record = record_of(tmp_path / "run")

@@ -169,8 +169,9 @@ def name_rows(
 
     `first` is the number of the first of `rows`. `count` tells if `numbers` are not all.
     """
+    numbers = [*dict.fromkeys(numbers)]  # a row may be named for each of its examples
     count = len(numbers) if count is None else count
-    word, shown, note = "row", list(numbers[:5]), " (counting from 0)"
+    word, shown, note = "row", numbers[:5], " (counting from 0)"
     if isinstance(rows, JsonLines):
         word, shown, note = "line", rows.line_numbers([number - first for number in shown]), ""
     more = f" and {count - len(shown):,} more" if count > len(shown) else ""

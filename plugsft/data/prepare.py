@@ -243,19 +243,21 @@ def summarize(facts: dict[str, Any], origin: str) -> str:
     share = facts["trained_tokens"] / facts["tokens"]
     bad = sum(entry["count"] for entry in facts["bad_rows"].values())
     engines = [name for name, count in facts["engines"].items() if count]
-    unrolled = ""
-    if facts["unrolled"]:
-        chats, times = facts["unrolled"]["chats"], facts["unrolled"]["tokens"]
-        times /= facts["unrolled"]["longest"]
-        unrolled = (
-            f"{format_count(chats, 'chat')} unrolled into {facts['unrolled']['examples']:,} "
-            f"examples at {times:.1f} times their tokens, "
-        )
+    unrolled = f"{describe_unrolled(facts['unrolled'])}, " if facts["unrolled"] else ""
     by = "" if engines in ([], [OWN]) else f" by {' and '.join(engines)}"
     return (
         f"{format_count(facts['examples'], 'example')} of {format_count(facts['rows'], 'row')}, "
         f"{facts['tokens']:,} tokens{by}, {share:.0%} trained on, {unrolled}"
         f"{format_count(bad, 'bad row')}, {facts['truncated']['count']:,} truncated, {origin}"
+    )
+
+
+def describe_unrolled(counts: dict[str, int]) -> str:
+    """Describe the chats of several examples, and what these cost."""
+    times = counts["tokens"] / counts["longest"]
+    return (
+        f"{format_count(counts['chats'], 'chat')} unrolled into {counts['examples']:,} examples, "
+        f"one for each trained turn, at {times:.1f} times their tokens"
     )
 
 

@@ -40,8 +40,8 @@ from .token_rows import LISTS, hold_tokens, read_tokens
 Mask = NDArray[np.bool_]
 """A boolean for each token, text or row."""
 
-CUT = "no trained token within data.max_length; left out"
-"""Reason of a row that is cut before its first trained token."""
+CUT = "examples without a trained token within data.max_length; left out"
+"""Warning of rows, or of turns, that are cut before their first trained token."""
 CURE_LONG = '. Raise data.max_length, or set data.too_long = "truncate" or "drop"'
 
 
@@ -301,7 +301,7 @@ def make_examples(
     row_numbers, good, empty = numbers[rows], trained, ~trained & ~cut
     if data.too_long == "truncate":
         shard.truncated += row_numbers[cut & trained].tolist()
-        if lost := row_numbers[~trained & cut].tolist():
+        if lost := np.unique(row_numbers[~trained & cut]).tolist():
             shard.warnings[CUT] = {"count": len(lost), "rows": lost[:10]}
     else:
         good = trained & ~cut

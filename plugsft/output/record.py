@@ -4,7 +4,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -111,7 +111,7 @@ class Record:
                 f"{_show(metrics)}  "
                 f"grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
                 f"{metrics['tokens_per_second']:,.0f} tokens/s  {metrics['memory_gib']:.1f} GiB  "
-                f"left {self._time_left(total - step)}"
+                f"left {timedelta(seconds=round((total - step) * self.step_seconds()))}"
             )
 
     def end(self, status: str, reason: str | None) -> None:
@@ -171,11 +171,10 @@ class Record:
             for name, plugin in self._active.plugins.items()
         ]
 
-    def _time_left(self, steps: int) -> str:
+    def step_seconds(self) -> float:
+        """Return the mean time of the last 50 steps; 0 before the first one since the start."""
         recent = [seconds for seconds, *_ in self._rows[self._earlier :][-50:]]
-        minutes, seconds = divmod(round(steps * sum(recent) / len(recent)), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        return sum(recent) / max(1, len(recent))
 
 
 def keep_lines(path: Path, done: int, evaluates: bool = False) -> list[dict[str, Any]]:

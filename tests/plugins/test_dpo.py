@@ -278,7 +278,9 @@ def test_a_pair_is_left_out_whole_where_an_answer_is_cut_away(prepared, side):
     place = ("chosen", "rejected").index(side)
     assert words[1][place][1].startswith("owls owls") and "<|im_end|>" not in words[1][place][1]
     assert words[1][1 - place] == words[0][1 - place]
-    left_out = tokens.facts["warnings"]["no trained token within data.max_length; left out"]
+    left_out = tokens.facts["warnings"][
+        "examples without a trained token within data.max_length; left out"
+    ]
     assert left_out == {"count": 1, "rows": [1]} and not tokens.facts["bad_rows"]
     with pytest.raises(DataError, match=r"lines 2, 3: longer than 30 tokens"):
         prepared(rows, max_length=30, on_bad_row="drop", too_long="error")

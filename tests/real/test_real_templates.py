@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 import pytest
-from conftest import FULL
+from conftest import FULL, run_plugsft, write_jsonl, write_recipe
 from downloads import TOKENIZERS, llama_cpp_templates, real_chats, unpack_tokenizer
 from served import CHATS, TEMPLATES, WITH_TOOLS, chat_of, compare, examples_of, served, words_lost
 
@@ -51,6 +51,40 @@ def unwritable(chat, turns, tools):
         if thinks and ENDED.search(prompt):
             return "ends the thought before the model writes it"
     return ""
+
+
+def test_inspect_shows_prompt_and_answer_of_each_turn_that_qwen3_trains(tmp_path):
+    (folder := tmp_path / "qwen3").mkdir()
+    published("qwen3", folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    *rows, alone = [*real_chats()[:3], {"messages": [{"role": "user", "content": "Anyone?"}]}]
+    data = {"source": str(write_jsonl(tmp_path / "chats.jsonl", [*rows, alone]))}
+    tables = {"output": str(tmp_path / "run"), "model": {"path": str(folder)}, "data": data}
+    tables["data"] |= {"on_bad_row": "drop", "max_length": 500}
+    tables["train"] = {"batch_size": 4, "learning_rate": 1e-4}
+    recipe = write_recipe(tmp_path / "recipe.toml", tables)
+    shown = run_plugsft("inspect", recipe).stdout
+    examples = re.split(
+        r"^\S+, row (\d): example (\d+) of (\d+), (\d+) tokens.*\n", shown, flags=re.M
+    )
+    counts = Counter()
+    for row, number, of, tokens, drawn in zip(*(examples[n::5] for n in range(1, 6)), strict=True):
+        turns = rows[int(row)]["messages"][: 2 * int(number)]
+        asked, told = (re.sub(r"\s", "", turn["content"]) for turn in turns[-2:])
+        text = re.sub(r"^[ ^~]+$|\s|[␣⏎]", "", drawn, flags=re.M)
+        prompt, _, answer = text.partition("<|im_start|>assistantanswer")
+        assert prompt.startswith("prompt<|im_start|>user")
+        assert prompt.endswith(f"<|im_start|>user{asked}<|im_end|>")
+        assert answer.startswith(f"<think></think>{told}<|im_end|>") or int(tokens) == 500
+        counts[row] += 1
+        assert counts[row] == int(number) <= int(of) and int(tokens) <= 500
+    total = sum(counts.values())
+    assert total > 10 and counts.keys() == {"0", "1", "2"}
+    unrolled = f"3; 3 chats unrolled into {total} examples, one for each trained turn, at "
+    assert f"\nchats      {unrolled}" in shown
+    assert re.search(r"^warning    lines? [1-3, ]+: examples without a trained token", shown, re.M)
+    prepared = run_plugsft("prepare", recipe)
+    assert unrolled.removeprefix("3; ") in prepared.stdout, prepared.stderr
 
 
 def test_published_templates_train_what_a_server_writes_or_refuse_with_a_cure(tmp_path):

@@ -87,10 +87,7 @@ def views_of(
 
 
 def _print_view(view: View) -> None:
-    if not view.pieces:
-        out.print(Text(f"{view.title}\n", "bold red"))
-        return
-    out.print(Text(view.title, "bold"))
+    out.print(Text(view.title, "bold" if view.pieces else "bold red"))
     for line in draw(view.pieces, out.width, has_colour(out)):
         out.print(line)
     say("")

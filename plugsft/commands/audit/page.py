@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ...base.console import format_count
 from ...output.report import fill_page
-from .rows import Audit, histogram, quantiles
-from .token_view import Piece, View
+from .rows import Audit, histogram
+from .token_view import Piece, View, parts
 
 SKELETON = Path(__file__).with_name("inspection.html")
 MAX_TOKENS = 100_000
@@ -39,21 +39,17 @@ def _head(name: str, audits: Sequence[Audit]) -> str:
     )
     sampled = sum(len(audit.sample.rows) for audit in audits)
     rows = format_count(sum(audit.total for audit in audits), "row")
-    tokens = sum(audit.sample.shard.tokens for audit in audits)
-    trained = sum(audit.sample.shard.trained for audit in audits)
-    share = f", {trained / tokens:.0%} trained" if tokens else ""
     return f"""<p class="meta"><span class="status {mark}">{status}</span></p>
 <h1>{escape(name)}</h1>
-<p class="result">{sampled:,} of {rows} examined: {format_count(tokens, "token")}{share}.</p>
+<p class="result">{sampled:,} of {rows} examined.</p>
 <ul class="findings">{items}</ul>"""
 
 
 def _source(audit: Audit) -> str:
-    tables = _histogram(audit) + _quantiles(audit) if len(audit.lengths) else ""
+    tables = _histogram(audit) if len(audit.lengths) else ""
     facts = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(words)}</dd></div>\n"
         for label, words in audit.facts
-        if label != "lengths"
     )
     return f"""<h2>{escape(audit.name)}</h2>
 <p class="small">{escape(audit.extent)}</p>
@@ -64,28 +60,12 @@ def _histogram(audit: Audit) -> str:
     bins = histogram(audit.lengths)
     most = max(count for *_, count in bins)
     rows = "".join(
-        _bar(f"{low:,} - {up:,}" if up > low else f"{low:,}", n, n / most, low > audit.max_length)
-        for low, up, n in bins
+        f'<tr class="{"over" if low > audit.max_length else ""}">'
+        f"<th>{low:,}{f' - {up:,}' if up > low else ''}</th><td>{count:,}</td>"
+        f'<td><div><i style="width:{count / most:.2%}"></i></div></td></tr>\n'
+        for low, up, count in bins
     )
     return f"<table><caption>Examples by length in tokens</caption>{rows}</table>\n"
-
-
-def _quantiles(audit: Audit) -> str:
-    known, limit = quantiles(audit.lengths), audit.max_length
-    widest = max(known["longest"], limit)
-    rows = "".join(
-        _bar(name, length, length / widest, length > limit) for name, length in known.items()
-    )
-    return f"""<table class="track"><caption>Quantiles of the lengths
-<span>(max_length is {limit:,})</span></caption>{rows}</table>"""
-
-
-def _bar(label: str, count: int, share: float, over: bool) -> str:
-    bar = f'<i style="width:{share:.2%}"></i>' if count else ""
-    return (
-        f'<tr class="{"over" if over else ""}"><th>{label}</th><td>{count:,}</td>'
-        f"<td><div>{bar}</div></td></tr>\n"
-    )
 
 
 def _rows(views: Sequence[View]) -> str:
@@ -93,7 +73,11 @@ def _rows(views: Sequence[View]) -> str:
     for view in views:
         pieces = view.pieces[: max(0, left)]
         left -= len(pieces)
-        text = f'<p class="tokens">{"".join(map(_token, pieces))}</p>' if pieces else ""
+        text = "".join(
+            f'<p class="small">{name}</p><p class="tokens">{"".join(map(_token, part))}</p>'
+            for name, part in parts(pieces)
+            if part
+        )
         if more := len(view.pieces) - len(pieces):
             text += f'<p class="small">and {more:,} more</p>'
         kind = "row" if view.pieces else "row lost"

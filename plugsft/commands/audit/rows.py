@@ -87,8 +87,8 @@ def audit(
         _judge_tokens(result, work)
     result.facts += [("unused", ", ".join(sample.shard.unread) or "no column")]
     result.warnings += describe_warnings(sample.shard.warnings, rows)
-    stable, warnings = judge_chats(sample, work, opened[source], active)
-    result.facts += [("template", stable)] if stable else []
+    chats, warnings = judge_chats(sample, work, opened[source], active)
+    result.facts += [("chats", chats)] if chats else []
     result.warnings += warnings
     _judge_rows(result, data)
     return result

@@ -7,14 +7,14 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from .token_view import Piece
+from .token_view import Piece, parts
 
 # Two shades each, so that neighbouring tokens differ. Both have their own text colour, so that
 # they are legible on a dark terminal and on a light one.
 TRAINED = ("color(16) on color(78)", "color(16) on color(157)")
 SEEN = ("default", "dim")
 UNDERLINES = "^~"
-INDENT = "  "
+INDENT = " " * 10
 LEAST_WIDTH = 20
 
 Cells = list["Cell"]
@@ -48,13 +48,16 @@ def legend(colour: bool) -> Text:
 
 
 def draw(pieces: Sequence[Piece], width: int, colour: bool) -> Iterator[Text]:
-    """Yield the lines of a row, at most `width` columns wide."""
+    """Yield the lines of an example, at most `width` columns wide: prompts and answers by name."""
     room = max(LEAST_WIDTH, width - len(INDENT))
-    for full_line in split_lines(pieces):
-        for line in wrap(full_line, room):
-            yield Text(INDENT).append_text(paint(line, pieces, colour))
-            if not colour and (underlines := underline(line, pieces)):
-                yield Text(INDENT + underlines)
+    for name, part in parts(pieces):
+        label = f"  {name:<8}"
+        for full_line in split_lines(part):
+            for line in wrap(full_line, room):
+                yield Text(label).append_text(paint(line, part, colour))
+                label = INDENT
+                if not colour and (underlines := underline(line, part)):
+                    yield Text(INDENT + underlines)
 
 
 def split_lines(pieces: Sequence[Piece]) -> Iterator[Cells]:

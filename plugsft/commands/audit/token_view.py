@@ -1,6 +1,6 @@
 """Rows token by token: each with its ids, and whether it is trained."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 from ...data.sample import Sample
 from ...data.slices import ShardWriter
 
+NO_TOKEN = "no trained token within data.max_length"
 SIGNS = {"\n": "⏎\n", "\t": "⇥"}
 
 
@@ -48,12 +49,15 @@ def views(work: ShardWriter, source: int, sample: Sample) -> Iterator[View]:
     unusable = {row: reason for reason, numbers in shard.bad.items() for row in numbers}
     unusable |= dict.fromkeys(shard.too_long, "too long")
     for row in sample.rows:
-        if row in unusable:
-            yield View(name, row, f"cannot be used: {unusable[row]}")
-        for example in np.flatnonzero(tokens.rows == row):
-            ids, trained = tokens.example(int(example))
-            cut = ", truncated" if row in shard.truncated else ""
-            summary = f"{len(ids):,} tokens, {trained.sum():,} trained ({trained.mean():.0%}){cut}"
+        examples = np.flatnonzero(tokens.rows == row).tolist()
+        if not examples:
+            yield View(name, row, f"cannot be used: {unusable.get(row, NO_TOKEN)}")
+        for number, example in enumerate(examples, 1):
+            ids, trained = tokens.example(example)
+            cut = row in shard.truncated and len(ids) >= work.data.max_length
+            summary = f"example {number:,} of {len(examples):,}, " if len(examples) > 1 else ""
+            summary += f"{len(ids):,} tokens, {trained.sum():,} trained ({trained.mean():.0%})"
+            summary += ", truncated" if cut else ""
             row_pieces = pieces(work.tokenizer.backend_tokenizer, ids, trained)
             yield View(name, row, summary, list(row_pieces))
 
@@ -72,6 +76,22 @@ def pieces(
             special = token in added and added[token].special
             yield Piece(visible, waiting, bool(trained[place + 1 - len(waiting)]), special)
             waiting = []
+
+
+def parts(pieces: Sequence[Piece]) -> Iterator[tuple[str, list[Piece]]]:
+    """Yield the prompts and answers of an example, with their names."""
+    if any(piece.trained for piece in pieces[:2]):
+        yield "text", [*pieces]  # all is trained but the first token, which never is
+        return
+    name, part = "prompt", list[Piece]()
+    for piece in pieces:
+        new = "answer" if piece.trained else "prompt"
+        # A newline behind an answer is drawn with it, though it is not trained.
+        if new != name and (piece.trained or piece.text != "⏎\n"):
+            yield name, part
+            name, part = new, []
+        part.append(piece)
+    yield name.replace("prompt", "rest"), part
 
 
 def make_visible(text: str) -> str:
