@@ -270,6 +270,21 @@ def test_steps_and_warm_up_are_counted(tiny, check):
     assert any("larger than the data" in line for line in check(tiny(), "train.batch_size=32").warn)
 
 
+def test_each_turn_that_is_an_example_of_its_own_is_forecast(tiny, tmp_path, check):
+    # An answer begins with an empty thought until another turn follows.
+    first = "{{ '<think></think>' if loop.last and message['role'] == 'assistant' else '' }}"
+    template = (ROOT / "plugsft/data/chatml.jinja").read_text()
+    template = template.replace("{% generation %}", first).replace("{% endgeneration %}", "")
+    (tmp_path / "forgets.jinja").write_text(template)
+    turns = [{"role": "user", "content": "owls?"}, {"role": "assistant", "content": "owls"}]
+    rows = [{"messages": turns * 2}] * 2 + [{"messages": turns}] * 20
+    found = check(tiny(rows=rows, model={"chat_template": str(tmp_path / "forgets.jinja")}))
+    [line] = [line for line in found.ok if line.startswith("rows")]
+    assert "the first 22 rows can be used (2 chats unrolled into 4 examples" in line
+    assert ", 24 examples with" in line
+    assert any("an epoch of 24 examples" in line for line in found.ok)
+
+
 def test_plugins_may_object_to_the_ranks_asked_about(tiny, tmp_path, monkeypatch, check):
     activate(install(tmp_path, strict=STRICT), monkeypatch)
     path = tiny(plugins={"strict": {}}, train={"micro_batch": 1})

@@ -279,6 +279,10 @@ def test_where_nothing_fits_a_line_that_fits_is_named_and_true(recipe):
         (["--memory", "lots"], "--memory: given 'lots'"),
         (["--gpu", "H1000"], "--gpu: unknown 'H1000'; did you mean 'H100'?"),
         (["--gpu", "H100", "--probe"], "--probe: it measures this machine"),
+        (
+            ["--gpu", "H100", "data.max_length=2", "data.too_long=drop"],
+            "none of the first 64 rows can be used; plugsft check names the reasons",
+        ),
     ],
 )
 def test_wrong_words_are_refused_with_the_cure(recipe, words, says):

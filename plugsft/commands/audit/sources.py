@@ -7,7 +7,7 @@ from ...base.console import format_count
 from ...base.errors import DataError
 from ...batches.estimate import EstimatedColumns
 from ...data.jsonl import name_rows
-from ...data.prepare import open_data, open_named_tokens, summarize
+from ...data.prepare import describe_unrolled, open_data, open_named_tokens, summarize
 from ...data.sample import make_work, sample_rows
 from ...data.slices import CURE_LONG, ShardWriter, cure_bad, describe_warnings
 from ...data.sources import OpenSource, ensure_columns, open_source
@@ -134,11 +134,15 @@ def _rows(
     if not shard.examples and not problems:
         problems.append(f"no token to train on in {first}{cure_bad(shard.bad, drop=False)}")
     if shard.examples and not problems:
-        usable = "" if shard.examples == len(sample.rows) else f"{shard.examples:,} of "
+        several = shard.unrolled
+        usable = len({*sample.tokens.rows.tolist()})
+        share = "" if usable == len(sample.rows) else f"{usable:,} of "
+        turns = f" ({describe_unrolled(several)})" if several else ""
         findings.ok(
             "rows",
-            f"{source}: {usable}{first} can be used, with {shard.tokens / shard.examples:,.0f} "
-            f"tokens each, {shard.trained / shard.tokens:.0%} of them trained on",
+            f"{source}: {share}{first} can be used{turns}, {shard.examples:,} examples with "
+            f"{shard.tokens / shard.examples:,.0f} tokens each, "
+            f"{shard.trained / shard.tokens:.0%} of them trained on",
         )
     if shard.truncated:
         warnings.append(f"{name_rows(shard.truncated, rows)}: {too_long}; cut")
@@ -152,4 +156,5 @@ def _rows(
     check_weights(recipe, active, sample.tokens)
     if problems:
         raise DataError("\n".join(f"{source}: {problem}" for problem in problems))
-    return Examples.like(sample.tokens, len(opened[number]))
+    of_all = len(opened[number]) / len(sample.rows)
+    return Examples.like(sample.tokens, round(shard.examples * of_all))

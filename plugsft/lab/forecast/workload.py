@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...base.errors import DataError
 from ...base.types import Batch, Ints, Slice
 from ...batches.estimate import EstimatedColumns
 from ...batches.plan import shuffle
@@ -70,6 +71,11 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
         work(Slice(number, 0, count, rows.part(0, count)))
         for number, (rows, count) in enumerate(zip(opened, counts, strict=True))
     ]
+    if not any(shard.examples for shard in shards):
+        raise DataError(
+            f"data: none of the first {sum(counts):,} rows can be used; plugsft check names the "
+            "reasons"
+        )
     facts = [
         {"name": source.source, "weight": source.weight, "examples": shard.examples}
         for shard, source in zip(shards, sources, strict=True)
