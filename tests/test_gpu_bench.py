@@ -87,7 +87,8 @@ def test_a_first_step_that_differs_is_reported(bench, tmp_path):
 def test_mfu_is_of_gpus_whose_peak_is_known(bench):
     peak_of = bench("gpu").peak_flops
     assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989e12
-    for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB", ""):
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
+    for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA RTX 3090", ""):
         assert peak_of(other) is None
 
 

@@ -39,8 +39,8 @@ from gpu_cases import CASES, Case, make_model, parse_case, shrink
 from gpu_process import Failed, Results, TimeUp, explain_failure, follow, run_to_end, started
 from gpu_train import Bench, compare_first_steps, measure, measure_case, median_speeds
 
-PEAK = 989e12
-"""FLOP/s of an H100 or H200 (SXM) in bfloat16, without sparsity."""
+from plugsft.plugins.profiler.flops import PEAKS
+
 ITEM_LIMIT = 150.0
 """Most seconds of an item of probe, sync or times."""
 PREFERENCES = {"0.6b-dpo": "0.6b", "8b-dpo": "8b"}
@@ -254,8 +254,9 @@ def run_preferences(
 
 def peak_flops(gpu: str) -> float | None:
     """Return a GPU's peak FLOP/s, if known; the PCIe and NVL builds are slower."""
-    known = any(kind in gpu for kind in ("H100", "H200"))
-    return PEAK if known and not any(kind in gpu for kind in ("PCIe", "NVL")) else None
+    if "PCIe" in gpu or "NVL" in gpu:
+        return None
+    return next((1e12 * rate for known, rate in PEAKS.items() if known in gpu), None)
 
 
 def summarize(phase: str, results: Results) -> None:
