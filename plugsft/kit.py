@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from .data.slice_tasks import ONE_THREAD, SliceResult, tokenize_slice, try_slice
     from .model import fused_head
     from .model.for_plugins import decay_groups, decoder_layers
-    from .model.meta_model import meta_model
+    from .model.meta_model import find_modules, meta_model
     from .model.reference import Reference, remove_dropout
-    from .model.tensor_shards import num_weights
+    from .model.tensor_shards import num_weights, whole_shape
     from .model.weight_files import meta_copy
     from .tokens.store import Tokens
     from .tokens.tokenizer import Tokenizer, encode
@@ -28,6 +28,7 @@ __all__ = [
     "decoder_layers",
     "documents_of",
     "encode",
+    "find_modules",
     "fused_head",
     "meta_copy",
     "meta_model",
@@ -40,6 +41,7 @@ __all__ = [
     "tokenize_slice",
     "trained_rows",
     "try_slice",
+    "whole_shape",
 ]
 
 TASKS = ("ONE_THREAD", "SliceResult", "tokenize_slice", "try_slice")

@@ -47,8 +47,9 @@ EXPORTED = {
     """,
     "plugsft.kit": """
         ONE_THREAD Reference SliceResult Tokenizer Tokens attend_per_document decay_groups
-        decoder_layers documents_of encode fused_head meta_copy meta_model model_inputs num_weights
-        pack remove_dropout render_pairs single_document tokenize_slice trained_rows try_slice
+        decoder_layers documents_of encode find_modules fused_head meta_copy meta_model model_inputs
+        num_weights pack remove_dropout render_pairs single_document tokenize_slice trained_rows
+        try_slice whole_shape
     """,
 }
 COMMANDS = _words("""
@@ -59,11 +60,11 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 41_208, "data": 22_516, "lab": 17_909, "ranks": 14_888, "model": 10_082,
-    "output": 8_747, "tokens": 5_817, "base": 5_586, "modules beside the rooms": 5_258,
+    "commands": 41_201, "data": 22_516, "lab": 17_909, "ranks": 14_888, "model": 10_221,
+    "output": 8_736, "tokens": 5_817, "base": 5_586, "modules beside the rooms": 5_262,
     "api": 4_251, "recipe": 4_287, "registry": 3_609, "batches": 3_130, "testing": 2_772,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 150_060, 45_247, 74_554
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 150_185, 44_127, 74_555
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since

@@ -51,6 +51,11 @@ class Selection:
             return stored
         return self._products and name in PRODUCTS
 
+    def contexts(self) -> tuple["Store", "Reuse"]:
+        """Return the contexts of a layer's forward pass and of its recomputation."""
+        store = Store(self)
+        return store, Reuse(self, store.outputs)
+
 
 class Output:
     """An operation's output; None once an operation has changed it in place."""

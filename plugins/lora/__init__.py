@@ -56,9 +56,8 @@ class Lora:
     """Scale by alpha / sqrt(r) instead, which suits large ranks."""
     dora: bool = False
     """Train the length of each weight row apart from its direction; costs half as much again."""
-    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = "default"
-    """Initialization of adapters. With each of them, the first step's loss is the base model's.
-    pissa and olora start from the base's weights, and save adapters of twice the rank."""
+    init: Literal["default", "gaussian", "orthogonal"] = "default"
+    """Initialization of adapters. With each of them, the first step's loss is the base model's."""
 
     lr_ratio: Annotated[float, Field(gt=0)] = 1.0
     """Learning rate of an adapter's second half (B), as a multiple of the first's (LoRA+)."""
@@ -77,7 +76,6 @@ class Lora:
     """Whether a plugin computes with the model before training, by turning adapters off."""
     sharded: bool = state(False)
     """Whether ranks shard the model."""
-    result: str = state("")
     model: Any = state()
 
     @hookimpl
@@ -108,17 +106,10 @@ class Lora:
 
         self.sharded = load.empty
         settings = settings_of(self)
-        if (
-            self.train_new_tokens
-            or settings.dora
-            or settings.modules_to_save
-            or self.init in ("pissa", "olora")
-        ):
+        if self.train_new_tokens or settings.dora or settings.modules_to_save:
             load.empty = False  # they start from the base's weights
         store_frozen_weights_in(load, self.dtype)
-        model = yield
-        self.model = add_adapters(settings, load, model)
-        self.result = settings.result
+        self.model = add_adapters(settings, load, (yield))
         return self.model
 
     @hookimpl(wrapper=True)
@@ -133,19 +124,16 @@ class Lora:
 
     @hookimpl
     def state_dict(self) -> dict[str, Any]:
-        """Store frozen copies of initial adapters; another machine may compute other ones."""
-        from .initial import initial_state, scales
-
-        return {"initial": initial_state(self.model), "scales": scales(self.model)}
+        """Store the scales of adapters, and the copies that belong to the reference."""
+        state: dict[str, Any] = self.model.fixed_state()
+        return state
 
     @hookimpl
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the frozen copies of initial adapters."""
-        from .initial import load_initial_state
-
-        load_initial_state(self.model, state)
+        """Restore the copies that belong to the reference."""
+        self.model.load_fixed_state(state)
 
     @hookimpl
     def summary(self) -> str | None:
         """Report the number of modules with adapters, and the share of trained parameters."""
-        return self.result or None
+        return self.model.summary if self.model else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +21,11 @@ from torch.nn import Linear, Module
 from transformers.pytorch_utils import Conv1D
 
 from plugsft import ModelLoad, PluginError, RecipeError, say
-from plugsft.kit import num_weights
+from plugsft.kit import num_weights, whole_shape
 
 from .continued import config_to_go_on, load_adapters
 from .experts import ExpertAdapter, describe_frozen, hand_factors
-from .initial import (
-    adapted_layers,
-    differences,
-    initial_state,
-    start_from_base,
-    subtracted_layers,
-)
-from .layers import NAME, FastLinear
+from .layers import NAME, FastLinear, adapted_layers
 from .new_tokens import describe_frozen_rows, trained_rows
 from .targets import (
     choose_modules,
@@ -73,15 +67,13 @@ def add_adapters(plugin: Lora, load: ModelLoad, model: Any) -> AdaptedModel:
     initialize(adapted, plugin.init, plugin.seed)
     if plugin.adapter:
         load_adapters(adapted, plugin)
-    elif plugin.init in ("pissa", "olora"):
-        start_from_base(adapted, plugin.init)
     # The same on all ranks, and saved for the backward pass, which DDP's copies would break.
-    adapted._ddp_params_and_buffers_to_ignore = [*initial_state(adapted)]
-    plugin.result = describe(adapted, plugin.r)
+    adapted._ddp_params_and_buffers_to_ignore = [*adapted.references()]
+    adapted.summary = describe(adapted, plugin.r)
     if plugin.adapter:
-        plugin.result += f"; continues {plugin.adapter}"
+        adapted.summary += f"; continues {plugin.adapter}"
     for frozen in filter(None, (describe_frozen(adapted), describe_frozen_rows(plugin, load))):
-        plugin.result += f"; {frozen}"
+        adapted.summary += f"; {frozen}"
         say(f"warning: plugin lora: {frozen}")
     return adapted
 
@@ -117,6 +109,8 @@ class AdaptedModel(PeftModel):
     _ddp_params_and_buffers_to_ignore: Any
     initial_digest = ""
     """A checksum of the adapters that belong to the reference."""
+    summary = ""
+    """What was adapted, in one line."""
 
     def __init__(self, model: Any, config: LoraConfig) -> None:
         super().__init__(model, config)
@@ -126,11 +120,32 @@ class AdaptedModel(PeftModel):
         weights = self._weights_to_save(dict(self.named_parameters(remove_duplicate=False)))
         self.shapes = {name: whole_shape(weight) for name, weight in weights.items()}
 
-    @property
-    def changed_in_files(self) -> set[str]:
-        """The weights that are saved as differences, under their names in files."""
-        halves = ("lora_A.weight", "lora_B.weight")
-        return {f"{name}.{half}" for name, _ in subtracted_layers(self) for half in halves}
+    def references(self) -> dict[str, Tensor]:
+        """Return the copies of adapters that belong to the reference, by name."""
+        return {
+            f"{name}.{half}": getattr(layer, half)
+            for name, layer in adapted_layers(self)
+            if getattr(layer, "has_reference", False)
+            for half in ("reference_A", "reference_B")
+        }
+
+    def fixed_state(self) -> dict[str, Any]:
+        """Return what files of adapters do not show: the reference, and factors of outputs."""
+        scales = {name: float(it.scaling[NAME]) for name, it in adapted_layers(self)}
+        return {"reference": self.references(), "scales": scales}
+
+    @torch.no_grad()
+    def load_fixed_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the reference from a checkpoint, whose adapters must have the same settings."""
+        own = self.fixed_state()
+        if {*own["reference"]} != {*state["reference"]} or own["scales"] != state["scales"]:
+            raise PluginError(
+                "plugins.lora: the checkpoint has adapters with other settings (alpha or "
+                "reference); the folder in plugins.lora.adapter may have changed since; start "
+                "again in another output folder"
+            )
+        for name, values in state["reference"].items():
+            own["reference"][name].copy_(values)
 
     def _weights_to_save(self, trained: dict[str, Any]) -> dict[str, Tensor]:
         """Return the weights to save, under their names in files."""
@@ -161,11 +176,9 @@ class AdaptedModel(PeftModel):
                 f"be saved, first {wrong[0]}: they are missing or incomplete. Nothing is written; "
                 "resume from the last checkpoint"
             )
-        complete = {name: weights[name] for name in self.shapes}
+        complete = {name: weights[name].contiguous() for name in self.shapes}
         config: Any = copy.copy(self.peft_config[NAME])
         config.inference_mode = True
-        complete = differences(self, complete, config)
-        complete = {name: values.contiguous() for name, values in complete.items()}
         save_file(complete, Path(save_directory) / "adapter_model.safetensors", {"format": "pt"})
         if not isinstance(config.target_modules, str):
             config.target_modules = sorted(config.target_modules)
@@ -230,11 +243,6 @@ def train_in_float32(module: Any) -> None:
         )
     )
     module.register_forward_hook(lambda _, inputs, output: output.to(dtype))
-
-
-def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Return a parameter's whole shape, also if ZeRO-3 has sharded it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def describe(model: Module, rank: int) -> str:

@@ -21,8 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from plugsft import ModelLoad, RecipeError, reason_of, say
 
-from .initial import adapted_layers
-from .layers import NAME, REFERENCE, FastLinear
+from .layers import NAME, FastLinear, adapted_layers
 from .targets import reward_head
 
 if TYPE_CHECKING:
@@ -276,4 +275,4 @@ def freeze_reference(model: Module, plugin: Lora) -> None:
             f"and modules_to_save only; {merge_first(str(plugin.adapter))}"
         )
     for layer in layers.values():
-        layer.freeze_initial(REFERENCE)
+        layer.keep_reference()

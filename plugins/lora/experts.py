@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from plugsft import RecipeError
+from plugsft.kit import whole_shape
 
 from .layers import NAME
 
@@ -29,7 +30,7 @@ def expert_weights(model: Module) -> dict[str, Module]:
     return {
         name: model.get_submodule(name.rpartition(".")[0])
         for name, parameter in model.named_parameters()
-        if "expert" in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3
+        if "expert" in name and len(whole_shape(parameter)) == 3
     }
 
 

@@ -1,5 +1,6 @@
 """peft's LoRA layer with fewer passes over memory."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +14,6 @@ from .fused import AdaptedLinear, Casts, is_plain
 
 NAME = "default"
 """peft's name of a model's only adapter."""
-SUBTRACTED, REFERENCE = "subtracted", "reference"
-"""What a layer does with its frozen initial adapter: it subtracts it, or adds it while adapters are
-off."""
 
 
 class FastLinear(lora.Linear):
@@ -24,13 +22,13 @@ class FastLinear(lora.Linear):
     peft makes a float32 copy of every input instead, and three of every output.
     """
 
-    initial_A: Tensor
-    initial_B: Tensor
+    reference_A: Tensor
+    reference_B: Tensor
 
     def __init__(self, base_layer: Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(base_layer, *args, **kwargs)
         self.is_target_conv_1d_layer = isinstance(base_layer, Conv1D)
-        self.initial, self.casts = "", Casts()
+        self.has_reference, self.casts = False, Casts()
         if not self.lora_variant:
             self.lora_A[NAME].__class__, self.lora_B[NAME].__class__ = Down, Up
         without_dropout = isinstance(self.lora_dropout[NAME], Identity)
@@ -47,18 +45,13 @@ class FastLinear(lora.Linear):
         ):
             return self.fused(x)
         base: Tensor = self.base_layer(x, *args, **kwargs)
-        if self.merged or (self.disable_adapters and self.initial != REFERENCE):
+        if self.merged or (self.disable_adapters and not self.has_reference):
             return base
         scale, (first, second) = self.scaling[NAME], self.halves()
         if self.disable_adapters:
-            initial_A, initial_B = self.initial_halves()
-            return add_product(base, linear(x, initial_A.to(x.dtype)), initial_B.to(x.dtype), scale)
-        x = self.lora_dropout[NAME](x)
-        inner, frozen = first(x), None
-        if self.initial == SUBTRACTED:
-            initial_A, frozen = self.initial_halves()
-            inner = torch.cat([inner, linear(x, initial_A.to(x.dtype))], -1)
-        output: Tensor = second(inner, base, scale, frozen)
+            inner = linear(x, self.reference_A.to(x.dtype))
+            return add_product(base, inner, self.reference_B.to(x.dtype), scale)
+        output: Tensor = second(first(self.lora_dropout[NAME](x)), base, scale)
         return output
 
     def fused(self, x: Tensor) -> Tensor:
@@ -74,15 +67,10 @@ class FastLinear(lora.Linear):
         """Return the two halves of the adapter."""
         return self.lora_A[NAME], self.lora_B[NAME]
 
-    def initial_halves(self) -> tuple[Tensor, Tensor]:
-        """Return the frozen copies of the adapter's initial weights."""
-        return self.initial_A, self.initial_B
-
-    def freeze_initial(self, role: str) -> None:
-        """Keep a copy of the adapter's weights; each rank has all of it."""
-        self.initial = role
-        self.fusible = self.fusible and role != SUBTRACTED
-        for name, half in zip(("initial_A", "initial_B"), self.halves(), strict=True):
+    def keep_reference(self) -> None:
+        """Keep a copy of the adapter, added while adapters are off; each rank has all of it."""
+        self.has_reference = True
+        for name, half in zip(("reference_A", "reference_B"), self.halves(), strict=True):
             self.register_buffer(name, half.weight.detach().clone(), persistent=False)
 
 
@@ -98,16 +86,19 @@ class Up(Linear):
     """The second half of an adapter; a module, since ZeRO-3 gathers weights for modules."""
 
     def forward(  # type: ignore[override]
-        self, input: Tensor, base: Tensor, scale: float, subtracted: Tensor | None = None
+        self, input: Tensor, base: Tensor, scale: float
     ) -> Tensor:
-        """Return base + scale * product; `subtracted` multiplies the rest of the input."""
-        weight = self.weight.to(input.dtype)
-        if subtracted is not None:
-            weight = torch.cat([weight, -subtracted.to(input.dtype)], 1)
-        return add_product(base, input, weight, scale)
+        """Return base + scale * product."""
+        return add_product(base, input, self.weight.to(input.dtype), scale)
 
 
 def add_product(base: Tensor, inner: Tensor, weight: Tensor, scale: float) -> Tensor:
     """Return base + scale * inner times weight, in one operation, which rounds once."""
     rows = torch.addmm(base.flatten(0, -2), inner.flatten(0, -2), weight.t(), alpha=scale)
     return rows.view(base.shape)
+
+
+def adapted_layers(model: Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers with adapters, by name."""
+    layers = model.named_modules()
+    return ((name, layer) for name, layer in layers if isinstance(layer, lora.LoraLayer))

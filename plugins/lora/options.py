@@ -16,8 +16,6 @@ def ensure_options_work(plugin: Lora, recipe: Recipe) -> None:
         raise RecipeError("adapters are always trained in float32; remove model.weights")
     if plugin.init == "orthogonal" and plugin.r % 2:
         raise RecipeError(f'init = "orthogonal" needs an even r; it is {plugin.r}')
-    if plugin.dora and plugin.init in ("pissa", "olora"):
-        raise RecipeError(f'init = "{plugin.init}" cannot be used with dora; remove one')
     if plugin.train_new_tokens:
         _ensure_new_tokens(plugin, recipe)
 

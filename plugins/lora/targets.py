@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Embedding, Linear, Module
 from transformers.pytorch_utils import Conv1D
 
 from plugsft import Capability, RecipeError
+from plugsft.kit import find_modules
 
 from .experts import ensure_adaptable, expert_weights, renamed_by_peft
 
@@ -32,7 +32,9 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
         if name != head and not isinstance(module, Embedding)
     ]
     untrained = [] if reward_head(model) is None else [head]
-    whole = find_modules("modules_to_save", [*plugin.modules_to_save, *untrained], model, linear)
+    names = [name for name, _ in model.named_modules()]
+    chosen = [*plugin.modules_to_save, *untrained]
+    whole = find_modules("plugins.lora.modules_to_save: no module", chosen, names, linear)
     ensure_single_modules(whole, model, linear)
     if plugin.targets == ALL:
         targets = [name for name in linear if name not in whole]
@@ -45,7 +47,7 @@ def choose_modules(plugin: Lora, model: Any) -> tuple[list[str], list[str]]:
             for ending in plugin.targets
             if not any(ends_with(name, ending) for name in experts)
         ]
-        targets = find_modules("targets", endings, model, linear)
+        targets = find_modules("plugins.lora.targets: no module", endings, names, linear)
         if wrong := [name for name in targets if name not in adaptable]:
             raise RecipeError(
                 f"plugins.lora.targets: {wrong[0]} is a "
@@ -100,7 +102,7 @@ def choose_weights(plugin: Lora, model: Module, targets: list[str]) -> tuple[lis
     options = {
         "dropout": plugin.dropout > 0,
         "dora": plugin.dora,
-        "init": plugin.init not in ("default", "gaussian"),
+        "init": plugin.init == "orthogonal",
     }
     wrong = [option for option, is_set in options.items() if is_set]
     if wrong and (weights := [*chosen, *linear]):
@@ -164,29 +166,6 @@ def name_of(module: Any, model: Module) -> str:
     return next((name for name, other in model.named_modules() if other is module), "")
 
 
-def find_modules(
-    option: str, endings: Iterable[str], model: Module, linear: list[str]
-) -> list[str]:
-    """Return the modules whose names end with `endings`; each must match a module."""
-    chosen: dict[str, None] = {}
-    for ending in endings:
-        if not (names := names_ending_with(ending, model)):
-            known = {name.rpartition(".")[2]: 0 for name, _ in model.named_modules()}
-            near = get_close_matches(ending.rpartition(".")[2], known, n=1)
-            hint = f" did you mean '{near[0]}'?" if near else ""
-            raise RecipeError(
-                f"plugins.lora.{option}: no module is named '{ending}';{hint} "
-                + list_modules(linear)
-            )
-        chosen |= dict.fromkeys(names)
-    return [*chosen]
-
-
-def names_ending_with(ending: str, model: Module) -> list[str]:
-    """Return the names of modules that end with `ending`, at a dot."""
-    return [name for name, _ in model.named_modules() if ends_with(name, ending)]
-
-
 def ends_with(name: str, ending: str) -> bool:
     """Tell whether a name ends with `ending`, at a dot."""
     return f".{name}".endswith(f".{ending}")
@@ -204,6 +183,6 @@ def last_parts(names: Iterable[str]) -> list[str]:
 
 def shorten(names: list[str], model: Module) -> list[str]:
     """Return the last parts of names, unless they match other modules too."""
-    endings = sorted({*last_parts(names)})
-    matches = [name for ending in endings for name in names_ending_with(ending, model)]
-    return endings if {*matches} == {*names} else names
+    endings = {*last_parts(names)}
+    matches = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in endings}
+    return sorted(endings) if matches == {*names} else names

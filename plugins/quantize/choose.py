@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from torch.nn import Linear, Module
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from plugsft import Recipe, RecipeError
-from plugsft.kit import meta_model
+from plugsft.kit import find_modules, meta_model
 
 
 def modules_to_leave_out(recipe: Recipe, skip: list[str]) -> list[str]:
@@ -25,17 +23,7 @@ def modules_to_leave_out(recipe: Recipe, skip: list[str]) -> list[str]:
     left_out = dict.fromkeys(get_keys_to_not_convert(model))
     if recipe.provides("reward_model"):
         left_out["score"] = None  # its new head, which a reader would quantize
-    for ending in skip:
-        names = [name for name in linear if f".{name}".endswith(f".{ending}")]
-        if not names:
-            known = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-            near = get_close_matches(ending.rpartition(".")[2], known, n=1)
-            hint = f" did you mean '{near[0]}'?" if near else ""
-            raise RecipeError(
-                f"skip: no linear layer is named '{ending}';{hint} "
-                f"linear layers: {', '.join(known)}"
-            )
-        left_out |= dict.fromkeys(names)
+    left_out |= dict.fromkeys(find_modules("skip: no linear layer", skip, linear, linear))
     if not {*linear} - {*left_out}:
         raise RecipeError(
             "no linear layer is left to quantize: this model has "

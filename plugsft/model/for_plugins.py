@@ -9,6 +9,7 @@ from transformers import GradientCheckpointingLayer
 
 from ..base.checksums import cached_file_digest, digest
 from ..base.errors import RecipeError
+from .tensor_shards import whole_shape
 from .weight_files import find_weight_files
 
 
@@ -29,9 +30,8 @@ def decay_groups(model: Module, weight_decay: float | None) -> list[dict[str, An
     exempt: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            # Under ZeRO-3 a rank's shard is flat; ds_shape is the shape of the parameter.
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            (decayed if len(shape) > 1 else exempt).append(parameter)
+            matrix = len(whole_shape(parameter)) > 1
+            (decayed if matrix else exempt).append(parameter)
     if weight_decay is None:
         return [{"params": decayed + exempt}]
     groups = [

@@ -26,7 +26,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ..base.errors import PluginError, RecipeError, TrainError
 from ..recipe.tables import Model, Scratch
 from .config import load_error
-from .tensor_shards import TensorShard, local_shard
+from .tensor_shards import TensorShard, local_shard, whole_shape
 from .weight_files import Weights, find_weight_files, meta_copy
 
 
@@ -167,7 +167,7 @@ def keep_soft_cap(model: PreTrainedModel) -> PreTrainedModel:
 def has_all_weights(model: PreTrainedModel, weights: Weights) -> bool:
     """Tell whether the files hold each tensor of a model with its shape, readable by rows."""
     tensors = dict(model.named_parameters()) | persistent_buffers(model)
-    shapes = {name: list(getattr(it, "ds_shape", it.shape)) for name, it in tensors.items()}
+    shapes = {name: list(whole_shape(it)) for name, it in tensors.items()}
     if any(weights.shapes.get(name) != shape for name, shape in shapes.items()):
         return False
     # A scalar has no rows.

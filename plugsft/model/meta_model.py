@@ -1,11 +1,13 @@
-"""The recipe's model without weights, for plugins that look for modules before a run."""
+"""The recipe's model without weights, and its modules by name: for plugins, before a run."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from ..base.errors import RecipeError, did_you_mean
 from ..recipe.tables import Recipe
 
 
@@ -25,3 +27,25 @@ def meta_model(recipe: Recipe) -> Any:
         empty.tie_weights()
         return empty
     return None
+
+
+def find_modules(
+    what: str, endings: Iterable[str], names: list[str], linear: list[str]
+) -> list[str]:
+    """Return the names that end with `endings`, at a dot; `what` begins the error if none does."""
+    chosen: dict[str, None] = {}
+    for ending in endings:
+        found = [name for name in names if f".{name}".endswith(f".{ending}")]
+        if not found:
+            known, listed = ([*dict.fromkeys(map(last_part, each))] for each in (names, linear))
+            hint = did_you_mean(last_part(ending), known) or ";"
+            raise RecipeError(
+                f"{what} is named '{ending}'{hint} linear layers: {', '.join(listed)}"
+            )
+        chosen |= dict.fromkeys(found)
+    return [*chosen]
+
+
+def last_part(name: str) -> str:
+    """Return the last part of a module's name."""
+    return name.rpartition(".")[2]

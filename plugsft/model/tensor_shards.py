@@ -55,7 +55,12 @@ def local_shard(tensor: Any) -> TensorShard:
 def num_weights(tensor: Any) -> int:
     """Return the number of weights in a tensor, also of a sharded or quantized one."""
     quantized = getattr(tensor, "quant_state", None)
-    return math.prod(quantized.shape if quantized else getattr(tensor, "ds_shape", tensor.shape))
+    return math.prod(quantized.shape if quantized else whole_shape(tensor))
+
+
+def whole_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a whole tensor: under ZeRO-3 a rank's shard of it is flat."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def local_values(tensor: Any) -> Tensor:

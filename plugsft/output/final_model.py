@@ -78,8 +78,6 @@ def save_model(
                 tokenizer.save_pretrained(folder)
                 if adapter:
                     stored = {name_in_file(name): shard for name, shard in shards.items()}
-                    for name in getattr(plain, "changed_in_files", ()):
-                        del stored[name]
                     ensure_written(folder, read_adapters(folder), stored, None)
                 else:
                     files = Weights(meta_copy(plain), find_weight_files(str(folder), None))

@@ -109,7 +109,7 @@ def edit(folder, **changed):
         ({"alpha": 5}, {}, "alpha: the recipe has 5, and the adapters in .* have 6"),
         ({"dora": True}, {}, "dora: the recipe has True, and .* have False"),
         ({"targets": ["q_proj"]}, {}, "targets: the recipe has .'q_proj'., and"),
-        ({"init": "pissa"}, {}, '"pissa" has no effect on trained adapters; remove it'),
+        ({"init": "gaussian"}, {}, '"gaussian" has no effect on trained adapters; remove it'),
         ({}, {"r": None}, "adapter_config.json is damaged: r Input should be a valid integer"),
         ({}, {"r": 0}, "adapter_config.json is damaged: r Input should be greater than"),
         ({}, {"target_modules": 5}, "adapter_config.json is damaged: target_modules"),

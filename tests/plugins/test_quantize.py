@@ -130,12 +130,11 @@ CASES = [
     ("float32", GPT2, {}, {}, {"fan_in_fan_out": True}),
     ("bfloat16", LLAMA, SKIP, {"targets": ["q_proj", "up_proj"]}, None),
     ("bfloat16", LLAMA, {}, {"dora": True}, None),
-    ("bfloat16", LLAMA, {}, {"init": "pissa"}, None),
     ("bfloat16", GPT2, {}, {}, None),
     ("float32", LLAMA, INT8 | SKIP, {}, {}),
     ("float32", GPT2, INT8, {}, {"fan_in_fan_out": True}),
     ("bfloat16", LLAMA, INT8, {"dora": True}, None),
-    ("bfloat16", LLAMA, INT8 | SKIP, {"init": "pissa"}, None),
+    ("bfloat16", LLAMA, INT8 | SKIP, {}, None),
     ("bfloat16", GPT2, INT8, {}, None),
 ]
 

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import RecipeError, testing
-from plugsft.plugins.gradient_checkpointing import GradientCheckpointing, layers
-from plugsft.plugins.gradient_checkpointing.selective import ATTENTION, dropout_of
+from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
+from plugsft.plugins.gradient_checkpointing.layers import checkpoints
+from plugsft.plugins.gradient_checkpointing.selective import ATTENTION, Selection, dropout_of
 from plugsft.registry.load import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -99,15 +100,8 @@ def test_dropout_of_adapters_is_repeated(kind):
     assert not all(map(torch.equal, train(make("none", adapters=0.0))[0], expected))
 
 
-def test_random_states_are_restored_only_where_a_layer_draws(monkeypatch):
-    restored = []
-    real = layers.RandomNumbers._restore
-    monkeypatch.setattr(layers.RandomNumbers, "_restore", lambda *a: restored.append(1) or real(*a))
-    train(make("full"))
-    assert not restored
+def test_recomputation_leaves_the_random_numbers_after_it_alone():
     state = torch.get_rng_state()
-    train(make("full", dropout=0.2))
-    assert len(restored) == 2 * LAYERS
     train(make("none", dropout=0.2))
     after = torch.get_rng_state()
     train(make("full", dropout=0.2))
@@ -142,7 +136,7 @@ def test_products_that_change_in_place_are_recomputed(in_function):
     layer(inputs).backward()
     expected, inputs.grad = inputs.grad, None
     with Operations() as operations:
-        layers.run_layer(layers.Selection("ops"), layer, inputs).backward()
+        checkpoints("ops")(layer, inputs).backward()
     assert torch.equal(inputs.grad, expected)
     # Two forward, one again, and two of the backward pass.
     assert operations.counts["aten::mm"] == 5
@@ -160,7 +154,7 @@ def test_known_operations_exist():
     assert dropout_of(flash, (None, None, None, 0.5), {}) == 0.5
     assert dropout_of(flash, (None, None, None), {"dropout_p": 0.25}) == 0.25
     assert dropout_of(flash, (None, None, None), {}) == 0.0
-    selection = layers.Selection("attention")
+    selection = Selection("attention")
     assert not selection.has(flash, (None, None, None, 0.5), {}) and not selection.has_attention
     assert selection.has(flash, (None, None, None), {}) and selection.has_attention
 
@@ -174,10 +168,9 @@ def test_the_kernel_for_packed_rows_runs_once(selective):
         return varlen_attn(x * 2, x * 3, x * 4, bounds, bounds, 5, 5).sin()
 
     with FakeTensorMode():
-        stored = layers.Selection(selective) if selective else None
         inputs = torch.empty(8, 2, 4, requires_grad=True)
         with Operations() as operations:
-            layers.run_layer(stored, layer, inputs).sum().backward()
+            checkpoints(selective)(layer, inputs).sum().backward()
     assert operations.counts["torch_attn::_varlen_attn"] == (1 if selective else 2)
     assert inputs.grad.shape == inputs.shape
 

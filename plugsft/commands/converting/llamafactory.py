@@ -95,8 +95,6 @@ def _adapters(c: Conversion) -> None:
         extra = names_of(c, "additional_target")
         c.set("plugins.lora.modules_to_save", extra, "additional_target")
     lora_settings.set_variants(c, "use_rslora", "use_dora")
-    if c.on("pissa_init"):
-        c.set("plugins.lora.init", "pissa", "pissa_init")
     lora_settings.set_loraplus(c)
     lora_settings.set_adapter(c, "adapter_name_or_path")
 
@@ -165,10 +163,11 @@ RULES: dict[str, Rule] = {
     "use_packed_sequences": Same((False,), "use packing: true"),
     "preprocessing_num_workers": By(workers("preprocessing_num_workers")),
     **{f"lora_{name}": By(lora) for name in ("rank", "alpha", "dropout", "target")},
-    **dict.fromkeys(("additional_target", "use_rslora", "use_dora", "pissa_init"), By(lora)),
+    **dict.fromkeys(("additional_target", "use_rslora", "use_dora"), By(lora)),
     **dict.fromkeys(("loraplus_lr_ratio", "adapter_name_or_path", "quantization_bit"), By(lora)),
+    "pissa_init": Same((False,), "adapters start from zero; use LLaMA-Factory for PiSSA"),
     "pissa_iter": SPEED,
-    "pissa_convert": SPEED,  # what is saved fits the original base
+    "pissa_convert": SPEED,
     "quantization_method": Same(("bnb", "bitsandbytes"), "use [plugins.quantize]"),
     "quantization_type": Same(("nf4",), 'use kind = "nf4"'),
     "double_quantization": Same((True,), "scales are quantized, too; use the default"),
