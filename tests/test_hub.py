@@ -98,7 +98,7 @@ def test_a_push_through_cuts_is_one_commit_that_transformers_loads(run, hub, tmp
     repo.commits.append(repo.files | foreign | {"model-00002-of-00002.safetensors": b"old"})
     again = push(hub, tmp_path, run, "--to", "hub:tiny")
     assert again.returncode == 0, again.stderr
-    assert "uploading 0 files, 0 B" in again.stdout and len(hub.received) == 1
+    assert len(hub.received) == 1, "files that the hub has are not sent again"
     assert "README.md was edited on the hub; it stays" in again.stdout
     assert "there: adapter_config.json, model-00002-of-00002.safetensors\n" in again.stdout
     own = {name: foreign[name] for name in ("README.md", "notes.txt")}
@@ -133,8 +133,10 @@ def check_card(text, name):
 CASES = """
 import os, sys
 from plugsft import cli
+from plugsft.commands.runs import hub
 run, reader, owner = sys.argv[1:]
-words = ["export", run, "--patience", "0", "--to"]
+hub.PAUSES = ()
+words = ["export", run, "--to"]
 cases = {
     "no token": ("", "hub:me/x"),
     "wrong token": ("hf_unknown", "hub:me/x"),

@@ -10,9 +10,6 @@ from ..base.errors import PlugsftError
 from .hub_names import HUB
 from .options import Trusted, Without
 
-PATIENCE = 120
-"""Seconds of pauses by default."""
-
 
 def export(
     output: Annotated[
@@ -35,9 +32,6 @@ def export(
     public: Annotated[
         bool, typer.Option("--public", help="On the hub: a public repository. Default: private.")
     ] = False,
-    patience: Annotated[
-        int, typer.Option(min=0, help="On the hub: seconds of pauses while it does not answer.")
-    ] = PATIENCE,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
@@ -56,11 +50,11 @@ def export(
     if str(to).startswith(HUB):
         ensure_model(output)
         from .runs.hub import Repository
-        from .runs.upload import upload_folder, upload_model
+        from .runs.verified import source_of
 
-        repository = Repository(str(to).removeprefix(HUB), public, patience)
+        repository = Repository(str(to).removeprefix(HUB), public)
         if has_model(output) and not merge:
-            upload_model(repository, output)
+            repository.upload(source_of(output), output)
             return
         from ..base.atomic import temporary_ending
         from .runs import export
@@ -71,11 +65,10 @@ def export(
             export.export(
                 output, merge, folder, without or [], trust_remote_code, repository.name, dtype
             )
-            upload_folder(repository, folder, output)
+            repository.upload(folder, output)
         return
-    if public or patience != PATIENCE:
-        option = "--public" if public else "--patience"
-        raise PlugsftError(f"{option} is for the hub; add --to hub:OWNER/NAME, or leave it out")
+    if public:
+        raise PlugsftError("--public is for the hub; add --to hub:OWNER/NAME, or leave it out")
     target = ensure_exportable(output, merge, to)
     # A missing folder is reported before anything heavy is imported.
     from .runs import export

@@ -29,7 +29,7 @@ from .card import add_card, run_of
 from .from_checkpoint import restore
 from .model_folder import checkpoint_of, has_model, is_reward_model
 from .quantized import add_adapters, copy_restored_weights, keep_stored_weights, quantization
-from .verified import source_of
+from .verified import ensure_no_links, source_of
 
 TOKENS = 32
 """Tokens on which merged model and adapters are compared."""
@@ -94,15 +94,6 @@ def copy_to(folder: Path, target: Path, name: str) -> str:
         add_card(building, folder, name)
     base = f", for {base_model(folder)[0]}" if (folder / ADAPTER).is_file() else ""
     return f"model, copied and verified{base}"
-
-
-def ensure_no_links(folder: Path) -> None:
-    """Refuse links out of a model's folder: an upload would publish what they lead to."""
-    for path in folder.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            raise PlugsftError(
-                f"{path}: leads out of the model's folder; put the file itself in its place"
-            )
 
 
 def merge_into(

@@ -1,11 +1,11 @@
-"""Upload a model to the Hugging Face hub in one commit, and compare it."""
+"""Upload a model to the Hugging Face hub in one commit, and compare it with the hub's."""
 
-import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
+from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -13,33 +13,42 @@ from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils._validators import validate_repo_id
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from ...base.console import format_count, format_size, is_terminal, say
+from ...base.atomic import MANIFEST
+from ...base.console import format_count, format_size, hide_queries, is_terminal, say
 from ...base.errors import PlugsftError
+from ...base.step_folders import parse_step
+from ...output.folder import ADAPTER, base_model
 from ..hub_names import HUB
-from .card import CARD, is_edited
-from .hub_errors import LOGIN, explain, momentary
+from .card import CARD, card_for, is_edited, run_of
+from .verified import ensure_no_links
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds until a failed request is tried again; each failure doubles them."""
-SHOWN = 2**20
-"""Smallest size of a file that has a line of its own, in bytes."""
+PAUSES = (1, 4, 16, 64)
+"""Seconds before a failed upload is tried again; huggingface_hub tries requests again before."""
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 """Files of an earlier model that would be loaded with, or in place of, the new one."""
-
-Files = Mapping[str, Path | bytes]
-"""Name in the repository -> its file, or its content."""
+LOGIN = "`hf auth login`, or set HF_TOKEN to a token with the right to write"
+REFUSED = {
+    401: "the hub refuses the token",
+    403: "this token may not write there",
+    404: "the hub has none, or hides it from this token",
+}
+MOMENTARY = (408, 409, 412, 425, 429)
+"""Answers that may differ in a moment: too slow, another commit came first, too many requests."""
 Result = TypeVar("Result")
 
 
 class Repository:
     """A model repository on the hub that the user may write to."""
 
-    def __init__(self, name: str, public: bool, patience: float) -> None:
-        """Sign in, and create the repository if it is missing.
-
-        `patience`: seconds of pauses after failures of a moment, before it gives up.
-        """
-        ensure_name(name)
+    def __init__(self, name: str, public: bool) -> None:
+        """Sign in, and create the repository if it is missing."""
+        self.name = name
+        try:
+            validate_repo_id(name or "/")
+        except HFValidationError as error:
+            raise PlugsftError(
+                f"{HUB}{name}: is no name of a repository, such as {HUB}me/my-model: {error}"
+            ) from error
         self._token = get_token()
         if not self._token:
             raise PlugsftError(f"{HUB}{name}: there is no token for the hub: run {LOGIN}")
@@ -47,26 +56,32 @@ class Repository:
         hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped upstream
         if not is_terminal():
             disable_progress_bars()
-        self._api, self._patience, self.name = HfApi(token=self._token), patience, name
+        self._api = HfApi(token=self._token)
         user = str(self._try(self._api.whoami)["name"])
         self.name = name if "/" in name else f"{user}/{name}"
         self.url = f"{self._api.endpoint}/{self.name}"
         self._try(lambda: self._ensure_writable(public))
 
-    def upload(self, files: Files, message: str) -> None:
-        """Upload new files in one commit; compare all with their source."""
-        started, additions = time.monotonic(), dict[str, CommitOperationAdd]()
-        digests = Digests(files)
-        self._try(lambda: self._commit(digests, additions, message))
-        remote = self._try(self._read)[1]
-        wrong = [name for name in digests.files if not digests.same(name, remote.get(name))]
-        if wrong:
-            raise PlugsftError(
-                f"{self.url}: {wrong[0]} differs from the file here; somebody else changed it, or "
-                "the folder was changed during the upload: run the same command again"
+    def upload(self, folder: Path, output: Path) -> None:
+        """Upload the model in a folder, with its card; `output` is its run or checkpoint."""
+        if (folder / ADAPTER).is_file() and Path(base := base_model(folder)[0]).is_absolute():
+            say(
+                f"warning: the adapters are for {base}, a folder of this machine. Their file has "
+                "this path, and others cannot load them: upload a merged model instead (--merge)"
             )
-        seconds = time.monotonic() - started
-        say(f"{format_count(len(digests.files), 'file')} compared with the hub's, {seconds:.0f} s")
+        run, step = run_of(output), parse_step(output)
+        model = "the model" if step is None else f"the model of step {step:,}"
+        message = f"plugsft: {model} of {(run or output.absolute()).name}"
+        ensure_no_links(folder)
+        with TemporaryDirectory() as temporary:
+            files = link_files(folder, Path(temporary))
+            if card := card_for(folder, output, self.name):
+                (Path(temporary) / CARD).unlink(missing_ok=True)
+                files[CARD] = Path(temporary) / CARD
+                files[CARD].write_text(card, encoding="utf8")
+            self._try(lambda: self._commit(files, message))
+            self._try(lambda: self._compare(files, Path(temporary)))
+        say(f"model, compared with the hub: {self.url}")
 
     def _ensure_writable(self, public: bool) -> None:
         """Create the repository, or refuse an existing one that does not fit."""
@@ -81,129 +96,90 @@ class Repository:
             raise PlugsftError(f"{HUB}{self.name}: exists and is {word}; {cure}, or name another")
         self._api.auth_check(self.name, write=True)
 
-    def _read(self) -> tuple[str | None, dict[str, Any]]:
-        """Return the newest commit, and its files by name."""
+    def _commit(self, files: dict[str, Path], message: str) -> None:
+        """Send files in one commit; huggingface_hub leaves out those that are there."""
         head = self._api.repo_info(self.name).sha
-        entries = self._api.list_repo_tree(self.name, recursive=True, revision=head)
-        return head, {entry.path: entry for entry in entries if hasattr(entry, "blob_id")}
-
-    def _commit(
-        self, digests: "Digests", additions: dict[str, CommitOperationAdd], message: str
-    ) -> None:
-        """Upload what the newest commit lacks, then commit; `additions` outlive a failure."""
-        head, remote = self._read()
-        if CARD in digests.files and self._edited_card(head, remote.get(CARD)):
-            del digests.files[CARD]
-            say(f"{CARD} was edited on the hub; it stays")
-        new = [name for name in digests.files if not digests.same(name, remote.get(name))]
+        there = self._api.list_repo_files(self.name, revision=head)
+        if CARD in files and CARD in there:
+            path = self._api.hf_hub_download(self.name, CARD, revision=head)
+            if is_edited(Path(path).read_text(encoding="utf8")):
+                del files[CARD]
+                say(f"{CARD} was edited on the hub; it stays")
         stale = [
             name
-            for name in remote
-            if name not in digests.files
+            for name in there
+            if name not in files
             and "/" not in name
             and any(fnmatch(name, pattern) for pattern in WEIGHTS)
         ]
-        there = len(digests.files) - len(new)
-        size = format_size(sum(map(digests.size, new)))
-        say(f"uploading {format_count(len(new), 'file')}, {size}, to {self.url}; {there} are there")
-        for name in new:
-            source = digests.files[name]
-            addition = additions.setdefault(name, CommitOperationAdd(name, source))
-            self._send(addition, digests.size(name))
+        size = format_size(sum(path.stat().st_size for path in files.values()))
+        say(f"uploading {format_count(len(files), 'file')}, {size}, to {self.url}")
         if stale:
             say(f"removing the weights that were there: {', '.join(stale)}")
-        if new or stale:
-            self._api.create_commit(
-                self.name,
-                [*(additions[name] for name in new), *map(CommitOperationDelete, stale)],
-                commit_message=message,
-                parent_commit=head,
+        operations = [*(CommitOperationAdd(name, path) for name, path in files.items())]
+        deletions = [CommitOperationDelete(name) for name in stale]
+        self._api.create_commit(
+            self.name, [*operations, *deletions], commit_message=message, parent_commit=head
+        )
+
+    def _compare(self, files: dict[str, Path], folder: Path) -> None:
+        """Refuse a repository whose files are not those of the folder."""
+        found = self._api.verify_repo_checksums(self.name, local_dir=folder)
+        differing = {*found.extra_paths, *(one["path"] for one in found.mismatches)}
+        if wrong := sorted(differing & files.keys()):
+            raise PlugsftError(
+                f"{self.url}: {wrong[0]} differs from the file here; somebody else changed it, or "
+                "the folder was changed during the upload: run the same command again"
             )
-
-    def _send(self, addition: CommitOperationAdd, size: int) -> None:
-        """Send the content of a file, unless an earlier attempt has."""
-        started = time.monotonic()
-        self._api.preupload_lfs_files(self.name, [addition], free_memory=False)
-        if size >= SHOWN:
-            seconds = time.monotonic() - started
-            say(f"sent {addition.path_in_repo}, {format_size(size)}, in {seconds:.0f} s")
-
-    def _edited_card(self, head: str | None, entry: Any) -> bool:
-        """Tell whether somebody wrote or edited the model card of the repository."""
-        if entry is None:
-            return False
-        path = self._api.hf_hub_download(self.name, CARD, revision=head)
-        return is_edited(Path(path).read_text(encoding="utf8"))
+        say(f"{format_count(len(files), 'file')} compared with the hub's")
 
     def _try(self, action: Callable[[], Result]) -> Result:
         """Do an action; after failures that pass, try again with growing pauses."""
-        pause, waited = FIRST_PAUSE, 0.0
-        while True:
+        for pause in (*PAUSES, None):
             try:
                 return action()
             except PlugsftError:
                 raise
             except Exception as error:  # of huggingface_hub, its HTTP client and its Rust parts
-                reason = momentary(error)
-                if reason is None:
-                    raise PlugsftError(self._clean(explain(error, self.name))) from error
-                if waited >= self._patience:
-                    raise PlugsftError(
-                        self._clean(
-                            f"{HUB}{self.name}: {reason}; tried again for {waited:.0f} s. "
-                            "The repository is as it was, and files that were sent need not be "
-                            "sent again: run the same command later"
-                        )
-                    ) from error
-            say(self._clean(f"{reason}; trying again in {pause:.0f} s"))
+                passing, why = explain(error)
+                # Addresses in messages may be signed.
+                why = hide_queries(why.replace(str(self._token), "***"))
+                if not passing or pause is None:
+                    again = (
+                        "; files that were sent need not be sent again: run the same command later"
+                    )
+                    text = f"{HUB}{self.name}: {why}{again if passing else ''}"
+                    raise PlugsftError(text) from error
+            say(f"{why}; trying again in {pause} s")
             time.sleep(pause)
-            waited, pause = waited + pause, min(2 * pause, LONGEST_PAUSE)
-
-    def _clean(self, text: str) -> str:
-        return text.replace(str(self._token), "***")
+        raise AssertionError
 
 
-class Digests:
-    """The files to upload, and their checksums as the hub computes them."""
-
-    def __init__(self, files: Files) -> None:
-        self.files = dict(files)
-        self._known: dict[tuple[str, bool], str] = {}
-
-    def size(self, name: str) -> int:
-        """Return the size of a file."""
-        source = self.files[name]
-        return len(source) if isinstance(source, bytes) else source.stat().st_size
-
-    def same(self, name: str, entry: Any) -> bool:
-        """Tell whether the hub's entry has the bytes of a file."""
-        if entry is None or entry.size != self.size(name):
-            return False
-        expected: str = entry.lfs.sha256 if entry.lfs else entry.blob_id
-        return self._digest(name, bool(entry.lfs)) == expected
-
-    def _digest(self, name: str, large: bool) -> str:
-        """Return a large file's SHA-256, or a small file's object id in git."""
-        if (name, large) not in self._known:
-            source = self.files[name]
-            if large and isinstance(source, Path):
-                with source.open("rb") as file:
-                    value = hashlib.file_digest(file, "sha256").hexdigest()
-            else:
-                content = source if isinstance(source, bytes) else source.read_bytes()
-                head = b"" if large else b"blob %d\0" % len(content)
-                value = hashlib.new("sha256" if large else "sha1", head + content).hexdigest()
-            self._known[name, large] = value
-        return self._known[name, large]
+def link_files(folder: Path, target: Path) -> dict[str, Path]:
+    """Link the files of a model, without our own marks, into a folder; return them by name."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
+            name = path.relative_to(folder).as_posix()
+            files[name] = target / name
+            files[name].parent.mkdir(parents=True, exist_ok=True)
+            files[name].symlink_to(path.absolute())
+    return files
 
 
-def ensure_name(name: str) -> None:
-    """Refuse a name that no repository can have."""
-    try:
-        validate_repo_id(name)
-        if not name:
-            raise HFValidationError("it is empty")
-    except HFValidationError as error:
-        raise PlugsftError(
-            f"{HUB}{name}: is no name of a repository, such as {HUB}me/my-model: {error}"
-        ) from error
+def explain(error: BaseException) -> tuple[bool, str]:
+    """Return whether a request may succeed in a moment, and why it failed."""
+    why = (str(error).strip().partition("\n")[0] or "no reason given")[:300]
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status in REFUSED:
+            return False, f"{REFUSED[status]} ({status}); log in again with {LOGIN} ({why})"
+        if status is not None:
+            return status in MOMENTARY or status >= 500, f"the hub answers {status}: {why}"
+        client = type(cause).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore")
+        # hf_xet raises RuntimeError; OfflineModeIsEnabled is a ConnectionError.
+        if client or type(cause) in (RuntimeError, ConnectionError, TimeoutError):
+            return True, f"no answer of the hub: {type(cause).__name__}: {why}"
+        cause = cause.__cause__ or cause.__context__
+    return False, f"{type(error).__name__}: {why}"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ...base.atomic import damage, is_published
-from ...base.errors import CheckpointError
+from ...base.errors import CheckpointError, PlugsftError
 from ...model.config import ensure_safetensors
 from .model_folder import model_folder
 
@@ -18,3 +18,12 @@ def source_of(output: Path) -> Path:
             "writes it again from the last checkpoint"
         )
     return folder
+
+
+def ensure_no_links(folder: Path) -> None:
+    """Refuse links out of a model's folder: an upload would publish what they lead to."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            raise PlugsftError(
+                f"{path}: leads out of the model's folder; put the file itself in its place"
+            )
