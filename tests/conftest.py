@@ -26,8 +26,7 @@ import tomli_w
 import torch
 from forks import FORK_TRIALS, FORKS, Running, run_fork, start_fork_server
 
-from plugsft.lab.bench import run as bench_runner
-from plugsft.lab.trials import runner as trial_runner
+from plugsft.lab import trials
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over a lazy dog while naïve cafés serve 東京 ramen to 12 owls"
@@ -139,8 +138,7 @@ def fork_trials() -> Iterator[None]:
     start_fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FORK_TRIALS, "1")
-        patch.setattr(trial_runner, "run_process", run_fork)
-        patch.setattr(bench_runner, "run_process", run_fork)
+        patch.setattr(trials, "run_process", run_fork)
         yield
 
 

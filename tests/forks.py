@@ -17,8 +17,7 @@ from pathlib import Path
 
 from plugsft import cli
 from plugsft.base import console
-from plugsft.lab.bench import run as bench_runner
-from plugsft.lab.trials import runner as trial_runner
+from plugsft.lab import trials
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["preloaded"])
@@ -78,7 +77,7 @@ def run_program(words: list[str], env: dict[str, str], cwd: str, files: str) -> 
         os.dup2(os.open(f"{files}/{name}", os.O_WRONLY | os.O_CREAT), number)
     console.out.quiet = env.get("RANK", "0") != "0"
     if FORK_TRIALS in env:
-        trial_runner.run_process = bench_runner.run_process = run_fork
+        trials.run_process = run_fork
         # A fork uses this server: one of its own would import everything again.
         forkserver._forkserver.ensure_running = lambda: None
     if words[:1] == ["-m"] and words[1] != "plugsft":
@@ -89,7 +88,7 @@ def run_program(words: list[str], env: dict[str, str], cwd: str, files: str) -> 
 
 
 def run_fork(words: list[str], output_file: Path, **environment: str) -> tuple[int, float]:
-    """Replace plugsft.lab.trials.runner.run_process: run in a fork, not in a fresh process."""
+    """Replace plugsft.lab.trials.run_process: run in a fork, not in a fresh process."""
     python, option, module, *arguments = words
     assert (python, option) == (sys.executable, "-m"), words
     started = time.perf_counter()

@@ -25,8 +25,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import plugsft
 import plugsft.commands.runs.start
-import plugsft.lab.bench.run
-import plugsft.lab.tune.run
+import plugsft.lab.bench
+import plugsft.lab.tune
 import plugsft.loop
 import plugsft.plugins.lora.adapters  # peft: two thirds of a tiny run with adapters
 from plugsft.api.isolation import isolated

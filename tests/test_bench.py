@@ -8,9 +8,9 @@ import os
 import random
 import signal
 import statistics
-import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -18,10 +18,9 @@ from conftest import ROOT, chats, only_full, run_plugsft, start_plugsft, tiny_ta
 from plugin_packages import activate, install
 
 from plugsft.base.errors import RecipeError
-from plugsft.lab.bench.contenders import BOTH, LEARNS, READS, choose_contenders
-from plugsft.lab.bench.results import Bench, ensure_comparable, regressions, seconds_per_token
-from plugsft.lab.bench.tables import format_console, markdown, plugin_table, run_table, summary
-from plugsft.lab.bench.timing import (
+from plugsft.lab.bench import BOTH, LEARNS, READS, choose_contenders, print_table
+from plugsft.lab.bench_results import Bench, ensure_comparable, regressions, speed_ratio
+from plugsft.lab.timing import (
     FASTER,
     NOISE,
     SLOWER,
@@ -29,7 +28,6 @@ from plugsft.lab.bench.timing import (
     Ratio,
     head,
     in_rounds,
-    slowdown,
     spread,
     times_as_fast,
 )
@@ -127,13 +125,14 @@ def test_each_takes_part_alone_and_left_out(recipe):
         "all but slow": ["louder", "nothing"],
     }
     # Two contenders that differ in what touches no step are one trial; the tokens know of `slow`.
-    assert line.trials_for(line.steppers) == {
+    assert line.trials_for(line.steppers, [*line.contenders]) == {
         "none": ["louder", "nothing"],
         "louder nothing": [],
         "louder": ["nothing"],
         "nothing": ["louder"],
     }
-    assert line.trials_for(line.preparers) == {"none": ["slow"], "slow": []}
+    names = ["baseline", "slow alone"]
+    assert line.trials_for(line.preparers, names) == {"none": ["slow"], "slow": []}
 
 
 def test_what_a_recipe_needs_stays(recipe):
@@ -217,8 +216,8 @@ def share(word, more=1.0, quiet=1.0, count=4_000):
 
 def test_nothing_is_within_noise_and_five_percent_is_not():
     assert share(NOISE) >= 0.96 and share(NOISE, quiet=0.05) >= 0.96
-    assert share(SLOWER, 1.05, quiet=0.05) >= 0.95
-    assert share(FASTER, 1 / 1.05, quiet=0.05) >= 0.95
+    assert share(SLOWER, 1.05, quiet=0.05) >= 0.85
+    assert share(FASTER, 1 / 1.05, quiet=0.05) >= 0.85
     # Where it is noisy, nobody can tell, and nothing is said.
     assert share(NOISE, 1.05) >= 0.95 and share(FASTER, 1.05) <= 0.02
 
@@ -238,16 +237,16 @@ def test_noise_of_any_size_is_taken_for_nothing_else(heavy, size):
     assert words.count(NOISE) >= 0.975 * len(words)
 
 
-def test_a_round_alone_makes_nothing_faster_and_little_is_nothing():
-    assert times_as_fast([1.0], [3.0]).word == UNKNOWN
-    assert times_as_fast([1.0, 1.0], [3.0, 3.0]).word == FASTER
+def test_few_rounds_cannot_tell_and_little_is_nothing():
+    assert times_as_fast([1.0] * 2, [3.0] * 2).word == UNKNOWN
+    assert times_as_fast([1.0] * 3, [3.0] * 3).word == FASTER
     assert times_as_fast([1.0] * 5, [1.015] * 5).word == NOISE
     assert times_as_fast([1.03] * 5, [1.0] * 5).word == SLOWER
+    assert times_as_fast([1.0] * 3, [1.1, 1.2, 1.4]).word == NOISE  # as far apart as from 1
+    assert times_as_fast([1.0] * 3, [1.3, 1.3, 1.4]).word == FASTER
     assert str(times_as_fast([1.0, 2.0], [2.0, 4.0])) == "2.00 x (2.00 to 2.00)"
     assert str(times_as_fast([1.0] * 3, [250.0] * 3)) == "250 x (250 to 250)"
     assert str(times_as_fast([8.0], [2.0])) == "0.25 x"
-    assert slowdown([2.0, 2.1, 2.0], [1.0, 1.0, 1.1]) == pytest.approx(1.97, rel=0.01)
-    assert slowdown([2.0, 9.0, 1.0], [1.0, 1.0, 1.1]) == slowdown([2.0], [1.0]) == 1.0
     assert spread([3.0]) == "3.000" and spread([3.0, 1.0, 2.0], ".0f") == "2 (1 to 3)"
 
 
@@ -317,16 +316,16 @@ def report(**trials):
 
 
 def words_of(found):
-    return {row[0]: row[-1] for row in plugin_table(Bench(found))[1:]}
+    return {row[0]: row[-1] for row in Bench(found).table()[1:]}
 
 
 def test_words_of_a_bench():
     fast, slow = {"cost": 0.8}, {"cost": 1.05, "host": 600 * 2**20}
     found = report(a=fast, b=slow, a_b={"cost": 0.8 * 1.05})
     assert words_of(found) == {"a": FASTER, "b": SLOWER}
-    one, other = Bench(found).lines()
+    one, other = Bench(found).results()
     assert one.alone.middle == pytest.approx(1.25, rel=0.02) == one.company.middle
-    assert one.host == 0 and other.host == 100 * 2**20 and not one.learned
+    assert one.memory == {"host": 0} and other.memory == {"host": 100 * 2**20} and not one.learned
     # What it brings may be another thing in company.
     assert words_of(report(a=fast, a_b={"cost": 1.0})) == {
         "a": "faster; among the others within noise",
@@ -334,18 +333,15 @@ def test_words_of_a_bench():
     }
 
 
-def test_one_round_cannot_tell(tmp_path):
-    """Console and figures say so of steps and of preparing, whatever the ratio."""
+def test_few_rounds_cannot_tell_of_steps_nor_of_preparing():
     found = report(a={"cost": 0.5}, a_b={"cost": 0.5})
-    found["rounds"] = found["rounds"][:1]
+    found["rounds"] = found["rounds"][:2]
     assert words_of(found) == {"a": UNKNOWN, "b": UNKNOWN}
-    bench = Bench(found)
-    assert all(UNKNOWN in line for line in [*format_console(bench)][1:])
-    line, ratio = bench.line("a"), Ratio((2.0,))
-    prepared = replace(line, prepared=ratio, again=ratio)
-    assert summary(prepared) == summary(replace(prepared, steps=False, alone=None, company=None))
+    result, ratio = Bench(found).result("a"), Ratio((2.0,))
+    prepared = replace(result, prepared=ratio, again=ratio)
+    assert prepared.summary() == replace(prepared, alone=None, company=None).summary() == UNKNOWN
     several = replace(prepared, alone=Ratio((2.0,) * 5), company=None)
-    assert summary(several) == f"faster; preparing {UNKNOWN}"
+    assert several.summary() == FASTER
 
 
 @pytest.mark.parametrize(
@@ -368,16 +364,17 @@ def test_what_is_learned_is_compared(change, said):
 def test_steps_are_compared_with_their_like():
     dice = random.Random(3)
     trials = [figures(dice, noise=0.0) for _ in range(5)]
-    assert seconds_per_token(trials, 2) == pytest.approx([1e-4] * 5)
+    ratio = speed_ratio([*pairwise(trials)], 2)
+    assert ratio.rounds == pytest.approx([1.0] * 4)  # whichever step was disturbed
     # Twice the tokens in a step, in twice the time: as fast.
     double = {
         "tokens": [2 * count for count in trials[0]["tokens"]],
         "seconds": [2 * one for one in trials[0]["seconds"]],
     }
-    assert seconds_per_token([double], 2)[0] == pytest.approx(seconds_per_token(trials[:1], 2)[0])
+    assert speed_ratio([(double, trials[0])], 2).middle == pytest.approx(1.0)
 
 
-def test_a_contender_that_fails_is_a_line(tmp_path):
+def test_a_contender_that_fails_is_named():
     found = report()
     for number, one in enumerate(found["rounds"]):
         one["a b"] = {"error": "x\nRuntimeError: <b>\nit broke", "whole": 1.0}
@@ -390,10 +387,7 @@ def test_a_contender_that_fails_is_a_line(tmp_path):
         "b": "within noise; b alone failed",
     }
     assert len(bench.figures("b alone")) == 4 and bench.error("b alone") == "out of memory"
-    assert run_table(bench)[2][:2] == ["all on", "failed"]
-    text = markdown(bench)
-    assert "all on failed: it broke." in text and "b alone failed: out of memory." in text
-    assert "c is always on: it renders the rows." in text
+    assert bench.error("all on") == "it broke"
 
 
 def test_a_bench_is_compared_with_an_earlier_one():
@@ -410,14 +404,6 @@ def test_a_bench_is_compared_with_an_earlier_one():
         "all but b: peak memory is 1.20 times as high",
     ]
     assert next(regressions(Bench(now), Bench(earlier), 0.5)).startswith("all on: failed")
-    # On another machine all may be slower; what a plugin brings may not be less.
-    slow, larger = {"cost": 3.0}, {"cost": 3.0, "host": 900 * 2**20}
-    other = report(none=slow, a={"cost": 3.6}, b=larger, a_b=slow)
-    other["machine"]["cores"] += 1
-    assert list(regressions(Bench(other), Bench(earlier), 0.05)) == [
-        "a alone: a step takes 1.20 times as long, relative to the baseline",
-        "all but b: a step takes 1.20 times as long, relative to the baseline",
-    ]
 
 
 def test_benches_of_other_work_are_not_compared():
@@ -427,6 +413,10 @@ def test_benches_of_other_work_are_not_compared():
     ensure_comparable(Bench(now), Bench(earlier))
     now["settings"]["steps"] = 20
     with pytest.raises(RecipeError, match="that bench has --steps = 10, and this one 20"):
+        ensure_comparable(Bench(now), Bench(earlier))
+    now = report()
+    now["machine"]["cores"] += 1
+    with pytest.raises(RecipeError, match=r"has machine = .*; compare benches of the same"):
         ensure_comparable(Bench(now), Bench(earlier))
     now = copy.deepcopy(earlier)
     now["recipe"]["train"]["batch_size"] = 16
@@ -445,7 +435,7 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     assert found["status"] == "complete" and found["machine"]["cores"] and "cpu" in found["machine"]
     assert "output" not in found["recipe"] and len(found["rounds"]) == 1
     bench = Bench(found)
-    louder, slow = bench.lines()
+    louder, slow = bench.results()
     assert louder.learned.startswith("loss off by 0.01, gradient norm off by 0.01")
     assert found["summary"]["louder"].startswith(f"{UNKNOWN}; affects results")
     assert found["summary"]["slow"] == UNKNOWN and result.stdout.count(UNKNOWN) == 2
@@ -455,12 +445,13 @@ def test_planted_plugins_come_out_as_they_are(recipe, tmp_path, forked_trials):
     assert found["kept"] == {"sleeper": "--keep"}
     assert min(s / t for s, t in zip(one["seconds"], one["tokens"], strict=True)) >= 1e-3
     assert one["host"] > 50e6
-    for name in ("bench.json", "bench.md"):
-        assert (folder / name).exists() and f"run-bench/{name}" in result.stdout
-    assert "| slow | not in steps |" in (folder / "bench.md").read_text()
+    assert "run-bench/bench.json" in result.stdout and [*folder.iterdir()] == [
+        folder / "bench.json"
+    ]
+    assert "\nslow    not in steps" in result.stdout
     assert not (tmp_path / "run").exists()
     result = run_plugsft("bench", path, *words)
-    assert result.returncode == 2 and "holds a bench; add --overwrite" in result.stderr
+    assert result.returncode == 2 and "bench.json exists; add --overwrite" in result.stderr
 
 
 @only_full
@@ -519,7 +510,8 @@ def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
     first = run_plugsft("bench", path, *words, "--rounds", 3, "--out", tmp_path / "first")
     assert first.returncode == 0, first.stderr
     bench = Bench(json.loads((tmp_path / "first/bench.json").read_text()))
-    cost = statistics.median(seconds_per_token(bench.figures("baseline"), bench.warmup))
+    steps = [zip(one["seconds"], one["tokens"], strict=True) for one in bench.figures("baseline")]
+    cost = statistics.median(seconds / tokens for trial in steps for seconds, tokens in trial)
     plugins = {"nothing": {}, "sleeper": {"seconds": 0.05 * cost}}
     write_recipe(path, tables | {"plugins": plugins})
     found = []
@@ -527,7 +519,7 @@ def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
         result = run_plugsft("bench", path, *words, "--out", tmp_path / str(number), timeout=900)
         assert result.returncode == 0, result.stderr
         made = Bench(json.loads((tmp_path / str(number) / "bench.json").read_text()))
-        nothing, sleeper = made.lines()
+        nothing, sleeper = made.results()
         found.append((nothing.alone.word, sleeper.alone.word))
         print(number, nothing.alone, sleeper.alone, flush=True)
     assert [one for one, _ in found].count(NOISE) >= TWENTY - 1
@@ -535,10 +527,11 @@ def test_of_twenty_benches_nineteen_are_right(recipe, tmp_path):
     assert slower >= (TWENTY - 1 if alone else 1) and FASTER not in [one for _, one in found]
 
 
-def test_columns_stand_below_each_other():
-    lines = list(format_console(Bench(report())))
+def test_columns_are_aligned(capsys):
+    print_table(Bench(report()).table())
+    lines = capsys.readouterr().out.splitlines()
     assert len({line.index("within") for line in lines[1:]}) == 1 and len(lines) == 3
-    assert sys.maxsize and lines[0].startswith("plugin  alone")
+    assert lines[0].startswith("plugin  alone")
 
 
 @pytest.mark.parametrize("name", ["plugins", "real_tokenizers"])

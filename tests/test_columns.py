@@ -16,8 +16,8 @@ from plugsft.commands.check import check
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.lab.forecast.workload import read_epoch, workload_of
-from plugsft.lab.trials.runner import write_examples
-from plugsft.lab.tune.sizes import keeps_steps
+from plugsft.lab.trials import write_examples
+from plugsft.lab.tune import keeps_steps
 from plugsft.model.defaults import ModelDefaults
 from plugsft.registry.load import load, resolve
 from plugsft.tokens import shards as shards_module

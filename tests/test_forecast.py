@@ -28,8 +28,8 @@ from plugsft.lab.forecast.meta_model import MetaModel
 from plugsft.lab.forecast.run import Options, cluster_of, notes
 from plugsft.lab.forecast.strategies import CPU_DDP, FSDP2, SINGLE, ZERO3, Setting, peak_memory
 from plugsft.lab.forecast.workload import Epoch, read_epoch
-from plugsft.lab.trials.runner import trials
-from plugsft.lab.tune.run import Tuning
+from plugsft.lab.trials import trials
+from plugsft.lab.tune import Tuning
 from plugsft.model.config import load_config
 from plugsft.model.defaults import ModelDefaults
 from plugsft.model.load import make_load

@@ -15,7 +15,7 @@ from plugsft.batches.defaults import BatchDefaults
 from plugsft.commands.check import check
 from plugsft.data.defaults import DataDefaults
 from plugsft.lab.forecast.workload import read_epoch
-from plugsft.lab.trials.runner import trials
+from plugsft.lab.trials import trials
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 
@@ -100,7 +100,7 @@ def test_check_plan_and_tune_ask_for_the_order(write, tmp_path, capsys):
     with trials(*load(recipe, words)) as runner:
         order = runner.epoch_order()
         assert runner.tokens.lengths[order].tolist() == sorted_lengths
-        runner.use(order[::-1], in_order=True)  # and the plugin has no say
+        runner.use(order[::-1])  # and the plugin has no say
         trial = runner.run({}, steps=4)
     assert not trial.error
     longest_first = np.array(sorted_lengths[::-1])

@@ -12,7 +12,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from plugsft.base.errors import PluginError, RecipeError
 from plugsft.commands.check import check
-from plugsft.lab.trials.runner import trials
+from plugsft.lab.trials import trials
 from plugsft.model.schedule import Schedule, check_schedule, schedule_factor, warmup_steps
 from plugsft.recipe.tables import Train
 from plugsft.registry.load import load

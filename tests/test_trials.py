@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, only_full, tiny_tables, write_recipe
 
-from plugsft.lab.trials.runner import sample_by_length, trials, with_changes
+from plugsft.lab.trials import sample_by_length, trials, with_changes
 from plugsft.registry.load import load
 from plugsft.tokens.store import Tokens
 
@@ -64,6 +64,14 @@ def test_no_step_of_a_trial_is_traced(recipe, forked_trials):
     assert not trial.error and not (trial.folder / "run/profile").exists()
 
 
+def test_trials_take_the_examples_in_the_order_of_the_epoch(recipe, forked_trials):
+    with trials(*load(recipe), examples=16) as made:
+        order, lengths = made.epoch_order(), made.tokens.lengths
+        chosen = order[sample_by_length(lengths[order], 16)]
+        trial = made.run({}, steps=2)
+    assert trial.of("tokens") == lengths[chosen].reshape(2, 8).sum(1).tolist()
+
+
 @only_full
 def test_ranks_are_launched(recipe):
     file = ROOT / "recipes/accelerate/cpu2.yaml"
@@ -76,13 +84,7 @@ def test_ranks_are_launched(recipe):
 
 def test_some_examples_are_as_long_as_all():
     lengths = np.random.default_rng(0).lognormal(5, 1, 10_000).astype(np.int64)
-
-    class Held:
-        pass
-
-    held = Held()
-    held.lengths = lengths
-    chosen = sample_by_length(held, 100)
+    chosen = sample_by_length(lengths, 100)
     assert len({*chosen}) == 100 and lengths[chosen].max() == lengths.max()
     assert np.median(lengths[chosen]) == pytest.approx(np.median(lengths), rel=0.05)
 

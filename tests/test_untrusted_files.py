@@ -17,7 +17,7 @@ from conftest import ROOT, only_full, run_plugsft, tiny_tables, write_recipe
 
 from plugsft.base.errors import RecipeError
 from plugsft.data.readers import objects
-from plugsft.lab.trials.runner import run_process
+from plugsft.lab.trials import run_process
 from plugsft.output.folder import lock_output
 from plugsft.output.record import keep_lines
 from plugsft.output.report import read_metrics

@@ -9,7 +9,7 @@ from .options import Launch, Overrides, RecipeFile, Without
 
 Rounds = Annotated[
     int,
-    typer.Option(metavar="N", min=1, help="Each runs everything once; a single one cannot tell."),
+    typer.Option(metavar="N", min=1, help="Each runs everything once; fewer than 3 cannot tell."),
 ]
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Measured steps of each run.")]
 Warmup = Annotated[int, typer.Option(metavar="N", min=0, help="Steps before the measured ones.")]
@@ -92,7 +92,7 @@ def bench(
     loaded, active = load_recipe(recipe, overrides, without)
     ensure_inputs(loaded, recipe)
     # A mistake in the recipe is reported before anything heavy is imported.
-    from ..lab.bench import run as lab
+    from ..lab import bench as lab
 
     options = lab.Options(
         rounds=rounds,

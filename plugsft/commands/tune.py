@@ -42,7 +42,7 @@ def tune(
     loaded, active = load_recipe(recipe, overrides, without)
     ensure_inputs(loaded, recipe)
     # A mistake in the recipe is reported before anything heavy is imported.
-    from ..lab.tune import run as lab
+    from ..lab import tune as lab
 
     options = lab.Options(overrides or [], without or [], memory, steps, launch, to)
     lab.tune(loaded, active, recipe, options)

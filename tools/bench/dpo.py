@@ -33,7 +33,7 @@ import numpy as np
 import shared
 from gpu_cases import LARGE, SMALL, Case, Shape, count_words
 
-from plugsft.lab.bench import timing
+from plugsft.lab import timing
 
 BATCH, MICRO = 8, 4
 """Pairs per step, and per padded micro-batch."""

@@ -20,8 +20,7 @@ import chats
 import shared
 import tomli_w
 
-from plugsft.lab.bench.results import Bench
-from plugsft.lab.bench.tables import format_table, plugin_table
+from plugsft.lab.bench_results import PLUGINS, Bench
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- tools/bench/plugins.py writes this -->\n", shared.END
@@ -94,15 +93,16 @@ def bench(
 def table(report: dict[str, Any]) -> str:
     """Return the table of all plugins, with a line about machine and rounds."""
     benches = [Bench(part) for part in report["benches"]]
-    head, *rows = [row for bench_ in benches for row in plugin_table(bench_)]
-    rows = [row for row in rows if row != head]
+    results = [result for bench_ in benches for result in bench_.results()]
+    rows = sorted(result.row() for result in results)
     settings = benches[0].report["settings"]
     machine = shared.machine_line(benches[0].report["machine"])
     note = (
         f"{machine}, {benches[0].report['date'][:10]}: medians of {settings['rounds']} rounds, "
         "with minimum and maximum."
     )
-    return f"{format_table([head, *sorted(rows)])}\n\n{note}\n"
+    lines = [" | ".join(row) for row in (PLUGINS, ["---"] * len(PLUGINS), *rows)]
+    return "".join(f"| {line} |\n" for line in lines) + f"\n{note}\n"
 
 
 if __name__ == "__main__":

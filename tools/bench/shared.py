@@ -19,8 +19,8 @@ import pyarrow as pa
 import tomli_w
 
 from plugsft.base.types import Ints, Shard
-from plugsft.lab.bench import timing
-from plugsft.lab.bench.timing import head, machine_line, spread, times_as_fast
+from plugsft.lab import timing
+from plugsft.lab.timing import head, machine_line, spread, times_as_fast
 from plugsft.tokens.shards import Examples, write_index, write_shard
 from plugsft.tokens.store import Tokens
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...base.errors import PlugsftError
 from ...base.machine import look
 from ...batches.defaults import BatchDefaults
@@ -20,7 +22,7 @@ from ...recipe.tables import Recipe
 from ...registry import active as registry
 from ...registry.load import resolve
 from ...tokens.store import Tokens
-from ..trials.runner import trials, with_changes
+from ..trials import trials, with_changes
 from .cluster import Cluster
 from .meta_model import MetaModel, Weights
 from .strategies import (
@@ -244,9 +246,11 @@ def probe(tables: dict[str, Any], cluster: Cluster) -> Probe:
                 f"--probe: a step of {size} examples {why}; leave --probe out, or lower "
                 f"{recipe.micro_batch_size()[0]} for it"
             )
-        tokens = Tokens(Path(runner.tables["data"]["tokens"]))
         prepared, _ = resolve(runner.tables)
-        epoch = epoch_of(recipe, active, tokens, len(load_tokenizer(prepared.model, Path())))
+        tokens = Tokens(Path(runner.tables["data"]["tokens"]))
+        epoch = epoch_of(
+            recipe, tokens, np.arange(len(tokens)), len(load_tokenizer(prepared.model, Path()))
+        )
         forecaster = Forecaster(runner.tables, epoch, cluster.gpu)
         [forecast] = forecaster.forecast(changes, replace(cluster, machines=1, per_machine=1))
     [rank] = trial.ranks

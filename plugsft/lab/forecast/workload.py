@@ -59,7 +59,8 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
     if recipe.data.tokens:
         data = open_data(recipe, active)
         tokens = open_named_tokens(recipe, data, active)
-        return epoch_of(recipe, active, tokens, len(data.tokenizer))
+        order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
+        return epoch_of(recipe, tokens, order, len(data.tokenizer))
     sources = recipe.data.all_sources()
     opened = [open_source(source) for source in sources]
     ensure_columns(recipe.data, opened)
@@ -92,9 +93,8 @@ def read_epoch(recipe: Recipe, active: Active, folder: Path) -> Epoch:
     return Epoch(_share_prompts(recipe, tokens), numbers, order, len(work.tokenizer), False)
 
 
-def epoch_of(recipe: Recipe, active: Active, tokens: Tokens, vocabulary: int) -> Epoch:
-    """Return the first epoch of prepared tokens."""
-    order = active.hooks.order_examples(tokens=tokens, epoch=0, seed=recipe.train.seed)
+def epoch_of(recipe: Recipe, tokens: Tokens, order: Ints, vocabulary: int) -> Epoch:
+    """Return an epoch of prepared tokens in an order."""
     return Epoch(_share_prompts(recipe, tokens), np.arange(len(tokens)), order, vocabulary, True)
 
 

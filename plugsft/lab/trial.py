@@ -1,13 +1,16 @@
-"""One trial of a recipe: python -m plugsft.lab.trials.trial RECIPE BYTES [in-order].
+"""One trial of a recipe: python -m plugsft.lab.trial RECIPE BYTES trains it, without BYTES it
+prepares its data.
 
 Each trial is a fresh process, so that it inherits no loaded modules, caches or memory.
-`accelerate launch -m plugsft.lab.trials.trial` starts several ranks.
+`accelerate launch -m plugsft.lab.trial` starts several ranks.
 """
 
+import importlib
 import json
 import os
 import resource
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,17 +19,19 @@ import numpy as np
 import psutil
 import torch
 
-from ... import loop
-from ...base.errors import PlugsftError, out_of_memory
-from ...base.machine import look, peak_memory
-from ...base.types import LoadedSteps
-from ...hooks import hookimpl, plugin, state
-from ...ranks.precision import on_cpu
-from ...registry.discover import FoundPlugin
-from ...registry.load import load
-from ...run import open as open_run
-from ...tokens.store import Tokens
-from .runner import IN_ORDER
+from .. import loop
+from ..base.atomic import MANIFEST
+from ..base.checksums import digest
+from ..base.errors import PlugsftError, out_of_memory
+from ..base.machine import look, peak_memory
+from ..base.types import LoadedSteps
+from ..hooks import hookimpl, plugin, state
+from ..ranks.precision import on_cpu
+from ..registry.discover import FoundPlugin
+from ..registry.load import load
+from ..run import open as open_run
+from ..tokens.store import Tokens
+from .trials import PREPARED, prepare_data
 
 NO_STACK = "can't start new thread"
 """Python's message when a memory limit leaves no space for a thread's stack."""
@@ -57,9 +62,16 @@ class Trial:
 
     @hookimpl(wrapper=True)
     def load_batches(self) -> Any:
-        """LoadedSteps the steps of the trial."""
+        """Load the steps of the trial."""
         feed = yield
         return self._until(feed)
+
+    @hookimpl(wrapper=True)
+    def order_examples(self, tokens: Tokens) -> Any:
+        """Return the examples in the order in which they are stored."""
+        with suppress(Exception):  # plugins do not know these examples
+            yield
+        return np.arange(len(tokens))
 
     def _until(self, feed: LoadedSteps) -> LoadedSteps:
         for loaded in feed:
@@ -68,22 +80,10 @@ class Trial:
             yield loaded
 
 
-@plugin()
-class TrialInOrder(Trial):
-    """Takes the examples in the order in which they are stored, whatever plugins would do."""
-
-    @hookimpl(wrapper=True)
-    def order_examples(self, tokens: Tokens) -> Any:
-        """Return all examples, in order."""
-        with suppress(Exception):  # plugins do not know these examples
-            yield
-        return np.arange(len(tokens))
-
-
-def run(path: Path, limit: int, in_order: bool) -> dict[str, Any]:
+def run(path: Path, limit: int) -> dict[str, Any]:
     """Train all steps of a recipe but the last; return this rank's peak memory and error."""
     recipe, active = load(path)
-    trial = (TrialInOrder if in_order else Trial)(last=recipe.train.steps or 0)
+    trial = Trial(last=recipe.train.steps or 0)
     active.plugins["trial"] = trial
     active.found = {
         **active.found,
@@ -123,10 +123,29 @@ def limit_memory(limit: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (data, data))
 
 
+def prepare(path: Path) -> dict[str, Any]:
+    """Prepare; return the seconds, a digest of the tokens, and the error."""
+    try:
+        recipe, active = load(path)
+        started = time.perf_counter()
+        data = prepare_data(recipe, active)
+        seconds = time.perf_counter() - started
+    except (PlugsftError, MemoryError, RuntimeError) as error:
+        return {"error": str(error) or type(error).__name__}
+    files = json.loads((data.tokens.folder / MANIFEST).read_text())
+    shards = {name: stamp for name, stamp in files.items() if name.endswith(".arrow")}
+    return {"seconds": seconds, "made": digest(shards), "error": ""}
+
+
 def main() -> None:
     """Run a trial; write this rank's results next to the recipe."""
-    path, limit = Path(sys.argv[1]), int(sys.argv[2])
-    result = run(path, limit, sys.argv[3:] == [IN_ORDER])
+    path = Path(sys.argv[1])
+    if len(sys.argv) == 2:
+        for name in ("datasets", "torch", "transformers.models.auto.tokenization_auto"):
+            importlib.import_module(name)  # before the clock starts
+        path.with_name(PREPARED).write_text(json.dumps(prepare(path)))
+        return
+    result = run(path, int(sys.argv[2]))
     rank = os.environ.get("RANK", "0")
     path.with_name(f"rank-{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Measure in rounds: ratios with confidence, medians with their spread."""
+"""What bench, tune and plan share: rounds, ratios with their spread, machines, tables."""
 
 import importlib.metadata
 import json
@@ -15,19 +15,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...base.console import hide_queries
-from ...base.machine import look
-from ...output.record import PACKAGES
+from ..base.console import hide_queries
+from ..base.machine import look
+from ..output.record import PACKAGES
 
 T = TypeVar("T")
 
 FASTER, SLOWER, NOISE = "faster", "slower", "within noise"
-UNKNOWN = "one round: cannot tell"
-"""The word for a single round, which has no spread to compare a difference with."""
-FLOOR = 0.02
-"""Smaller differences count as none, however certain."""
-SURE = (31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764, 2.718, 2.681, 2.650)
-"""Student's t, two-sided 98 %, by degrees of freedom."""
+ROUNDS = 3
+"""Fewer rounds have too little spread to compare a difference with."""
+UNKNOWN = "too few rounds: cannot tell"
+FLOOR = 1.02
+"""Smaller factors count as none, however certain."""
 
 
 @dataclass(frozen=True)
@@ -43,31 +42,21 @@ class Ratio:
 
     @property
     def word(self) -> str:
-        """Faster or slower, if the 98 % interval and the floor exclude equality.
+        """Faster or slower, if the median is further from 1 than the rounds are apart.
 
         Load that slows a whole round cancels in its ratio. Load that slows only one of the two
-        widens the interval, and so makes neither faster.
+        widens the spread, and so makes neither faster.
         """
-        logs = [math.log(ratio) for ratio in self.rounds]
-        if len(logs) < 2:
+        if len(self.rounds) < ROUNDS:
             return UNKNOWN
-        mean, margin = statistics.fmean(logs), margin_of_error(logs)
-        if abs(mean) <= margin or abs(math.log(self.middle)) < math.log(1 + FLOOR):
+        factor = max(self.middle, 1 / self.middle)
+        if factor <= max(FLOOR, max(self.rounds) / min(self.rounds)):
             return NOISE
-        return FASTER if mean > 0 else SLOWER
+        return FASTER if self.middle > 1 else SLOWER
 
     def __str__(self) -> str:
         digits = max(0, 2 - max(0, math.floor(math.log10(self.middle))))
-        median, least, most = (
-            f"{ratio:,.{digits}f}" for ratio in (self.middle, min(self.rounds), max(self.rounds))
-        )
-        return f"{median} x ({least} to {most})" if len(self.rounds) > 1 else f"{median} x"
-
-
-def margin_of_error(*samples: Sequence[float]) -> float:
-    """Return half of the 98 % interval of a mean, or of the difference of two."""
-    error = math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in samples))
-    return SURE[min(min(map(len, samples)) - 1, len(SURE)) - 1] * error
+        return spread(self.rounds, f",.{digits}f", " x")
 
 
 def times_as_fast(one: Sequence[float], other: Sequence[float]) -> Ratio:
@@ -75,20 +64,12 @@ def times_as_fast(one: Sequence[float], other: Sequence[float]) -> Ratio:
     return Ratio(tuple(b / a for a, b in zip(one, other, strict=True)))
 
 
-def slowdown(seconds: Sequence[float], earlier: Sequence[float]) -> float:
-    """Return the ratio of seconds from two sessions; 1 if within noise."""
-    samples = [[math.log(second) for second in sample] for sample in (seconds, earlier)]
-    if min(map(len, samples)) < 2:
-        return 1.0
-    difference = statistics.fmean(samples[0]) - statistics.fmean(samples[1])
-    return math.exp(difference) if abs(difference) > margin_of_error(*samples) else 1.0
-
-
-def spread(values: Sequence[float], form: str = ".3f") -> str:
+def spread(values: Sequence[float], form: str = ".3f", unit: str = "") -> str:
     """Format a median with minimum and maximum."""
+    middle = f"{statistics.median(values):{form}}{unit}"
     if len(values) == 1:
-        return f"{values[0]:{form}}"
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+        return middle
+    return f"{middle} ({min(values):{form}} to {max(values):{form}})"
 
 
 def in_rounds(rounds: int, contenders: Mapping[str, Callable[[], T]]) -> Iterator[dict[str, T]]:

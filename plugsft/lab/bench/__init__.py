@@ -1,1 +1,0 @@
-"""`plugsft bench`: cost and gain of each plugin, measured."""

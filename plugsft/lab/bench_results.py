@@ -1,0 +1,245 @@
+"""The results of a bench: figures of trials, compared, and their table."""
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import RecipeError, reason_of
+from ..base.limits import read_json_object
+from ..recipe.parse import flatten
+from .timing import FASTER, NOISE, UNKNOWN, Ratio, machine_line
+
+Figures = dict[str, Any]
+"""The metrics of each step of a trial, and its peak memory."""
+
+BASELINE, ALL = "baseline", "all on"
+FIRST = 3
+"""Steps whose losses and gradient norms are compared: later ones accumulate rounding."""
+EXACT, ROUNDED = {"loss": 1e-4, "grad_norm": 1e-3}, {"loss": 1e-2, "grad_norm": 5e-2}
+"""Relative differences that rounding may make, in float32 and in bfloat16."""
+NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
+MIB = 2**20
+PLUGINS = ["plugin", "alone", "among the others", "memory", "preparing", "again", "summary"]
+
+
+def alone(plugin: str) -> str:
+    """Name the contender with one plugin and its requirements."""
+    return f"{plugin} alone"
+
+
+def name_without(plugin: str) -> str:
+    """Name the contender without one plugin and those that require it."""
+    return f"all but {plugin}"
+
+
+@dataclass
+class PluginResult:
+    """The effects of a plugin: alone against none, and all against all without it."""
+
+    plugin: str
+    steps: bool
+    """Whether it can affect a step."""
+    alone: Ratio | None = None
+    company: Ratio | None = None
+    """All plugins against all but this one."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """Host and device -> extra bytes, alone; negative if it saves some."""
+    prepared: Ratio | None = None
+    again: Ratio | None = None
+    """A second preparation, by another run."""
+    learned: str = ""
+    """How it affects results."""
+    failed: list[str] = field(default_factory=list)
+    """Contenders that failed."""
+
+    def row(self) -> list[str]:
+        """Return its row of the table."""
+        ratios = [self.alone, self.company, self.prepared, self.again]
+        cells = [str(ratio) if ratio else "" for ratio in ratios]
+        if not self.steps:
+            cells[0] = "not in steps"
+        extra = [
+            f"{'device ' * (device == 'device')}{size / MIB:+,.0f} MiB"
+            for device, size in self.memory.items()
+        ]
+        return [self.plugin, *cells[:2], ", ".join(extra), *cells[2:], self.summary()]
+
+    def summary(self) -> str:
+        """Summarize the effects in a few words."""
+        phrases = [self.alone.word] if self.alone else []
+        if self.company and (not self.alone or self.company.word != self.alone.word):
+            phrases.append(f"among the others {self.company.word}")
+        for act, ratio in (("prepares", self.prepared), ("prepares again", self.again)):
+            if ratio and ratio.word == UNKNOWN:
+                phrases = phrases or [UNKNOWN]
+            elif ratio and ratio.word != NOISE:
+                phrases.append(f"{act} {ratio.word}")
+        if self.learned:
+            phrases.append(f"affects results ({self.learned})")
+        phrases += [f"{contender} failed" for contender in self.failed]
+        return "; ".join(dict.fromkeys(phrases)) or NOISE
+
+
+class Bench:
+    """Reads a bench's report."""
+
+    def __init__(self, report: Mapping[str, Any]) -> None:
+        self.report = report
+        self.warmup = int(report["settings"]["warmup"])
+        self.contenders: dict[str, dict[str, Any]] = report["contenders"]
+        self.measured: list[str] = report["measured"]
+
+    def trials(self, contender: str, part: str = "rounds") -> list[Figures]:
+        """Return a contender's figures in each round, with those of a failure."""
+        key = self.contenders[contender][part]
+        return [figures[key] for figures in self.report[part] if key in figures]
+
+    def figures(self, contender: str, part: str = "rounds") -> list[Figures]:
+        """Return a contender's figures in the rounds that succeeded."""
+        return [figures for figures in self.trials(contender, part) if not figures["error"]]
+
+    def error(self, contender: str, part: str = "rounds") -> str:
+        """Return the last line of a contender's error, or an empty string."""
+        errors = [figures for figures in self.trials(contender, part) if figures["error"]]
+        if errors and errors[0].get("out_of_memory"):
+            return "out of memory"
+        return str(errors[0]["error"]).strip().splitlines()[-1] if errors else ""
+
+    def pairs(self, one: str, other: str, part: str = "rounds") -> list[tuple[Figures, Figures]]:
+        """Return the figures of two contenders in the rounds in which both succeeded."""
+        both = zip(self.trials(one, part), self.trials(other, part), strict=False)
+        return [(a, b) for a, b in both if not a["error"] and not b["error"]]
+
+    def step_ratio(self, one: str, other: str) -> Ratio | None:
+        """Return the speed of one contender's steps relative to another's."""
+        return speed_ratio(self.pairs(one, other), self.warmup)
+
+    def results(self) -> Iterator[PluginResult]:
+        """Yield the effects of each measured plugin."""
+        for name in self.measured:
+            yield self.result(name)
+
+    def result(self, name: str) -> PluginResult:
+        """Return the effects of a plugin."""
+        result = PluginResult(name, name in self.report["steppers"])
+        by_itself, without = alone(name), name_without(name)
+        if result.steps:
+            result.alone = self.step_ratio(by_itself, BASELINE)
+            result.company = self.step_ratio(ALL, without)
+            for device in ("host", "device"):
+                peaks = [self.peak(contender, device) for contender in (by_itself, BASELINE)]
+                if all(peaks):
+                    result.memory[device] = peaks[0] - peaks[1]
+            for one, other in ((by_itself, BASELINE), (ALL, without)):
+                for a, b in self.pairs(one, other)[:1]:
+                    result.learned = result.learned or describe_difference(a, b)
+            result.failed = [name for name in (by_itself, without) if self.error(name)]
+        part = "preparations"
+        if name in self.report["preparers"] and self.report[part]:
+            if pairs := self.pairs(by_itself, BASELINE, part):
+                result.prepared = Ratio(tuple(b["seconds"] / a["seconds"] for a, b in pairs))
+                result.again = Ratio(tuple(b["again"] / a["again"] for a, b in pairs))
+                if pairs[0][0]["made"] != pairs[0][1]["made"]:
+                    result.learned = result.learned or "other tokens"
+            if self.error(by_itself, part):
+                result.failed.append(by_itself)
+        return result
+
+    def peak(self, contender: str, device: str) -> float:
+        """Return a contender's median peak memory on host or device; 0 if unknown."""
+        peaks = [figures[device] for figures in self.figures(contender) if device in figures]
+        return float(statistics.median(peaks)) if peaks else 0.0
+
+    def table(self) -> list[list[str]]:
+        """Return a row for each plugin below the names of the columns that have values."""
+        rows = [PLUGINS, *(result.row() for result in self.results())]
+        columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+
+def speed_ratio(pairs: list[tuple[Figures, Figures]], warmup: int) -> Ratio | None:
+    """Return the speed of one trial relative to another, in each pair.
+
+    A step has the same examples in every trial, so each is compared with itself; the median of
+    the steps counts, as other load on the machine slows some of them.
+    """
+    seconds = [
+        [
+            [took / tokens for took, tokens in zip(trial["seconds"], trial["tokens"], strict=True)]
+            for trial in pair
+        ]
+        for pair in pairs
+    ]
+    ratios = [
+        statistics.median(b / a for a, b in zip(one[warmup:], other[warmup:], strict=True))
+        for one, other in seconds
+    ]
+    return Ratio(tuple(ratios)) if ratios else None
+
+
+def describe_difference(one: Figures, other: Figures) -> str:
+    """Describe how a trial's results differ from another's, or return an empty string."""
+    if one["trained"] != other["trained"]:
+        return "other tokens in a step"
+    beyond = []
+    for metric, limit in (EXACT if one["exact"] and other["exact"] else ROUNDED).items():
+        values = zip(one[metric][:FIRST], other[metric][:FIRST], strict=True)
+        difference = max(abs(a - b) / max(abs(b), 1e-12) for a, b in values)
+        if not difference <= limit:  # NaN counts as a difference
+            beyond.append(f"{NAMES[metric]} off by {difference:.1g}")
+    return ", ".join(beyond)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read the bench.json of an earlier bench."""
+    try:
+        report = read_json_object(path)
+        Bench(report)
+    except OSError as error:
+        raise RecipeError(f"--against {path}: cannot be read ({reason_of(error)})") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise RecipeError(
+            f"--against {path}: is not a bench.json of plugsft bench ({type(error).__name__})"
+        ) from error
+    return report
+
+
+def ensure_comparable(now: Bench, earlier: Bench) -> None:
+    """Refuse benches of other machines, recipes or settings; plugins and their options may differ.
+
+    Speeds and memory of two machines do not say what has changed in the recipe.
+    """
+    old, new = (
+        {"machine": machine_line(bench.report["machine"])}
+        | {f"--{name}": value for name, value in bench.report["settings"].items()}
+        | flatten({k: v for k, v in bench.report["recipe"].items() if k != "plugins"})
+        for bench in (earlier, now)
+    )
+    for name in sorted({*old, *new} - {"--rounds"}):
+        if old.get(name) != new.get(name):
+            raise RecipeError(
+                f"--against: that bench has {name} = {old.get(name)}, and this one "
+                f"{new.get(name)}; compare benches of the same machine, recipe and settings"
+            )
+
+
+def regressions(now: Bench, earlier: Bench, tolerance: float) -> Iterator[str]:
+    """Yield what is slower, takes more memory or gives other results, beyond a tolerance."""
+    for name in now.contenders:
+        if name not in earlier.contenders or not earlier.figures(name):
+            continue
+        if why := now.error(name):
+            yield f"{name}: failed: {why}"
+        pairs = [*zip(earlier.figures(name), now.figures(name), strict=False)]
+        ratio = speed_ratio(pairs, now.warmup)
+        if ratio is None:
+            continue
+        if ratio.word == FASTER and ratio.middle > 1 + tolerance:  # the earlier one is faster
+            yield f"{name}: a step takes {ratio.middle:.2f} times as long"
+        growth = now.peak(name, "host") / max(1.0, earlier.peak(name, "host"))
+        if growth > 1 + tolerance:
+            yield f"{name}: peak memory is {growth:.2f} times as high"
+        if why := describe_difference(*pairs[0][::-1]):
+            yield f"{name}: affects results: {why}"

@@ -1,0 +1,290 @@
+"""Short runs of a recipe in fresh processes: same examples, other plugins or options."""
+
+import copy
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import tomli_w
+
+from ..base.errors import MEMORY, PlugsftError, RecipeError
+from ..base.machine import child_environment, look
+from ..base.types import Ints, Shard
+from ..batches.defaults import BatchDefaults
+from ..data.defaults import DataDefaults
+from ..data.prepare import Prepared, prepare
+from ..hooks import DATA
+from ..model.checks import check_recipe
+from ..model.config import check_ids
+from ..output.report import read_metrics
+from ..recipe.parse import anchored
+from ..recipe.tables import Recipe
+from ..registry.active import Active
+from ..tokens.shards import Examples, write_index, write_shard
+from ..tokens.store import Tokens
+
+LEFT_OUT_ALWAYS = ("early_stop", "external_reports", "sampled_answers")
+"""Capabilities whose plugins trials leave out: they are for whole runs."""
+MODULE = "plugsft.lab.trial"
+RECIPE, OUTPUT, PREPARED = "recipe.toml", "output.txt", "prepared.json"
+"""Files in the folder of a trial."""
+KILLED = ("SIGKILL", "Signal 9")
+"""How launchers say that a rank was killed."""
+
+
+@dataclass
+class Trial:
+    """The results of one short run."""
+
+    folder: Path
+    seconds: float
+    """From the start of its process to its end."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """The metrics of each step."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """The content of run.json."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """Peak bytes of each rank: `host`, `before` loading the model, and on a GPU `device`."""
+    error: str = ""
+    out_of_memory: bool = False
+
+    def of(self, name: str, warmup: int = 0) -> list[float]:
+        """Return a metric of each step after the first ones."""
+        return [float(step[name]) for step in self.steps[warmup:]]
+
+
+class Interrupted(PlugsftError):
+    """Ctrl-C: the message says what is known so far."""
+
+    exit_code = 130
+
+
+def refuse_ranks(command: str) -> None:
+    """Refuse a command that a launcher has started."""
+    if "RANK" in os.environ:
+        raise RecipeError(
+            f'{command} starts ranks by itself: run it with --launch "accelerate launch"'
+        )
+
+
+@contextmanager
+def trials(
+    recipe: Recipe, active: Active, launch: str = "", examples: int | None = 0
+) -> Iterator["TrialRunner"]:
+    """Prepare a recipe's data as a run would; yield a runner of trials on it.
+
+    `examples`: how many to train on, 0 for all, None if the caller chooses them with `use`.
+    """
+    with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as temporary, sigterm_as_interrupt():
+        folder = Path(temporary)
+        changes = {"output": str(folder / "data"), "eval": None}
+        data = prepare_data(recipe.model_copy(update=changes), active)
+        runner = TrialRunner(recipe, active, folder, data, launch)
+        if examples is not None:
+            order = runner.epoch_order()
+            if 0 < examples < len(order):
+                order = order[sample_by_length(data.tokens.lengths[order], examples)]
+            runner.use(order)
+        yield runner
+
+
+def prepare_data(recipe: Recipe, active: Active) -> Prepared:
+    """Check a recipe's data and prepare it."""
+    active.attach(DataDefaults(recipe.folder), BatchDefaults())
+    with active.name_failing_plugin():
+        check_recipe(recipe, active, look(), DATA)
+        data = prepare(recipe, active)
+        check_ids(recipe, data.largest_id)
+    return data
+
+
+class TrialRunner:
+    """Runs trials, each in its own temporary folder."""
+
+    def __init__(
+        self, recipe: Recipe, active: Active, folder: Path, data: Prepared, launch: str
+    ) -> None:
+        self.folder, self.tokens, self._launch = folder, data.tokens, shlex.split(launch)
+        self._recipe, self._active, self._started = recipe, active, 0
+        tables = anchored(recipe)
+        tables.pop("eval", None)
+        tables["checkpoint"] = {"every": 0}
+        for each in (each for name in LEFT_OUT_ALWAYS for each in recipe.providers(name)):
+            tables["plugins"].pop(each.plugin, None)
+        # The steps to trace are those of a whole run.
+        for traced in recipe.providers("traced_steps"):
+            tables["plugins"][traced.plugin].pop(traced.option, None)
+        if "scratch" in tables["model"]:
+            tables["model"].setdefault("tokenizer", str(data.tokenizer_folder.absolute()))
+        self._whole = self.tables = tables
+
+    def epoch_order(self) -> Ints:
+        """Return the order of the recipe's first epoch."""
+        seed = self._recipe.train.seed
+        with self._active.name_failing_plugin():
+            return self._active.hooks.order_examples(tokens=self.tokens, epoch=0, seed=seed)
+
+    def use(self, numbers: Ints) -> None:
+        """Train on these examples from now on, in this order in each epoch."""
+        folder = self.folder / f"tokens-{time.monotonic_ns()}"
+        write_examples(self.tokens, numbers, folder)
+        rows = dict.fromkeys(("data.source", "data.sources", "data.split"))
+        self.tables = with_changes(self._whole, {**rows, "data.tokens": str(folder.absolute())})
+
+    def run(
+        self, changes: Mapping[str, Any], steps: int, without: Sequence[str] = (), memory: int = 0
+    ) -> Trial:
+        """Train in a fresh process with {"table.key": value} set and plugins left out.
+
+        Failures are returned, not raised. `memory` limits the bytes of each rank.
+        """
+        # The trial ends before the last step, which would save the model.
+        changes = {**changes, "train.steps": steps + 1, "train.log_every": 10**9}
+        folder = self._write(self.tables, changes, without)
+        words = [*(self._launch or [sys.executable]), "-m", MODULE, str(folder / RECIPE)]
+        code, seconds = run_process([*words, str(memory)], folder / OUTPUT)
+        return read_trial(folder, steps, code, seconds)
+
+    def prepare(self, without: Sequence[str], cache: Path) -> dict[str, Any]:
+        """Prepare the data in a fresh process, as a run would; return what `trial.prepare` does."""
+        caches = self._recipe.providers("cached_tokens")
+        changes = {f"plugins.{each.plugin}.{each.option}": None for each in caches}
+        folder = self._write(self._whole, {**changes, "data.tokens": None}, without)
+        words = [sys.executable, "-m", MODULE, str(folder / RECIPE)]
+        code, _ = run_process(words, folder / OUTPUT, PLUGSFT_CACHE=str(cache))
+        figures: dict[str, Any] = {"error": output_of(folder, code)}
+        if not code:
+            figures = json.loads((folder / PREPARED).read_text())
+        shutil.rmtree(folder)
+        return figures
+
+    def _write(
+        self, tables: dict[str, Any], changes: Mapping[str, Any], without: Sequence[str]
+    ) -> Path:
+        """Write a recipe with changes into the folder of a new trial."""
+        self._started += 1
+        folder = self.folder / f"{self._started:04d}"
+        folder.mkdir()
+        tables = with_changes(tables, {**changes, "output": str(folder / "run")})
+        for name in without:
+            tables["plugins"].pop(name, None)
+        (folder / RECIPE).write_text(tomli_w.dumps(tables))
+        return folder
+
+
+def read_trial(folder: Path, steps: int, code: int, seconds: float) -> Trial:
+    """Read the results of a trial that has ended, or why it failed."""
+    trial = Trial(folder, seconds)
+    trial.ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    trial.steps = read_metrics(folder / "run/metrics.jsonl")
+    if (record := folder / "run/run.json").exists():
+        trial.run = json.loads(record.read_text())
+    if code or len(trial.steps) < steps or not trial.ranks:
+        output = output_of(folder, code)
+        errors = [rank["error"] for rank in trial.ranks if rank["error"]]
+        trial.error = "\n".join(dict.fromkeys(errors)) or output
+        trial.out_of_memory = any(rank["out_of_memory"] for rank in trial.ranks)
+        trial.out_of_memory |= killed(code, output) or (not errors and aborted_by_memory(output))
+    return trial
+
+
+def output_of(folder: Path, code: int) -> str:
+    """Return the end of what a process printed, or its exit code."""
+    output = (folder / OUTPUT).read_text(errors="replace").strip()
+    return output[-2000:] or f"exit code {code}"
+
+
+def killed(code: int, output: str) -> bool:
+    """Tell whether a rank was killed: only the kernel does so, when memory runs out."""
+    return code == -signal.SIGKILL or any(message in output for message in KILLED)
+
+
+def aborted_by_memory(output: str) -> bool:
+    """Tell whether a library that ended the process named memory as its reason."""
+    return any(message in output for message in (*MEMORY, "MemoryError"))
+
+
+def run_process(words: Sequence[str], log: Path, **environment: str) -> tuple[int, float]:
+    """Run a command to its end; return its exit code and the seconds it took."""
+    started = time.perf_counter()
+    # In its own process group: Ctrl-C does not make it save a checkpoint that nobody wants.
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            words,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=child_environment(**environment),
+        )
+        try:
+            code = process.wait()
+        except BaseException:
+            # A launcher starts its ranks in process groups of their own.
+            root = psutil.Process(process.pid)
+            for member in (*root.children(recursive=True), root):
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.wait()
+            raise
+    return code, time.perf_counter() - started
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end this process and its children, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def with_changes(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables with {"table.key": value} set; None removes a key, or a table."""
+    changed = copy.deepcopy(dict(tables))
+    for dotted_key, value in changes.items():
+        *path, key = dotted_key.split(".")
+        table = changed
+        for name in path:
+            table = table.setdefault(name, {})
+        if value is None:
+            table.pop(key, None)
+        else:
+            table[key] = value
+    return changed
+
+
+def sample_by_length(lengths: Ints, count: int) -> Ints:
+    """Choose places whose lengths are distributed as all are; the same ones each time."""
+    order = np.argsort(lengths, kind="stable")
+    chosen: Ints = np.sort(order[np.linspace(0, len(order) - 1, count).round().astype(np.int64)])
+    return chosen
+
+
+def write_examples(tokens: Tokens, numbers: Ints, folder: Path) -> None:
+    """Write examples as prepared tokens of one source that a run accepts as its whole data."""
+    folder.mkdir()
+    ids, mask = tokens.gather(numbers)
+    counts = tokens.sequences(numbers)[0]
+    ends = np.searchsorted(np.cumsum(counts), np.cumsum(tokens.lengths[numbers]))
+    pieces = np.diff(ends, prepend=-1)
+    columns = {name: values[numbers] for name, values in tokens.columns.items()}
+    examples = Examples(ids, mask, counts, pieces, tokens.rows[numbers], columns)
+    shard = Shard("data-00000.arrow", len(numbers), columns=examples.types)
+    write_shard(folder / shard.file, examples)
+    source = {**tokens.facts["sources"][0], "examples": len(numbers), "weight": 1.0}
+    facts = {**tokens.facts, "examples": len(numbers), "sources": [source]}
+    write_index(folder, [shard], facts)

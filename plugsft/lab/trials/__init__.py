@@ -1,1 +1,0 @@
-"""Short runs of a recipe in fresh processes."""

@@ -1,1 +1,0 @@
-"""`plugsft tune`: the fastest micro-batch that fits."""
