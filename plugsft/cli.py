@@ -18,6 +18,7 @@ from . import __version__
 from .base.console import print_error, say
 from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
 from .base.launch_files import explain_missing
+from .base.refusals import quiet_libraries, refusal_of
 from .commands import (
     bench,
     cache,
@@ -40,7 +41,6 @@ from .commands import (
     tune,
 )
 from .commands.options import AUTO, RECIPES
-from .commands.refusals import quiet_libraries, refusal_of
 
 
 class _Commands(TyperGroup):

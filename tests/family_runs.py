@@ -26,9 +26,9 @@ from transformers.utils import logging
 from plugsft import PlugsftError, loop, run
 from plugsft.base import console
 from plugsft.base.machine import look
-from plugsft.commands.runs.start import find_checkpoints
 from plugsft.model.load import Load, saved_tensors
 from plugsft.registry.load import load
+from plugsft.start.output import find_checkpoints
 
 COLUMNS = ("whole", "sharded", "trained", "resumed", "read back", "ends", "packed", "fused", "lora")
 CLOSE = 2e-5

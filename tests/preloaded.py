@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import plugsft
-import plugsft.commands.runs.start
 import plugsft.lab.bench
 import plugsft.lab.tune
 import plugsft.loop
 import plugsft.plugins.lora.adapters  # peft: two thirds of a tiny run with adapters
+import plugsft.start.output
 from plugsft.api.isolation import isolated
 
 MESSAGES = [{"role": role, "content": "hello"} for role in ("user", "assistant")]

@@ -387,7 +387,7 @@ def test_ranks_start_and_end_by_themselves(tables, tmp_path, module, capsys):
 def ranks_of(pid):
     """Return the processes below a process that are ranks, or their launcher."""
     below = psutil.Process(pid).children(recursive=True)
-    return [process for process in below if "plugsft.api.rank" in " ".join(process.cmdline())]
+    return [process for process in below if "plugsft.api.ranks" in " ".join(process.cmdline())]
 
 
 @only_full

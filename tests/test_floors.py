@@ -34,8 +34,8 @@ def _words(text):
 
 # From the ground up: a room imports lower rooms only.
 ROOMS = _words("""
-    base recipe tokens hooks registry data batches model ranks kit output run loop lab commands
-    api testing __init__ cli __main__
+    base recipe tokens hooks registry data batches model ranks kit output run loop start lab
+    commands api testing __init__ cli __main__
 """)
 EXPORTED = {
     "plugsft": """
@@ -60,11 +60,12 @@ FILE_LINES, FUNCTION_LINES = 600, 80
 # The most syntax nodes that each room may have, docstrings not counted. Lower a number when its
 # room has shrunk. Raise one only by as much as you lower others in the same commit.
 SIZES = {
-    "commands": 40_636, "data": 22_516, "lab": 15_157, "ranks": 14_888, "model": 10_221,
-    "output": 8_736, "tokens": 5_817, "base": 5_586, "modules beside the rooms": 5_262,
-    "api": 3_925, "recipe": 4_287, "registry": 3_609, "batches": 3_130, "testing": 2_772,
+    "commands": 37_438, "data": 22_516, "lab": 15_157, "ranks": 14_888, "model": 10_221,
+    "start": 2_938, "output": 8_736, "tokens": 5_817, "base": 5_753,
+    "modules beside the rooms": 5_262,
+    "api": 3_875, "recipe": 4_287, "registry": 3_609, "batches": 3_130, "testing": 2_772,
 }  # fmt: skip
-PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 146_542, 44_127, 74_555
+PLUGSFT_SIZE, PLUGINS_SIZE, MAIN_PATH_SIZE = 146_399, 44_127, 74_555
 
 
 # Modules that import inside a function: a command imports what it runs when it is called, since
@@ -81,7 +82,7 @@ FACES += [HOUSE / "data/sources.py", *(HOUSE / "data/readers").glob("*.py")]
 FACES.append(HOUSE / "kit.py")
 LATE = [path for path in (HOUSE / "commands").glob("*.py") if path.stem in COMMANDS]
 # Likewise `plugsft.train` and its like, and a run's tables and model.
-LATE += [HOUSE / "api/functions.py", HOUSE / "api/finished_run.py"]
+LATE += [HOUSE / "start/train.py", HOUSE / "api/functions.py", HOUSE / "api/finished_run.py"]
 
 
 @cache

@@ -30,13 +30,13 @@ from plugsft import DataError
 from plugsft.commands.audit.inspect import opened_rows
 from plugsft.commands.check import check
 from plugsft.commands.inspect import inspect
-from plugsft.commands.runs.inputs import check_first_row
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.data.sample import sample_rows
 from plugsft.data.sources import open_source
 from plugsft.recipe.tables import Data, Source
 from plugsft.registry.load import resolve
+from plugsft.start.inputs import check_first_row
 
 
 @pytest.fixture(scope="module")

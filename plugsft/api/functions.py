@@ -37,8 +37,8 @@ def train(
         run = plugsft.train("my.toml", train={"epochs": 1}, output="runs/short")
         print(run.metrics["loss"].iloc[-1])
     """
-    from ..commands.runs.resume import Resume
-    from ..commands.train import train_recipe
+    from ..start.resume import Resume
+    from ..start.train import train_recipe
     from .recipes import opened
 
     if resume not in (True, False, "auto"):
@@ -54,7 +54,7 @@ def train(
             with isolated():
                 train_recipe(loaded, active, source.path, start)
         else:
-            from .processes import train_on_ranks
+            from .ranks import train_on_ranks
 
             train_on_ranks(source, loaded, active, ranks, start)
         return FinishedRun(loaded.folder)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..base.errors import LaunchError, PlugsftError
-from ..commands.refusals import QUIET, quiet_libraries, refusal_of
+from ..base.refusals import QUIET, quiet_libraries, refusal_of
 
 ARGUMENTS = {
     "overwrite": "overwrite=True",

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ..base.console import is_terminal, say
 from ..registry.load import load
+from ..start.resume import Resume
+from ..start.train import train_recipe
 from .bundled_recipes import write_missing
 from .chat import chat
 from .load_recipe import OFFLINE
-from .runs.resume import Resume
-from .train import train_recipe
 
 KIND = "quickstart"
 LESSONS = "recipes/data/quickstart.jsonl"

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ..start.resume import Resume
 from .options import (
     Overrides,
     Overwrite,
@@ -14,7 +15,6 @@ from .options import (
     Without,
     train_words,
 )
-from .runs.resume import Resume
 
 Ranks = Annotated[
     int | None,
@@ -68,16 +68,16 @@ def launch(
     overwrite: Overwrite = False,
 ) -> None:
     """Train on several GPUs or machines: print the line of `accelerate launch`, and run it."""
+    from ..start.inputs import check_inputs
     from .load_recipe import load_recipe
-    from .runs.inputs import check_inputs
 
     loaded, active = load_recipe(recipe, overrides, without)
     start = Resume(resume, resume_auto, resume_from, overwrite)
     start.ensure_possible()
     check_inputs(loaded, active, recipe)
     # A mistake in the recipe is reported before torch is imported.
-    from .launch_ranks import Options, is_rank, join, launch_ranks
-    from .train import train_recipe
+    from ..start.launch import Options, is_rank, join, launch_ranks
+    from ..start.train import train_recipe
 
     options = Options(ranks, strategy, nodes, node, host, port)
     if is_rank():
@@ -85,4 +85,4 @@ def launch(
         train_recipe(loaded, active, recipe, start)
     else:
         words = train_words(recipe, overrides, without, start)
-        launch_ranks(loaded, active, words, options)
+        launch_ranks(loaded, words, options)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .runs.resume import Resume
+from ..start.resume import Resume
 
 RECIPES = (".toml", ".yaml", ".yml", ".json")
 """Endings of recipe files."""

@@ -1,11 +1,7 @@
 """`plugsft RECIPE`, or `plugsft train RECIPE`: train."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from ..base.console import say
+from ..start.resume import Resume
+from ..start.train import train_recipe
 from .options import (
     Overrides,
     Overwrite,
@@ -15,11 +11,6 @@ from .options import (
     ResumeLatest,
     Without,
 )
-from .runs.resume import Resume
-
-if TYPE_CHECKING:
-    from ..recipe.tables import Recipe
-    from ..registry.active import Active
 
 
 def train(
@@ -37,28 +28,3 @@ def train(
     loaded, active = load_recipe(recipe, overrides, without)
     start = Resume(resume, resume_auto, resume_from, overwrite)
     train_recipe(loaded, active, recipe, start)
-
-
-def train_recipe(recipe: Recipe, active: Active, path: Path, start: Resume) -> None:
-    """Train a loaded recipe, as the command and `plugsft.train` do."""
-    # A mistake in the recipe is reported before numpy and Arrow are imported.
-    from ..base.machine import look
-    from .runs.inputs import check_inputs, one_at_a_time
-    from .runs.start import output_folder
-
-    check_inputs(recipe, active, path)
-    start.ensure_possible()
-    machine = look()
-    with output_folder(recipe, active, machine, start) as checkpoints:
-        if checkpoints is None:
-            return
-        # What is wrong with recipe, inputs or output is reported before torch is imported.
-        from .. import loop, run
-        from ..output.disk_space import ensure_room
-        from ..ranks.agree import ending_together
-
-        ensure_room(recipe, active, start.overwrite)
-        if warning := one_at_a_time(recipe, machine.world_size):
-            say(f"warning: {warning}")
-        with ending_together(recipe.output):
-            loop.train(run.open(recipe, active, machine, checkpoints))

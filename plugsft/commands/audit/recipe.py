@@ -29,7 +29,7 @@ from ...output.folder import describe_results, ensure_ours, wrong_inputs
 from ...recipe.tables import LOSSY, Model, Recipe, Train
 from ...registry import active as registry
 from ...registry.active import Active
-from ..runs.inputs import one_at_a_time
+from ...start.inputs import one_at_a_time
 from .batches import describe_batches
 from .examples import Examples
 from .findings import Findings

@@ -5,7 +5,7 @@ import logging
 from importlib.metadata import distributions
 from traceback import extract_tb
 
-from ..base.errors import PlugsftError, reason_of
+from .errors import PlugsftError, reason_of
 
 REFUSED = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),

@@ -1,10 +1,12 @@
-"""Chooses the ranks of `plugsft launch`, from its options and from Slurm, and starts them."""
+"""Choose the ranks of `plugsft launch`, from its options and from Slurm, and start them."""
 
 import importlib.util
 import os
+import re
 import shlex
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,15 +15,10 @@ import torch
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
 from ..base.console import format_count, say
-from ..base.errors import LaunchError, did_you_mean, reason_of
+from ..base.errors import LaunchError, did_you_mean
 from ..base.launch_files import STRATEGIES, Layout, launch_file
-from ..base.machine import child_environment, look
-from ..batches.defaults import BatchDefaults
-from ..data.defaults import DataDefaults
-from ..model.schedule import ScheduleDefaults
+from ..base.machine import child_environment, env_number
 from ..recipe.tables import Recipe
-from ..registry.active import Active, check
-from .slurm import Slurm, slurm_step
 
 PORT = 29500
 """Default port of node 0, as torchrun's."""
@@ -41,6 +38,25 @@ class Options:
     node: int | None = None
     host: str | None = None
     port: int | None = None
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """The step of a Slurm job that started this process."""
+
+    job: int
+    nodes: int
+    node: int
+    """This machine's number."""
+    host: str
+    """The name of machine 0."""
+    gpus: int
+    """GPUs of this machine; 0 if Slurm names none."""
+
+    def __str__(self) -> str:
+        gpus = f", {format_count(self.gpus, 'GPU')} each" if self.gpus else ""
+        machines = format_count(self.nodes, "machine")
+        return f"Slurm job {self.job}: this step has {machines}{gpus}; the first is {self.host}"
 
 
 def is_rank() -> bool:
@@ -64,16 +80,15 @@ def join(options: Options) -> None:
         os.environ |= settings_of(options.strategy)
 
 
-def launch_ranks(recipe: Recipe, active: Active, words: list[str], options: Options) -> NoReturn:
+def launch_ranks(recipe: Recipe, words: list[str], options: Options) -> NoReturn:
     """Print the line that trains a recipe, and run it in place of this process."""
     slurm = slurm_step(os.environ)
     several = slurm is not None and slurm.nodes > 1
     if not several and options == Options() and Path(default_config_file).is_file():
-        _ensure_readable(default_config_file)
         say(f"launch: {default_config_file} decides; --ranks or --strategy replaces it")
         _execute(["accelerate", "launch", "-m", "plugsft", *words])
     layout = layout_of(recipe, options, slurm)
-    ensure_possible(recipe, active, layout)
+    ensure_possible(recipe, layout)
     if layout.nodes > 1:
         say(
             f"launch: machine {layout.node} of {layout.nodes}, numbered from 0; machine 0 is "
@@ -82,17 +97,6 @@ def launch_ranks(recipe: Recipe, active: Active, words: list[str], options: Opti
     if layout.ranks * layout.nodes == 1 and layout.strategy == "ddp":
         _execute(["plugsft", *words])
     _execute(["accelerate", "launch", *layout.options(), "-m", "plugsft", *words])
-
-
-def _ensure_readable(file: str) -> None:
-    """Refuse a file of accelerate that it cannot read."""
-    try:
-        load_config_from_file(file)
-    except Exception as error:  # of YAML, JSON, or accelerate's own tables
-        raise LaunchError(
-            f"{file}: accelerate cannot read it ({reason_of(error)}); write it again with "
-            "`accelerate config`, or give --ranks or --strategy"
-        ) from error
 
 
 def layout_of(recipe: Recipe, options: Options, slurm: Slurm | None) -> Layout:
@@ -158,7 +162,7 @@ def on_cpu(recipe: Recipe, ranks: int, option: str) -> bool:
     return False
 
 
-def ensure_possible(recipe: Recipe, active: Active, layout: Layout) -> None:
+def ensure_possible(recipe: Recipe, layout: Layout) -> None:
     """Refuse a strategy that the recipe contradicts, and an address that no node reaches."""
     if recipe.train.keep_whole_gradients and layout.strategy != "fsdp2":
         raise LaunchError(
@@ -170,7 +174,7 @@ def ensure_possible(recipe: Recipe, active: Active, layout: Layout) -> None:
                 f"--strategy {layout.strategy}: the environment has {name}={os.environ[name]}, "
                 f"which means {other}: unset {name}, or give --strategy {other}"
             )
-    if switch := SWITCH.get(layout.strategy):
+    if layout.strategy in SWITCH:
         if layout.cpu and torch.cuda.is_available():
             raise LaunchError(
                 f'--strategy {layout.strategy}: device = "cpu" on a machine with GPUs is for ddp; '
@@ -181,12 +185,6 @@ def ensure_possible(recipe: Recipe, active: Active, layout: Layout) -> None:
                 f"--strategy {layout.strategy}: {quantized.table} stores weights that cannot be "
                 "sharded; use --strategy ddp"
             )
-        active.attach(DataDefaults(recipe.folder), BatchDefaults(), ScheduleDefaults())
-        os.environ[switch] = "true"
-        try:
-            check(active, recipe, replace(look(), world_size=layout.ranks * layout.nodes))
-        finally:
-            del os.environ[switch]
     if layout.nodes > 1:
         _ensure_address(layout)
 
@@ -236,8 +234,47 @@ def _execute(command: list[str]) -> NoReturn:
     """Print a command and run it in place of this process."""
     say(shlex.join(command))
     program, *words = command
-    module = "plugsft.commands.run_accelerate" if program == "accelerate" else program
+    module = "plugsft.start.run_accelerate" if program == "accelerate" else program
     arguments = words[1:] if program == "accelerate" else words
     sys.stdout.flush()
     command = [sys.executable, "-m", module, *arguments]
     os.execve(sys.executable, command, child_environment())
+
+
+def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
+    """Return the Slurm step of this process; None outside of Slurm.
+
+    Refuses a job of several nodes outside of `srun`, and several tasks on a node: one would wait
+    for ever, the other would start all ranks more than once.
+    """
+    job = environment.get("SLURM_JOB_ID", "")
+    if not job.isdigit():
+        return None
+    if "SLURM_STEP_NUM_NODES" not in environment:
+        machines = env_number("SLURM_JOB_NUM_NODES", 1, 1, environment)
+        if machines > 1:
+            raise LaunchError(
+                f"Slurm job {job} has {machines} machines, and this command runs on one of them; "
+                "start it on all: srun --ntasks-per-node=1 plugsft launch ..."
+            )
+        return None
+    nodes = env_number("SLURM_STEP_NUM_NODES", 1, 1, environment)
+    tasks = env_number("SLURM_STEP_NUM_TASKS", nodes, 1, environment)
+    if tasks > nodes:
+        raise LaunchError(
+            f"srun starts {tasks} tasks on {format_count(nodes, 'machine')}; plugsft launch "
+            "starts the ranks itself: srun --ntasks-per-node=1"
+        )
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "0")
+    return Slurm(
+        int(job),
+        nodes,
+        env_number("SLURM_NODEID", environment=environment),
+        first_host(environment.get("SLURM_STEP_NODELIST", "localhost")),
+        int(gpus) if gpus.isdigit() else 0,
+    )
+
+
+def first_host(names: str) -> str:
+    """Return the first host of Slurm's short list, as in "node[01-04,7],x3"."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", names).partition(",")[0]

@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-from ...base.errors import DataError
-from ...base.limits import parse_json, read_json_object
-from ...data.render import lead_row, readable_format
-from ...data.slices import describe_unknown_columns
-from ...data.sources import open_source
-from ...data.token_rows import hold_tokens
-from ...model.context import ensure_context
-from ...model.schedule import check_schedule
-from ...output.folder import ensure_inputs
-from ...recipe.capabilities import Capability
-from ...recipe.tables import Data, Model, Recipe, Source
-from ...registry.active import Active
+from ..base.errors import DataError
+from ..base.limits import parse_json, read_json_object
+from ..data.render import lead_row, readable_format
+from ..data.slices import describe_unknown_columns
+from ..data.sources import open_source
+from ..data.token_rows import hold_tokens
+from ..model.context import ensure_context
+from ..model.schedule import check_schedule
+from ..output.folder import ensure_inputs
+from ..recipe.capabilities import Capability
+from ..recipe.tables import Data, Model, Recipe, Source
+from ..registry.active import Active
 
 SLOW = (".json", ".parquet", ".arrow")
 """Files that are read whole, or by `datasets`, when they are opened."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...base.errors import RecipeError
+from ..base.errors import RecipeError
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,17 @@
-"""Several ranks on this machine for `plugsft.train(ranks=...)`: started, heard, and ended."""
+"""Several ranks on this machine for `plugsft.train(ranks=...)`: started, followed, and ended.
+
+Each rank is `python -m plugsft.api.ranks FOLDER`, below the launcher that `plugsft launch` uses.
+"""
 
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,19 +19,21 @@ from typing import TextIO
 
 import psutil
 
-from ..base.errors import LaunchError
+from ..base.errors import LaunchError, PlugsftError
 from ..base.launch_files import Layout
 from ..base.machine import child_environment
-from ..commands.launch_ranks import on_cpu
-from ..commands.runs.inputs import check_inputs
-from ..commands.runs.resume import Resume
+from ..base.refusals import quiet_libraries, refusal_of
 from ..recipe.tables import Recipe
 from ..registry.active import Active
 from ..registry.discover import ensure_importable
+from ..registry.load import resolve
+from ..start.inputs import check_inputs
+from ..start.launch import on_cpu
+from ..start.resume import Resume
+from ..start.train import train_recipe
 from .recipes import Source
 
-JOB, ERROR = "job.json", "error-{}.pickle"
-OUTPUT, MESSAGES = "output.txt", "launcher.txt"
+JOB, ERROR, OUTPUT, MESSAGES = "job.json", "error-{}.pickle", "output.txt", "launcher.txt"
 PAUSE = 0.1
 """Seconds between two looks at the ranks' output."""
 SHOWN = 20
@@ -33,11 +41,7 @@ SHOWN = 20
 
 
 def train_on_ranks(
-    source: Source,
-    recipe: Recipe,
-    active: Active,
-    ranks: int,
-    start: Resume,
+    source: Source, recipe: Recipe, active: Active, ranks: int, start: Resume
 ) -> None:
     """Train with several processes; print their output, raise their error."""
     for name, plugin in source.own.items():
@@ -49,6 +53,7 @@ def train_on_ranks(
     if ranks < 1:
         raise LaunchError(f"ranks={ranks}: give 1 or more")
     check_inputs(recipe, active, source.path)
+    layout = Layout(ranks, cpu=on_cpu(recipe, ranks, "ranks"))
     with TemporaryDirectory(prefix="plugsft-ranks-") as temporary:
         folder = Path(temporary)
         job = {
@@ -57,10 +62,11 @@ def train_on_ranks(
             "start": asdict(start) | {"path": start.path and str(start.path)},
         }
         (folder / JOB).write_text(json.dumps(job))
-        layout = Layout(ranks, cpu=on_cpu(recipe, ranks, "ranks"))
         code = _launch(folder, layout)
-        if error := _read_error(folder, ranks):
-            raise error
+        # Written by our own ranks, in a folder that only this user may enter.
+        found = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob(ERROR.format("*")))]
+        if found:  # the errors of other ranks name the first
+            raise min(found, key=lambda error: type(error).__name__ == "PeerError")
         if code:
             messages = (folder / MESSAGES).read_text(errors="replace").splitlines()
             raise LaunchError(
@@ -71,13 +77,13 @@ def train_on_ranks(
 
 def _launch(folder: Path, layout: Layout) -> int:
     """Run the launcher; print the output of the ranks; return the exit code."""
-    words = ["accelerate.commands.launch", *layout.options()]
+    words = ["plugsft.start.run_accelerate", *layout.options(), "-m", __name__, str(folder)]
     # With '' on its path, a notebook imports from its own folder.
     path = os.pathsep.join(place or os.getcwd() for place in sys.path)
     # Into files: a pipe would break if this process were killed, and fail the ranks.
     with (folder / OUTPUT).open("wb") as output, (folder / MESSAGES).open("wb") as messages:
         launcher = subprocess.Popen(
-            [sys.executable, "-m", *words, "-m", "plugsft.api.rank", str(folder)],
+            [sys.executable, "-m", *words],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=messages,
@@ -114,12 +120,43 @@ def _follow(launcher: "subprocess.Popen[bytes]", lines: TextIO) -> None:
             time.sleep(PAUSE)
 
 
-def _read_error(folder: Path, ranks: int) -> BaseException | None:
-    """Return the error that ended the run; those of other ranks name it."""
-    errors = []
-    for rank in range(ranks):
-        path = folder / ERROR.format(rank)
-        if path.exists():
-            # Written by our own ranks, in a folder that only this user may enter.
-            errors.append(pickle.loads(path.read_bytes()))
-    return min(errors, key=lambda error: type(error).__name__ == "PeerError", default=None)
+def main(folder: Path) -> int:
+    """Train as one rank; write its error for the process that started the ranks."""
+    os.dup2(1, 2)  # the launcher's own messages stay apart
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    quiet_libraries()
+    job = json.loads((folder / JOB).read_text())
+    try:
+        recipe, active = resolve(job["tables"], (), job["path"])
+        options = job["start"]
+        start = Resume(**options | {"path": options["path"] and Path(options["path"])})
+        train_recipe(recipe, active, Path(job["path"]), start)
+    except BaseException as error:
+        (folder / ERROR.format(os.environ["RANK"])).write_bytes(_pickled(error))
+        return getattr(error, "exit_code", 1)
+    return 0
+
+
+def _stop_with_parent() -> None:
+    """Stop in order once the calling process closes the pipe, or ends."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Return an error's bytes; add a traceback to unexpected errors."""
+    refused = refusal_of(error) if isinstance(error, OSError) else None
+    error = refused or error
+    trace = "".join(traceback.format_exception(error))
+    if not isinstance(error, PlugsftError | KeyboardInterrupt):
+        error.add_note(f"on rank {os.environ['RANK']}:\n{trace}")
+    try:
+        pickle.loads(data := pickle.dumps(error))
+    except Exception:  # whatever a plugin's error holds
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}\n{trace}"))
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from ...base.atomic import damage, is_published, sweep
-from ...base.console import say
-from ...base.errors import CheckpointError, RecipeError
-from ...base.limits import read_text
-from ...base.machine import Machine
-from ...base.step_folders import list_checkpoints
-from ...output.folder import (
+from ..base.atomic import damage, is_published, sweep
+from ..base.console import say
+from ..base.errors import CheckpointError, RecipeError
+from ..base.limits import read_text
+from ..base.machine import Machine
+from ..base.step_folders import list_checkpoints
+from ..output.folder import (
     describe_results,
     ensure_ours,
     is_finished,
@@ -18,12 +18,12 @@ from ...output.folder import (
     read_run,
     results_of,
 )
-from ...output.report import read_metrics
-from ...output.same_run import STATE, ensure_same_run
-from ...ranks.watch_launcher import watch_launcher
-from ...recipe.parse import resolved
-from ...recipe.tables import Recipe
-from ...registry.active import Active
+from ..output.report import read_metrics
+from ..output.same_run import STATE, ensure_same_run
+from ..ranks.watch_launcher import watch_launcher
+from ..recipe.parse import resolved
+from ..recipe.tables import Recipe
+from ..registry.active import Active
 from .resume import Resume
 
 
