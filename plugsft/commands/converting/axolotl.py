@@ -1,244 +1,374 @@
 """axolotl's keys."""
 
+from typing import Any
+
 from ...base.errors import RecipeError
-from . import steps, training_keys
-from .axolotl_data import DATASET_RULES, chat_template, data
-from .axolotl_intervals import evaluation, saving
-from .axolotl_method import lora, objective
-from .axolotl_other import OTHERS
-from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name, real, share, whole
-from .shared_rules import SHARED
+from ...recipe.tables import TEMPLATES
+from . import training
+from .conversion import Conversion, Copied, Tool
+from .sources import CONFIG, hold_out, part, set_sources
+
+COPIED: Copied = {
+    **training.SHARED,
+    "base_model": ("model.path", str),
+    "revision_of_model": ("model.revision", str),
+    "tokenizer_config": ("model.tokenizer", str),
+    "output_dir": ("output", "./model-out"),
+    "learning_rate": ("train.learning_rate", float),
+    "logging_steps": ("train.log_every", int),
+    "save_total_limit": ("checkpoint.keep", 4),
+    "dataset_prepared_path": ("plugins.arrow_cache.folder", str),
+    "early_stopping_patience": ("plugins.early_stopping.patience", int),
+    "hub_model_id": ("plugins.push.to", str),
+}
+LORA: Copied = {
+    "lora_r": ("plugins.lora.r", 8),
+    "lora_alpha": ("plugins.lora.alpha", 8),
+    "lora_dropout": ("plugins.lora.dropout", 0.0),
+    "peft_use_rslora": ("plugins.lora.rslora", bool),
+    "peft_use_dora": ("plugins.lora.dora", bool),
+    "loraplus_lr_ratio": ("plugins.lora.lr_ratio", float),
+    "lora_model_dir": ("plugins.lora.adapter", str),
+}
+KTO: Copied = {
+    "rl_beta": ("plugins.kto.beta", 0.1),
+    "kto_desirable_weight": ("plugins.kto.desirable_weight", 1.0),
+    "kto_undesirable_weight": ("plugins.kto.undesirable_weight", 1.0),
+}
+LIGER: Copied = {
+    "liger_rms_norm": ("plugins.liger.rms_norm", bool),
+    "liger_layer_norm": ("plugins.liger.layer_norm", bool),
+    "liger_glu_activation": ("plugins.liger.mlp", bool),
+    "liger_rope": ("plugins.liger.rope", bool),
+}
+REFUSED = {
+    "processor_type": "plugsft trains on texts, not on images or sounds; use axolotl for this run",
+    "process_reward_model": "plugsft scores whole answers; use axolotl",
+}
+"""Key of runs that plugsft cannot do -> the reason."""
+PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+"""Value of `rl` -> the loss of [plugins.dpo]."""
+CHATS = ("chat_template", "sharegpt", "chat_template.default", "completion", "pretrain", "kto")
+"""Types of data sets whose rows plugsft writes alike."""
+ROLES = {
+    "system": {"system"},
+    "user": {"user", "human"},
+    "assistant": {"assistant", "gpt", "model", "chatgpt", "bot"},
+    "tool": {"tool", "observation", "function_response", "tool_response"},
+}
+"""Role -> the names of it that plugsft reads."""
+COLUMNS = {
+    "field": "text",
+    "text_column": "text",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_tools": "tools",
+    "field_system": "system",
+}
+"""Key of a data set -> plugsft's column."""
+OWN_TEXT = (
+    "axolotl writes a prompt of its own; here the model's chat template writes the row; use "
+    "model.chat_template = FILE.jinja for other words"
+)
+PAIRS = (
+    "axolotl writes these pairs in its own way; here the model's chat template writes prompt, "
+    "chosen and rejected; use [data.columns] for other names"
+)
 
 
-def packing(c: Conversion) -> None:
-    """Write the longest example, and packing: a row has micro_batch_size x sequence_len tokens."""
-    longest = c.whole("sequence_len", 512)
-    c.set("data.max_length", longest, "sequence_len")
-    strategy = str(c.get("excess_length_strategy", "drop"))
-    too_long = "error" if strategy == "raise" else strategy
-    c.set("data.too_long", too_long, "excess_length_strategy")
-    if c.on("sample_packing") and c.get("rl") is None:
-        rows = c.whole("micro_batch_size", 1)
-        c.plugin("bfd_packing", "sample_packing", scope="dataset")
-        c.set("plugins.bfd_packing.capacity", longest * rows, "micro_batch_size", "sequence_len")
-
-
-def batch(c: Conversion) -> None:
-    """Write the global batch; batch_size stands in for the accumulation."""
-    micro = c.whole("micro_batch_size", 1)
-    total = c.get("batch_size")
-    if total is not None and c.get("gradient_accumulation_steps") is None:
-        c.settings["gradient_accumulation_steps"] = max(1, whole(total) // micro // c.gpus)
-    rows = micro if steps.packs(c) else 1
-    steps.set_batch(c, "micro_batch_size", "gradient_accumulation_steps", 1, rows)
-
-
-def length(c: Conversion) -> None:
-    """Write epochs or steps."""
-    steps.set_length(c, "num_epochs", "max_steps", 1)
-
-
-def schedule(c: Conversion) -> None:
-    """Write the schedule; a cosine may have a minimum."""
-    name, options = str(c.get("lr_scheduler", "cosine")), dict(c.get("lr_scheduler_kwargs", {}))
-    if c.get("cosine_constant_lr_ratio"):
-        c.leave("cosine_constant_lr_ratio", "no schedule stays at its minimum; write a plugin")
-    if name == "cosine" and c.get("cosine_min_lr_ratio"):
-        rate = float(c.number("cosine_min_lr_ratio", 0))
-        c.set("train.schedule", "cosine_with_min_lr", "lr_scheduler")
-        c.set("train.schedule_options", {"min_lr_rate": rate}, "cosine_min_lr_ratio")
-    else:
-        steps.set_schedule(c, name, options, "lr_scheduler", "lr_scheduler_kwargs")
-
-
-def warmup(c: Conversion) -> None:
-    """Write the warm-up: by default 3 % of the run, at most 100 steps."""
-    count, total = c.get("warmup_steps"), steps.total_steps(c)
-    if count is not None:
-        steps.set_warmup(c, c.number("warmup_steps", 0), "warmup_steps")
-    elif c.get("warmup_ratio") is None and total:
-        steps.set_warmup(c, min(int(0.03 * total), 100), "warmup_ratio")
-    else:
-        steps.set_warmup(c, c.read("warmup_ratio", 0.03, share), "warmup_ratio", rounds_up=False)
-    line = c.lines["train.warmup"]
-    line.value = 2.0 if line.value == 1 else line.value  # axolotl makes two of one
-
-
-def precision(c: Conversion) -> None:
-    """Write the type of computation."""
-    key = c.first("bf16", "bfloat16")
-    float16 = c.on("fp16") or c.on("float16")
-    bfloat16 = c.get(key) == "full" or c.on(key, not float16)
-    steps.set_precision(c, bfloat16, key)
-    if bfloat16 and not c.get("adapter"):
+def convert(c: Conversion) -> None:
+    """Write the recipe."""
+    for key, reason in REFUSED.items():
+        if c.get(key):
+            raise c.refuse(key, reason)
+    if not c.get("base_model"):
+        raise RecipeError(f"{c.path}: names no model; set base_model")
+    c.copy(COPIED)
+    _set_objective(c)
+    _set_data(c)
+    _set_texts(c)
+    if c.get("gradient_accumulation_steps") is None and c.get("batch_size"):
+        micro = c.read("micro_batch_size", 1) * c.gpus
+        c.settings["gradient_accumulation_steps"] = max(1, c.read("batch_size", 1) // micro)
+    training.set_batch(c, "micro_batch_size", "gradient_accumulation_steps", 1)
+    training.set_length(c, "num_epochs", 1.0)
+    _set_schedule(c)
+    training.set_optimizer(c, "optimizer")
+    _set_saving(c)
+    _set_evaluation(c)
+    bfloat16 = c.first("bf16", "bfloat16")
+    float16 = c.read("fp16", False) or c.read("float16", False)
+    on = c.get(bfloat16) == "full" or c.read(bfloat16, not float16)
+    training.set_precision(c, on, bfloat16)
+    _set_lora(c)
+    if on and c.get("adapter") is None:
         c.remarks.append(
             "axolotl loads the model in bfloat16, and trains it so; plugsft stores trained weights "
             'in float32 (16 bytes a weight), or with model.weights = "bfloat16" as axolotl does'
         )
-
-
-def integrations(c: Conversion) -> None:
-    """Write what axolotl's own plugins do."""
-    names = [str(name) for name in c.get("plugins", [])]
-    others = [name for name in names if not name.endswith(("LigerPlugin", "CutCrossEntropyPlugin"))]
-    if others:
-        c.leave("plugins", "a plugin of axolotl; look for one of plugsft with `plugsft plugins`")
-    if c.on("cut_cross_entropy") or any("CutCross" in name for name in names):
-        c.plugin("fused_loss", "cut_cross_entropy" if c.get("cut_cross_entropy") else "plugins")
-    for key in ("liger_fused_linear_cross_entropy", "liger_cross_entropy"):
-        if c.on(key):
-            c.plugin("fused_loss", key)
-    if "plugins.lora.r" not in c.lines:
-        for key, option in LIGER.items():
-            if c.get(key) is not None:
-                c.set(f"plugins.liger.{option}", c.on(key), key)
-
-
-LIGER = {
-    "liger_rms_norm": "rms_norm",
-    "liger_layer_norm": "layer_norm",
-    "liger_glu_activation": "mlp",
-    "liger_rope": "rope",
-}
-
-
-def attention(c: Conversion) -> None:
-    """Write the attention kernel."""
-    old = ("flash_attention", "xformers_attention", "flex_attention")
-    key = next((key for key in old if c.on(key)), "attn_implementation")
-    if key != "attn_implementation" or str(c.get(key)) in training_keys.FLASH:
-        c.plugin("flash_attention", key, comment="the best kernel that can run")
-
-
-def memory(c: Conversion) -> None:
-    """Write gradient checkpointing and offloading."""
-    value = c.get("gradient_checkpointing", False)
-    if value not in (False, "false"):
-        c.plugin("gradient_checkpointing", "gradient_checkpointing")
-    if str(value).startswith("offload") or c.get("activation_offloading") not in (None, False):
-        key = c.first("activation_offloading", "gradient_checkpointing")
-        c.plugin("activation_offload", key)
-
-
-def trackers(c: Conversion) -> None:
-    """Write where metrics are sent."""
-    names = [name for name in steps.TRACKERS if c.on(f"use_{name}")]
+    _set_speed(c)
+    names = [name for name in training.TRACKERS if c.read(f"use_{name}", False)]
     if c.get("wandb_project") and c.get("use_wandb") is None:
         names.append("wandb")
-    if names:
-        key = "wandb_project" if c.get("wandb_project") else f"use_{names[0]}"
-        steps.set_trackers(c, names, key, "wandb_name", "wandb_project")
+    key = "wandb_project" if c.get("wandb_project") else f"use_{names[0]}" if names else ""
+    training.set_trackers(c, names, key, "wandb_name", "wandb_project")
+    training.set_launcher(c)
 
 
-def stopping(c: Conversion) -> None:
-    """Write early stopping."""
-    if c.get("early_stopping_patience"):
-        patience = c.whole("early_stopping_patience", 0)
-        c.plugin("early_stopping", "early_stopping_patience", patience=patience)
+def _set_objective(c: Conversion) -> None:
+    """Write the plugin of a preference run, or refuse the run."""
+    kind = c.get("rl")
+    if c.read("reward_model", False):
+        c.copy({"center_rewards_coefficient": ("plugins.reward.center", 0.0)})
+    if kind == "kto":
+        c.copy(KTO)
+    elif kind in PREFERENCES:
+        c.set("plugins.dpo.loss", PREFERENCES[kind], "rl")
+        beta = c.first("rl_beta", "dpo_beta", "orpo_alpha", "trl.beta")
+        c.copy({beta: ("plugins.dpo.beta", 0.1)})
+        c.enable("dpo_reference", "precompute_ref_log_probs")
+    elif kind is not None:
+        raise c.refuse(
+            "rl", "plugsft trains on rows, and generates none while it trains; use axolotl"
+        )
 
 
-def push(c: Conversion) -> None:
-    """Write the upload to the hub."""
-    if c.get("hub_model_id"):
-        c.plugin("push", "hub_model_id", to=str(c.get("hub_model_id")))
-        every = "model" if c.get("hub_strategy") == "end" else "checkpoint"
-        c.plugin("push", "hub_strategy", every=every)
+def _set_data(c: Conversion) -> None:
+    """Write the sources, and what is trained in their rows."""
+    key = c.first("datasets", "pretraining_dataset")
+    items = c.get(key)
+    if not items:
+        raise RecipeError(f"{c.path}: names no data; set datasets")
+    if isinstance(items, str):
+        set_sources(c, [part(items)], key)
+        items = []
+    else:
+        places = [f"{key}[{index}]" for index in range(len(items))]
+        set_sources(c, [source for place in places for source in _sources(c, place)], key)
+        _set_columns(c, places)
+    if c.read("train_on_inputs", False):
+        c.set("data.train_on", "all", "train_on_inputs")
+        c.leave(
+            "train_on_inputs",
+            'data.train_on = "all" trains every token, and axolotl not the words of the template; '
+            'use "assistant" for the answers alone',
+        )
+    else:
+        c.set("data.train_on", "assistant", "train_on_inputs", comment="every answer")
 
 
-def optimizer(c: Conversion) -> None:
-    """Write the optimizer."""
-    steps.set_optimizer(c, "optimizer", "adamw_torch_fused")
+def _sources(c: Conversion, place: str) -> list[dict[str, Any]]:
+    """Return the sources of a data set; name what differs in its rows."""
+    if c.get(f"{place}.name", "main") not in ("default", "main"):
+        c.leave(f"{place}.name", CONFIG)
+    kind = c.get(f"{place}.type", CHATS[0])
+    if isinstance(kind, str) and kind not in CHATS:
+        c.leave(f"{place}.type", OWN_TEXT if c.get("rl") is None else PAIRS)
+    for role, names in c.get(f"{place}.roles", {}).items():
+        if not {*names} <= ROLES.get(role, set()):
+            c.leave(
+                f"{place}.roles.{role}",
+                "a row's roles are system, user, assistant or tool; rename them in the data",
+            )
+    if not {*c.get(f"{place}.roles_to_train", ())} <= ROLES["assistant"]:
+        c.leave(f"{place}.roles_to_train", "answers alone are trained; use data.train_on")
+    files = c.get(f"{place}.data_files", c.get(f"{place}.path"))
+    if files is None:
+        raise RecipeError(f"{c.path}: {place} has no path; set it")
+    split = c.get(f"{place}.split")
+    return [part(name, split) for name in (files if isinstance(files, list) else [files])]
 
 
-def sharding(c: Conversion) -> None:
-    """Choose the strategy of `plugsft launch`."""
-    training_keys.launcher(c)
-    if c.number("dp_shard_size", 1) > 1 and not c.launcher:
-        c.launcher = "fsdp2"
+def _set_columns(c: Conversion, places: list[str]) -> None:
+    """Write data.columns."""
+    columns: dict[str, str] = {}
+    for place in places:
+        messages = c.read(f"{place}.field_messages", "messages")
+        if messages not in ("messages", "conversations", "conversation"):
+            columns["messages"] = messages
+        for key, ours in COLUMNS.items():
+            theirs = c.read(f"{place}.{key}", ours)
+            if theirs != ours:
+                columns[ours] = theirs
+    if columns:
+        c.set("data.columns", columns, comment="the names of field_messages, field, ...")
 
 
-def model(c: Conversion) -> None:
-    """Write the tokenizer, where it is another model's."""
-    if not c.get("base_model"):
-        raise RecipeError(f"{c.path}: names no model; set base_model")
-    if c.get("tokenizer_config") and c.get("tokenizer_config") != c.get("base_model"):
-        c.set("model.tokenizer", c.read("tokenizer_config", "", name), "tokenizer_config")
+def _set_texts(c: Conversion) -> None:
+    """Write the longest example, packing, and the chat template."""
+    longest, micro = c.read("sequence_len", 512), c.read("micro_batch_size", 1)
+    c.set("data.max_length", longest, "sequence_len")
+    too_long = c.read("excess_length_strategy", "drop")
+    too_long = "error" if too_long == "raise" else too_long
+    c.set("data.too_long", too_long, "excess_length_strategy")
+    if c.read("sample_packing", False) and c.get("rl") is None:
+        training.set_packing(c, longest * micro, "sample_packing")
+    if c.get("chat_template", "tokenizer_default") not in ("tokenizer_default", *TEMPLATES):
+        c.leave(
+            "chat_template",
+            "axolotl brings a template of this name; here the model's own writes the rows; use "
+            "model.chat_template = FILE.jinja for another",
+        )
 
 
-RULES: dict[str, Rule] = {
-    "base_model": Copy("model.path", read=name),
-    "revision_of_model": Copy("model.revision", read=name),
-    "tokenizer_config": By(model),
-    "output_dir": Copy("output", "./model-out", name),
-    "rl": By(objective),
-    "processor_type": By(objective),
-    "reward_model": By(objective),
-    "process_reward_model": By(objective),
-    "center_rewards_coefficient": By(objective),
-    "precompute_ref_log_probs": By(objective),
-    **dict.fromkeys(("rl_beta", "dpo_beta", "orpo_alpha", "trl.beta"), By(objective)),
-    **dict.fromkeys(("kto_desirable_weight", "kto_undesirable_weight"), By(objective)),
-    "datasets": By(data),
-    "pretraining_dataset": By(data),
-    "train_on_inputs": By(data),
-    **DATASET_RULES,
-    "chat_template": By(chat_template),
-    "chat_template_jinja": By(chat_template),
-    "sequence_len": By(packing),
-    "excess_length_strategy": By(packing),
-    "sample_packing": By(packing),
-    "max_packed_sequence_len": Named("axolotl no longer has it; use plugins.bfd_packing.capacity"),
-    "micro_batch_size": By(batch),
-    "gradient_accumulation_steps": By(batch),
-    "batch_size": By(batch),
-    "num_epochs": By(length),
-    "max_steps": By(length),
-    "learning_rate": Copy("train.learning_rate", read=real),
-    "lr_scheduler": By(schedule),
-    "lr_scheduler_kwargs": By(schedule, whole=True),
-    "cosine_min_lr_ratio": By(schedule),
-    "cosine_constant_lr_ratio": By(schedule),
-    "warmup_steps": By(warmup),
-    "warmup_ratio": By(warmup),
-    "optimizer": By(optimizer),
-    "logging_steps": Copy("train.log_every", read=whole),
-    **dict.fromkeys(("save_steps", "saves_per_epoch", "save_strategy"), By(saving)),
-    "save_total_limit": By(saving),
-    "val_set_size": By(evaluation),
-    "test_datasets": By(evaluation),
-    **dict.fromkeys(("eval_steps", "evals_per_epoch", "eval_strategy"), By(evaluation)),
-    "evaluation_strategy": Same(("no",), "axolotl no longer has it; use eval.every"),
-    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16"), By(precision)),
-    "adapter": By(lora),
-    **{f"lora_{name}": By(lora) for name in ("r", "alpha", "dropout", "target_modules")},
-    "lora_target_linear": By(lora),
-    "lora_modules_to_save": By(lora),
-    "lora_model_dir": By(lora),
-    **dict.fromkeys(("peft_use_rslora", "peft_use_dora", "loraplus_lr_ratio"), By(lora)),
-    "load_in_4bit": By(lora),
-    "load_in_8bit": By(lora),
-    "plugins": By(integrations),
-    "cut_cross_entropy": By(integrations),
-    **dict.fromkeys(("liger_fused_linear_cross_entropy", "liger_cross_entropy"), By(integrations)),
-    **dict.fromkeys(LIGER, By(integrations)),
-    "attn_implementation": By(attention),
-    **dict.fromkeys(("flash_attention", "xformers_attention", "flex_attention"), By(attention)),
-    "gradient_checkpointing": By(memory),
-    "activation_offloading": By(memory),
-    **dict.fromkeys(("wandb_project", "wandb_name"), By(trackers)),
-    **{f"use_{name}": By(trackers) for name in steps.TRACKERS},
-    "early_stopping_patience": By(stopping),
-    **dict.fromkeys(("hub_model_id", "hub_strategy"), By(push)),
-    "torch_compile": By(training_keys.compiled),
-    "group_by_length": By(training_keys.group),
-    "tf32": By(training_keys.tf32),
-    "fsdp": By(sharding),
-    **dict.fromkeys(("deepspeed", "fsdp_config"), By(sharding, whole=True)),
-    "dp_shard_size": By(sharding),
-}
-"""The keys that are converted. Functions run in this order."""
+def _set_schedule(c: Conversion) -> None:
+    """Write the schedule; a cosine may have a minimum. The warm-up is 3 % by default."""
+    training.set_schedule(c, "lr_scheduler", "cosine")
+    rate = c.read("cosine_min_lr_ratio", 0.0)
+    if rate and c.value("train.schedule") == "cosine":
+        c.set("train.schedule", "cosine_with_min_lr", "lr_scheduler")
+        c.set("train.schedule_options", {"min_lr_rate": rate}, "cosine_min_lr_ratio")
+    unset = c.get("warmup_steps", c.get("warmup_ratio")) is None
+    training.set_warmup(c, 0.03 if unset else 0.0)
+    warmup = c.lines["train.warmup"]
+    warmup.value = min(warmup.value, 100.0) if unset else warmup.value
+    warmup.value = 2.0 if warmup.value == 1 else warmup.value  # axolotl makes two of one
 
 
-def rules(c: Conversion) -> Rules:
-    """Return axolotl's table."""
-    return {**RULES, **SHARED, **OTHERS}
+def _set_saving(c: Conversion) -> None:
+    """Write the steps between checkpoints."""
+    to = "checkpoint.every"
+    strategy = c.read("save_strategy", "steps" if c.get("save_steps") else "epoch")
+    if c.get("saves_per_epoch") is not None and not c.get("save_steps"):
+        training.set_share(c, to, _share(c, "saves_per_epoch"), "saves_per_epoch")
+    elif strategy == "steps":
+        training.set_interval(c, to, c.read("save_steps", 500.0), "save_steps")
+    elif strategy == "no":
+        c.set(to, 0, "save_strategy")
+    elif strategy == "best":
+        c.set("checkpoint.keep_best", "eval_loss", "save_strategy")
+    elif c.get("save_strategy") or c.value("train.epochs") == 1:
+        training.set_each_epoch(c, to, "save_strategy")
+
+
+def _share(c: Conversion, key: str) -> float:
+    """Return the share of the run between saves or evaluations, of which an epoch has some."""
+    epochs = c.value("train.epochs") or c.read("num_epochs", 1.0)
+    return 1 / (c.read(key, 0.0) * epochs or 1)
+
+
+def _set_evaluation(c: Conversion) -> None:
+    """Write the rows that are held out, and the steps between evaluations."""
+    size, steps = c.read("val_set_size", 0.0), c.read("eval_steps", 0.0)
+    never = c.get("evals_per_epoch") == 0 and not steps
+    if size <= 0 or never or not hold_out(c, "val_set_size", size):
+        return
+    if steps:
+        training.set_interval(c, "eval.every", steps, "eval_steps")
+    elif c.get("eval_strategy") == "epoch":
+        training.set_each_epoch(c, "eval.every", "eval_strategy")
+    else:
+        training.set_share(c, "eval.every", _share(c, "evals_per_epoch"), "evals_per_epoch")
+
+
+def _set_lora(c: Conversion) -> None:
+    """Write adapters and quantization."""
+    adapter = c.get("adapter")
+    if adapter not in (None, "lora", "qlora"):
+        raise c.refuse("adapter", "plugsft trains LoRA alone; use [plugins.lora]")
+    if adapter:
+        c.copy(LORA)
+        if c.read("lora_target_linear", False):
+            c.set("plugins.lora.targets", "all-linear", "lora_target_linear")
+        else:
+            training.set_targets(c, "lora_target_modules")
+        training.set_modules_to_save(c, "lora_modules_to_save")
+    if adapter == "qlora" or c.read("load_in_4bit", False):
+        training.set_quantization(c, 4, c.first("load_in_4bit", "adapter"))
+    elif c.read("load_in_8bit", False):
+        training.set_quantization(c, 8, "load_in_8bit")
+
+
+def _set_speed(c: Conversion) -> None:
+    """Write kernels, axolotl's own plugins, and what saves memory."""
+    names = [str(name) for name in c.get("plugins", [])]
+    if not all(name.endswith(("LigerPlugin", "CutCrossEntropyPlugin")) for name in names):
+        c.leave("plugins", "a plugin of axolotl; look for one of plugsft with `plugsft plugins`")
+    if any("CutCross" in name for name in names):
+        c.set("plugins.fused_loss", {}, "plugins")
+    for key in ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy"):
+        c.enable("fused_loss", key)
+    if "plugins.lora.r" not in c.lines:
+        c.copy(LIGER)
+    training.set_attention(c, "attn_implementation")
+    for key in ("flash_attention", "xformers_attention", "flex_attention"):
+        c.enable("flash_attention", key, comment="the best kernel that can run")
+    checkpointing = c.get("gradient_checkpointing", False)
+    if checkpointing not in (False, "false"):
+        c.set("plugins.gradient_checkpointing", {}, "gradient_checkpointing")
+    if str(checkpointing).startswith("offload") or c.get("activation_offloading"):
+        key = c.first("activation_offloading", "gradient_checkpointing")
+        c.set("plugins.activation_offload", {}, key)
+    c.enable("compile", "torch_compile")
+    if not training.packs(c):
+        c.enable("length_group", "group_by_length", comment="inside each step, in random order")
+
+
+TOKENS = "the tokenizer's own is used; use model.tokenizer = FOLDER with a changed copy"
+QUANTIZED = "plugsft quantizes itself; use [plugins.quantize] on a model in bfloat16"
+NO_QAT = "no training for quantized use; use [plugins.fp8], or quantize the trained model"
+ONLINE = "for runs that generate while they train; use axolotl for these"
+EXPERTS = "use plugins.lora.experts = true"
+WATCHDOG = "a loss that is not finite stops the run; use a plugin with `logged` for a threshold"
+PROPERTY = "a message has role or from, and content or value; use these, renamed in the data"
+THOUGHTS = "thoughts are read from reasoning_content, thinking or reasoning; use one of these"
+TOOL = Tool(
+    "axolotl",
+    marks=(
+        *("base_model", "sequence_len", "micro_batch_size", "num_epochs", "adapter", "datasets"),
+        *("sample_packing", "optimizer", "lr_scheduler", "val_set_size"),
+    ),
+    convert=convert,
+    unlike={
+        **training.UNLIKE,
+        "datasets[].type": OWN_TEXT,
+        "datasets[].message_property_mappings": PROPERTY,
+        "datasets[].message_field_role": PROPERTY,
+        "datasets[].message_field_content": PROPERTY,
+        "datasets[].field_thinking": THOUGHTS,
+        "datasets[].template_thinking_key": THOUGHTS,
+        "special_tokens": TOKENS,
+        "tokenizer_use_mistral_common": "transformers' tokenizer is used; use its template",
+        "resize_token_embeddings_to_32x": "embeddings grow with model.add_tokens alone; use it",
+        "model_config": "use a copy of the model's folder with a changed config.json",
+        "unfrozen_parameters": "all weights are trained, or adapters; use modules_to_save",
+        "gptq": QUANTIZED,
+        "model_quantization_config": QUANTIZED,
+        "model_quantization_config_kwargs": QUANTIZED,
+        "quantize_moe_experts": QUANTIZED,
+        "qat": NO_QAT,
+        "ebft": ONLINE,
+        "trl": ONLINE,
+        "llama4_linearized_experts": EXPERTS,
+        "lora_target_parameters": EXPERTS,
+        "loss_watchdog_threshold": WATCHDOG,
+        "loss_watchdog_patience": WATCHDOG,
+        "context_parallel_size": "plugsft shards data and weights only; use FSDP2 or ZeRO-3",
+    },
+    usual={
+        "datasets[].message_property_mappings.role": ("role", "from"),
+        "datasets[].message_property_mappings.content": ("content", "value"),
+        "datasets[].message_field_role": ("role", "from"),
+        "datasets[].message_field_content": ("content", "value"),
+        "datasets[].train_on_eos": ("turn",),
+        "datasets[].field_thinking": ("thinking", "reasoning_content", "reasoning"),
+        "datasets[].template_thinking_key": ("thinking", "reasoning_content", "reasoning"),
+        "context_parallel_size": (1,),
+    },
+    same=(
+        *training.SAME,
+        *LORA,
+        *LIGER,
+        *("lora_target_linear", "lora_target_modules", "lora_modules_to_save", "load_in_8bit"),
+        *("save_steps", "evals_per_epoch", "eval_steps", "eval_strategy", "datasets[].roles"),
+        *("warmup_ratio", "fsdp", "dp_shard_size", "batch_size", "group_by_length"),
+        # These change speed, memory or files.
+        *("model_type", "tokenizer_type", "special_tokens.pad_token", "lora_fan_in_fan_out"),
+        *("experimental_skip_move_to_device", "skip_prepare_dataset", "datasets[].ds_type"),
+        *("eval_sample_packing", "pad_to_sequence_len", "strict", "eval_batch_size"),
+        *("fsdp_version", "experts_implementation", "use_scattermoe", "use_sonicmoe"),
+        *("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "liger_rms_norm_gated"),
+        *("use_kernels", "flex_attn_compile_kwargs", "fused_attn_kernel"),
+        *("gemma4_hybrid_attn_impl", "eot_tokens"),
+    ),
+)

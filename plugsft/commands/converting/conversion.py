@@ -1,8 +1,8 @@
-"""A configuration of another tool on its way to a recipe, and the rules of the tools' tables."""
+"""A configuration of another tool on its way to a recipe, and what a tool's tables hold."""
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...base.errors import RecipeError, reason_of
 from ...recipe.tables import short
 
-T = TypeVar("T")
+T = TypeVar("T", bool, int, float, str)
 UNKNOWN = "not known to plugsft convert; look for it in docs/other_tools.md"
 SECRET = re.compile(
     r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)tokens?$|(api|access|secret|wandb)_?keys?$"
@@ -20,46 +20,8 @@ SECRET = re.compile(
 """Keys whose values are never printed."""
 TOKEN = re.compile(r"\b(hf_\w{8,}|sk-[\w-]{8,}|wandb_v1_\w+|[0-9a-f]{40})\b")
 """Values that are secrets, whatever their key: of the hub, and of trackers."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The value goes to a key of the recipe."""
-
-    to: str
-    default: Any = None
-    """The tool's own default, which is written if the configuration leaves the key out."""
-    read: Callable[[Any], Any] | None = None
-
-
-@dataclass(frozen=True)
-class By:
-    """A function reads the key, often with others."""
-
-    function: "Callable[[Conversion], None]"
-    whole: bool = False
-    """It reads all keys below this one, too."""
-
-
-@dataclass(frozen=True)
-class Same:
-    """These values need no line in a recipe; any other value is named with the reason."""
-
-    values: tuple[Any, ...]
-    """Empty: every value, because the key changes no result."""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Named:
-    """The key is not converted; the reason ends with what to use."""
-
-    reason: str
-
-
-Rule = Copy | By | Same | Named
-Rules = Mapping[str, Rule]
-"""Key of the tool -> rule. A key stands for all keys below it: "fsdp_config"."""
+Copied = Mapping[str, tuple[str, Any]]
+"""Key -> the recipe's key, and the tool's default; a type, if without the key no line is needed."""
 
 
 @dataclass
@@ -91,51 +53,65 @@ class Conversion:
     """Ending of a file's name -> its text: files that the recipe names."""
     launcher: str = ""
     """The strategy of `plugsft launch`, where it is not ddp."""
+    read_keys: list[str] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
+    """Keys that a line of the recipe names."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a setting by its key, such as "lr_scheduler_kwargs.min_lr_rate"."""
+        """Return a setting by its key, such as "datasets[0].path"."""
+        self.read_keys.append(key)
         value: Any = self.settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        for part in re.findall(r"[^.\[\]]+", key):
+            inner = dict(enumerate(value)) if isinstance(value, list) else value
+            name = int(part) if isinstance(value, list) and part.isdigit() else part
+            value = inner.get(name) if isinstance(inner, dict) else None
         return default if value is None else value
 
     def first(self, *keys: str) -> str:
         """Return the first of several names of a setting that is set, else the first name."""
         return next((key for key in keys if self.get(key) is not None), keys[0])
 
-    def number(self, key: str, default: float) -> float:
-        """Return a number, which may be written in quotes."""
-        return self.read(key, default, number)
-
-    def whole(self, key: str, default: int) -> int:
-        """Return a whole number."""
-        return self.read(key, default, whole)
-
-    def read(self, key: str, default: Any, read: Callable[[Any], T]) -> T:
-        """Return a setting as `read` reads it; name the key if it cannot."""
+    def read(self, key: str, default: T) -> T:
+        """Return a setting in the type of its default: YAML reads 1e-5 as a text."""
         value = self.get(key, default)
         try:
-            return read(value)
+            made: T = READERS[type(default)](value)
         except (ValueError, TypeError) as error:
-            raise RecipeError(f"{self.path}: {key} = {short(value)}: {error}") from error
+            raise self.refuse(key, str(error)) from error
+        return made
 
-    def on(self, key: str, default: bool = False) -> bool:
-        """Tell whether a switch is on."""
-        return self.read(key, default, switch)
+    def names(self, key: str) -> list[str]:
+        """Return the names of a setting: a list, or a text with commas."""
+        value = self.get(key, "")
+        names = value.split(",") if isinstance(value, str) else value
+        return [str(name).strip() for name in names if str(name).strip()]
 
     def set(self, to: str, value: Any, *keys: str, comment: str = "") -> None:
         """Write a line of the recipe, with the settings that it comes from as its comment."""
         origins = [f"{key}: {_spell(self.get(key))}" for key in keys if self.get(key) is not None]
         if keys and not origins:
             origins = [f"{self.tool}'s default"]
+        self.written.update(keys)
         self.lines[to] = Line(value, "; ".join([*origins, *filter(None, [comment])]))
 
-    def plugin(self, table: str, /, *keys: str, comment: str = "", **options: Any) -> None:
-        """Write a plugin's table."""
-        if not options:
-            self.set(f"plugins.{table}", {}, *keys, comment=comment)
-        for option, value in options.items():
-            self.set(f"plugins.{table}.{option}", value, *keys, comment=comment)
+    def copy(self, table: Copied) -> None:
+        """Write the lines of keys that mean the same in both tools."""
+        for key, (to, default) in table.items():
+            if isinstance(default, type):
+                value = self.read(key, default())
+                if value:
+                    self.set(to, value, key)
+            else:
+                self.set(to, self.read(key, default), key)
+
+    def enable(self, plugin: str, key: str, default: bool = False, comment: str = "") -> None:
+        """Write a plugin's table if a switch is on."""
+        if self.read(key, default):
+            self.set(f"plugins.{plugin}", {}, key, comment=comment)
+
+    def value(self, to: str) -> Any:
+        """Return what a line of the recipe holds so far, or None."""
+        return self.lines[to].value if to in self.lines else None
 
     def leave(self, key: str, reason: str) -> None:
         """Name a key that is not converted."""
@@ -145,39 +121,79 @@ class Conversion:
         """Return the error for a run that plugsft cannot do."""
         return RecipeError(f"{self.path}: {key} = {short(self.get(key))}: {reason}")
 
-    def names(self, key: str) -> bool:
-        """Tell whether a comment or a remark names a key."""
-        texts = [*(line.comment for line in self.lines.values()), *self.left, *self.remarks]
-        return key in self.left or any(re.search(rf"\b{key}\b", text) for text in texts)
-
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Yield all keys with a value: ("datasets[0].path", "chats.jsonl")."""
-        yield from flat(self.settings)
-
     def shown(self, key: str) -> str:
         """Return a key's value as the report shows it."""
-        value = dict(self.items()).get(key)
+        value = dict(flat(self.settings)).get(key)
         if any(SECRET.search(part) for part in re.split(r"[.\[\]]", key)):
             return "..."
         return "{...}" if value is None else TOKEN.sub("...", short(value))
 
 
+@dataclass(frozen=True)
+class Tool:
+    """A tool's keys: those that take thought, and the tables of all others.
+
+    A key of a table stands for all keys below it: "fsdp_config".
+    """
+
+    name: str
+    marks: Collection[str]
+    """Keys that tell it from the other tools."""
+    convert: Callable[[Conversion], None]
+    """Writes the lines of the recipe; what it reads is converted, or left with a reason."""
+    unlike: Mapping[str, str]
+    """Key -> why it is not converted, and what to use, unless it is false or 0."""
+    usual: Mapping[str, tuple[Any, ...]]
+    """Key -> the values that need no line."""
+    same: Collection[str]
+    """Keys that need no line: they change no result, or belong to a part that is off."""
+
+    def apply(self, c: Conversion) -> None:
+        """Convert all settings; name those that have no meaning in a recipe."""
+        try:
+            self.convert(c)
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            key = c.read_keys[-1]
+            raise c.refuse(
+                key, f"not a value that {c.tool} takes ({reason_of(error)}); correct it"
+            ) from error
+        for key, value in flat(c.settings):
+            if key in c.left:
+                continue
+            reason = "" if key in c.read_keys else self._reason(key, value)
+            if reason:
+                c.leave(key, reason)
+            elif key not in c.written and not {*"[."} & {*key}:
+                c.same.append(key)
+
+    def _reason(self, key: str, value: Any) -> str:
+        """Return why a key is not converted, by the nearest key above it that is in a table."""
+        name = re.sub(r"\[\d+\]", "[]", key)
+        while name:
+            if name in self.same or value in self.usual.get(name, ()):
+                return ""
+            if name in self.unlike:
+                return self.unlike[name] if value else ""
+            name = name.removesuffix("[]") if name.endswith("[]") else name.rpartition(".")[0]
+        return UNKNOWN
+
+
 def number(value: Any) -> float:
-    """Read a number; YAML reads 1e-5 as a text. Keep whole numbers whole."""
+    """Read a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("it should be a number")
     read = float(value)
     if not math.isfinite(read):
         raise ValueError("it should be a finite number")
-    return int(read) if read.is_integer() and abs(read) < 2**53 else read
+    return read
 
 
 def whole(value: Any) -> int:
     """Read a whole number."""
     read = number(value)
-    if not isinstance(read, int):
+    if not read.is_integer():
         raise ValueError("it should be a whole number")
-    return read
+    return int(read)
 
 
 def switch(value: Any) -> bool:
@@ -187,24 +203,14 @@ def switch(value: Any) -> bool:
     return value in (True, "true", "True", "auto")
 
 
-def share(value: Any) -> float:
-    """Read a share of the run."""
-    read = number(value)
-    if not 0 <= read < 1:
-        raise ValueError("it should be a share: at least 0, and less than 1")
-    return read
-
-
 def name(value: Any) -> str:
-    """Read a name, which YAML may take for a number."""
+    """Read a name, which YAML may take for a number, or "no" for false."""
     if not isinstance(value, str | int | float):
         raise ValueError("it should be a text")
-    return str(value)
+    return "no" if value is False else str(value)
 
 
-def real(value: Any) -> float:
-    """Read a number that the recipe writes with a point."""
-    return float(number(value))
+READERS: dict[type, Callable[[Any], Any]] = {bool: switch, int: whole, float: number, str: name}
 
 
 def printable(text: str) -> str:
@@ -213,7 +219,7 @@ def printable(text: str) -> str:
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of nested settings, without empty ones."""
+    """Yield the keys and values of nested settings, without empty ones: "datasets[0].path"."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from flat(inner, f"{key}.{name}" if key else str(name))
@@ -222,60 +228,6 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(inner, f"{key}[{index}]")
     elif value is not None and value not in ([], {}, ""):
         yield key, value
-
-
-def rule_of(key: str, rules: Rules) -> Rule | None:
-    """Return the rule of a key, or of the nearest key above it."""
-    name = re.sub(r"\[\d+\]", "[]", key)
-    while name and name not in rules:
-        name = name.removesuffix("[]") if name.endswith("[]") else name.rpartition(".")[0]
-    return rules.get(name)
-
-
-def _is_below(key: str, rules: Rules) -> bool:
-    """Tell whether the rule of a key is one of a key above it."""
-    return re.sub(r"\[\d+\]", "[]", key) not in rules
-
-
-def apply(rules: Rules, conversion: Conversion) -> None:
-    """Convert all settings; name those that have no meaning in a recipe."""
-    for function in dict.fromkeys(rule.function for rule in rules.values() if isinstance(rule, By)):
-        try:
-            function(conversion)
-        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-            keys = [
-                key for key, rule in rules.items() if rule in (By(function), By(function, True))
-            ]
-            names = ", ".join(key for key in keys if conversion.get(key) is not None)
-            raise RecipeError(
-                f"{conversion.path}: {names}: not values that {conversion.tool} takes "
-                f"({reason_of(error)}); correct them"
-            ) from error
-    for key, rule in rules.items():
-        if isinstance(rule, Copy):
-            _copy(key, rule, conversion)
-    for key, value in conversion.items():
-        match rule_of(key, rules):
-            case None:
-                conversion.leave(key, UNKNOWN)
-            case Named(reason):
-                conversion.leave(key, reason)
-            case Same(values, reason) if values and value not in values:
-                conversion.leave(key, reason)
-            case Same():
-                conversion.same.append(key)
-            case By(whole=False) if _is_below(key, rules):
-                conversion.leave(key, UNKNOWN)
-            case By() if not ({"[", "."} & {*key} or conversion.names(key)):
-                conversion.same.append(key)
-
-
-def _copy(key: str, rule: Copy, conversion: Conversion) -> None:
-    if conversion.get(key, rule.default) is None:
-        return
-    read = conversion.read(key, rule.default, rule.read or (lambda value: value))
-    if read is not None:
-        conversion.set(rule.to, read, key)
 
 
 def _spell(value: Any) -> str:

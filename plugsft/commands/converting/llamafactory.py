@@ -1,254 +1,245 @@
-"""LLaMA-Factory's keys."""
+"""LLaMA-Factory's keys, and its data sets: dataset_info.json, which lies in dataset_dir."""
 
-from ...base.errors import RecipeError
-from . import lora_settings, steps
-from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name
-from .llamafactory_data import data, names_of
-from .shared_rules import LOSS, PARALLEL, SPEED
-from .training_keys import TRAINING, revision, workers
+from pathlib import Path
+from typing import Any
 
-LOSSES = {name: name for name in ("sigmoid", "hinge", "ipo", "orpo", "simpo")}
-STAGES = ("sft", "pt", "rm", "dpo", "kto")
+from ...base.errors import RecipeError, reason_of
+from ...base.limits import read_json_object
+from . import trainer, training
+from .conversion import Conversion, Copied, Tool
+from .sources import CONFIG, count_rows, hold_out, part, set_sources
+
+INFO = "dataset_info.json"
+COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "system": "system",
+    "tools": "tools",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "kto_tag": "label",
+}
+"""Column in dataset_info.json -> plugsft's column."""
+CHATS = ("messages", "conversations", "conversation")
+"""Columns that plugsft reads as chats."""
+TAGS = {
+    "role_tag": ("role", "from"),
+    "content_tag": ("content", "value"),
+    "user_tag": ("user", "human"),
+    "assistant_tag": ("assistant", "gpt", "model"),
+    "observation_tag": ("tool", "observation", "function_response"),
+    "function_tag": ("function_call", "tool_call"),
+    "system_tag": ("system",),
+}
+"""Tag -> the names that plugsft reads."""
+DPO: Copied = {
+    "pref_loss": ("plugins.dpo.loss", "sigmoid"),
+    "pref_beta": ("plugins.dpo.beta", 0.1),
+    "pref_ftx": ("plugins.dpo.nll", float),
+    "dpo_label_smoothing": ("plugins.dpo.label_smoothing", float),
+    "simpo_gamma": ("plugins.dpo.gamma", float),
+    "ref_model": ("plugins.dpo.reference", str),
+}
+KTO: Copied = {
+    "pref_beta": ("plugins.kto.beta", 0.1),
+    "kto_chosen_weight": ("plugins.kto.desirable_weight", 1.0),
+    "kto_rejected_weight": ("plugins.kto.undesirable_weight", 1.0),
+}
+LORA: Copied = {
+    "lora_dropout": ("plugins.lora.dropout", 0.0),
+    "use_rslora": ("plugins.lora.rslora", bool),
+    "use_dora": ("plugins.lora.dora", bool),
+    "loraplus_lr_ratio": ("plugins.lora.lr_ratio", float),
+    "adapter_name_or_path": ("plugins.lora.adapter", str),
+}
 
 
-def stage(c: Conversion) -> None:
-    """Refuse runs that plugsft cannot do; write the objective."""
-    name = c.get("stage", "sft")
-    if c.get("export_dir") and not c.get("dataset"):
+def convert(c: Conversion) -> None:
+    """Write the recipe."""
+    stage, kind = c.read("stage", "sft"), c.read("finetuning_type", "lora")
+    if c.settings.get("export_dir") and not c.get("dataset"):
         raise c.refuse("export_dir", "merges adapters; use `plugsft export MODEL --merge --to OUT`")
-    if name not in STAGES:
-        raise c.refuse(
-            "stage",
-            "plugsft trains on rows, and generates none while it trains; use "
-            "LLaMA-Factory for this run",
-        )
-    kind = c.get("finetuning_type", "lora")
+    if stage not in ("sft", "pt", "rm", "dpo", "kto"):
+        reason = "plugsft trains on rows, and generates none while it trains; use LLaMA-Factory"
+        raise c.refuse("stage", reason)
     if kind not in ("lora", "full"):
         raise c.refuse("finetuning_type", "plugsft trains all weights or LoRA; use one of them")
-    if name == "dpo":
-        _preferences(c)
-    elif name == "kto":
-        c.plugin("kto", "pref_beta", beta=float(c.number("pref_beta", 0.1)))
-        for ours, theirs in (("desirable", "chosen"), ("undesirable", "rejected")):
-            key = f"kto_{theirs}_weight"
-            c.set(f"plugins.kto.{ours}_weight", float(c.number(key, 1.0)), key)
-    elif name == "rm":
-        c.plugin("reward", "stage")
+    if not c.get("model_name_or_path"):
+        raise RecipeError(f"{c.path}: names no model; set model_name_or_path")
+    if stage == "rm":
+        c.set("plugins.reward", {}, "stage")
+    else:
+        c.copy({"dpo": DPO, "kto": KTO}.get(stage, {}))
+    _set_data(c)
+    _set_texts(c)
+    if kind == "lora":
+        _set_lora(c)
+    if c.get("quantization_bit"):
+        training.set_quantization(c, c.read("quantization_bit", 4), "quantization_bit")
+    trainer.set_training(c, 5e-5)
+    if c.read("pure_bf16", False):
+        c.set("model.dtype", "bfloat16", "pure_bf16")
+        if kind == "full":
+            c.set("model.weights", "bfloat16", "pure_bf16")
+    if not c.read("disable_gradient_checkpointing", False):
+        c.set("plugins.gradient_checkpointing", {}, "disable_gradient_checkpointing")
+    keys = ("add_tokens", "add_special_tokens")
+    if names := [name for key in keys for name in c.names(key)]:
+        c.set("model.add_tokens", names, *keys)
+    c.copy({"early_stopping_steps": ("plugins.early_stopping.patience", int)})
 
 
-def _preferences(c: Conversion) -> None:
-    loss = str(c.get("pref_loss", "sigmoid"))
-    if loss not in LOSSES:
-        raise c.refuse("pref_loss", f"plugsft has no such loss; use {', '.join(LOSSES)}")
-    c.plugin("dpo", "pref_loss", loss=LOSSES[loss])
-    c.set("plugins.dpo.beta", float(c.number("pref_beta", 0.1)), "pref_beta")
-    if loss == "simpo":
-        c.set("plugins.dpo.gamma", float(c.number("simpo_gamma", 0.5)), "simpo_gamma")
-    if c.number("dpo_label_smoothing", 0):
-        smoothing = float(c.number("dpo_label_smoothing", 0))
-        c.set("plugins.dpo.label_smoothing", smoothing, "dpo_label_smoothing")
-    if c.number("pref_ftx", 0):
-        c.set("plugins.dpo.nll", float(c.number("pref_ftx", 0)), "pref_ftx")
-
-
-def texts(c: Conversion) -> None:
+def _set_texts(c: Conversion) -> None:
     """Write the longest example, packing, and the tokens that are trained."""
-    longest = c.whole("cutoff_len", 2048)
+    longest, plain = c.read("cutoff_len", 2048), c.get("stage") == "pt"
     c.set("data.max_length", longest, "cutoff_len", comment="longer ones are cut at their end")
-    plain = c.get("stage", "sft") == "pt"
-    if c.on("packing", default=plain) or c.on("neat_packing"):
-        steps.set_packing(c, longest, "neat_packing", "packing")
-        if not c.on("neat_packing"):
+    neat = c.read("neat_packing", False)
+    if neat or c.read("packing", plain):
+        training.set_packing(c, longest, "neat_packing", "packing")
+        if not neat:
             c.remarks.append(
                 "packed examples attend to themselves alone, as with neat_packing: true; with "
                 "packing alone, LLaMA-Factory lets them attend to each other"
             )
-    if plain or c.on("train_on_prompt"):
+    if plain or c.read("train_on_prompt", False):
         c.set("data.train_on", "all", "train_on_prompt", comment="every token")
-    elif c.on("mask_history"):
+    elif c.read("mask_history", False):
         c.set("data.train_on", "last", "mask_history")
     else:
         c.set("data.train_on", "assistant", "train_on_prompt", comment="every answer")
 
 
-def lora(c: Conversion) -> None:
-    """Write adapters and quantization."""
-    adapters = c.get("finetuning_type", "lora") == "lora"
-    if adapters:
-        _adapters(c)
-    if c.get("quantization_bit"):
-        bits = c.whole("quantization_bit", 0)
-        lora_settings.set_quantization(c, bits, adapters, "quantization_bit")
+def _set_lora(c: Conversion) -> None:
+    """Write adapters; alpha is twice the rank by default."""
+    rank = c.read("lora_rank", 8)
+    c.copy({"lora_rank": ("plugins.lora.r", 8), "lora_alpha": ("plugins.lora.alpha", 2 * rank)})
+    c.copy(LORA)
+    if c.get("stage") in ("dpo", "kto"):
+        c.set("plugins.lora.dropout", 0.0, "lora_dropout")
+    training.set_targets(c, "lora_target", ["all"])
+    training.set_modules_to_save(c, "additional_target")
 
 
-def _adapters(c: Conversion) -> None:
-    r = c.whole("lora_rank", 8)
-    c.set("plugins.lora.r", r, "lora_rank")
-    alpha = c.whole("lora_alpha", 2 * r)
-    c.set("plugins.lora.alpha", alpha, "lora_alpha")
-    dropout = 0.0 if c.get("stage") in ("dpo", "kto") else float(c.number("lora_dropout", 0.0))
-    c.set("plugins.lora.dropout", dropout, "lora_dropout")
-    targets = names_of(c, "lora_target", "all")
-    targets = ["all-linear"] if targets == ["all"] else targets
-    lora_settings.set_targets(c, targets, "lora_target")
-    if c.get("additional_target"):
-        extra = names_of(c, "additional_target")
-        c.set("plugins.lora.modules_to_save", extra, "additional_target")
-    lora_settings.set_variants(c, "use_rslora", "use_dora")
-    lora_settings.set_loraplus(c)
-    lora_settings.set_adapter(c, "adapter_name_or_path")
+def _set_data(c: Conversion) -> None:
+    """Write the sources, their columns, and the rows of evaluations."""
+    names, tests = c.names("dataset"), c.names("eval_dataset")
+    if not names:
+        raise RecipeError(f"{c.path}: names no data set to train on; set dataset")
+    folder, info = _read_info(c)
+    unknown = [name for name in names if name not in info]
+    if info and unknown:
+        raise RecipeError(f"{c.path}: {INFO} of {folder} has no data set '{unknown[0]}'; add it")
+    if not info:
+        c.leave(
+            "dataset",
+            f"there is no {INFO} in {folder}, so file and columns are guesses; use data.source "
+            "and [data.columns], or convert again where that file is",
+        )
+    entries = {name: info.get(name, {}) for name in (*names, *tests)}
+    sources = {name: _source(c, name, entry, folder) for name, entry in entries.items()}
+    set_sources(c, [sources[name] for name in names], "dataset")
+    _set_columns(c, [entries[name] for name in names if info])
+    if tests:
+        for key, value in sources[tests[0]].items():
+            c.set(f"eval.{key}", value, "eval_dataset")
+        if len(tests) > 1:
+            c.leave("eval_dataset", "evaluations read one source; use one file for all")
+    elif c.read("val_size", 0.0):
+        hold_out(c, "val_size", c.read("val_size", 0.0))
 
 
-def memory(c: Conversion) -> None:
-    """Write gradient checkpointing, which is on by default."""
-    if not c.on("disable_gradient_checkpointing"):
-        c.plugin("gradient_checkpointing", "disable_gradient_checkpointing")
-    else:
-        c.lines.pop("plugins.gradient_checkpointing", None)
+def _read_info(c: Conversion) -> tuple[Path, dict[str, Any]]:
+    """Return dataset_dir and what its dataset_info.json holds: from here, or from the file's."""
+    named = c.read("dataset_dir", "data")
+    folders = [Path(named), *(parent / named for parent in c.path.absolute().parents[:4])]
+    folder = next((folder for folder in folders if (folder / INFO).is_file()), None)
+    if folder is None:
+        return Path(named), {}
+    try:
+        return folder, read_json_object(folder / INFO)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{folder / INFO}: {reason_of(error)}; correct it") from error
 
 
-def weights(c: Conversion) -> None:
-    """Write bfloat16 weights, if all are to be stored so."""
-    if c.on("pure_bf16"):
-        c.set("model.dtype", "bfloat16", "pure_bf16")
-        if c.get("finetuning_type", "lora") == "full":
-            c.set("model.weights", "bfloat16", "pure_bf16")
+def _source(c: Conversion, name: str, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return one source, cut at max_samples."""
+    if {"images", "videos", "audios"} & entry.get("columns", {}).keys():
+        raise c.refuse(
+            "dataset", "plugsft trains on texts, not on images or sounds; use LLaMA-Factory"
+        )
+    if entry.get("subset"):
+        c.leave("dataset", CONFIG)
+    for tag, value in entry.get("tags", {}).items():
+        if value not in TAGS.get(tag, ()):
+            c.leave(
+                "dataset", f"{tag} {value}: use one of {TAGS.get(tag, ())}, renamed in the data"
+            )
+    hub = entry.get("hf_hub_url")
+    place = str(hub or folder / entry.get("file_name", f"{name}.json"))
+    split, limit = entry.get("split", "train"), c.read("max_samples", 0) or entry.get("num_samples")
+    rows = None if hub else count_rows(Path(place))
+    if limit and (rows is None or rows > limit):
+        split += f"[:{limit}]"
+    return part(place, split)
 
 
-def tokens(c: Conversion) -> None:
-    """Write the tokens that are added."""
-    keys = ("add_tokens", "add_special_tokens")
-    if names := [name for key in keys for name in names_of(c, key)]:
-        c.set("model.add_tokens", names, *keys)
+def _set_columns(c: Conversion, entries: list[dict[str, Any]]) -> None:
+    """Write data.columns; they are the same for all sources."""
+    renamed: dict[str, str] = {}
+    for entry in entries:
+        columns = {"messages": "conversations", **entry.get("columns", {})}
+        chats = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
+        names = {COLUMNS[key]: name for key, name in columns.items() if key in COLUMNS}
+        if chats and columns["messages"] not in CHATS:
+            names["messages"] = columns["messages"]
+        if entry.get("ranking"):
+            names["prompt"] = columns["messages"] if chats else columns.get("prompt", "instruction")
+            names.pop("instruction", None)
+            if not chats:
+                c.leave(
+                    "dataset",
+                    "LLaMA-Factory writes texts to compare as chats, and plugsft as they are; use "
+                    "messages in the columns prompt, chosen and rejected",
+                )
+        for ours, theirs in names.items():
+            if renamed.setdefault(ours, theirs) != theirs:
+                c.leave("dataset", f"the sources name '{ours}' differently; rename it in the data")
+    columns = {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
+    if columns:
+        c.set("data.columns", columns, comment=f"columns of {INFO}")
 
 
-def model(c: Conversion) -> None:
-    """Refuse a configuration without a model."""
-    if not c.get("model_name_or_path"):
-        raise RecipeError(f"{c.path}: names no model; set model_name_or_path")
-
-
-def stopping(c: Conversion) -> None:
-    """Write early stopping."""
-    if c.get("early_stopping_steps"):
-        patience = c.whole("early_stopping_steps", 0)
-        c.plugin("early_stopping", "early_stopping_steps", patience=patience)
-
-
-TEMPLATE = Named(
-    "LLaMA-Factory brings a template of this name; here the model's own writes the rows; use "
-    "model.chat_template = FILE.jinja for another, and `plugsft inspect` to see it"
+MEDIA = "for images and videos, which plugsft does not read; use LLaMA-Factory for these"
+KT = "plugsft computes experts on the GPU alone; use plugins.lora.experts"
+EXPORT = "use `plugsft export MODEL --merge --to OUT`"
+TOOL = Tool(
+    "LLaMA-Factory",
+    marks=(
+        *("finetuning_type", "stage", "template", "cutoff_len", "dataset", "dataset_dir"),
+        *("lora_rank", "lora_target", "preprocessing_num_workers", "overwrite_cache", "plot_loss"),
+    ),
+    convert=convert,
+    unlike={
+        **trainer.UNLIKE,
+        "template": "LLaMA-Factory brings a template of this name; here the model's own writes the "
+        "rows; use model.chat_template = FILE.jinja for another, and `plugsft inspect` to see it",
+        "image_max_pixels": MEDIA,
+        "video_max_pixels": MEDIA,
+        "use_kt": KT,
+        "oft_block_size": "for OFT; use [plugins.lora]",
+        "oft_target": "for OFT; use [plugins.lora]",
+        "export_dir": EXPORT,
+        "export_size": EXPORT,
+        "export_device": EXPORT,
+    },
+    usual=trainer.USUAL,
+    same=(
+        *trainer.SAME,
+        *LORA,
+        *("lora_rank", "lora_alpha", "lora_target", "additional_target"),
+        *("pref_loss", "pref_beta", "pref_ftx", "packing"),
+        *("overwrite_cache", "use_v1_kernels", "infer_backend", "export_legacy_format"),
+    ),
 )
-MEDIA = Named("for images and videos, which plugsft does not read; use LLaMA-Factory for these")
-OPTIMIZER = Named(
-    "plugsft has no such optimizer, and trains with AdamW; use "
-    "[plugins.torch_optimizer], or a plugin of your own"
-)
-EXPORT = Named("use `plugsft export MODEL --merge --to OUT`")
-KT = Named("plugsft computes experts on the GPU alone; use plugins.lora.experts")
-RULES: dict[str, Rule] = {
-    "model_name_or_path": Copy("model.path", read=name),
-    "model_revision": Copy("model.revision", read=revision),
-    "stage": By(stage),
-    "finetuning_type": By(stage),
-    **dict.fromkeys(
-        ("pref_loss", "pref_beta", "pref_ftx", "simpo_gamma", "dpo_label_smoothing"), By(stage)
-    ),
-    **dict.fromkeys(("kto_chosen_weight", "kto_rejected_weight"), By(stage)),
-    **dict.fromkeys(
-        ("dataset", "dataset_dir", "eval_dataset", "val_size", "max_samples"), By(data)
-    ),
-    **dict.fromkeys(("cutoff_len", "packing", "neat_packing"), By(texts)),
-    **dict.fromkeys(("train_on_prompt", "mask_history"), By(texts)),
-    "use_packed_sequences": Same((False,), "use packing: true"),
-    "preprocessing_num_workers": By(workers("preprocessing_num_workers")),
-    **{f"lora_{name}": By(lora) for name in ("rank", "alpha", "dropout", "target")},
-    **dict.fromkeys(("additional_target", "use_rslora", "use_dora"), By(lora)),
-    **dict.fromkeys(("loraplus_lr_ratio", "adapter_name_or_path", "quantization_bit"), By(lora)),
-    "pissa_init": Same((False,), "adapters start from zero; use LLaMA-Factory for PiSSA"),
-    "pissa_iter": SPEED,
-    "pissa_convert": SPEED,
-    "quantization_method": Same(("bnb", "bitsandbytes"), "use [plugins.quantize]"),
-    "quantization_type": Same(("nf4",), 'use kind = "nf4"'),
-    "double_quantization": Same((True,), "scales are quantized, too; use the default"),
-    **TRAINING,
-    "disable_gradient_checkpointing": By(memory),
-    "pure_bf16": By(weights),
-    "add_tokens": By(tokens),
-    "add_special_tokens": By(tokens),
-    "early_stopping_steps": By(stopping),
-    "template": TEMPLATE,
-    "default_system": Named("add a system message to the rows; use the data, or a template"),
-    "tool_format": Named("the model's chat template writes calls; use model.chat_template"),
-    "enable_thinking": Named("use data.template_kwargs = { enable_thinking = false }"),
-    "ref_model": Copy("plugins.dpo.reference", read=name),
-    **dict.fromkeys(
-        (
-            *("overwrite_cache", "preprocessing_batch_size", "use_reentrant_gc", "use_v1_kernels"),
-            *("use_fast_tokenizer", "low_cpu_mem_usage", "use_unsloth", "use_unsloth_gc"),
-            *("resize_vocab", "include_effective_tokens_per_second", "print_param_status"),
-            *("overlap_param_gather", "overlap_grad_reduce", "bias_activation_fusion"),
-            *("apply_rope_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type"),
-            *("recompute_granularity", "use_distributed_optimizer", "export_hf_on_finish"),
-            *("infer_backend", "infer_dtype", "cache_dir", "data_shared_file_system"),
-        ),
-        SPEED,
-    ),
-    "mixed_precision": Same(("bf16_mixed",), 'use model.dtype = "bfloat16"'),
-    **dict.fromkeys(
-        (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-            *("expert_model_parallel_size", "context_parallel_size"),
-        ),
-        Same((1,), PARALLEL),
-    ),
-    "sequence_parallel": Same((False,), PARALLEL),
-    "tokenized_path": Named("use data.tokens = FOLDER of `plugsft prepare`"),
-    "streaming": Same((False,), "rows are read once and kept as tokens; use `plugsft prepare`"),
-    "mix_strategy": Same(("concat",), "use the weight of each of [[data.sources]]"),
-    "do_predict": Named("use `plugsft chat`, or [plugins.samples] while it trains"),
-    "predict_with_generate": Named("use [plugins.samples], which writes answers while it trains"),
-    "disable_shuffling": Same((False,), "use a plugin with `order_examples`"),
-    "rope_scaling": Named("use a copy of the model's folder with a changed config.json"),
-    "moe_aux_loss_coef": Named("use [plugins.router_loss] weight; it counts per example"),
-    "ray_num_workers": Named("use `plugsft launch RECIPE --ranks N`"),
-    "fp8": Named("it rounds otherwise; use [plugins.fp8] with [plugins.compile]"),
-    "fp8_backend": Named("use [plugins.fp8], which has torchao's kernels"),
-    "fp8_enable_fsdp_float8_all_gather": Same(
-        (False,), "weights move in bfloat16; use [plugins.fp8]"
-    ),
-    **dict.fromkeys(("image_max_pixels", "image_min_pixels", "video_max_pixels"), MEDIA),
-    **dict.fromkeys(("video_min_pixels", "video_fps", "video_maxlen", "media_dir"), MEDIA),
-    **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector"), MEDIA),
-    "freeze_language_model": Same((False,), MEDIA.reason),
-    **dict.fromkeys(
-        (
-            *("use_galore", "galore_layerwise", "galore_target", "galore_rank", "galore_scale"),
-            *("use_apollo", "apollo_layerwise", "apollo_target", "apollo_rank", "apollo_scale"),
-            *("apollo_scale_type", "use_adam_mini", "use_muon", "use_badam", "badam_mode"),
-            *("badam_switch_mode", "badam_switch_interval", "badam_verbose"),
-        ),
-        OPTIMIZER,
-    ),
-    **dict.fromkeys(("use_dft_loss", "use_asft_loss", "asft_alpha", "use_eaft_loss"), LOSS),
-    **dict.fromkeys(
-        ("oft_block_size", "oft_target", "oft_rank"), Named("for OFT; use [plugins.lora]")
-    ),
-    **dict.fromkeys(
-        ("freeze_trainable_layers", "freeze_trainable_modules", "use_llama_pro"),
-        Named("plugsft trains all layers, or adapters; use [plugins.lora]"),
-    ),
-    "mixture_of_depths": Named("use a copy of the model that has it"),
-    "use_kt": KT,
-    "kt_config": KT,
-    **dict.fromkeys(("kt_cpu_activation", "kt_weight_path", "kt_non_expert_weight_path"), KT),
-    **{f"export_{name}": EXPORT for name in ("dir", "size", "device", "legacy_format")},
-    "export_quantization_bit": Named("use a server's own quantization: see docs/serving.md"),
-    "export_quantization_dataset": Named("use a server's own quantization: see docs/serving.md"),
-}
-"""LLaMA-Factory's table. Functions run in its order."""
-
-
-def rules(c: Conversion) -> Rules:
-    """Return LLaMA-Factory's table."""
-    return RULES

@@ -1,56 +1,161 @@
 """TRL's keys: `trl sft`, `trl dpo`, `trl kto` and `trl reward`, and alignment-handbook's."""
 
-from . import lora_settings, sources, steps
-from .conversion import By, Conversion, Copy, Named, Rule, Rules, Same, name, real
-from .shared_rules import SPEED
-from .training_keys import TRAINING, revision, workers
-from .trl_data import data
-from .trl_trainers import RATES, objective
+from typing import Any
+
+from ...base.errors import RecipeError
+from . import trainer, training
+from .conversion import Conversion, Copied, Tool
+from .sources import CONFIG, first_row, hold_out, part, set_sources
+
+RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}
+"""Trainer -> TRL's default learning rate."""
+LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "sigmoid_norm": "length_normalized"}
+"""Loss of `trl dpo` -> that of [plugins.dpo]."""
+OF_KTO = ("kto", "apo_zero_unpaired")
+MARKS = {
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "dpo": ("beta", "loss_type", "precompute_ref_log_probs", "max_prompt_length"),
+}
+"""Trainer -> the keys that only it has, or `trl dpo` at last."""
+ONLINE = ("num_generations", "reward_funcs", "max_completion_length", "use_vllm")
+"""Keys of trainers that generate while they train."""
+KTO: Copied = {
+    "loss_type": ("plugins.kto.loss", "kto"),
+    "beta": ("plugins.kto.beta", 0.1),
+    "desirable_weight": ("plugins.kto.desirable_weight", 1.0),
+    "undesirable_weight": ("plugins.kto.undesirable_weight", 1.0),
+}
+LORA: Copied = {
+    "lora_r": ("plugins.lora.r", 16),
+    "lora_alpha": ("plugins.lora.alpha", 32),
+    "lora_dropout": ("plugins.lora.dropout", 0.05),
+    "use_rslora": ("plugins.lora.rslora", bool),
+    "use_dora": ("plugins.lora.dora", bool),
+}
 
 
-def texts(c: Conversion) -> None:
-    """Write the longest example, packing, and the tokens that are trained."""
+def choose_trainer(c: Conversion, named: str) -> None:
+    """Choose the trainer: the one named, or that of its keys."""
+    online = next((key for key in ONLINE if c.settings.get(key) is not None), "")
+    if online or named in ("grpo", "rloo", "distillation"):
+        raise RecipeError(
+            f"{c.path}: {online or 'the command'}: plugsft trains on rows, and generates none "
+            "while it trains (PPO, GRPO, RLOO, distillation); use TRL for this run"
+        )
+    given = {key for key, value in c.settings.items() if value is not None}
+    marked = (name for name, keys in MARKS.items() if given & {*keys})
+    kto = c.settings.get("loss_type") in OF_KTO
+    c.trainer = named or ("kto" if kto else next(marked, "sft"))
+    if not named:
+        c.remarks.append(f"read as a configuration of `trl {c.trainer}`; --trainer names another")
+
+
+def convert(c: Conversion) -> None:
+    """Write the recipe."""
+    _set_data(c)
+    _set_texts(c)
+    _set_objective(c)
+    if c.read("use_peft", False):
+        _set_lora(c)
+    for bits in (4, 8):
+        if c.read(f"load_in_{bits}bit", False):
+            training.set_quantization(c, bits, f"load_in_{bits}bit")
+    trainer.set_training(c, RATES[c.trainer])
+    c.enable("gradient_checkpointing", "gradient_checkpointing", default=True)
+    c.enable("activation_offload", "activation_offloading")
+    key = c.first("dtype", "torch_dtype")
+    if c.get(key) == "float16":
+        c.leave(key, 'weights stay in float32; use model.dtype = "float16" to compute in float16')
+    elif c.get(key) in ("bfloat16", "auto") and "plugins.lora.r" not in c.lines:
+        c.remarks.append(
+            f"{key}: {c.get(key)}: plugsft stores trained weights in float32, which loses no small "
+            'steps and takes 16 bytes a weight; model.weights = "bfloat16" stores them as TRL does'
+        )
+
+
+def _set_data(c: Conversion) -> None:
+    """Write the sources: one name, a mixture, or alignment-handbook's mixer."""
+    mixture = c.first("dataset_mixture.datasets", "datasets")
+    split = next((name for name in c.get("dataset_splits", []) if "train" in name), "train")
+    shares = c.get("dataset_mixer", {})
+    if c.get(mixture):
+        places = [f"{mixture}[{index}]" for index in range(len(c.get(mixture)))]
+        set_sources(c, [source for place in places for source in _sources(c, place)], mixture)
+    elif shares:
+        parts = [part(name, split, float(share)) for name, share in shares.items()]
+        set_sources(c, parts, "dataset_mixer")
+    elif c.get("dataset_name"):
+        set_sources(c, [part(c.get("dataset_name"), c.get("dataset_train_split"))], "dataset_name")
+    else:
+        raise RecipeError(f"{c.path}: names no data; set dataset_name or datasets")
+    if c.get("dataset_config", "default") != "default":
+        c.leave("dataset_config", CONFIG)
+    if c.read(trainer.evaluation_key(c), "no") != "no":
+        _hold_out(c)
+
+
+def _sources(c: Conversion, place: str) -> list[dict[str, Any]]:
+    for key in (f"{place}.config", f"{place}.name"):
+        if c.get(key, "default") != "default":
+            c.leave(key, CONFIG)
+    path, weight = c.get(f"{place}.path") or c.get(f"{place}.id"), c.read(f"{place}.weight", 1.0)
+    files = c.get(f"{place}.data_files", path)
+    split = c.get(f"{place}.split")
+    return [part(name, split, weight) for name in (files if isinstance(files, list) else [files])]
+
+
+def _hold_out(c: Conversion) -> None:
+    size = c.first("dataset_mixture.test_split_size", "test_split_size")
+    test = next((name for name in c.get("dataset_splits", []) if "train" not in name), "test")
+    if c.get(size) is not None:
+        hold_out(c, size, c.read(size, 0.0))
+    elif "data.source" in c.lines:
+        key = "dataset_splits" if c.get("dataset_splits") else "dataset_test_split"
+        c.set("eval.split", c.read("dataset_test_split", test), key)
+    else:
+        c.leave(
+            trainer.evaluation_key(c),
+            "a mixture has no split for evaluations; use eval.source and eval.split",
+        )
+
+
+def _set_texts(c: Conversion) -> None:
+    """Write the longest example, packing, the template, and the tokens that are trained."""
     key = c.first("max_length", "max_seq_length")
-    limit = c.get(key, 1024)
-    unlimited = limit in ("None", "none", "null") or (key in c.settings and c.get(key) is None)
-    longest = 1024 if unlimited else c.whole(key, 1024)
-    if unlimited:
+    longest = 1024
+    if c.get(key, 1024) in ("None", "none", "null") or c.settings.get(key, 1024) is None:
         c.set("data.too_long", "error", key, comment="no example is cut; raise data.max_length")
     else:
+        longest = c.read(key, 1024)
         c.set("data.max_length", longest, key)
     if c.trainer == "reward":
         c.set("data.too_long", "drop", comment="TRL drops longer pairs of `trl reward`")
+    if c.trainer == "sft" and c.read("packing", False):
+        training.set_packing(c, longest, "packing", "packing_strategy")
+        if c.get("packing_strategy") not in (None, "bfd", "ffd"):
+            c.leave(
+                "packing_strategy",
+                'it cuts examples; use "bfd", as written here, which keeps them whole',
+            )
     if c.trainer == "sft":
-        _packing(c, longest)
-        _trained_tokens(c)
-    column = c.get("dataset_text_field", "text")
-    if column != "text":
-        c.set("data.columns", {"text": str(column)}, "dataset_text_field")
+        _set_trained_tokens(c)
+    if c.get("dataset_text_field", "text") != "text":
+        c.set("data.columns", {"text": c.read("dataset_text_field", "")}, "dataset_text_field")
+    template = c.read("chat_template", "")
+    if "{" in template:
+        c.files["jinja"] = template
+        c.set("model.chat_template", "FILE.jinja", comment="chat_template")
+    elif template:
+        c.leave("chat_template", "use model.chat_template with a Jinja file")
 
 
-def _packing(c: Conversion, longest: int) -> None:
-    if not c.on("packing"):
-        return
-    strategy = str(c.get("packing_strategy", "bfd"))
-    if strategy not in ("bfd", "bfd_split", "bfd-requeue", "ffd"):
-        c.leave(
-            "packing_strategy",
-            'it cuts examples anywhere; use "bfd", as written here, which keeps them whole',
-        )
-    steps.set_packing(c, longest, "packing", "packing_strategy")
-    if strategy in ("bfd_split", "bfd-requeue"):
-        c.leave(
-            "packing_strategy",
-            'examples are cut at data.max_length; use overlong = "split" with a larger one',
-        )
-
-
-def _trained_tokens(c: Conversion) -> None:
-    row = sources.first_row(c)
+def _set_trained_tokens(c: Conversion) -> None:
+    row = first_row(c)
     completion, pairs = c.get("completion_only_loss"), {"prompt", "completion"} <= row.keys()
-    if c.on("assistant_only_loss"):
+    if c.read("assistant_only_loss", False):
         c.set("data.train_on", "assistant", "assistant_only_loss")
-    elif c.on("completion_only_loss") or (completion is None and pairs):
+    elif c.read("completion_only_loss", pairs):
         c.set("data.train_on", "assistant", "completion_only_loss", comment="the completion alone")
     else:
         c.set("data.train_on", "all", "assistant_only_loss", comment="every token of a chat")
@@ -61,162 +166,61 @@ def _trained_tokens(c: Conversion) -> None:
             )
 
 
-def template(c: Conversion) -> None:
-    """Write the chat template: a text becomes a file."""
-    path, text = c.get("chat_template_path"), c.get("chat_template")
-    if path is not None and str(path).endswith((".jinja", ".j2")):
-        c.set("model.chat_template", str(path), "chat_template_path")
-    elif path is not None:
-        c.leave("chat_template_path", "use model.chat_template with that tokenizer's Jinja file")
-    elif text is not None and ("{{" in str(text) or "{%" in str(text)):
-        c.files["jinja"] = str(text)
-        c.set("model.chat_template", "FILE.jinja", comment="chat_template")
-    elif text is not None:
-        c.leave("chat_template", "use model.chat_template with a Jinja file")
-
-
-def precision(c: Conversion) -> None:
-    """Remark on weights that TRL stores in bfloat16."""
-    key = c.first("dtype", "torch_dtype")
-    kind = str(c.get(key, "float32"))
-    if kind == "float16":
-        c.leave(key, 'weights stay in float32; use model.dtype = "float16" to compute in float16')
-    elif kind in ("bfloat16", "auto") and not c.on("use_peft"):
-        c.remarks.append(
-            f"{key}: {kind}: plugsft stores trained weights in float32, which loses no small steps "
-            'and takes 16 bytes a weight; model.weights = "bfloat16" stores them as TRL does'
-        )
-
-
-def lora(c: Conversion) -> None:
-    """Write adapters and quantization."""
-    adapters = c.on("use_peft")
-    if adapters:
-        lora_settings.set_lora(c, r=16, alpha=32, dropout=0.05)
-        if c.trainer != "sft" and c.get("disable_dropout", True):
-            c.set(
-                "plugins.lora.dropout",
-                0.0,
-                "lora_dropout",
-                comment=f"disable_dropout: true of `trl {c.trainer}`",
+def _set_objective(c: Conversion) -> None:
+    """Write the plugin of a preference run."""
+    losses = c.get("loss_type", "sigmoid")
+    if c.trainer == "dpo":
+        loss = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
+        if not isinstance(loss, str) or loss not in LOSSES:
+            raise c.refuse(
+                "loss_type",
+                f"plugsft has no such loss; use {', '.join(LOSSES)}, or see docs/preferences.md",
             )
-        _targets(c)
-        lora_settings.set_variants(c, "use_rslora", "use_dora")
-    for bits in (4, 8):
-        if c.on(f"load_in_{bits}bit"):
-            lora_settings.set_quantization(c, bits, adapters, f"load_in_{bits}bit")
+        c.set("plugins.dpo.loss", LOSSES[loss], "loss_type")
+        c.copy({"beta": ("plugins.dpo.beta", 0.1)})
+        c.enable("dpo_reference", "precompute_ref_log_probs")
+    elif c.trainer == "kto":
+        if c.get("loss_type", "kto") not in OF_KTO:
+            raise c.refuse("loss_type", f"plugsft has no such loss; use {' or '.join(OF_KTO)}")
+        c.copy(KTO)
+    elif c.trainer == "reward":
+        c.copy({"center_rewards_coefficient": ("plugins.reward.center", 0.0)})
+    elif c.get("loss_type", "nll") not in ("nll", "chunked_nll"):
+        c.leave("loss_type", "trained with the usual loss; write a plugin that implements `step`")
 
 
-def _targets(c: Conversion) -> None:
-    value = c.get("lora_target_modules")
-    if value is not None:
-        lora_settings.set_targets(c, value, "lora_target_modules")
-        return
-    names = lora_settings.peft_default(c, str(c.get("model_name_or_path", "")))
-    comment = "peft's default for Llama, Mistral, Qwen and Gemma"
-    c.set("plugins.lora.targets", names or ["q_proj", "v_proj"], comment=comment)
+def _set_lora(c: Conversion) -> None:
+    """Write adapters."""
+    c.copy(LORA)
+    if c.trainer != "sft" and c.read("disable_dropout", True):
+        comment = f"disable_dropout: true of `trl {c.trainer}`"
+        c.set("plugins.lora.dropout", 0.0, "lora_dropout", comment=comment)
+    training.set_targets(c, "lora_target_modules")
+    if "plugins.lora.targets" not in c.lines and c.get("lora_target_modules") is None:
+        comment = "peft's default for Llama, Mistral, Qwen and Gemma"
+        c.set("plugins.lora.targets", ["q_proj", "v_proj"], comment=comment)
+    training.set_modules_to_save(c, "lora_modules_to_save")
 
 
-def offload(c: Conversion) -> None:
-    """Write the offloading of activations."""
-    if c.on("activation_offloading"):
-        c.plugin("activation_offload", "activation_offloading")
-
-
-SYNC = "the reference is the model before training; use plugins.dpo.reference for another"
-NOT_DPO = Named("plugsft's DPO has no such term; use the losses of docs/preferences.md")
-
-
-MIXTURES = ("datasets", "dataset_mixture.datasets")
-READ = ("path", "id", "data_files", "config", "name", "split", "weight", "fraction")
-"""Keys of a data set that `data` reads."""
-
-
-RULES: dict[str, Rule] = {
-    "model_name_or_path": Copy("model.path", read=name),
-    "model_revision": Copy("model.revision", read=revision),
-    "torch_dtype": By(precision),
-    "dtype": By(precision),
-    "dataset_name": By(data),
-    "dataset_config": By(data),
-    "dataset_train_split": By(data),
-    "dataset_test_split": By(data),
-    "dataset_splits": By(data),
-    "dataset_mixer": By(data, whole=True),
-    "dataset_mixture": By(data),
-    **{f"{key}[].{name}": By(data) for key in MIXTURES for name in READ},
-    **{f"{key}[].columns": SPEED for key in MIXTURES},
-    "dataset_mixture.test_split_size": By(data),
-    "dataset_mixture.seed": SPEED,  # the order of rows is train.seed's
-    "datasets": By(data),
-    "datasets[].data_dir": Named("use data.source = FOLDER"),
-    "test_split_size": By(data),
-    "dataset_streaming": Same(
-        (False,), "rows are read once and kept as tokens; use `plugsft prepare`"
+TOOL = Tool(
+    "TRL",
+    marks=(
+        *("dataset_name", "dataset_train_split", "max_length", "max_seq_length", "dataset_mixture"),
+        *("dataset_mixer", "use_peft", "lora_r", "torch_dtype", "dtype", "completion_only_loss"),
+        *("assistant_only_loss", "dataset_num_proc", "datasets", "loss_type"),
     ),
-    "streaming": Same((False,), "rows are read once and kept as tokens; use `plugsft prepare`"),
-    "max_length": By(texts),
-    "max_seq_length": By(texts),
-    "packing": By(texts),
-    "packing_strategy": By(texts),
-    "eval_packing": SPEED,
-    "padding_free": SPEED,
-    "pad_to_multiple_of": SPEED,
-    "dataset_text_field": By(texts),
-    "completion_only_loss": By(texts),
-    "assistant_only_loss": By(texts),
-    "truncation_mode": Same(("keep_start",), "the end is cut; use data.too_long"),
-    "max_prompt_length": Named(
-        "prompts have no limit of their own; longer examples are cut "
-        "at data.max_length, as in TRL 1; use data.too_long"
+    convert=convert,
+    unlike={
+        **trainer.UNLIKE,
+        "max_prompt_length": "prompts have no limit of their own; longer examples are cut at "
+        "data.max_length, as in TRL 1; use data.too_long",
+    },
+    usual=trainer.USUAL,
+    same=(
+        *trainer.SAME,
+        *LORA,
+        *("lora_target_modules", "lora_modules_to_save", "beta", "max_seq_length"),
+        *("dataset_mixture.seed", "dataset_mixture.datasets[].columns", "dataset_mixer"),
+        *("dataset_mixture.test_split_size", "dataset_train_split", "dataset_test_split"),
     ),
-    "shuffle_dataset": SPEED,
-    "dataset_kwargs": SPEED,
-    "chat_template": By(template),
-    "chat_template_path": By(template),
-    "eos_token": Named(
-        "the tokenizer's end-of-text token is used; use model.tokenizer with a "
-        "copy that has another"
-    ),
-    "pad_token": SPEED,
-    "dataset_num_proc": By(workers("dataset_num_proc")),
-    "preprocessing_num_workers": By(workers("preprocessing_num_workers")),
-    "loss_type": By(objective),
-    "beta": By(objective),
-    "label_smoothing": By(objective),
-    "desirable_weight": By(objective),
-    "undesirable_weight": By(objective),
-    "center_rewards_coefficient": By(objective),
-    "precompute_ref_log_probs": By(objective),
-    "precompute_ref_batch_size": SPEED,
-    "disable_dropout": By(lora),
-    "loss_weights": NOT_DPO,
-    "ld_alpha": NOT_DPO,
-    "f_divergence_type": Same(("reverse_kl",), NOT_DPO.reason),
-    "use_weighting": Same((False,), NOT_DPO.reason),
-    "sync_ref_model": Same((False,), SYNC),
-    "use_peft": By(lora),
-    **{f"lora_{name}": By(lora) for name in ("r", "alpha", "dropout", "target_modules")},
-    "lora_modules_to_save": By(lora),
-    "lora_target_parameters": Named("use plugins.lora.experts = true for experts"),
-    "lora_task_type": SPEED,
-    "use_rslora": By(lora),
-    "use_dora": By(lora),
-    "load_in_4bit": By(lora),
-    "load_in_8bit": By(lora),
-    "bnb_4bit_quant_type": Same(("nf4",), 'use kind = "nf4"'),
-    "use_bnb_nested_quant": Same((True,), "scales are quantized, too; use true"),
-    "bnb_4bit_quant_storage": SPEED,
-    "router_aux_loss_coef": Named("use [plugins.router_loss] weight; it counts per example"),
-    "activation_offloading": By(offload),
-    "hub_model_revision": Named("[plugins.push] uploads to the main branch; use `hf upload`"),
-    "ignore_bias_buffers": SPEED,
-    **TRAINING,
-}
-"""TRL's table. Functions run in its order: packing before batches, rows before steps."""
-
-
-def rules(c: Conversion) -> Rules:
-    """Return the table of a trainer: each has its own default learning rate."""
-    rate = Copy("train.learning_rate", RATES[c.trainer], real)
-    return RULES | {"learning_rate": rate}
+)

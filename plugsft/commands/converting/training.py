@@ -1,0 +1,278 @@
+"""Batches, schedules, intervals, adapters and optimizers: what the tools share."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from ...base.console import format_count
+from ...base.errors import RecipeError, reason_of
+from ...base.limits import read_json_object
+from ...recipe.tables import Schedule
+from .conversion import Conversion, Copied
+from .sources import count_rows
+
+SHARED: Copied = {
+    "trust_remote_code": ("model.trust_remote_code", bool),
+    "weight_decay": ("train.weight_decay", 0.0),
+    "adam_beta1": ("train.beta1", 0.9),
+    "adam_beta2": ("train.beta2", 0.999),
+    "adam_epsilon": ("train.eps", 1e-8),
+    "max_grad_norm": ("train.max_grad_norm", 1.0),
+    "seed": ("train.seed", 42),
+}
+SAME = (
+    "lr_scheduler_kwargs",
+    "gradient_checkpointing_kwargs",
+    "torch_compile_mode",
+    "remove_unused_columns",
+    "ddp_find_unused_parameters",
+    "deepspeed",
+    "fsdp_config",
+)
+"""Keys of all tools that need no line."""
+OFFLOAD = "shards stay on the GPU; use more GPUs"
+WHOLE = "checkpoints hold what a resumed run needs; use checkpoint.every = 0 for none but the last"
+UNLIKE = {
+    "fsdp_config.offload_params": OFFLOAD,
+    "fsdp_config.fsdp_offload_params": OFFLOAD,
+    "save_only_model": WHOLE,
+}
+"""Keys of all tools that are not converted."""
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw", "paged_adamw_32bit")
+IN_8_BITS = {
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+}
+"""Name in transformers -> kind of [plugins.low_memory_adam]."""
+OF_TORCH = ("sgd", "adagrad", "rmsprop")
+AT_END = {"checkpoint.every": 0, "eval.every": 2**31 - 1}
+"""Interval -> its value for once, at the end of the run."""
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+FLASH = ("flash_attention", "fa2", "fa3", "flex_attention", "xformers", "kernels-community/")
+"""How the names of fast attention kernels begin."""
+
+
+def set_batch(c: Conversion, micro_key: str, accumulation: str, default: int) -> None:
+    """Write the global batch: micro-batch x accumulation x GPUs."""
+    micro = c.read(micro_key, default)
+    packed, total = packs(c), micro * c.read(accumulation, 1) * c.gpus
+    if packed and c.tool == "axolotl":
+        total //= micro  # a packed row has micro_batch_size x sequence_len tokens
+    gpus = f"x {c.gpus} GPUs" if c.gpus > 1 else "on 1 GPU"
+    c.set("train.batch_size", total, micro_key, accumulation, comment=gpus)
+    if micro > 1 and not packed:
+        c.set("train.micro_batch", micro, micro_key)
+    batch = format_count(total, "packed row" if packed else "example")
+    c.remarks.append(
+        f"global batch: {batch}, for {format_count(c.gpus, 'GPU')}; for another number, convert "
+        "with --gpus"
+    )
+
+
+def packs(c: Conversion) -> bool:
+    """Tell whether the recipe packs rows."""
+    return "plugins.bfd_packing.scope" in c.lines
+
+
+def set_packing(c: Conversion, capacity: int, *keys: str) -> None:
+    """Write packing over the whole data set: batch_size counts packed rows, as in other tools."""
+    c.set("plugins.bfd_packing.scope", "dataset", *keys)
+    c.set("plugins.bfd_packing.capacity", capacity, comment="tokens of a packed row")
+
+
+def set_schedule(c: Conversion, key: str, default: str) -> None:
+    """Write the schedule with its options, or name it if transformers alone has it."""
+    name, options = c.read(key, default), dict(c.get("lr_scheduler_kwargs", {}))
+    if name not in get_args(Schedule):
+        c.leave(key, "plugsft has no schedule of this name; use cosine, linear, ...")
+        return
+    c.set("train.schedule", name, key)
+    if options:
+        c.set("train.schedule_options", options, "lr_scheduler_kwargs")
+
+
+def set_warmup(c: Conversion, ratio: float) -> None:
+    """Write the warm-up: steps win over the ratio, which becomes steps where these are known."""
+    warmup, key = c.read("warmup_steps", 0.0), "warmup_steps"
+    if warmup == 0:
+        key = c.first("warmup_ratio", key)
+        warmup = c.read("warmup_ratio", ratio)
+        if not 0 <= warmup < 1:
+            raise c.refuse(key, "it should be a share: at least 0, and less than 1")
+    if c.value("train.schedule") == "constant":
+        warmup = 0.0  # transformers' schedule "constant" has none
+    total = total_steps(c)
+    if total and 0 < warmup < 1:
+        rounds_down = c.tool == "axolotl" and key == "warmup_ratio"
+        warmup = float(int(total * warmup) if rounds_down else math.ceil(total * warmup))
+    c.set("train.warmup", warmup, key)
+
+
+def set_length(c: Conversion, epochs: str, default: float) -> None:
+    """Write the length of the run."""
+    count, limit, one_epoch = c.read(epochs, default), c.read("max_steps", -1), epoch_steps(c)
+    if limit > 0:
+        c.set("train.steps", limit, "max_steps")
+    elif count.is_integer():
+        c.set("train.epochs", int(count), epochs)
+    elif one_epoch:
+        c.set("train.steps", math.ceil(count * one_epoch), epochs)
+    else:
+        c.leave(epochs, "epochs are whole; use train.steps (`plugsft check` prints an epoch's)")
+
+
+def total_steps(c: Conversion) -> int | None:
+    """Return the steps of the run, if they are known."""
+    steps, epochs = epoch_steps(c), c.value("train.epochs")
+    return c.value("train.steps") or (steps * epochs if steps and epochs else None)
+
+
+def epoch_steps(c: Conversion) -> int | None:
+    """Return the steps of an epoch, if the rows can be counted here."""
+    if packs(c) or c.value("data.split") not in (None, "train"):
+        return None
+    rows = count_rows(Path(c.value("data.source") or ""))
+    return math.ceil(rows / c.value("train.batch_size")) if rows else None
+
+
+def set_optimizer(c: Conversion, key: str) -> None:
+    """Write the optimizer; AdamW needs no line."""
+    name = c.read(key, "adamw_torch")
+    if name in IN_8_BITS:
+        c.set("plugins.low_memory_adam.kind", IN_8_BITS[name], key)
+    elif name in OF_TORCH:
+        c.set("plugins.torch_optimizer.name", name, key)
+    elif name not in ADAMW:
+        c.leave(
+            key,
+            "plugsft has no such optimizer, and trains with AdamW; use [plugins.low_memory_adam], "
+            "[plugins.torch_optimizer], or a plugin of your own",
+        )
+
+
+def set_interval(c: Conversion, to: str, value: float, key: str) -> None:
+    """Write an interval in steps, or a share of the run."""
+    if value >= 1:
+        c.set(to, int(value), key)
+    else:
+        set_share(c, to, value, key)
+
+
+def set_share(c: Conversion, to: str, share: float | None, key: str) -> None:
+    """Write an interval that is a share of the run, if its steps are known."""
+    total = total_steps(c)
+    if share == 1:
+        c.set(to, AT_END[to], key, comment="at the end of the run")
+    elif total and share:
+        c.set(to, max(1, math.ceil(total * share)), key)
+    else:
+        reason = f"plugsft counts steps; use {to} (`plugsft check` prints the steps of an epoch)"
+        c.leave(key, reason)
+
+
+def set_each_epoch(c: Conversion, to: str, key: str) -> None:
+    """Write an interval of one epoch."""
+    epochs = c.value("train.epochs")
+    set_share(c, to, 1 / epochs if epochs else None, key)
+
+
+def set_trackers(c: Conversion, names: Sequence[str], key: str, name: str, project: str) -> None:
+    """Write where metrics are sent."""
+    known = [each for each in names if each in TRACKERS]
+    if not {*names} <= {*TRACKERS, "none"}:
+        c.leave(key, f"[plugins.tracker] sends to {', '.join(TRACKERS)}; use one of these")
+    if known:
+        c.set("plugins.tracker.to", known, key)
+        c.copy({name: ("plugins.tracker.name", str), project: ("plugins.tracker.project", str)})
+
+
+def set_precision(c: Conversion, bfloat16: bool, *keys: str) -> None:
+    """Write the type of computation; without bfloat16, float16 or float32."""
+    float16 = [key for key in ("fp16", "float16") if c.read(key, False)]
+    if float16 and not bfloat16:
+        c.set("model.dtype", "float16", *float16, comment="with loss scaling")
+    else:
+        c.set("model.dtype", "bfloat16" if bfloat16 else "float32", *keys)
+    if c.read("tf32", False) and c.value("model.dtype") == "float32":
+        c.leave(
+            "tf32",
+            "products are exact in float32; set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the "
+            "environment for TF32",
+        )
+
+
+def set_attention(c: Conversion, key: str) -> None:
+    """Write the attention kernel."""
+    if c.read(key, "sdpa").startswith(FLASH):
+        c.set("plugins.flash_attention", {}, key, comment="the best kernel that can run")
+
+
+def set_targets(c: Conversion, key: str, default: Sequence[str] = ()) -> None:
+    """Write the adapted layers: a list of names, or all linear layers."""
+    names = c.names(key) or default
+    if any({*name} & {*"\\^$.*+|()[]"} for name in names):
+        c.leave(key, 'a pattern; use the names\' ends: plugins.lora.targets = ["q_proj", ...]')
+    elif names in (["all"], ["all-linear"]):
+        c.set("plugins.lora.targets", "all-linear", key)
+    elif names:
+        c.set("plugins.lora.targets", names, key)
+
+
+def set_modules_to_save(c: Conversion, key: str) -> None:
+    """Write the layers that are trained whole beside the adapters."""
+    names = c.names(key)
+    if names:
+        c.set("plugins.lora.modules_to_save", names, key)
+
+
+def set_quantization(c: Conversion, bits: int, key: str) -> None:
+    """Write [plugins.quantize]."""
+    if "plugins.lora.r" not in c.lines:
+        raise c.refuse(key, "quantized weights cannot be trained; use adapters (LoRA) on them")
+    if bits == 4:
+        comment = "plugsft quantizes the scales, too (double quantization)"
+        c.set("plugins.quantize.kind", "nf4", key, comment=comment)
+    elif bits == 8:
+        comment = "a scale for each output; no outliers apart"
+        c.set("plugins.quantize.kind", "int8", key, comment=comment)
+    else:
+        c.leave(key, "plugsft quantizes to 4 or 8 bits; use [plugins.quantize]")
+
+
+def set_launcher(c: Conversion) -> None:
+    """Choose the strategy of `plugsft launch`."""
+    if c.get("deepspeed"):
+        name, settings = _deepspeed(c)
+        written = re.search(r"z(?:ero)?(?:_?stage)?[-_]?([0-3])", name)
+        stage = settings.get("zero_optimization", {}).get("stage", 0 if settings else 3)
+        c.launcher = "zero3" if stage == 3 and (written is None or written[1] == "3") else ""
+        if "offload" in name or re.search(r'"device": "(cpu|nvme)"', json.dumps(settings)):
+            c.leave("deepspeed", "optimizer states stay on the GPU; use more GPUs")
+    elif c.get("fsdp") or c.get("fsdp_config") or c.read("dp_shard_size", 1) > 1:
+        c.launcher = "fsdp2"
+    if c.launcher and "plugins.quantize.kind" in c.lines:
+        key = c.first("deepspeed", "fsdp", "fsdp_config")
+        c.leave(key, "quantized weights are not sharded; each GPU has them whole (ddp)")
+        c.launcher = ""
+    for key in ("activation_checkpointing", "fsdp_activation_checkpointing"):
+        c.enable("gradient_checkpointing", f"fsdp_config.{key}")
+
+
+def _deepspeed(c: Conversion) -> tuple[str, dict[str, Any]]:
+    """Return DeepSpeed's settings: the name of their file, and what it holds if it lies here."""
+    value = c.get("deepspeed")
+    if isinstance(value, dict):
+        return "", value
+    files = (Path(str(value)), c.path.parent / str(value))
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return str(value), {}
+    try:
+        return "", read_json_object(file)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{file}: cannot be read ({reason_of(error)}); mend it") from error
