@@ -10,7 +10,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
 
 
-def parse_size(text: str, option: str = "--max-size") -> int:
+def parse_size(text: str, option: str = "size") -> int:
     """Return the bytes of "20GiB", "1.5 TB" or "1000000"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in UNITS:

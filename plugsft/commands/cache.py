@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from ..base.sizes import SIZES
 from .options import Overrides, RecipeFile, Without
 
 CacheFolder = Annotated[
@@ -43,29 +42,15 @@ def gc(
         float | None,
         typer.Option(min=0, help="Remove entries unused for this many days.", show_default=False),
     ] = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help=f"Remove the longest unused until the rest fits, as 20GiB; {SIZES}",
-            show_default=False,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be removed; remove nothing.")
-    ] = False,
 ) -> None:
-    """Remove unfinished builds and, if you say which, unused entries."""
+    """Remove unfinished builds and, with --keep-days, entries that are unused for long."""
     from . import cache_entries
 
-    cache_entries.gc(folder, keep_days, max_size, dry_run)
+    cache_entries.gc(folder, keep_days)
 
 
-def verify(
-    folder: CacheFolder = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove damaged entries.")] = False,
-) -> None:
+def verify(folder: CacheFolder = None) -> None:
     """Read every byte of every entry; exit with 2 if one is damaged."""
     from . import cache_entries
 
-    cache_entries.verify(folder, remove)
+    cache_entries.verify(folder)

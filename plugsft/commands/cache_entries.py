@@ -18,7 +18,6 @@ from ..base.build_once import Watch, build_folders, claim, is_claimed
 from ..base.checksums import cache_folder
 from ..base.console import format_size, out, say
 from ..base.errors import DataError, PlugsftError, reason_of
-from ..base.sizes import parse_size
 from ..tokens.store import Tokens
 
 NAME = re.compile("[0-9a-f]{16}")
@@ -75,35 +74,26 @@ def ls(folder: Path | None) -> None:
     say(f"{home}: {_count(listed)}, {format_size(sum(entry.size for entry in listed))}{note}")
 
 
-def gc(folder: Path | None, keep_days: float | None, max_size: str | None, dry_run: bool) -> None:
+def gc(folder: Path | None, keep_days: float | None) -> None:
     """Remove entries that are unused for long, and unfinished builds of dead processes."""
     home = tokens_folder(folder)
-    limit = parse_size(max_size) if max_size is not None else None
-    remaining, removed, freed = list(entries(home)), 0, 0
-    total = sum(entry.size for entry in remaining)
-    now, verb = time.time(), "would remove" if dry_run else "removed"
-    for entry in reversed(tuple(remaining)):
+    removed, freed = 0, 0
+    for entry in list(entries(home)):
         name, size = entry.folder.name, format_size(entry.size)
-        too_old = keep_days is not None and now - entry.used > keep_days * 86_400
-        if not too_old and (limit is None or total <= limit):
-            break
-        if _used(entry.folder) != entry.used or _is_open(entry.folder):
+        if keep_days is None or time.time() - entry.used <= keep_days * 86_400:
+            continue
+        if _is_open(entry.folder):
             say(f"in use   {name}  {size}")
             continue
-        remaining.remove(entry)
-        total -= entry.size
-        reason = f"not used for {keep_days:g} days" if too_old else "over --max-size"
-        if not dry_run:
-            discard(entry.folder)
-        say(f"{verb}  {name}  {size}  {reason}, from {entry.sources}")
+        discard(entry.folder)
+        say(f"removed  {name}  {size}  not used for {keep_days:g} days, from {entry.sources}")
         removed, freed = removed + 1, freed + entry.size
-    for name, length in _remove_unfinished(home, dry_run):
-        say(f"{verb}  {name}  {format_size(length)}  unfinished")
+    for name, length in _remove_unfinished(home):
+        say(f"removed  {name}  {format_size(length)}  unfinished")
         removed, freed = removed + 1, freed + length
-    say(
-        f"{home}: {verb} {removed:,}, {format_size(freed)}; {_count(remaining)} left, "
-        f"{format_size(total)}"
-    )
+    left = list(entries(home))
+    size = format_size(sum(entry.size for entry in left))
+    say(f"{home}: removed {removed:,}, {format_size(freed)}; {_count(left)} left, {size}")
 
 
 def _is_open(entry: Path) -> bool:
@@ -116,22 +106,19 @@ def _is_open(entry: Path) -> bool:
     return False
 
 
-def verify(folder: Path | None, remove: bool) -> None:
+def verify(folder: Path | None) -> None:
     """Compare every byte of every entry with its checksum."""
     home = tokens_folder(folder)
     verified = sorted(entries(home), key=lambda entry: entry.folder)
-    damaged = 0
+    damaged = []
     for entry in verified:
         problem = damage(entry.folder)
         say(f"{entry.folder.name}  {f'damaged: {problem}' if problem else 'whole'}")
-        damaged += problem is not None
-        if problem and remove:
-            discard(entry.folder)
+        damaged += [entry.folder.name] if problem else []
     if damaged:
         raise PlugsftError(
-            f"{home}: {damaged} of {_count(verified)} damaged; "
-            + ("removed: the" if remove else "add --remove: the")
-            + " next run that needs it builds it again"
+            f"{home}: {len(damaged)} of {_count(verified)} damaged; remove {', '.join(damaged)} "
+            "there: the next run that needs it builds it again"
         )
     say(f"{home}: {_count(verified)}, all whole")
 
@@ -158,26 +145,19 @@ def facts_of(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _remove_unfinished(home: Path, dry_run: bool) -> Iterator[tuple[str, int]]:
+def _remove_unfinished(home: Path) -> Iterator[tuple[str, int]]:
     """Remove unfinished builds of dead processes; yield their names and sizes."""
     watch: Watch = {}
     for name in _abandoned(home, watch):
         folder = home / name
-        paths = build_folders(folder)
-        if folder.exists() and not is_published(folder):
-            paths.append(folder)
-        size = sum(map(_size, paths))
-        if not dry_run:
-            # Claim it, so that a new builder waits.
-            with claim(folder, watch) as claimed:
-                if claimed is None or (folder in paths and is_published(folder)):
-                    continue
+        with claim(folder, watch) as claimed:  # so that a new builder waits
+            paths = build_folders(folder)
+            paths += [folder] if folder.exists() and not is_published(folder) else []
+            if claimed is not None and paths:
+                yield name, sum(map(_size, paths))
                 for path in paths:
                     remove(path)
-        if paths:
-            yield name, size
-    if not dry_run:
-        sweep(home)
+    sweep(home)
 
 
 def _abandoned(home: Path, watch: Watch) -> list[str]:
