@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from .data.pairs import render_pairs
     from .data.slice_tasks import ONE_THREAD, SliceResult, tokenize_slice, try_slice
     from .model import fused_head
+    from .model.answer_loss import AnswerLoss
+    from .model.answers import lay_out, sum_per_answer
     from .model.for_plugins import decay_groups, decoder_layers
     from .model.meta_model import find_modules, meta_model
-    from .model.reference import Reference, remove_dropout
     from .model.tensor_shards import num_weights, whole_shape
     from .model.weight_files import meta_copy
     from .tokens.store import Tokens
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ONE_THREAD",
-    "Reference",
+    "AnswerLoss",
     "SliceResult",
     "Tokenizer",
     "Tokens",
@@ -30,21 +31,22 @@ __all__ = [
     "encode",
     "find_modules",
     "fused_head",
+    "lay_out",
     "meta_copy",
     "meta_model",
     "model_inputs",
     "num_weights",
     "pack",
-    "remove_dropout",
     "render_pairs",
     "single_document",
+    "sum_per_answer",
     "tokenize_slice",
     "trained_rows",
     "try_slice",
     "whole_shape",
 ]
 
-TASKS = ("ONE_THREAD", "SliceResult", "tokenize_slice", "try_slice")
+LIGHT = ("AnswerLoss", "ONE_THREAD", "SliceResult", "tokenize_slice", "try_slice")
 """Names that need no other library."""
 DATA = ("Tokenizer", "Tokens", "encode", "render_pairs")
 """Names that need numpy, Arrow and tokenizers, but not torch."""
@@ -53,10 +55,11 @@ DATA = ("Tokenizer", "Tokens", "encode", "render_pairs")
 def _import_name(name: str) -> Any:
     """Import the modules of a name's group; return its value."""
     modules: tuple[Any, ...]
-    if name in TASKS:
+    if name in LIGHT:
         from .data import slice_tasks
+        from .model import answer_loss
 
-        modules = (slice_tasks,)
+        modules = slice_tasks, answer_loss
     elif name in DATA:
         from .data import pairs
         from .tokens import store, tokenizer
@@ -65,10 +68,10 @@ def _import_name(name: str) -> Any:
     else:
         from .batches import labels, pack, packed_rows
         from .model import (
+            answers,
             for_plugins,
             fused_head,
             meta_model,
-            reference,
             tensor_shards,
             weight_files,
         )
@@ -79,9 +82,9 @@ def _import_name(name: str) -> Any:
             labels,
             pack,
             packed_rows,
+            answers,
             for_plugins,
             meta_model,
-            reference,
             tensor_shards,
             weight_files,
         )

@@ -46,10 +46,10 @@ EXPORTED = {
         prepare progress reason_of say state train
     """,
     "plugsft.kit": """
-        ONE_THREAD Reference SliceResult Tokenizer Tokens attend_per_document decay_groups
-        decoder_layers documents_of encode find_modules fused_head meta_copy meta_model model_inputs
-        num_weights pack remove_dropout render_pairs single_document tokenize_slice trained_rows
-        try_slice whole_shape
+        AnswerLoss ONE_THREAD SliceResult Tokenizer Tokens attend_per_document decay_groups
+        decoder_layers documents_of encode find_modules fused_head lay_out meta_copy meta_model
+        model_inputs num_weights pack render_pairs single_document sum_per_answer tokenize_slice
+        trained_rows try_slice whole_shape
     """,
 }
 COMMANDS = _words("""
@@ -80,6 +80,8 @@ FACES.append(HOUSE / "recipe/read.py")
 FACES += [HOUSE / "data/sources.py", *(HOUSE / "data/readers").glob("*.py")]
 # A name of the kit imports torch or Arrow when it is first used.
 FACES.append(HOUSE / "kit.py")
+# The base of plugins' faces.
+FACES.append(HOUSE / "model/answer_loss.py")
 LATE = [path for path in (HOUSE / "commands").glob("*.py") if path.stem in COMMANDS]
 # Likewise `plugsft.train` and its like, and a run's tables and model.
 LATE += [HOUSE / "start/train.py", HOUSE / "api/functions.py", HOUSE / "api/finished_run.py"]
@@ -336,6 +338,7 @@ def test_importing_plugsft_imports_nothing_heavy():
     ("name", "absent"),
     [
         ("__all__", {"numpy", "pyarrow", "torch"}),
+        ("AnswerLoss", {"numpy", "pyarrow", "torch"}),
         ("Tokens", {"torch"}),
         ("render_pairs", {"torch"}),
     ],

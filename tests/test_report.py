@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from plugsft.output import report
-from plugsft.plugins.dpo.objective import METRICS
 
 EVIL = "</script><b onload='x'>&amp;\"<!--numbers-->"
 LENGTHS = {"edges": [0, 16, 32, 64], "counts": [3, 100, 194], "min": 12, "median": 44, "max": 61}
@@ -197,11 +196,12 @@ def test_what_is_measured_of_pairs_is_told_and_drawn_together() -> None:
     page = report.render(RUN, metrics)
     assert "Final loss 0.02; evaluation loss 2, accuracy 0.9375; 240 of" in Page(page).text
     assert {*pairs, *evaluated} < Page(page).numbers["curves"].keys()
+    log_probs = ("logp_chosen", "logp_rejected")
     titled = re.findall(r"(\w+):", page.split("const TITLES = {")[1].split("};")[0])
     shared = dict(
         re.findall(r'(\w+): \["(\w+)"', page.split("const TOGETHER = {")[1].split("};")[0])
     )
-    assert {shared.get(name, name) for name in (*METRICS, "nll")} <= {*titled}
+    assert {shared.get(name, name) for name in (*pairs, *log_probs, "nll")} <= {*titled}
     assert shared["reward_chosen"] == shared["reward_rejected"] == "rewards"
     assert shared["logp_chosen"] == shared["logp_rejected"] == "logps"
 

@@ -10,19 +10,19 @@ from pydantic import Field
 from plugsft import (
     Batch,
     Data,
-    Ints,
     Place,
+    Ranks,
     Recipe,
     Rendered,
-    Run,
     RunModel,
     TokenNll,
     hookimpl,
     plugin,
     state,
 )
+from plugsft.kit import AnswerLoss
 
-from .losses import LOSSES, LossName, describe
+from .losses import LOSSES, LossName, describe, options_of
 from .options import ensure_options_work
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     affects_results=["loss", "beta", "gamma", "alpha", "label_smoothing", "nll", "reference"],
     affects_tokens=[],
 )
-class Dpo:
+class Dpo(AnswerLoss):
     """Learn which of two answers is preferred (DPO, SimPO, ORPO, ...): affects results.
 
     A row has a prompt, a chosen and a rejected answer; the loss of a step is the mean over its
@@ -72,20 +72,14 @@ class Dpo:
     share_prompt: bool = False
     """Compute the prompt of a pair once, for both answers; for packed rows."""
 
-    precomputed: bool = state(False)
-    """Whether a plugin adds the reference's log-probabilities before step 1."""
-    scorer: Any = state()
-    """Names the reference, and computes log-probabilities of answers."""
-    objective: Any = state()
-    """Computes the losses of pairs, and sums their metrics."""
     sharing: str = state("")
     """What shared prompts save, once they are tested."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Refuse options that would have no effect."""
+        super().check(recipe)
         ensure_options_work(self, recipe)
-        self.precomputed = recipe.provides("stored_reference") is not None
 
     @hookimpl
     def render(self, rows: list[dict[str, Any]], tokenizer: Tokenizer, data: Data) -> Rendered:
@@ -95,60 +89,37 @@ class Dpo:
         return render_pairs(rows, tokenizer, data)
 
     @hookimpl(wrapper=True)
-    def optimize_model(self) -> Generator[None, Any, Any]:
-        """Remove the model's dropout: answers are compared, with each other and a reference."""
-        from plugsft.kit import remove_dropout
-
-        model = yield
-        remove_dropout(model)
-        return model
-
-    @hookimpl(wrapper=True)
-    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
-        """Divide the loss by the number of pairs, share prompts, and load the reference."""
-        from .objective import Objective
-        from .pairs import count_pairs
-        from .scorer import Scorer
+    def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
+        """Share prompts, and load the reference."""
         from .shared_prompts import ensure_same_losses
 
-        plain = yield
-        tokens = count_pairs(plain, self.share_prompt)
-        if self.share_prompt and not self.sharing:
-            self.sharing = ensure_same_losses(model, plain, tokens)
-        if self.scorer is None:
-            reference = (self.reference or "") if LOSSES[self.loss].reference else None
-            self.scorer = Scorer(model, reference, self.precomputed)
-            self.objective = Objective(self, model.exact)
-        return tokens
+        tokens = yield from super().add_columns(model, ranks)
+        if LOSSES[self.loss].reference:
+            self.load_reference()
+        if not self.share_prompt:
+            return tokens
+        shared = tokens.share_prompts()
+        self.sharing = self.sharing or ensure_same_losses(model, tokens, shared)
+        return shared
 
-    @hookimpl(wrapper=True)
-    def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
-        """Add the targets of each answer, and the reference's log-probabilities if known."""
-        from .objective import pair_columns
-
-        batch = yield
-        return batch | pair_columns(tokens, examples)
-
-    @hookimpl
-    def ready(self, run: Run) -> None:
-        """Check the first loss, unless the run resumes."""
-        self.objective.is_untrained = run.step == 0
-
-    @hookimpl
-    def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:
+    def losses(
+        self, model: Module, batch: Batch, token_nll: TokenNll
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compare the answers of each pair, as the model and the reference score them."""
-        pairs = self.scorer.score(model, batch, token_nll)
-        loss: Tensor = self.objective.losses(pairs, model.training).sum()
-        return loss / denominator
+        from .objective import compare, ensure_initial_loss
 
-    @hookimpl
-    def add_metrics(self) -> dict[str, Any]:
-        """Return the sums of all metrics over pairs."""
-        sums: dict[str, Any] = self.objective.take_sums()
-        return sums
+        answers = self.score(model, batch, token_nll)
+        log_probs, gains = (values.view(-1, 2) for values in answers)
+        lengths = batch["_targets"].view(-1, 2)
+        losses, metrics = compare(self, log_probs, gains, lengths)
+        if self.is_first(model):
+            ensure_initial_loss(self, losses)
+        if weight := options_of(self).nll:
+            metrics["nll"] = -log_probs[:, 0] / lengths[:, 0]
+            losses = losses + weight * metrics["nll"]
+        return losses, metrics
 
     @hookimpl
     def summary(self) -> str:
         """Report the loss, the reference, and what shared prompts save."""
-        reference = f"reference: {self.scorer.name}" if self.scorer else ""
-        return "; ".join(filter(None, [describe(self), reference, self.sharing]))
+        return "; ".join(filter(None, [describe(self), self.describe_reference(), self.sharing]))

@@ -124,4 +124,5 @@ def describe(plugin: Dpo) -> str:
         "nll": f"{options.nll:g} x the chosen answer's loss per token",
     }
     used = [text for name, text in words.items() if getattr(options, name)]
-    return ", ".join([f"{plugin.loss} loss", *used])
+    none = "" if LOSSES[plugin.loss].reference else "; reference: none"
+    return ", ".join([f"{plugin.loss} loss", *used]) + none

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plugsft import Capability, Recipe, RecipeError
@@ -16,14 +15,8 @@ if TYPE_CHECKING:
 def ensure_options_work(plugin: Dpo, recipe: Recipe) -> None:
     """Refuse options that would have no effect."""
     _ensure_loss_uses_options(plugin)
-    if LOSSES[plugin.loss].reference:
-        _ensure_reference_exists(plugin.reference or "")
-    else:
+    if not LOSSES[plugin.loss].reference:
         _ensure_no_reference(plugin, recipe)
-    if recipe.data.train_on == "all":
-        raise RecipeError(
-            'data.train_on = "all" would score prompts, but DPO scores answers only; remove it'
-        )
     if plugin.share_prompt and not recipe.provides("packed_rows"):
         packing = Capability.bundled("packed_rows").table
         raise RecipeError(f"share_prompt is for packed rows; add {packing}")
@@ -49,10 +42,3 @@ def _ensure_no_reference(plugin: Dpo, recipe: Recipe) -> None:
             f'{useless} has no effect with loss = "{plugin.loss}", which has no reference; '
             "remove it"
         )
-
-
-def _ensure_reference_exists(reference: str) -> None:
-    """Refuse a path without a folder; a name on the hub has one slash."""
-    is_path = reference and (reference[0] in "./" or reference.count("/") > 1)
-    if is_path and not Path(reference).exists():
-        raise RecipeError(f"reference: {reference}: no such folder")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from plugsft import Ints, PluginError, Ranks, RunModel, digest, progress
-from plugsft.kit import Tokens
+from plugsft.kit import Tokens, lay_out, sum_per_answer
 
 from .log_probs import LogProbs, Values, block_file, load_known, pair_ids, write_block
 
@@ -120,7 +120,12 @@ class ReferencePass:
 
     def _blocks(self, pairs: Ints) -> Iterator[list[Ints]]:
         """Yield the micro-batches of each block, the longest pairs first."""
-        micro_batches = lay_out(self.tokens, pairs, self.plugin.max_tokens, self.plugin.packed)
+        sizes, padded = self.tokens.lengths[pairs], not self.plugin.packed
+        if padded:
+            # A row for each answer, padded to the longest answer.
+            sizes = 2 * self.tokens.sequences(pairs)[0].reshape(-1, 2).max(1)
+        layout = lay_out(sizes, self.plugin.max_tokens, padded)
+        micro_batches = [pairs[numbers] for numbers in layout]
         size = BLOCK * self.ranks.size
         for start in range(0, len(micro_batches), size):
             yield micro_batches[start : start + size]
@@ -147,8 +152,7 @@ class ReferencePass:
         targets = torch.from_numpy(self.tokens.sequence_targets(pairs)).to(self.device)
         with self.without_adapters() if self.without_adapters else nullcontext():
             losses = self.model.score(self.tokens, pairs, self.reference)
-        sums = torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
-        return -sums.view(-1, 2)
+        return sum_per_answer(losses, targets).view(-1, 2)
 
     def recheck(self, stored: LogProbs) -> None:
         """Compute random pairs again; stop if they differ from the stored ones."""
@@ -179,24 +183,3 @@ def local_bytes(module: Any) -> int:
         getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter)).nbytes
         for parameter in module.parameters()
     )
-
-
-def lay_out(tokens: Tokens, pairs: Ints, max_tokens: int, packed: bool) -> list[Ints]:
-    """Return micro-batches of pairs, the longest first, of at most `max_tokens` tokens."""
-    sizes = tokens.lengths[pairs]
-    if not packed:
-        # A row for each answer, padded to the longest answer.
-        sizes = 2 * tokens.sequences(pairs)[0].reshape(-1, 2).max(1)
-    order = np.argsort(-sizes, kind="stable")
-    pairs, sizes = pairs[order], sizes[order]
-    ends = np.cumsum(sizes)
-    micro_batches, start = [], 0
-    while start < len(pairs):
-        before = ends[start] - sizes[start]
-        stop = int(np.searchsorted(ends, before + max_tokens, "right"))
-        if not packed:
-            stop = start + max_tokens // int(sizes[start])
-        stop = max(stop, start + 1)
-        micro_batches.append(pairs[start:stop])
-        start = stop
-    return micro_batches

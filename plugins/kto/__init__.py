@@ -15,15 +15,14 @@ from plugsft import (
     Place,
     Ranks,
     Recipe,
-    Run,
+    RecipeError,
     RunModel,
     TokenNll,
     hookimpl,
     plugin,
     state,
 )
-
-from .options import ensure_options_work
+from plugsft.kit import AnswerLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +39,7 @@ Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
     affects_results=["loss", "beta", "desirable_weight", "undesirable_weight", "reference"],
     affects_tokens=[],
 )
-class Kto:
+class Kto(AnswerLoss):
     """Learn from answers that are labelled desirable or undesirable (KTO): affects results.
 
     A row has a prompt, an answer and a `label`, true or false. The loss of a step is the mean over
@@ -60,17 +59,18 @@ class Kto:
     reference: Place | None = None
     """Another reference: a folder or a name on the hub."""
 
-    recipe: Any = state()
     balance: str = state("")
     """The numbers of desirable and undesirable answers."""
-    objective: Any = state()
-    """Computes the losses of examples, and sums their metrics."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
-        """Refuse options that would have no effect."""
-        ensure_options_work(self, recipe)
-        self.recipe = recipe
+        """Refuse steps without a KL."""
+        super().check(recipe)
+        if self.loss == "kto" and recipe.train.batch_size == 1:
+            raise RecipeError(
+                "train.batch_size = 1: the KL of a step needs answers of other examples; raise "
+                'it, or set loss = "apo_zero_unpaired", which has no KL'
+            )
 
     @hookimpl(wrapper=True)
     def cache(self) -> Generator[None, Any, Any]:
@@ -90,31 +90,21 @@ class Kto:
         return rendered and read_labels(rows, rendered, data)
 
     @hookimpl(wrapper=True)
-    def optimize_model(self) -> Generator[None, Any, Any]:
-        """Remove the model's dropout: answers are compared with a reference."""
-        from plugsft.kit import remove_dropout
-
-        model = yield
-        remove_dropout(model)
-        return model
-
-    @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
-        """Divide the loss by the number of examples, and load the reference."""
-        from .labels import count_examples
-        from .objective import Objective
+        """Refuse examples without labels, and load the reference."""
+        from .labels import ensure_labelled
 
-        tokens = count_examples((yield))
-        if self.objective is None:
-            self.objective = Objective(self, model, ranks)
+        tokens = yield from super().add_columns(model, ranks)
+        ensure_labelled(tokens)
+        self.load_reference()
         return tokens
 
     @hookimpl(wrapper=True)
     def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:
-        """Add the label, the weight and the number of targets of each example."""
+        """Add the label of each example, and the tokens of all."""
         from .objective import answer_columns
 
-        batch = yield
+        batch = yield from super().collate(tokens, examples)
         return batch | answer_columns(tokens, examples)
 
     @hookimpl(wrapper=True)
@@ -124,26 +114,20 @@ class Kto:
 
         return name_examples((yield))
 
-    @hookimpl
-    def ready(self, run: Run) -> None:
-        """Check the first log-probabilities, unless the run resumes."""
-        self.objective.is_untrained = run.step == 0
-
-    @hookimpl
-    def step(self, model: Module, batch: Batch, denominator: float, token_nll: TokenNll) -> Tensor:
+    def losses(
+        self, model: Module, batch: Batch, token_nll: TokenNll
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compare answers with the reference; a step's first micro-batch computes its KL."""
-        losses: Tensor = self.objective.losses(model, batch, token_nll)
-        return losses.sum() / denominator
+        from .objective import compare, ensure_unchanged
 
-    @hookimpl
-    def add_metrics(self) -> dict[str, Any]:
-        """Return the sums of all metrics over examples."""
-        sums: dict[str, Any] = self.objective.take_sums()
-        return sums
+        # First, so that plugins which observe the model see this pass before the others.
+        log_probs, gains = self.score(model, batch, token_nll)
+        if self.is_first(model):
+            ensure_unchanged(self, model, log_probs, gains)
+        return compare(self, batch, log_probs, gains, model.training)
 
     @hookimpl
     def summary(self) -> str:
         """Report the loss, the reference, and the labels."""
-        reference = f"reference: {self.objective.reference.name}" if self.objective else ""
         loss = f"{self.loss} loss, beta {self.beta:g}"
-        return "; ".join(filter(None, [loss, reference, self.balance]))
+        return "; ".join(filter(None, [loss, self.describe_reference(), self.balance]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,13 +40,10 @@ def read_labels(rows: list[dict[str, Any]], rendered: Rendered, data: Data) -> R
     return rendered
 
 
-def count_examples(tokens: Tokens) -> Tokens:
-    """Return tokens whose loss is divided by the number of examples, not of targets."""
+def ensure_labelled(tokens: Tokens) -> None:
+    """Refuse examples without labels."""
     if LABEL not in tokens.columns:
         raise DataError("plugins.kto: the examples have no label: they were prepared without it")
-    examples = copy.copy(tokens)
-    examples.denominators = np.ones(len(tokens), np.int64)
-    return examples
 
 
 def describe_balance(plugin: Kto, entry: Any) -> str:

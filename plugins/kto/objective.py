@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Module
 
-from plugsft import Batch, Ints, PluginError, Ranks, RecipeError, RunModel, TokenNll
-from plugsft.kit import Reference, Tokens
+from plugsft import Batch, Ints, PluginError
+from plugsft.kit import Tokens, lay_out
 
 from .labels import LABEL
-from .steps import Mismatched, lay_out
+from .steps import Mismatched
 
 if TYPE_CHECKING:
     from . import Kto
@@ -24,115 +24,74 @@ INITIAL_TOLERANCE = {True: 1e-4, False: 2e-2}
 
 
 def answer_columns(tokens: Tokens, examples: Ints) -> Batch:
-    """Return the label, the weight and the number of targets of each example, and its tokens."""
-    return {
-        "_tokens": tokens,
-        "_targets": torch.from_numpy(tokens.targets[examples].astype(np.int64)),
-        "_labels": torch.from_numpy(tokens.columns[LABEL][examples].astype(np.bool_)),
-        "_weights": torch.from_numpy(tokens.weights(examples)),
-    }
+    """Return the label of each example, and the tokens of all."""
+    labels = tokens.columns[LABEL][examples].astype(np.bool_)
+    return {"_tokens": tokens, "_labels": torch.from_numpy(labels)}
 
 
-class Objective:
-    """The losses of examples, and the sums of their metrics."""
+def compare(
+    plugin: Kto, batch: Batch, log_probs: Tensor, gains: Tensor, training: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each example, and its metrics.
 
-    def __init__(self, plugin: Kto, model: RunModel, ranks: Ranks) -> None:
-        self._plugin, self._recipe, self._model, self._ranks = plugin, plugin.recipe, model, ranks
-        try:
-            self.reference = Reference(model, plugin.reference)
-        except RecipeError as error:
-            raise RecipeError(f"plugins.kto.reference: {error}") from error
-        self.is_untrained = False
-        """Whether the first log-probabilities are still to be checked."""
-        self._sums: dict[str, Tensor] = {}
-
-    def losses(self, model: Module, batch: Batch, token_nll: TokenNll) -> Tensor:
-        """Return the loss of each example times its weights, and add up the metrics."""
-        plugin, step = self._plugin, batch["_step"]
-        # First, so that plugins which observe the model see this pass before the others.
-        log_probs = sum_per_answer(token_nll(model=model, batch=batch, summed=False), batch)
-        if step.kl is None:
-            step.kl = self._kl(batch["_tokens"], step.examples)
-        with torch.no_grad(), self.reference.in_place(model) as module:
-            nll = token_nll(model=module, batch=batch, summed=False)
-            reference = sum_per_answer(nll, batch)
-        gains, labels = log_probs - reference, batch["_labels"]
-        if self.is_untrained and model.training:
-            # Dropout is that of adapters; they may not begin at 0.
-            dropout = any(isinstance(part, Dropout) and part.p for part in model.modules())
-            self.is_untrained = False
-            if not (plugin.reference or dropout):
-                self._ensure_unchanged(gains.detach(), reference)
-        signs = torch.where(labels, 1.0, -1.0)
-        factors = torch.where(labels, plugin.desirable_weight, plugin.undesirable_weight)
-        losses = torch.sigmoid(-plugin.beta * signs * (gains - step.kl))
-        examples = step.examples if model.training else np.arange(len(batch["_tokens"]))
-        scales = scales_of(batch["_tokens"], examples)
-        metrics = {"reward": plugin.beta * gains.detach(), "logp": log_probs.detach()}
-        self._add_metrics(metrics, batch, scales)
-        if plugin.loss == "kto":
-            self._add("kl", (batch["_weights"] * step.kl).sum())
-        weighted: Tensor = batch["_weights"] * factors * losses
-        return weighted
-
-    def take_sums(self) -> dict[str, Tensor]:
-        """Return a sum for every metric, and forget it."""
-        sums, self._sums = self._sums, {}
-        rewards = [sums.get(f"reward_{name}") for name in NAMES.values()]
-        if rewards[0] is not None and rewards[1] is not None:
-            sums["margin"] = rewards[0] - rewards[1]
-        return sums
-
-    def _ensure_unchanged(self, gains: Tensor, reference: Tensor) -> None:
-        """Check the first log-probabilities: those of the reference, if it is the initial model."""
-        tolerance = INITIAL_TOLERANCE[self._model.exact]
-        if not gains.norm() <= tolerance * reference.norm():
-            raise PluginError(
-                f"plugins.kto: log-probabilities differ by {gains.abs().max():.3g} from the "
-                "reference's, but both are the same model before step 1. Most likely the model is "
-                "random: a dropout or a router of its own code"
-            )
-
-    def _add_metrics(
-        self, metrics: dict[str, Tensor], batch: Batch, scales: dict[bool, float]
-    ) -> None:
-        for label, scale in scales.items():
-            weights = scale * batch["_weights"] * (batch["_labels"] == label)
-            for metric, values in metrics.items():
-                self._add(f"{metric}_{NAMES[label]}", (weights * values).sum())
-
-    def _add(self, name: str, value: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0) + value
-
-    def _kl(self, tokens: Tokens, examples: Ints) -> Tensor | float:
-        """Return the mean gain of a step's mismatched answers over all ranks, at least 0."""
-        if self._plugin.loss != "kto" or not len(examples):
-            return 0.0
-        capacity, rows = self._recipe.packed_capacity(), self._recipe.train.micro_batch
-        packed = self._recipe.provides("packed_rows") is not None
-        longest = min(self._recipe.data.max_length, capacity)
-        texts = Mismatched(tokens, examples, longest)
-        micro_batches = lay_out(texts.lengths, rows, capacity if packed else None)
-        own = micro_batches[self._ranks.data_rank :: self._ranks.data_size]
-        # All ranks take part in the collectives of a sharded model.
-        count = -(-len(micro_batches) // self._ranks.data_size)
-        own += [micro_batches[0][:0]] * (count - len(own))
-        total = torch.stack([self._gain(texts, numbers) for numbers in own]).sum()
-        mean = self._ranks.reduce(total) / len(texts)
-        return mean.clamp(min=0)
-
-    def _gain(self, texts: Tokens, numbers: Ints) -> Tensor:
-        """Return how much likelier some texts have become, in all."""
-        nll = self._model.score(texts, numbers)
-        with self.reference.in_place(self._model.module) as module:
-            reference = self._model.score(texts, numbers, module)
-        return (reference - nll).sum()
+    `gains`: log-probabilities, less those of the reference.
+    """
+    step, tokens, labels = batch["_step"], batch["_tokens"], batch["_labels"]
+    if step.kl is None:
+        step.kl = kl_of(plugin, tokens, step.examples)
+    signs = torch.where(labels, 1.0, -1.0)
+    factors = torch.where(labels, plugin.desirable_weight, plugin.undesirable_weight)
+    losses = factors * torch.sigmoid(-plugin.beta * signs * (gains - step.kl))
+    examples = step.examples if training else np.arange(len(tokens))
+    metrics = {"kl": step.kl} if plugin.loss == "kto" else {}
+    for label, scale in scales_of(tokens, examples).items():
+        shares = scale * (labels == label)
+        metrics[f"reward_{NAMES[label]}"] = shares * (plugin.beta * gains)
+        metrics[f"logp_{NAMES[label]}"] = shares * log_probs
+    rewards = [metrics.get(f"reward_{name}") for name in NAMES.values()]
+    if rewards[0] is not None and rewards[1] is not None:
+        metrics["margin"] = rewards[0] - rewards[1]
+    return losses, metrics
 
 
-def sum_per_answer(losses: Tensor, batch: Batch) -> Tensor:
-    """Return the log-probability of each answer."""
-    targets = batch["_targets"]
-    return -torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
+def ensure_unchanged(plugin: Kto, model: Module, log_probs: Tensor, gains: Tensor) -> None:
+    """Check the first log-probabilities: those of the reference, if it is the initial model."""
+    # Dropout is that of adapters; they may not begin at 0.
+    dropout = any(isinstance(part, Dropout) and part.p for part in model.modules())
+    tolerance = INITIAL_TOLERANCE[plugin.model.exact]
+    if not (plugin.reference or dropout or gains.norm() <= tolerance * log_probs.norm()):
+        raise PluginError(
+            f"plugins.kto: log-probabilities differ by {gains.abs().max():.3g} from the "
+            "reference's, but both are the same model before step 1. Most likely the model is "
+            "random: a dropout or a router of its own code"
+        )
+
+
+def kl_of(plugin: Kto, tokens: Tokens, examples: Ints) -> Tensor:
+    """Return the mean gain of a step's mismatched answers over all ranks, at least 0."""
+    if plugin.loss != "kto" or not len(examples):
+        return torch.zeros(())
+    recipe, ranks = plugin.recipe, plugin.ranks
+    capacity, padded = recipe.packed_capacity(), recipe.provides("packed_rows") is None
+    texts = Mismatched(tokens, examples, min(recipe.data.max_length, capacity))
+    rows = recipe.train.micro_batch if padded else 1
+    micro_batches = lay_out(texts.lengths, rows * capacity, padded)
+    own = micro_batches[ranks.data_rank :: ranks.data_size]
+    # All ranks take part in the collectives of a sharded model.
+    count = -(-len(micro_batches) // ranks.data_size)
+    own += [micro_batches[0][:0]] * (count - len(own))
+    total = torch.stack([gain_of(plugin, texts, numbers) for numbers in own]).sum()
+    mean = ranks.reduce(total) / len(texts)
+    return mean.clamp(min=0)
+
+
+def gain_of(plugin: Kto, texts: Tokens, numbers: Ints) -> Tensor:
+    """Return how much likelier some texts have become, in all."""
+    model = plugin.model
+    nll = model.score(texts, numbers)
+    with plugin.reference_model.in_place(model.module) as module:
+        reference = model.score(texts, numbers, module)
+    return (reference - nll).sum()
 
 
 def scales_of(tokens: Tokens, examples: Ints) -> dict[bool, float]:

@@ -68,17 +68,3 @@ class Mismatched(Tokens):
         ids = [np.zeros(0, np.int32), *(text for text, _ in texts)]
         masks = [np.zeros(0, np.bool_), *(mask for _, mask in texts)]
         return np.concatenate(ids), np.concatenate(masks)
-
-
-def lay_out(lengths: Ints, rows: int, capacity: int | None) -> list[Ints]:
-    """Return micro-batches of `rows` texts, or of up to `capacity` tokens, the longest first."""
-    order = np.argsort(-lengths, kind="stable")
-    if capacity is None:
-        return np.split(order, range(rows, len(order), rows))
-    ends, total = [], 0
-    for place, length in enumerate(lengths[order].tolist()):
-        if total + length > capacity:
-            ends.append(place)
-            total = 0
-        total += length
-    return np.split(order, ends)

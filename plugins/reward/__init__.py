@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from plugsft import Batch, Data, Ints, Recipe, Rendered, Run, RunModel, hookimpl, plugin, state
+from plugsft import (
+    Batch,
+    Data,
+    Ints,
+    Ranks,
+    Recipe,
+    Rendered,
+    Run,
+    RunModel,
+    TokenNll,
+    hookimpl,
+    plugin,
+    state,
+)
+from plugsft.kit import AnswerLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +36,7 @@ if TYPE_CHECKING:
     affects_results=["center"],
     affects_tokens=[],
 )
-class Reward:
+class Reward(AnswerLoss):
     """Train a reward model, which scores answers (Bradley-Terry): affects results.
 
     A row has a prompt, a chosen and a rejected answer, and may have a `margin` between their
@@ -39,14 +53,13 @@ class Reward:
     """The last tokens of some answers."""
     padding: str = state("")
     """What the tokenizer lacks to score several answers at a time."""
-    objective: Any = state()
-    """Computes the losses of pairs, and sums their metrics."""
 
     @hookimpl
     def check(self, recipe: Recipe) -> None:
         """Refuse samples of answers, and models that cannot become a reward model."""
         from .supported import ensure_scorable
 
+        super().check(recipe)
         self.seed = recipe.train.seed
         ensure_scorable(recipe)
 
@@ -60,23 +73,19 @@ class Reward:
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:
         """Replace the language model's head, and turn off its dropout."""
-        from plugsft.kit import remove_dropout
-
         from .model import make_reward_model
 
-        model = yield
-        remove_dropout(model)
+        model = yield from super().optimize_model()
         return make_reward_model(model, self.seed)
 
     @hookimpl(wrapper=True)
-    def add_columns(self, model: RunModel) -> Generator[None, Tokens, Tokens]:
-        """Divide the loss by the number of pairs."""
-        from .objective import Objective
-        from .pairs import count_pairs, last_tokens
+    def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
+        """Remember how answers end."""
+        from .pairs import last_tokens
 
-        tokens = count_pairs((yield))
-        if self.objective is None:
-            self.last_tokens, self.objective = last_tokens(tokens), Objective(self.center)
+        tokens = yield from super().add_columns(model, ranks)
+        if self.last_tokens is None:
+            self.last_tokens = last_tokens(tokens)
         return tokens
 
     @hookimpl
@@ -96,11 +105,13 @@ class Reward:
         batch = yield
         return batch | pair_columns(batch, tokens, examples)
 
-    @hookimpl
-    def step(self, model: Module, batch: Batch, denominator: float) -> Tensor:
+    def losses(
+        self, model: Module, batch: Batch, token_nll: TokenNll
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compare the scores of each pair."""
-        loss: Tensor = self.objective.losses(model, batch).sum()
-        return loss / denominator
+        from .objective import compare
+
+        return compare(model, batch, self.center)
 
     @hookimpl
     def token_nll(self) -> Tensor:
@@ -108,12 +119,6 @@ class Reward:
         from .supported import no_probabilities
 
         raise no_probabilities()
-
-    @hookimpl
-    def add_metrics(self) -> dict[str, Any]:
-        """Return the sums of all metrics over pairs."""
-        sums: dict[str, Any] = self.objective.take_sums()
-        return sums
 
     @hookimpl
     def summary(self) -> str:

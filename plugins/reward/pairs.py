@@ -1,11 +1,10 @@
 """Rows and tokens of pairs of answers. Imports no torch."""
 
-import copy
 from typing import Any
 
 import numpy as np
 
-from plugsft import Data, DataError, Ints, RecipeError, Rendered
+from plugsft import Data, Ints, RecipeError, Rendered
 from plugsft.kit import Tokenizer, Tokens, render_pairs
 
 MARGIN = "margin"
@@ -33,18 +32,6 @@ def render_pairs_with_margins(
     rendered.columns[MARGIN] = margins
     rendered.read = {*(rendered.read or ()), MARGIN}
     return rendered
-
-
-def count_pairs(tokens: Tokens) -> Tokens:
-    """Return tokens whose loss is divided by the number of pairs, not of targets."""
-    if tokens.facts["pairs"] < len(tokens):
-        raise DataError(
-            "plugins.reward: some examples are not pairs: they were prepared without "
-            "[plugins.reward]"
-        )
-    pairs = copy.copy(tokens)
-    pairs.denominators = np.ones(len(pairs), np.int64)
-    return pairs
 
 
 def last_tokens(tokens: Tokens) -> Ints:

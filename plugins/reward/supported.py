@@ -17,10 +17,6 @@ ENDING = "ForSequenceClassification"
 
 def ensure_scorable(recipe: Recipe) -> None:
     """Refuse samples of answers, and models that cannot become a reward model."""
-    if recipe.data.train_on == "all":
-        raise RecipeError(
-            'data.train_on = "all" has no effect: an answer is scored at its last token; remove it'
-        )
     if samples := recipe.provides("sampled_answers"):
         raise RecipeError(f"a reward model cannot generate answers; remove {samples.table}")
     if recipe.model.path:

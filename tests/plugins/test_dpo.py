@@ -740,7 +740,7 @@ REFUSED = [
     (
         {},
         {"data": {"train_on": "all"}},
-        'data.train_on = "all" would score prompts, but DPO scores answers only',
+        'data.train_on = "all" has no effect: only answers are compared',
     ),
     (
         {},

@@ -32,8 +32,9 @@ from transformers import AutoModelForCausalLM
 
 from plugsft import RecipeError, testing
 from plugsft.base.machine import look
+from plugsft.kit import lay_out
 from plugsft.loop import evaluation_losses, evaluation_metrics, forward_backward, plugin_metrics
-from plugsft.plugins.kto.steps import Mismatched, lay_out
+from plugsft.plugins.kto.steps import Mismatched
 from plugsft.ranks.trained_model import evaluating
 from plugsft.registry.active import check
 from plugsft.registry.load import resolve
@@ -360,16 +361,16 @@ def test_an_answer_of_several_turns_begins_at_its_first_trained_token(tmp_path):
     assert "who?" in first[0] and "all?" not in first[0] and second[0].count("all?") == 2
 
 
-@pytest.mark.parametrize("capacity", [None, 20])
-def test_micro_batches_hold_each_text_once(capacity):
+@pytest.mark.parametrize(
+    ("padded", "most", "texts"),
+    [(False, 20, [[20], [12], [9, 7], [7, 3, 1]]), (True, 24, [[20], [12, 9], [7, 7, 3], [1]])],
+)
+def test_micro_batches_hold_each_text_once(padded, most, texts):
     lengths = np.array([3, 9, 20, 1, 7, 7, 12])
-    micro_batches = lay_out(lengths, 2, capacity)
+    micro_batches = lay_out(lengths, most, padded)
+    assert [lengths[part].tolist() for part in micro_batches] == texts
     assert sorted(np.concatenate(micro_batches).tolist()) == [*range(7)]
-    if capacity:
-        assert max(lengths[part].sum() for part in micro_batches) <= capacity
-        assert len(micro_batches) == 4
-    else:
-        assert [len(part) for part in micro_batches] == [2, 2, 2, 1]
+    assert [len(part) for part in lay_out(lengths, 1, padded)] == [1] * 7
 
 
 def test_a_weight_multiplies_the_loss_of_a_row(tmp_path):
@@ -483,7 +484,7 @@ def test_each_source_of_answers_counts_with_its_weight(tiny, tmp_path):
 # The recipe, and what is refused.
 
 REFUSED = [
-    ({"data": {"train_on": "all"}}, 'data.train_on = "all" would score prompts'),
+    ({"data": {"train_on": "all"}}, 'data.train_on = "all" has no effect: only answers'),
     ({"train": {"batch_size": 1, "micro_batch": 1}}, "the KL of a step needs answers of other"),
     ({"plugins": {"bfd_packing": {"overlong": "split"}}}, "would part an answer from its prompt"),
     ({"plugins": {"fused_loss": {"kernel": "liger"}}}, "but [plugins.kto] weighs each answer"),

@@ -148,8 +148,8 @@ def test_weights_count_pairs(tmp_path):
     plain, run = Run(tmp_path / "plain", rows), Run(tmp_path / "weighted", weighted)
     for each in (plain, run):
         shaken(each.model, 0.1)
-    objective = plain.opened.active.plugins["reward"].objective
-    losses = torch.cat([objective.losses(plain.model, batch) for batch in plain.batches])
+    reward = plain.opened.active.plugins["reward"]
+    losses = torch.cat([reward.losses(plain.model, batch, None)[0] for batch in plain.batches])
     numbers = torch.from_numpy(np.concatenate(plain.plan.layout[0]))
     expected = (losses * torch.tensor(weights)[numbers]).sum() / sum(weights)
     assert run.losses()[0] == pytest.approx(float(expected.detach()), rel=1e-5)
