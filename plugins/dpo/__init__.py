@@ -90,17 +90,19 @@ class Dpo(AnswerLoss):
 
     @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
-        """Share prompts, and load the reference."""
+        """Share prompts."""
         from .shared_prompts import ensure_same_losses
 
         tokens = yield from super().add_columns(model, ranks)
-        if LOSSES[self.loss].reference:
-            self.load_reference()
         if not self.share_prompt:
             return tokens
         shared = tokens.share_prompts()
         self.sharing = self.sharing or ensure_same_losses(model, tokens, shared)
         return shared
+
+    def has_reference(self) -> bool:
+        """Tell whether the loss has a reference."""
+        return LOSSES[self.loss].reference
 
     def losses(
         self, model: Module, batch: Batch, token_nll: TokenNll

@@ -60,9 +60,9 @@ class DpoReference:
         from .reference_pass import ReferencePass
 
         tokens = yield
-        with ReferencePass(self, model, tokens, ranks) as reference_pass:
-            log_probs = ranks.artefact(reference_pass.key, reference_pass.build, LogProbs)
-            reference_pass.recheck(log_probs)
+        reference_pass = ReferencePass(self, model, tokens, ranks)
+        log_probs = ranks.artefact(reference_pass.key, reference_pass.build, LogProbs)
+        reference_pass.recheck(log_probs)
         tokens.columns = {**tokens.columns, "reference": log_probs.values}
         self.results.append(self.describe(reference_pass, log_probs))
         return tokens

@@ -32,8 +32,6 @@ class ReferencePass:
 
     def __init__(self, plugin: DpoReference, model: RunModel, tokens: Tokens, ranks: Ranks) -> None:
         self.plugin, self.tokens, self.model, self.ranks = plugin, tokens, model, ranks
-        self.reference: Any = None
-        """Another model than the trained one, once it is loaded."""
         module: Any = getattr(model.module, "module", model.module)
         self.kernel = module.config.get_text_config()._attn_implementation
         self.without_adapters: Any = None
@@ -43,12 +41,11 @@ class ReferencePass:
         self.saved_bytes = 0 if self.without_adapters else local_bytes(module)
         self.seconds, self.computed, self.difference = 0.0, 0, 0.0
 
-    def __enter__(self) -> ReferencePass:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Free a loaded reference."""
-        self.reference = None
+    @cached_property
+    def reference(self) -> Any:
+        """Another model than the trained one, loaded by all ranks for this pass."""
+        path = self.plugin.reference
+        return self.model.load_frozen(path) if path else None
 
     @cached_property
     def key(self) -> dict[str, Any]:
@@ -133,8 +130,6 @@ class ReferencePass:
     def compute(self, micro_batches: list[Ints]) -> Values:
         """Return the log-probabilities of all pairs; each rank computes its share."""
         rank, ranks = self.ranks.rank, self.ranks.size
-        if self.plugin.reference and self.reference is None:
-            self.reference = self.model.load_frozen(self.plugin.reference)
         log_probs = torch.zeros(sum(map(len, micro_batches)), 2, device=self.device)
         starts = np.cumsum([0, *map(len, micro_batches)])
         for step in range(0, len(micro_batches), ranks):

@@ -13,10 +13,8 @@ from plugsft import (
     Ints,
     LoadedStep,
     Place,
-    Ranks,
     Recipe,
     RecipeError,
-    RunModel,
     TokenNll,
     hookimpl,
     plugin,
@@ -88,16 +86,6 @@ class Kto(AnswerLoss):
 
         rendered = yield
         return rendered and read_labels(rows, rendered, data)
-
-    @hookimpl(wrapper=True)
-    def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
-        """Refuse examples without labels, and load the reference."""
-        from .labels import ensure_labelled
-
-        tokens = yield from super().add_columns(model, ranks)
-        ensure_labelled(tokens)
-        self.load_reference()
-        return tokens
 
     @hookimpl(wrapper=True)
     def collate(self, tokens: Tokens, examples: Ints) -> Generator[None, Batch, Batch]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plugsft import Data, DataError, Rendered, say
+from plugsft import Data, Rendered, say
 from plugsft.kit import Tokens
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ def read_labels(rows: list[dict[str, Any]], rendered: Rendered, data: Data) -> R
     if rendered.read is not None:
         rendered.read = {*rendered.read, LABEL}
     return rendered
-
-
-def ensure_labelled(tokens: Tokens) -> None:
-    """Refuse examples without labels."""
-    if LABEL not in tokens.columns:
-        raise DataError("plugins.kto: the examples have no label: they were prepared without it")
 
 
 def describe_balance(plugin: Kto, entry: Any) -> str:

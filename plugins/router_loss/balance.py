@@ -94,7 +94,7 @@ class Balance:
     def take_sums(self) -> dict[str, Any]:
         """Return the sums of the metrics since the last call."""
         sums, self._sums = self._sums, {}
-        return {name: sums.get(name, 0.0) for name in (LOSS, BUSIEST)}
+        return sums
 
 
 def one_hot_sequences(batch: Batch, device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ class AnswerLoss:
 
     def __post_init__(self) -> None:
         self.reference_model: Any = None
-        """What answers are compared with, once a plugin has called `load_reference`."""
+        """What answers are compared with, once it is loaded."""
         self.is_untrained = False
         """Whether the weights are those before step 1."""
         self._sums: dict[str, Tensor] = {}
@@ -74,24 +74,23 @@ class AnswerLoss:
 
     @hookimpl(wrapper=True)
     def add_columns(self, model: RunModel, ranks: Ranks) -> Generator[None, Tokens, Tokens]:
-        """Divide the loss by the number of examples, not of targets."""
-        from .answers import count_examples
+        """Divide the loss by the number of examples, not of targets, and load the reference."""
+        from .answers import Reference, count_examples
 
         self.model, self.ranks = model, ranks
-        return count_examples((yield), self.recipe)
-
-    def load_reference(self) -> None:
-        """Load the model that answers are compared with, unless its results are stored."""
-        from .answers import Reference
-
+        examples = count_examples((yield))
         wanted = self.recipe.provides("reference_model")
-        if wanted is None or self.reference_model:
-            return
-        stored = self.recipe.provides("stored_reference") is not None
-        try:
-            self.reference_model = Reference(self.model, wanted.value or "", stored)
-        except RecipeError as error:
-            raise RecipeError(f"{wanted.key}: {error}") from error
+        if wanted and self.has_reference() and self.reference_model is None:
+            stored = self.recipe.provides("stored_reference") is not None
+            try:
+                self.reference_model = Reference(model, wanted.value or "", stored)
+            except RecipeError as error:
+                raise RecipeError(f"{wanted.key}: {error}") from error
+        return examples
+
+    def has_reference(self) -> bool:
+        """Tell whether a plugin that provides "reference_model" compares with one."""
+        return True
 
     def score(self, model: Module, batch: Batch, token_nll: TokenNll) -> tuple[Tensor, Tensor]:
         """Return the log-probability of each answer, and that less the reference's, if any."""

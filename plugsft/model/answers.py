@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Module
 
-from ..base.errors import DataError
 from ..base.types import Batch, Ints, TokenNll
 from ..hooks import RunModel
-from ..recipe.tables import Recipe
 from ..tokens.store import Tokens
 
 
@@ -72,14 +70,8 @@ def sum_per_answer(losses: Tensor, targets: Tensor) -> Tensor:
     return -torch.segment_reduce(losses, "sum", lengths=targets, unsafe=True, initial=0)
 
 
-def count_examples(tokens: Tokens, recipe: Recipe) -> Tokens:
+def count_examples(tokens: Tokens) -> Tokens:
     """Return tokens whose loss is divided by the number of examples, not of targets."""
-    pairs = recipe.provides("preference_pairs")
-    if pairs and tokens.facts["pairs"] < len(tokens):
-        raise DataError(
-            f"plugins.{pairs.plugin}: some examples are not pairs: they were prepared without "
-            f"{pairs.table}"
-        )
     examples = copy.copy(tokens)
     examples.denominators = np.ones(len(tokens), np.int64)
     return examples
