@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from plugsft import RecipeError
+from plugsft.kit import whole_shape
 
 PROBE = 4
 """Tokens of the test of a router."""
@@ -68,8 +69,8 @@ def probe(module: Module, width: int) -> tuple[bool, int]:
             id(buffer): torch.zeros(buffer.shape) for buffer in module.buffers()
         }
         for weight in module.parameters():
-            shape = getattr(weight, "ds_shape", weight.shape)
-            tensors[id(weight)] = Parameter(torch.randn(shape, generator=generator))
+            noise = torch.randn(whole_shape(weight), generator=generator)
+            tensors[id(weight)] = Parameter(noise)
         router = copy.deepcopy(module, tensors).eval()
         # Some routers get the correction of their choices from the layer around them.
         more = len(signature(router.forward).parameters) - 1
