@@ -22,11 +22,18 @@ from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import shuffle
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.load_tokenizer import load_tokenizer
-from plugsft.lab.forecast.cluster import Cluster
 from plugsft.lab.forecast.forecaster import Forecast, Forecaster, suggest
 from plugsft.lab.forecast.meta_model import MetaModel
 from plugsft.lab.forecast.run import Options, cluster_of, notes
-from plugsft.lab.forecast.strategies import CPU_DDP, FSDP2, SINGLE, ZERO3, Setting, peak_memory
+from plugsft.lab.forecast.strategies import (
+    DDP,
+    FSDP2,
+    SINGLE,
+    ZERO3,
+    Cluster,
+    Setting,
+    peak_memory,
+)
 from plugsft.lab.forecast.workload import Epoch, read_epoch
 from plugsft.lab.trials import trials
 from plugsft.lab.tune import Tuning
@@ -38,7 +45,7 @@ from plugsft.registry import load as registry
 from plugsft.tokens.store import Tokens
 
 WORDS = TEXT.split()
-KINDS = {"one": SINGLE, "cpu2": CPU_DDP, "fsdp2": FSDP2, "zero3": ZERO3}
+KINDS = {"one": SINGLE, "cpu2": DDP, "fsdp2": FSDP2, "zero3": ZERO3}
 # So large that its tensors dwarf what else a process holds, and as few tokens as can be.
 SCRATCH = {"hidden": 768, "layers": 5, "heads": 8, "vocab": 400, "context": 512}
 HEADY = {"hidden": 256, "layers": 2, "heads": 4, "vocab": 12_000, "context": 2048}
@@ -391,7 +398,7 @@ def test_pairs_are_packed_into_twice_the_length_as_a_run_packs_them(tmp_path):
     forecaster = Forecaster(anchored(recipe), read_epoch(recipe, active, tmp_path), gpu=True)
     _, traced = forecaster.trace({}, 1)
     size = traced.workload.batch["input_ids"].numel()
-    assert size == 400 == Tuning(changed_to_step(recipe), 0, 1).own.size
+    assert size == 400 == Tuning(changed_to_step(recipe), 0, 1).own
     lines = [words for words, _ in suggest(forecaster, recipe, Cluster("H100", True, 0, 1, 1))]
     sizes = [int(size) for line in lines for size in re.findall(r"capacity = (\d+)", line)]
     assert sizes and all(size in (200, 100, 50, 25) for size in sizes), "halves of 400"

@@ -1,12 +1,11 @@
 """`plugsft tune`: find the fastest micro-batch that fits."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..base.sizes import SIZES
-from .options import Launch, Overrides, RecipeFile, Without
+from .options import Launch, Overrides, RecipeFile, Without, same_words
 
 
 def tune(
@@ -26,16 +25,8 @@ def tune(
         int, typer.Option(metavar="N", min=1, help="Measured steps of each probe.")
     ] = 8,
     launch: Launch = "",
-    to: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where to write the recipe. Default: RECIPE.tuned.toml.",
-            show_default=False,
-        ),
-    ] = None,
 ) -> None:
-    """Find the fastest micro-batch that fits; write a recipe with it."""
+    """Find the fastest micro-batch that fits."""
     from ..output.folder import ensure_inputs
     from .load_recipe import load_recipe
 
@@ -44,5 +35,5 @@ def tune(
     # A mistake in the recipe is reported before anything heavy is imported.
     from ..lab import tune as lab
 
-    options = lab.Options(overrides or [], without or [], memory, steps, launch, to)
-    lab.tune(loaded, active, recipe, options)
+    words = same_words(recipe, overrides, without)
+    lab.tune(loaded, active, words, memory, steps, launch)

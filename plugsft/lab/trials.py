@@ -86,7 +86,8 @@ def trials(
 ) -> Iterator["TrialRunner"]:
     """Prepare a recipe's data as a run would; yield a runner of trials on it.
 
-    `examples`: how many to train on, 0 for all, None if the caller chooses them with `use`.
+    `examples`: how many to train on, the first of the epoch; 0 for all; None if the caller chooses
+    them with `use`.
     """
     with tempfile.TemporaryDirectory(prefix="plugsft-trials-") as temporary, sigterm_as_interrupt():
         folder = Path(temporary)
@@ -94,10 +95,7 @@ def trials(
         data = prepare_data(recipe.model_copy(update=changes), active)
         runner = TrialRunner(recipe, active, folder, data, launch)
         if examples is not None:
-            order = runner.epoch_order()
-            if 0 < examples < len(order):
-                order = order[sample_by_length(data.tokens.lengths[order], examples)]
-            runner.use(order)
+            runner.use(runner.epoch_order()[: examples or None])
         yield runner
 
 
@@ -265,13 +263,6 @@ def with_changes(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
         else:
             table[key] = value
     return changed
-
-
-def sample_by_length(lengths: Ints, count: int) -> Ints:
-    """Choose places whose lengths are distributed as all are; the same ones each time."""
-    order = np.argsort(lengths, kind="stable")
-    chosen: Ints = np.sort(order[np.linspace(0, len(order) - 1, count).round().astype(np.int64)])
-    return chosen
 
 
 def write_examples(tokens: Tokens, numbers: Ints, folder: Path) -> None:

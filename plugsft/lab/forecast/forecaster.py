@@ -23,14 +23,13 @@ from ...registry import active as registry
 from ...registry.load import resolve
 from ...tokens.store import Tokens
 from ..trials import trials, with_changes
-from .cluster import Cluster
 from .meta_model import MetaModel, Weights
 from .strategies import (
-    CPU_DDP,
     DDP,
     FSDP2,
     SINGLE,
     ZERO3,
+    Cluster,
     Memory,
     Setting,
     Strategy,
@@ -158,11 +157,10 @@ def strategies(cluster: Cluster, recipe: Recipe) -> list[Strategy]:
     """Return the strategies for a cluster, first the one that communicates least."""
     if cluster.ranks == 1:
         return [SINGLE]
-    ddp = DDP if cluster.gpu else CPU_DDP
     if recipe.provides("quantized_base"):
-        return [ddp]  # quantized weights are not sharded
+        return [DDP]  # quantized weights are not sharded
     # DeepSpeed stores trained weights in float32.
-    return [ddp, FSDP2] if recipe.model.weights == "bfloat16" else [ddp, FSDP2, ZERO3]
+    return [DDP, FSDP2] if recipe.model.weights == "bfloat16" else [DDP, FSDP2, ZERO3]
 
 
 def choose(forecasts: Sequence[Forecast]) -> Forecast | None:
@@ -174,33 +172,28 @@ def suggest(
     forecaster: Forecaster, recipe: Recipe, cluster: Cluster
 ) -> Iterator[tuple[str, Forecast]]:
     """Yield changes, one at a time and then together, and the forecast with each."""
-    savers: dict[str, Any] = {
-        f"plugins.{Capability.bundled(name).plugin}": {}
-        for name in SAVERS
-        if not recipe.provides(name)
-    }
-    smaller = _smaller_micro_batch(forecaster, recipe, cluster)
-    variants: list[tuple[str, dict[str, Any]]] = [(_line(smaller), smaller)] if smaller else []
-    variants += [(f"[{name}]", {name: {}}) for name in savers]
-    together = {**savers, **smaller}
-    if len(together) > 1:
-        lines = [f"[{name}]" for name in savers] + [_line(smaller)] * bool(smaller)
-        variants.append((" and ".join(lines), together))
+    table = {name: f"plugins.{Capability.bundled(name).plugin}" for name in (*SAVERS, "adapters")}
+    savers: list[dict[str, Any]] = [
+        {table[name]: {}} for name in SAVERS if not recipe.provides(name)
+    ]
+    variants = [_smaller_micro_batch(forecaster, recipe, cluster), *savers]
+    together = {key: value for changes in variants for key, value in changes.items()}
+    variants.append(together)
     if not recipe.provides("adapters"):
-        table = f"plugins.{Capability.bundled('adapters').plugin}"
-        words = f"[{table}] (affects results)"
-        variants.append((words, {table: {}}))
-        variants.append((f"{words} and all of these", {**together, table: {}}))
-    for words, changes in variants:
+        adapters: dict[str, Any] = {table["adapters"]: {}}
+        variants += [adapters, together | adapters]
+    for words, changes in {_words(changes): changes for changes in variants if changes}.items():
         if (forecast := _best(forecaster, changes, cluster)) is not None:
-            yield words, forecast
-    for words, changes in (("", {}), (", and all of these but adapters", together)):
+            affects = " (affects results)" * (table["adapters"] in changes)
+            yield words + affects, forecast
+    for changes in {}, together:
         larger, best = cluster, None
         while larger.ranks < MAX_RANKS and not (best and best.fits):
             larger = larger.doubled()
             best = _best(forecaster, changes, larger)
         if best is not None:
-            yield f"--gpus {larger.machines}x{larger.per_machine}{words}", best
+            gpus = f"--gpus {larger.machines}x{larger.per_machine}"
+            yield " and ".join([gpus, *[_words(changes)] * bool(changes)]), best
 
 
 def _smaller_micro_batch(
@@ -220,8 +213,10 @@ def _smaller_micro_batch(
     return changes
 
 
-def _line(changes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in changes.items())
+def _words(changes: Mapping[str, Any]) -> str:
+    return " and ".join(
+        f"[{key}]" if value == {} else f"{key} = {value}" for key, value in changes.items()
+    )
 
 
 def _best(forecaster: Forecaster, changes: Mapping[str, Any], cluster: Cluster) -> Forecast | None:

@@ -28,8 +28,7 @@ from ...ranks.optimizer_parts import optimizers_in
 from ...ranks.precision import autocast_experts
 from ...recipe.tables import Recipe
 from ...registry.active import Active
-from .offload import Offload
-from .trace import Trace, trace_memory
+from .trace import Offload, Trace, trace_memory
 
 FLASH = "plugsft_forecast"
 """Attention like a fused kernel: it stores inputs and output only."""

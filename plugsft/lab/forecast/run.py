@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.text import Text
-
-from ...base.console import format_size, out, progress, say
+from ...base.console import format_size, progress, say
 from ...base.errors import PlugsftError, did_you_mean
 from ...base.sizes import parse_size
 from ...batches.defaults import BatchDefaults
@@ -16,10 +14,19 @@ from ...data.defaults import DataDefaults
 from ...recipe.parse import anchored
 from ...recipe.tables import Recipe
 from ...registry.active import Active
-from .cluster import ANY, GB, GPU_MEMORY, PER_MACHINE, Cluster, this_device
 from .forecaster import Forecast, Forecaster, Traced, choose, probe, suggest
 from .meta_model import Weights
-from .strategies import SINGLE, Memory, Strategy
+from .strategies import (
+    ANY,
+    GB,
+    GPU_MEMORY,
+    PER_MACHINE,
+    SINGLE,
+    Cluster,
+    Memory,
+    Strategy,
+    this_device,
+)
 from .workload import read_epoch
 
 EXPLAINED = {
@@ -169,29 +176,22 @@ def introduce(recipe: Recipe, forecaster: Forecaster, traced: Traced, cluster: C
 
 
 def print_table(forecasts: Sequence[Forecast], cluster: Cluster) -> None:
-    """Print a column for each strategy, the choice in green; explain the rows."""
-    names = ["", *(forecast.strategy.name for forecast in forecasts)]
-    rows = [names]
+    """Print a column for each strategy; explain the rows."""
+    rows = [["", *(forecast.strategy.name for forecast in forecasts)]]
     for part in Memory._fields:
         sizes = [getattr(forecast.memory, part) for forecast in forecasts]
         rows.append([part.replace("_", " "), *map(format_size, sizes)])
-    totals = [total_of(forecast, cluster) for forecast in forecasts]
     rows += [
         ["reserved", *[format_size(cluster.reserved)] * len(forecasts)],
-        ["total", *map(format_size, totals)],
+        ["total", *(format_size(total_of(forecast, cluster)) for forecast in forecasts)],
         ["", *("fits" if forecast.fits else "too much" for forecast in forecasts)],
     ]
     notes = EXPLAINED | {"reserved": cluster.reserved_for}
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    chosen = choose(forecasts)
-    styles = ["", *("green" if forecast is chosen else "" for forecast in forecasts)]
-    for number, row in enumerate(rows):
-        is_bold = number == 0 or number >= len(rows) - 2
-        cells = [row[0].ljust(widths[0])]
-        cells += [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
-        line = Text("  ").join(map(Text, cells, styles))
-        line.stylize("bold" if is_bold else "")
-        out.print(line.append(f"  {notes.get(row[0], '')}".rstrip(), "dim"))
+    for row in rows:
+        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        say("  ".join([*cells, notes.get(row[0], "")]).rstrip())
     say("")
 
 
