@@ -19,27 +19,7 @@ from .base.console import print_error, say
 from .base.errors import PlugsftError, RecipeError, Stopped, did_you_mean
 from .base.launch_files import explain_missing
 from .base.refusals import quiet_libraries, refusal_of
-from .commands import (
-    bench,
-    cache,
-    chat,
-    check,
-    convert,
-    diff,
-    export,
-    init,
-    inspect,
-    launch,
-    new_plugin,
-    plan,
-    plugins,
-    prepare,
-    quickstart,
-    schema,
-    show,
-    train,
-    tune,
-)
+from .commands import bench, data, diff, model, plan, recipes, show, train, tune
 from .commands.options import AUTO, RECIPES
 
 
@@ -85,27 +65,27 @@ def options(
 
 
 for _command in (
-    quickstart.quickstart,
-    init.init,
-    convert.convert,
+    train.quickstart,
+    recipes.init,
+    recipes.convert,
     train.train,
-    launch.launch,
-    prepare.prepare,
-    check.check,
-    inspect.inspect,
-    plugins.plugins,
+    train.launch,
+    data.prepare,
+    recipes.check,
+    data.inspect,
+    recipes.plugins,
     show.show,
     diff.diff,
-    schema.schema,
-    chat.chat,
-    export.export,
-    new_plugin.new_plugin,
+    recipes.schema,
+    model.chat,
+    model.export,
+    recipes.new_plugin,
     bench.bench,
     tune.tune,
     plan.plan,
 ):
     app.command()(_command)
-for _command in (cache.ls, cache.explain, cache.gc, cache.verify):
+for _command in (data.ls, data.explain, data.gc, data.verify):
     cache_app.command()(_command)
 app.add_typer(cache_app, name="cache")
 

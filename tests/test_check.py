@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from plugsft.base.errors import PlugsftError
-from plugsft.commands import check as command
+from plugsft.commands import recipes as command
 from plugsft.commands.audit import recipe as preflight
 from plugsft.model.config import ensure_plain_loss
 from plugsft.output.disk_space import parameters

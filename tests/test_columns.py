@@ -12,7 +12,7 @@ from plugsft import DataError, PluginError
 from plugsft.base.types import Shard
 from plugsft.batches.defaults import BatchDefaults
 from plugsft.batches.plan import Plan
-from plugsft.commands.check import check
+from plugsft.commands.recipes import check
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.lab.forecast.workload import read_epoch, workload_of

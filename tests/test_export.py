@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plugsft.base.atomic import damage
 from plugsft.base.errors import PlugsftError
-from plugsft.commands.export import export
+from plugsft.commands.model import export
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 

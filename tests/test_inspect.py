@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from plugsft import DataError, PlugsftError, RecipeError
-from plugsft.commands import inspect as inspection
+from plugsft.commands import data as inspection
 from plugsft.commands.audit import page as inspection_page
 from plugsft.commands.audit.rows import choose_ranges, histogram, quantiles
 from plugsft.commands.audit.token_lines import draw

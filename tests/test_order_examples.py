@@ -12,7 +12,7 @@ from wishes import CURRICULUM, MIXTURE
 
 from plugsft import DataError, PluginError, hookimpl
 from plugsft.batches.defaults import BatchDefaults
-from plugsft.commands.check import check
+from plugsft.commands.recipes import check
 from plugsft.data.defaults import DataDefaults
 from plugsft.lab.forecast.workload import read_epoch
 from plugsft.lab.trials import trials

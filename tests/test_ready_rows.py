@@ -28,8 +28,8 @@ from trl import pack_dataset
 
 from plugsft import DataError
 from plugsft.commands.audit.inspect import opened_rows
-from plugsft.commands.check import check
-from plugsft.commands.inspect import inspect
+from plugsft.commands.data import inspect
+from plugsft.commands.recipes import check
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.prepare import prepare
 from plugsft.data.sample import sample_rows

@@ -11,7 +11,7 @@ from plugin_packages import activate, install
 from transformers import TrainingArguments, get_scheduler
 
 from plugsft.base.errors import PluginError, RecipeError
-from plugsft.commands.check import check
+from plugsft.commands.recipes import check
 from plugsft.lab.trials import trials
 from plugsft.model.schedule import Schedule, check_schedule, schedule_factor, warmup_steps
 from plugsft.recipe.tables import Train

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from plugin_packages import activate, install
 
 from plugsft import DataError, PlugsftError, RecipeError
-from plugsft.commands.check import check
-from plugsft.commands.inspect import inspect
+from plugsft.commands.data import inspect
+from plugsft.commands.recipes import check
 from plugsft.data import prepare, sources
 from plugsft.data.defaults import DataDefaults
 from plugsft.data.formats import READ

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from plugsft import DataError, PluginError, RecipeError
-from plugsft.commands.check import check
+from plugsft.commands.recipes import check
 from plugsft.plugins.fused_loss import FusedLoss
 from plugsft.tokens.store import Tokens
 

@@ -11,8 +11,8 @@ from ..registry.load import load
 from ..start.resume import Resume
 from ..start.train import train_recipe
 from .bundled_recipes import write_missing
-from .chat import chat
 from .load_recipe import OFFLINE
+from .model import chat
 
 KIND = "quickstart"
 LESSONS = "recipes/data/quickstart.jsonl"

@@ -1,4 +1,9 @@
-"""`plugsft RECIPE`, or `plugsft train RECIPE`: train."""
+"""`plugsft RECIPE`, `train`, `launch` and `quickstart`: train."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..start.resume import Resume
 from ..start.train import train_recipe
@@ -10,6 +15,7 @@ from .options import (
     ResumeFrom,
     ResumeLatest,
     Without,
+    train_words,
 )
 
 
@@ -28,3 +34,88 @@ def train(
     loaded, active = load_recipe(recipe, overrides, without)
     start = Resume(resume, resume_auto, resume_from, overwrite)
     train_recipe(loaded, active, recipe, start)
+
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Ranks of each machine. Default: one for each visible GPU, else 1.",
+        show_default=False,
+    ),
+]
+Strategy = Annotated[
+    str | None,
+    typer.Option(metavar="ddp|fsdp2|zero3", help="Default: ddp.", show_default=False),
+]
+Nodes = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Number of machines.", show_default=False)
+]
+Node = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, help="Number of this machine, from 0.", show_default=False),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(metavar="HOST", help="Name or address of machine 0.", show_default=False),
+]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=65535,
+        help="Free port of machine 0. Default: 29500.",
+        show_default=False,
+    ),
+]
+
+
+def launch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    strategy: Strategy = None,
+    nodes: Nodes = None,
+    node: Node = None,
+    host: Host = None,
+    port: Port = None,
+    without: Without = None,
+    resume: ResumeLatest = False,
+    resume_auto: ResumeAuto = False,
+    resume_from: ResumeFrom = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train on several GPUs or machines: print the line of `accelerate launch`, and run it."""
+    from ..start.inputs import check_inputs
+    from .load_recipe import load_recipe
+
+    loaded, active = load_recipe(recipe, overrides, without)
+    start = Resume(resume, resume_auto, resume_from, overwrite)
+    start.ensure_possible()
+    check_inputs(loaded, active, recipe)
+    # A mistake in the recipe is reported before torch is imported.
+    from ..start.launch import Options, is_rank, join, launch_ranks
+    from ..start.train import train_recipe
+
+    options = Options(ranks, strategy, nodes, node, host, port)
+    if is_rank():
+        join(options)
+        train_recipe(loaded, active, recipe, start)
+    else:
+        words = train_words(recipe, overrides, without, start)
+        launch_ranks(loaded, words, options)
+
+
+def quickstart(
+    overrides: Overrides = None,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to work in.")] = Path(),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the results of an earlier quickstart.")
+    ] = False,
+) -> None:
+    """Train a small model in about a minute, offline, and talk to it."""
+    from .first_model import first_model
+
+    first_model(to, overrides or [], overwrite)

@@ -1,0 +1,100 @@
+"""Commands about data: `prepare`, `inspect`, and `cache` with its own."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Overrides, RecipeFile, Without
+
+
+def prepare(recipe: RecipeFile, overrides: Overrides = None, without: Without = None) -> None:
+    """Tokenize a recipe's data ahead of training."""
+    from .load_recipe import load_recipe
+
+    loaded, active = load_recipe(recipe, overrides, without)
+    if not loaded.model.trust_remote_code and all(map(active.is_bundled, active.plugins)):
+        # No code of others runs here, and transformers would import torch: two seconds.
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # "not installed"
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from .audit.prepare import prepare_data
+
+    prepare_data(loaded, active, recipe)
+
+
+def inspect(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=0, help="Number of rows to show.")] = 3,
+    first: Annotated[
+        int, typer.Option(metavar="N", min=0, help="First row to show, counted from 0.")
+    ] = 0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Audit every row, not a sample of 1,000.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a page to this file.", show_default=False),
+    ] = None,
+) -> None:
+    """Show rows as the model will see them, and audit the data."""
+    from .load_recipe import load_recipe
+
+    loaded, active = load_recipe(recipe, overrides, without)
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from .audit.inspect import inspect_data
+
+    inspect_data(loaded, active, recipe.stem, rows, first, everything, html)
+
+
+CacheFolder = Annotated[
+    Path | None,
+    typer.Option(help="Default: $PLUGSFT_CACHE, or ~/.cache/plugsft.", show_default=False),
+]
+
+
+def ls(folder: CacheFolder = None) -> None:
+    """List the entries, the last used first."""
+    from . import cache_entries
+
+    cache_entries.ls(folder)
+
+
+def explain(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    without: Without = None,
+    folder: CacheFolder = None,
+) -> None:
+    """Say whether a recipe's data is cached; if not, what differs from the entries."""
+    from .load_recipe import load_recipe
+
+    loaded, active = load_recipe(recipe, overrides, without)
+    # A mistake in the recipe is reported before anything heavy is imported.
+    from .cache_explain import explain_key
+
+    explain_key(loaded, active, recipe, folder)
+
+
+def gc(
+    folder: CacheFolder = None,
+    keep_days: Annotated[
+        float | None,
+        typer.Option(min=0, help="Remove entries unused for this many days.", show_default=False),
+    ] = None,
+) -> None:
+    """Remove unfinished builds and, with --keep-days, entries that are unused for long."""
+    from . import cache_entries
+
+    cache_entries.gc(folder, keep_days)
+
+
+def verify(folder: CacheFolder = None) -> None:
+    """Read every byte of every entry; exit with 2 if one is damaged."""
+    from . import cache_entries
+
+    cache_entries.verify(folder)
