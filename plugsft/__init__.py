@@ -19,7 +19,7 @@ from .base.errors import (
     TrainError,
     reason_of,
 )
-from .base.machine import Machine, child_environment
+from .base.machine import Machine, child_environment, not_installed
 from .base.types import (
     Batch,
     Encoded,
@@ -79,6 +79,7 @@ __all__ = [
     "hookimpl",
     "inspect",
     "load_run",
+    "not_installed",
     "once",
     "plugin",
     "prepare",

@@ -91,6 +91,7 @@ class Contract:
     before: Sequence[str]
     requires: Sequence[str]
     conflicts: dict[str, str]
+    needs: dict[str, str]
     provides: dict[str, str | None]
     affects_results: Sequence[str]
     affects_tokens: Sequence[str] | None
@@ -106,6 +107,7 @@ def plugin(
     before: Sequence[str] = (),
     requires: Sequence[str] = (),
     conflicts: dict[str, str] | None = None,
+    needs: dict[str, str] | None = None,
     provides: dict[str, str | None] | None = None,
     affects_results: Sequence[str] = (),
     affects_tokens: Sequence[str] | None = None,
@@ -114,10 +116,10 @@ def plugin(
 
     `after`, `before`: plugins that this one wraps, and that wrap this one; after=["*"]: all.
     `requires`: plugins that must be active too. `conflicts`: plugins that must not be active ->
-    reason. `provides`: capability -> the option that tunes it, or None. `affects_results`: options
-    that affect results; a resume with another value of these is refused.
-    `affects_tokens`: options that affect tokens; default: all options of a plugin with `render` or
-    `encode`. Declare state with `state(default)`.
+    reason. `needs`: package -> the extra of plugsft that installs it. `provides`: capability -> the
+    option that tunes it, or None. `affects_results`: options that affect results; a resume with
+    another value of these is refused. `affects_tokens`: options that affect tokens; default: all
+    options of a plugin with `render` or `encode`. Declare state with `state(default)`.
     """
     for argument, names in (("after", after), ("before", before), ("requires", requires)):
         if isinstance(names, str):
@@ -125,7 +127,14 @@ def plugin(
     if EVERY in (*before, *requires, *(conflicts or ())):
         raise PluginError(f'@plugin(...): "{EVERY}" is for `after` only')
     contract = Contract(
-        after, before, requires, conflicts or {}, provides or {}, affects_results, affects_tokens
+        after,
+        before,
+        requires,
+        conflicts or {},
+        needs or {},
+        provides or {},
+        affects_results,
+        affects_tokens,
     )
     config = ConfigDict(
         extra="forbid",

@@ -42,8 +42,8 @@ EXPORTED = {
         Batch Capability Data DataError DiskError Encoded FinishedRun Folder Ints Layouts
         LoadedStep Machine ModelLoad Place PluginError PlugsftError Ranks Recipe RecipeError
         Rendered Run RunModel Shard Slice Stopped TokenNll Train TrainError WeightSlice Work
-        cache_folder child_environment damage digest generate hookimpl inspect load_run once plugin
-        prepare progress reason_of say state train
+        cache_folder child_environment damage digest generate hookimpl inspect load_run
+        not_installed once plugin prepare progress reason_of say state train
     """,
     "plugsft.kit": """
         ONE_THREAD AnswerLoss SliceResult Tokenizer Tokens attend_per_document decay_groups

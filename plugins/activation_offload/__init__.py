@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from plugsft import Recipe, Run, hookimpl, plugin, state
+from plugsft import Machine, Recipe, Run, hookimpl, plugin, state
 
 
 @plugin(after=["*"], provides={"offloaded_activations": "min_bytes"})
@@ -24,11 +24,11 @@ class ActivationOffload:
     steps: int = state(0)
 
     @hookimpl
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Recipe, machine: Machine) -> None:
         """Refuse what cannot work without gradient checkpointing."""
         from .layers import ensure_possible
 
-        ensure_possible(recipe)
+        ensure_possible(recipe, machine)
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:

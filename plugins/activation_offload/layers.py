@@ -1,6 +1,5 @@
 """Layers whose saved activations move to host memory."""
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,19 +9,19 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from plugsft import Capability, Recipe, RecipeError
+from plugsft import Capability, Machine, Recipe, RecipeError
 from plugsft.kit import decoder_layers
 
 from .copies import SavedLayer, SideStream, fetch
 
 
-def ensure_possible(recipe: Recipe) -> None:
+def ensure_possible(recipe: Recipe, machine: Machine) -> None:
     """Refuse ZeRO-3 and compiled layers, unless each layer is recomputed."""
     recomputed = recipe.provides("recomputed_activations")
     if recomputed and recomputed.value in (None, 1):
         return
     obstacle = ""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    if machine.strategy == "zero3":
         obstacle = "under ZeRO-3 layers save gathered weights, which would stay on the device"
     elif compiled := recipe.provides("compiled_layers"):
         obstacle = f"weights and activations look alike in the compiled layers of {compiled.table}"

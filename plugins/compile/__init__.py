@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from typing import Any, Literal
 
-from plugsft import Recipe, Run, hookimpl, plugin, say, state
+from plugsft import Machine, Recipe, Run, hookimpl, plugin, say, state
 
 
 @plugin(
@@ -31,11 +31,11 @@ class Compile:
     """Whether the programs of the first epoch are reported."""
 
     @hookimpl
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Recipe, machine: Machine) -> None:
         """Refuse ZeRO-3, and a machine without a compiler."""
         from .compiler import ensure_compilable
 
-        ensure_compilable(recipe)
+        ensure_compilable(recipe, machine)
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:

@@ -5,12 +5,12 @@ import shutil
 
 import torch
 
-from plugsft import Recipe, RecipeError
+from plugsft import Machine, Recipe, RecipeError
 
 
-def ensure_compilable(recipe: Recipe) -> None:
+def ensure_compilable(recipe: Recipe, machine: Machine) -> None:
     """Refuse ZeRO-3, and a machine without a compiler."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    if machine.strategy == "zero3":
         raise RecipeError(
             "torch.compile cannot compile the hooks that ZeRO-3 adds to each layer; launch with "
             "recipes/accelerate/fsdp2.yaml, or remove [plugins.compile]"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Literal
 
-from plugsft import Encoded, PluginError, RecipeError, hookimpl, plugin, state
+from plugsft import Encoded, PluginError, RecipeError, hookimpl, not_installed, plugin, state
 
 if TYPE_CHECKING:
     from plugsft.kit import Tokenizer, Tokens
@@ -44,11 +43,11 @@ class FastTokenizer:
     @hookimpl
     def check(self) -> None:
         """Refuse an engine that is not installed."""
-        from .engines import ENGINES, explain_missing
+        from .engines import ENGINES
 
         self.started_run = True
-        if self.engine in ENGINES and not importlib.util.find_spec(self.engine):
-            raise RecipeError(explain_missing(self.engine))
+        if self.engine in ENGINES and (missing := not_installed(self.engine, "fast")):
+            raise RecipeError(missing)
 
     @hookimpl
     def encode(self, texts: list[str], tokenizer: Tokenizer, special_tokens: bool) -> Encoded:

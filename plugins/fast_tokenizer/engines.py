@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from plugsft import Ints
+from plugsft import Ints, not_installed
 from plugsft.kit import Tokenizer
 
 Ids = tuple[NDArray[np.int32], Ints]
@@ -56,19 +56,14 @@ ENGINES = {"gigatoken": load_gigatoken, "fastokens": load_fastokens}
 
 def load(name: str, tokenizer: Tokenizer) -> Engine:
     """Load an engine for a tokenizer; raise UnusableEngine if it does not know such tokenizers."""
+    if missing := not_installed(name, "fast"):
+        raise UnusableEngine(missing)
     try:
         return ENGINES[name](tokenizer)
-    except ModuleNotFoundError as error:
-        raise UnusableEngine(explain_missing(name)) from error
     except BaseException as error:
         ensure_engine_error(error)
         reason = str(error).partition("\n")[0]
         raise UnusableEngine(f"{name} cannot load the tokenizer: {reason}") from error
-
-
-def explain_missing(name: str) -> str:
-    """Explain that an engine is not installed, with the cure."""
-    return f"{name} is not installed: pip install {name}"
 
 
 def ensure_engine_error(error: BaseException) -> None:

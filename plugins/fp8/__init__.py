@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plugsft import Recipe, hookimpl, plugin, state
+from plugsft import Machine, Recipe, hookimpl, plugin, state
 
 
 @plugin(
     before=["compile"],
+    needs={"torchao": "fp8"},
     affects_results=["scaling", "keep", "min_size", "emulate"],
 )
 class Fp8:
@@ -35,11 +36,11 @@ class Fp8:
     result: str = state("")
 
     @hookimpl
-    def check(self, recipe: Recipe) -> None:
+    def check(self, recipe: Recipe, machine: Machine) -> None:
         """Refuse a machine without float8, and what cannot be combined with it."""
         from .refuse import ensure_usable
 
-        ensure_usable(self, recipe)
+        ensure_usable(self, recipe, machine)
 
     @hookimpl(wrapper=True)
     def optimize_model(self) -> Generator[None, Any, Any]:

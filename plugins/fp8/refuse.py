@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
-from plugsft import Recipe, RecipeError
+from plugsft import Machine, Recipe, RecipeError
 from plugsft.kit import meta_model
 
 from .choose import choose
@@ -20,11 +18,9 @@ CAPABILITY = (8, 9)
 """The first GPUs that multiply in float8: Ada and Hopper."""
 
 
-def ensure_usable(plugin: Fp8, recipe: Recipe) -> None:
+def ensure_usable(plugin: Fp8, recipe: Recipe, machine: Machine) -> None:
     """Refuse a machine without float8, and what cannot be combined with it."""
-    ensure_combines(plugin, recipe)
-    if find_spec("torchao") is None:
-        raise RecipeError("torchao is not installed: pip install 'plugsft[fp8]'")
+    ensure_combines(plugin, recipe, machine)
     if not plugin.emulate:
         ensure_hardware(recipe)
     # The sizes of a model from scratch are known when it is made.
@@ -32,7 +28,7 @@ def ensure_usable(plugin: Fp8, recipe: Recipe) -> None:
         choose(plugin, model)
 
 
-def ensure_combines(plugin: Fp8, recipe: Recipe) -> None:
+def ensure_combines(plugin: Fp8, recipe: Recipe, machine: Machine) -> None:
     """Refuse what float8 would make wrong or slow."""
     if adapters := recipe.provides("adapters"):
         raise RecipeError(
@@ -50,7 +46,7 @@ def ensure_combines(plugin: Fp8, recipe: Recipe) -> None:
             'scaling = "tensorwise" rounds a document by the largest value of its whole packed '
             f'row, so documents are not apart; set scaling = "rowwise", or remove {packer.table}'
         )
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    if machine.strategy == "zero3":
         raise RecipeError(
             "torchao's layers keep their whole weights for the backward pass, which ZeRO-3 "
             "shards; launch with recipes/accelerate/fsdp2.yaml, or remove [plugins.fp8]"

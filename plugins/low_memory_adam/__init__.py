@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from plugsft import Recipe, RecipeError, Train, hookimpl, plugin
+from plugsft import Recipe, RecipeError, Train, hookimpl, not_installed, plugin
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -47,9 +47,12 @@ class LowMemoryAdam:
                 f'kind: "{self.kind}" rounds bfloat16 weights, which loses small steps; set '
                 'kind = "corrected", or remove model.weights'
             )
-        from .available import ensure_available
+        if missing := not_installed("bitsandbytes", "quantize"):
+            raise RecipeError(f"kind: {missing}")
+        import torch
 
-        ensure_available(self.kind, self.kind == PAGED)
+        if self.kind == PAGED and not torch.cuda.is_available():
+            raise RecipeError(f'kind: "{PAGED}" needs an NVIDIA GPU; set kind = "adamw_8bit"')
 
     @hookimpl
     def optimizer(self, model: Module, train: Train) -> Optimizer:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import field
-from importlib.util import find_spec
 from typing import Any, Literal
 
-from plugsft import Capability, ModelLoad, Recipe, RecipeError, hookimpl, plugin, state
+from plugsft import (
+    Capability,
+    ModelLoad,
+    Recipe,
+    RecipeError,
+    hookimpl,
+    not_installed,
+    plugin,
+    state,
+)
 
 
 @plugin(after=["lora"], provides={"quantized_base": None}, affects_results=["kind", "skip"])
@@ -38,8 +46,9 @@ class Quantize:
         if not recipe.provides("adapters"):
             table = Capability.bundled("adapters").table
             raise RecipeError(f"quantized weights cannot be trained; add {table}")
-        if self.kind == "nf4" and find_spec("bitsandbytes") is None:
-            raise RecipeError("kind = \"nf4\" needs bitsandbytes: pip install 'plugsft[quantize]'")
+        missing = not_installed("bitsandbytes", "quantize")
+        if self.kind == "nf4" and missing:
+            raise RecipeError(f"kind: {missing}")
         from .choose import modules_to_leave_out
 
         self.dtype = recipe.model.dtype

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from plugsft import Machine, RecipeError, Shard, Slice, Work, hookimpl, plugin, state
+from plugsft import Machine, Shard, Slice, Work, hookimpl, plugin, state
 
 MIN_SLICES = 3
 """Fewer are done before a cluster has started."""
 
 
-@plugin()
+@plugin(needs={"ray": "ray"})
 class RayTokenize:
     """Render and tokenize on a Ray cluster, a slice per task.
 
@@ -36,9 +35,7 @@ class RayTokenize:
 
     @hookimpl
     def check(self, machine: Machine) -> None:
-        """Refuse to run without Ray."""
-        if find_spec("ray") is None:
-            raise RecipeError("ray is not installed: pip install 'plugsft[ray]'")
+        """Remember the machine."""
         self.machine = machine
 
     @hookimpl

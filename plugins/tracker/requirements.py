@@ -3,17 +3,17 @@
 import importlib
 import os
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import Any
+
+from plugsft import not_installed
 
 from .values import MLFLOW_CURE, describe_error
 
 
 def find_problem(kind: str) -> str | None:
     """Return why a tracker cannot be used on this machine, with the cure."""
-    # A folder of that name, such as wandb's for its files, is found too, without an origin.
-    if getattr(find_spec(kind), "origin", None) is None:
-        return f"to: \"{kind}\" needs a package: pip install {kind}, or 'plugsft[trackers]'"
+    if missing := not_installed(kind, "trackers"):
+        return f"to: {missing}"
     try:
         package = importlib.import_module(kind)
     except ImportError as error:
@@ -43,7 +43,7 @@ def _check_mlflow_server(mlflow: Any) -> str | None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     uri = mlflow.get_tracking_uri()
-    if uri.startswith("sqlite") and find_spec("sqlalchemy"):
+    if uri.startswith("sqlite") and not not_installed("sqlalchemy", "trackers"):
         return None  # a request would create the database
     try:
         mlflow.search_experiments(max_results=1)

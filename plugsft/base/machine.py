@@ -8,11 +8,15 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
 from .errors import LaunchError
+
+SWITCHES = {"zero3": "ACCELERATE_USE_DEEPSPEED", "fsdp2": "ACCELERATE_USE_FSDP"}
+"""Strategy -> the variable by which accelerate tells a rank."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Machine:
     """Bytes."""
     rank: int
     world_size: int
+    strategy: str
+    """How ranks shard the model: "fsdp2", "zero3", or "" if each holds all of it."""
 
     @property
     def is_main(self) -> bool:
@@ -63,7 +69,16 @@ def look() -> Machine:
         memory=memory_limit(),
         rank=rank,
         world_size=size,
+        strategy=next((name for name, switch in SWITCHES.items() if _is_on(switch)), ""),
     )
+
+
+def not_installed(package: str, extra: str) -> str:
+    """Return that a package is missing, and the extra of plugsft that has it; "" if it is there."""
+    # A folder of that name, such as wandb's for its files, is found too, without an origin.
+    if getattr(find_spec(package), "origin", None) is not None:
+        return ""
+    return f"{package} is not installed: pip install 'plugsft[{extra}]'"
 
 
 def child_environment(**changes: str) -> dict[str, str]:
@@ -121,6 +136,10 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def _is_on(switch: str) -> bool:
+    return os.environ.get(switch) == "true"
 
 
 def _cgroup_v1_quota() -> str:

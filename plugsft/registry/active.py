@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from graphlib import CycleError, TopologicalSorter
+from itertools import starmap
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, cast
@@ -17,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from ..base.checksums import digest, file_digest
 from ..base.console import say
 from ..base.errors import PluginError, PlugsftError, RecipeError, did_you_mean
-from ..base.machine import Machine
+from ..base.machine import Machine, not_installed
 from ..hooks import CORE, EVERY, Hooks, is_core
 from ..recipe import parse as reading
 from ..recipe.tables import Recipe, short
@@ -239,11 +240,13 @@ def check(
     for impl in active._impls("check"):
         if hooks is not None and not active.implements(impl.plugin_name, hooks):
             continue
-        given = {"recipe": recipe, "machine": machine}
+        given, where = {"recipe": recipe, "machine": machine}, f"plugins.{impl.plugin_name}"
+        needs = contract_of(active.plugins[impl.plugin_name]).needs
         try:
+            if missing := [*filter(None, starmap(not_installed, needs.items()))]:
+                raise RecipeError(missing)
             impl.function(*(given[name] for name in impl.argnames))
         except RecipeError as error:
-            where = f"plugins.{impl.plugin_name}"
             problems += [
                 line if line.startswith(where) else f"{where}: {line}" for line in error.problems
             ]

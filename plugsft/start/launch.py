@@ -17,15 +17,13 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from ..base.console import format_count, say
 from ..base.errors import LaunchError, did_you_mean
 from ..base.launch_files import STRATEGIES, Layout, launch_file
-from ..base.machine import child_environment, env_number
+from ..base.machine import SWITCHES, child_environment, env_number
 from ..recipe.tables import Recipe
 
 PORT = 29500
 """Default port of node 0, as torchrun's."""
 MOST_ON_CPU = 8
 """Ranks that any CPU takes; each is a process with its own model."""
-SWITCH = {"fsdp2": "ACCELERATE_USE_FSDP", "zero3": "ACCELERATE_USE_DEEPSPEED"}
-"""Variables by which accelerate, and checks of plugins, know the strategy of a rank."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +166,13 @@ def ensure_possible(recipe: Recipe, layout: Layout) -> None:
         raise LaunchError(
             f"--strategy {layout.strategy}: train.keep_whole_gradients is for fsdp2; remove it"
         )
-    for other, name in SWITCH.items():
+    for other, name in SWITCHES.items():
         if other != layout.strategy and os.environ.get(name, "").lower() in ("1", "true"):
             raise LaunchError(
                 f"--strategy {layout.strategy}: the environment has {name}={os.environ[name]}, "
                 f"which means {other}: unset {name}, or give --strategy {other}"
             )
-    if layout.strategy in SWITCH:
+    if layout.strategy in SWITCHES:
         if layout.cpu and torch.cuda.is_available():
             raise LaunchError(
                 f'--strategy {layout.strategy}: device = "cpu" on a machine with GPUs is for ddp; '
@@ -213,10 +211,10 @@ def _ensure_address(layout: Layout) -> None:
 
 def settings_of(strategy: str) -> dict[str, str]:
     """Return the variables by which `accelerate launch` sets a strategy for its ranks."""
-    if strategy not in SWITCH:
+    if strategy not in SWITCHES:
         return {}
     file: Any = load_config_from_file(str(launch_file(STRATEGIES[strategy])))
-    variables = {SWITCH[strategy]: "true"}
+    variables = {SWITCHES[strategy]: "true"}
     for key, value in file.fsdp_config.items():
         variables[key.upper()] = _text(value)
     for key, value in file.deepspeed_config.items():

@@ -14,6 +14,7 @@ from test_launch import TRAIN, learns_what_one_does_without
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plugsft import PluginError, RecipeError, testing
+from plugsft.base.machine import look
 from plugsft.plugins.activation_offload import ActivationOffload, copies, layers
 from plugsft.plugins.gradient_checkpointing import GradientCheckpointing
 from plugsft.registry.load import resolve
@@ -298,7 +299,7 @@ def test_a_change_in_place_is_refused():
 )
 def test_what_needs_checkpoints_is_refused(monkeypatch, tmp_path, plugins, deepspeed, words):
     def ensure(plugins):
-        layers.ensure_possible(resolve(bare_tables(tmp_path, plugins))[0])
+        layers.ensure_possible(resolve(bare_tables(tmp_path, plugins))[0], look())
 
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", deepspeed)
     with pytest.raises(RecipeError, match=words):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from functools import partial
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 import psutil
 import pytest
 from conftest import (
+    bare_tables,
     only_full,
     run_plugsft,
     start_plugsft,
@@ -22,8 +24,9 @@ from plugin_packages import activate, install
 
 from plugsft import RecipeError
 from plugsft.base.machine import look
-from plugsft.plugins import ray_tokenize
 from plugsft.plugins.ray_tokenize import RayTokenize
+from plugsft.registry.active import check
+from plugsft.registry.load import resolve
 
 SLICES = 16
 # Notes when a process begins and ends a slice; a row with "here" fails.
@@ -52,10 +55,11 @@ NOTING = """
 """
 
 
-def test_it_refuses_to_run_without_ray(monkeypatch):
-    monkeypatch.setattr(ray_tokenize, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=re.escape("pip install 'plugsft[ray]'")):
-        RayTokenize().check(look())
+def test_it_refuses_to_run_without_ray(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    recipe, active = resolve(bare_tables(tmp_path, {"ray_tokenize": {}}))
+    with pytest.raises(RecipeError, match=re.escape("ray is not installed: pip install 'plugsft")):
+        check(active.attach(), recipe, look())
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")

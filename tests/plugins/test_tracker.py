@@ -362,8 +362,7 @@ def refused(place, /, **options):
 def test_a_package_that_is_missing_stops_the_run_with_the_cure(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, kind, None)
     assert refused(tmp_path, to=[kind]) == (
-        f'plugins.tracker: to: "{kind}" needs a package: pip install {kind}, or '
-        "'plugsft[trackers]'"
+        f"plugins.tracker: to: {kind} is not installed: pip install 'plugsft[trackers]'"
     )
 
 

@@ -2,7 +2,6 @@
 
 import warnings
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 from ...base.errors import PlugsftError
 from ...base.limits import read_json_object
+from ...base.machine import not_installed
 from ...recipe.capabilities import Capability
 
 RECORD = "quantization_config.json"
@@ -32,11 +32,8 @@ def quantization(folder: Path) -> dict[str, Any]:
         needs_bitsandbytes = values["quant_method"] == "bitsandbytes"
         if not needs_bitsandbytes:
             import_module(INT8)  # transformers then knows this kind
-        elif find_spec("bitsandbytes") is None:
-            raise PlugsftError(
-                f"{folder}: its base is quantized, which needs bitsandbytes: "
-                "pip install 'plugsft[quantize]'"
-            )
+        elif missing := not_installed("bitsandbytes", "quantize"):
+            raise PlugsftError(f"{folder}: its base is quantized, and {missing}")
         config: Any = AutoQuantizationConfig.from_dict(values)
         dtype: torch.dtype = (
             config.bnb_4bit_compute_dtype if needs_bitsandbytes else getattr(torch, config.dtype)
